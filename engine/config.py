@@ -1,0 +1,28 @@
+"""What an engine is told at its start. Frozen; derived values are computed elsewhere, never stored back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model_path: str  # folder with config.json and safetensors
+    base_digest: str  # of that folder's content; seeds every KV hash chain
+    backend: Literal["auto", "reference", "triton"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: fp32 on CPU, bf16 on CUDA
+    max_model_len: int | None = None  # None: the model's own limit
+    block_size: int = 16  # tokens a KV block
+    num_blocks: int | None = None  # None: from kv_cache_bytes or device_memory_fraction
+    kv_cache_bytes: int | None = None  # None on CPU: 1 GiB
+    device_memory_fraction: float = 0.9  # CUDA: of all memory, for weights + adapters + KV
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    enable_prefix_caching: bool = True
+    adapter_pool_bytes: int = 256 * 1024 * 1024  # on the device, all sites together
+    adapter_host_bytes: int = 4 * 1024 * 1024 * 1024
+    max_lora_rank: int = 512
+    seed: int = 0  # of the seeds that requests without one are given
+    num_threads: int | None = None  # CPU: torch threads; None: torch's default

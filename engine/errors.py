@@ -1,0 +1,41 @@
+"""Errors of the engine, all safe to pickle (args go to `super().__init__`).
+
+EngineError
+|- InvalidRequestError      the request can never be served: HTTP 400, `param` names the field
+|  `- ContextLengthError    prompt longer than the model's context or than all KV
+|- UnknownAdapterError      the request names a digest that is not loaded
+|- UnsupportedModelError    a base folder that we refuse, with the reason
+`- EngineDeadError          the step loop ended; nothing more will come
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    pass
+
+
+class InvalidRequestError(EngineError):
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ContextLengthError(InvalidRequestError):
+    pass
+
+
+class UnknownAdapterError(EngineError):
+    pass
+
+
+class UnsupportedModelError(EngineError):
+    pass
+
+
+class EngineDeadError(EngineError):
+    pass

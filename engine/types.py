@@ -1,0 +1,174 @@
+"""The engine's vocabulary: what a caller hands in, what a step decides, what a step gives back.
+
+Ignorant of tensors, HTTP and MLflow. An adapter is known here only by its content digest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens. The defaults are those of the OpenAI API; 0 switches `top_k`, `min_p` off.
+
+    Stop strings are text and therefore not known here: the caller watches the text and aborts.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # neither EOS nor a stop id can be drawn before this many tokens
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over output tokens, as OpenAI
+    frequency_penalty: float = 0.0  # over output tokens, as OpenAI
+    repetition_penalty: float = 1.0  # over prompt and output tokens, as Hugging Face
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None  # None: the engine draws one per request
+    n: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the drawn token's and those of the k most likely
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str  # unique in the engine; the caller makes it, a client's id is never used
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter: str | None = None  # content digest of a loaded adapter
+    cache_salt: str = ""  # requests with different salts never share KV blocks
+    arrival_s: float = 0.0  # time.time() at the front, for queue-time metrics only
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the model's distribution before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: tuple[tuple[int, float], ...]  # most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What one step adds to one choice. `offset` is the number of output tokens before these."""
+
+    request_id: str
+    choice: int
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output, first entry None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop id (not EOS) that ended it
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None  # with finish_reason "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The engine's state after a step: what a router and the metrics need."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_adapter: int = 0
+    queued_tokens: int = 0  # tokens still to prefill, running and waiting
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # cached blocks that nobody holds count as free
+    num_preemptions: int = 0  # since start
+    prefix_queries: int = 0  # tokens looked up, since start
+    prefix_hits: int = 0  # tokens found, since start
+    num_steps: int = 0  # since start
+    adapters_on_device: tuple[str, ...] = ()  # digests
+    adapters_on_host: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    outputs: tuple[TokenOutput, ...]
+    load: EngineLoad
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice being generated. Mutable, owned by the scheduler."""
+
+    request: Request
+    choice: int
+    seed: int  # of the request; the random numbers are a function of (seed, choice, position)
+    token_ids: list[int]  # prompt, then output
+    num_computed_tokens: int = 0  # tokens whose KV is in the blocks
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    block_table: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Positions [start, end) of one sequence are computed in this step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """True when the last position is the newest token: its logits give the next one."""
+        return self.end == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.end - s.start for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A runner's answer for one scheduled sequence, in the order of the batch."""
+
+    token_id: int | None  # None: the sequence did not sample in this step
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, end] of the prompt
+    is_finite: bool = True  # False: the logits held NaN or infinity, token_id is None
+
+
+class Runner(Protocol):
+    """Owns the device. The one seam between policy (integers) and mechanism (tensors)."""
+
+    num_blocks: int
+
+    def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
+        """One forward pass and one draw for each sequence that samples."""
+        ...
+
+
+class AdapterResidency(Protocol):
+    """Which adapters are on the device. `lora.pool.AdapterPool` implements it."""
+
+    def acquire(self, digest: str) -> bool:
+        """Makes the adapter resident if room allows, and takes a reference. False: not now."""
+        ...
+
+    def release(self, digest: str) -> None:
+        """Gives the reference of one `acquire` back."""
+        ...

@@ -1,0 +1,1 @@
+"""Adapters: reading a PEFT folder, the rank-row pool, per-step token-to-adapter mapping. No requests."""

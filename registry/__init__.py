@@ -1,0 +1,1 @@
+"""MLflow: register, resolve names, verified local copies. No torch, no Ray."""

@@ -1,0 +1,144 @@
+"""The rooms and who may import whom, read from the source. A wrong import fails here, with file and line."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("serve_app", "engine", "lora", "kernels", "registry")
+ALLOWED_ROOMS = {
+    "serve_app": {"engine", "registry"},
+    "engine": {"lora", "kernels"},
+    "lora": {"kernels"},
+    "kernels": set(),
+    "registry": set(),
+}
+# Which rooms may import a foreign library; libraries that are not listed are free.
+OWNERS = {
+    "ray": {"serve_app"},
+    "fastapi": {"serve_app"},
+    "starlette": {"serve_app"},
+    "pydantic": {"serve_app"},
+    "yaml": {"serve_app"},
+    "typer": {"serve_app"},
+    "rich": {"serve_app"},
+    "tokenizers": {"serve_app"},
+    "jinja2": {"serve_app"},
+    "mlflow": {"registry"},
+    "triton": {"kernels"},
+    "safetensors": {"engine", "lora"},
+    "transformers": {"engine"},
+    "torch": {"engine", "lora", "kernels"},
+}
+NO_TORCH = ("types", "errors", "config", "blocks", "scheduler", "core", "service")
+FORBIDDEN_EVERYWHERE = {"pickle", "joblib", "dill", "peft"}
+MAX_FILE_LINES = 400
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, top-level package) of every import in a file, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield node.lineno, node.module.split(".")[0]
+
+
+def sources(room: str) -> list[Path]:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files, f"room {room} has no source"
+    return files
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_only_the_rooms_below_it(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sources(room)
+        for line, name in imports(path)
+        if name in ROOMS and name != room and name not in ALLOWED_ROOMS[room]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_foreign_library_stays_with_its_owner(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sources(room)
+        for line, name in imports(path)
+        if room not in OWNERS.get(name, {room}) or name in FORBIDDEN_EVERYWHERE
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_engine_policy_imports_no_torch(module: str) -> None:
+    names = {name for _, name in imports(ROOT / "engine" / f"{module}.py")}
+    assert "torch" not in names
+
+
+def test_transformers_is_read_only_by_the_gguf_converter() -> None:
+    users = [p.name for p in sources("engine") if "transformers" in {n for _, n in imports(p)}]
+    assert users == ["gguf.py"]
+
+
+def test_environment_is_read_only_in_configuration_and_launcher() -> None:
+    """Launching a child needs its environment; everything else takes settings as arguments."""
+    allowed = {"serve_app/config.py", "serve_app/commands/serve.py"}
+    wrong = []
+    for room in ROOMS:
+        for path in sources(room):
+            name = str(path.relative_to(ROOT))
+            reads = any(
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "os"
+                and node.attr in {"environ", "getenv", "putenv"}
+                for node in ast.walk(ast.parse(path.read_text()))
+            )
+            if reads and name not in allowed:
+                wrong.append(name)
+    assert not wrong
+
+
+def test_no_source_file_is_too_long_to_read() -> None:
+    lengths = {
+        str(p.relative_to(ROOT)): len(p.read_text().splitlines())
+        for room in ROOMS
+        for p in sources(room)
+    }
+    assert not {name: n for name, n in lengths.items() if n > MAX_FILE_LINES}
+
+
+def test_rooms_have_no_import_cycles() -> None:
+    """File-level cycles inside a room, found by walking imports of our own modules."""
+    graph: dict[str, set[str]] = {}
+    for room in ROOMS:
+        for path in sources(room):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            graph[module] = {
+                node.module
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.split(".")[0] in ROOMS
+            }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+        if module in done:
+            return
+        for target in graph.get(module, ()):
+            visit(target, (*trail, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+    assert len(graph) > 20
+    assert sys.version_info >= (3, 11)

@@ -1,4 +1,4 @@
-"""The rooms and who may import whom, read from the source. A wrong import fails here, with file and line."""
+"""The rooms and who may import whom, read from the source. A wrong import fails with file and line."""
 
 import ast
 import sys

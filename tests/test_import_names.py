@@ -1,6 +1,6 @@
-"""Our room `kernels` beside Hugging Face's package of that name: transformers must not mistake one for
-the other. It takes any distribution that offers the import name for the real package, so the folder has
-no `__init__.py` and our version lies outside every window that transformers accepts."""
+"""Our room `kernels` beside Hugging Face's package of that name: transformers must not mistake one
+for the other. It takes any distribution that offers the import name for the real package, so the
+folder has no `__init__.py` and our version lies outside every window that transformers accepts."""
 
 import subprocess
 import sys
@@ -12,9 +12,10 @@ ROOT = Path(__file__).parent.parent
 TINY_LLAMA = """
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import is_kernels_available
-config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                     num_key_value_heads=1, vocab_size=32)
-LlamaForCausalLM(config)
+LlamaForCausalLM(LlamaConfig(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, vocab_size=32,
+))
 assert not is_kernels_available(), "transformers takes our room for Hugging Face's kernels package"
 """
 

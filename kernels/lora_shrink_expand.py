@@ -1,0 +1,81 @@
+"""The LoRA delta of a packed batch with many adapters: y_s += (x A_s^T) B_s for each slice s.
+
+Hu et al., "LoRA", arXiv 2106.09685; batched over adapters as in Chen et al., "Punica", arXiv
+2310.18547. The weights are rows of shared pools (A row [K], B row [N]); the scale is folded into B.
+A batch names the rows in use (`row_ids`) and, by small integers, who owns them (`row_owner`) and
+whose a token is (`token_owner`, -1: nobody's, its y stays as it is to the bit).
+Knows tensors and numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def lora_add_(
+    outputs: Sequence[torch.Tensor],  # one [T, N_s] a slice, views are fine
+    x: torch.Tensor,  # [T, K]
+    a_pool: torch.Tensor,  # [slices, rows, K]
+    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] a slice
+    token_owner: torch.Tensor,  # [T]
+    row_ids: torch.Tensor,  # [R]
+    row_owner: torch.Tensor,  # [R]
+) -> None:
+    lora_add_reference_(outputs, x, a_pool, b_pools, token_owner, row_ids, row_owner)
+
+
+def lora_embed_add_(
+    y: torch.Tensor,  # [T, H]
+    token_ids: torch.Tensor,  # [T]
+    a_pool: torch.Tensor,  # [rows, V]
+    b_pool: torch.Tensor,  # [rows, H]
+    token_owner: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_owner: torch.Tensor,
+) -> None:
+    """The same for an embedding: a token's x is the one-hot of its id, x A^T a column of A."""
+    lora_embed_add_reference_(y, token_ids, a_pool, b_pool, token_owner, row_ids, row_owner)
+
+
+def lora_add_reference_(
+    outputs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    a_pool: torch.Tensor,
+    b_pools: Sequence[torch.Tensor],
+    token_owner: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_owner: torch.Tensor,
+) -> None:
+    owned = token_owner[:, None] == row_owner  # [T, R]
+    wide = x.float()
+    for s, y in enumerate(outputs):
+        h = wide @ a_pool[s].index_select(0, row_ids).float().T
+        _expand_(y, h, owned, b_pools[s], token_owner, row_ids)
+
+
+def lora_embed_add_reference_(
+    y: torch.Tensor,
+    token_ids: torch.Tensor,
+    a_pool: torch.Tensor,
+    b_pool: torch.Tensor,
+    token_owner: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_owner: torch.Tensor,
+) -> None:
+    h = a_pool[row_ids[None, :], token_ids[:, None].long()].float()  # [T, R]
+    _expand_(y, h, token_owner[:, None] == row_owner, b_pool, token_owner, row_ids)
+
+
+def _expand_(
+    y: torch.Tensor,
+    h: torch.Tensor,
+    owned: torch.Tensor,
+    b_pool: torch.Tensor,
+    token_owner: torch.Tensor,
+    row_ids: torch.Tensor,
+) -> None:
+    h = torch.where(owned, h, 0.0)
+    delta = h @ b_pool.index_select(0, row_ids).float()
+    y.copy_(torch.where(token_owner[:, None] >= 0, (y.float() + delta).to(y.dtype), y))

@@ -1,0 +1,203 @@
+"""Causal attention of packed queries over a paged KV cache: softmax(scale * q k^T) v.
+
+Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", arXiv 2309.06180;
+grouped queries as in Ainslie et al., arXiv 2305.13245. The queries of a sequence are the last of its
+positions. What depends on lengths and block tables only is built once a step (`plan_attention`) and
+shared by all layers.
+Knows tensors and numbers only; runs in float32 whatever the type of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences of one query each and of similar length, attended to in one padded batch."""
+
+    rows: torch.Tensor  # [n] rows of q
+    slots: torch.Tensor  # [n * length] rows of the flat cache; padding repeats a slot of its own
+    kv_lens: torch.Tensor  # [n]
+    max_kv_len: int
+    num_padded: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """One sequence with several queries."""
+
+    start: int  # rows of q: [start, end)
+    end: int
+    slots: torch.Tensor  # [kv_len]
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Lengths and places of one step, for every layer of it."""
+
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillChunk, ...]
+    # Masks by (kind, index, window): made by the first layer that needs them, used by all others.
+    masks: dict[tuple[str, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+
+def plan_attention(
+    query_start: torch.Tensor | Sequence[int],  # [S + 1]
+    kv_lens: torch.Tensor | Sequence[int],  # [S]
+    block_tables: torch.Tensor,  # [S, max_blocks]
+    block_size: int,
+) -> AttentionPlan:
+    """Give `query_start` and `kv_lens` as CPU tensors or lists: on a device they cost a sync."""
+    starts, lengths = _to_list(query_start), _to_list(kv_lens)
+    prefills: list[PrefillChunk] = []
+    decodes: list[int] = []
+    for s, kv_len in enumerate(lengths):
+        if starts[s + 1] - starts[s] == 1:
+            decodes.append(s)
+        elif starts[s + 1] > starts[s]:
+            slots = _slots(block_tables[s], kv_len, block_size)
+            prefills.append(PrefillChunk(starts[s], starts[s + 1], slots, kv_len))
+    groups = tuple(
+        _decode_group(bucket, starts, lengths, block_tables, block_size)
+        for bucket in _buckets(decodes, lengths)
+    )
+    return AttentionPlan(groups, tuple(prefills))
+
+
+def paged_attention(
+    q: torch.Tensor,  # [T, Hq, D]
+    k_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """-> [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before it."""
+    return paged_attention_reference(q, k_cache, v_cache, plan, scale, sliding_window)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    out = torch.empty_like(q)
+    k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, Hkv, D]
+    num_kv_heads, head_dim = k_flat.shape[1:]
+    for i, group in enumerate(plan.decodes):
+        n = group.rows.shape[0]
+        shape = (n, group.max_kv_len, num_kv_heads, head_dim)
+        k = k_flat.index_select(0, group.slots).view(shape).transpose(1, 2).float()
+        v = v_flat.index_select(0, group.slots).view(shape).transpose(1, 2).float()
+        # The queries of one KV head are one batch of G rows: K and V are never repeated.
+        q_group = q.index_select(0, group.rows).view(n, num_kv_heads, -1, head_dim).float()
+        mask = _decode_mask(plan, i, sliding_window)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q_group, k, v, attn_mask=mask, scale=scale
+        )
+        out.index_copy_(0, group.rows, attended.reshape(n, -1, head_dim).to(q.dtype))
+    for i, chunk in enumerate(plan.prefills):
+        k = k_flat.index_select(0, chunk.slots).transpose(0, 1)[:, None].float()  # [Hkv, 1, L, D]
+        v = v_flat.index_select(0, chunk.slots).transpose(0, 1)[:, None].float()
+        length = chunk.end - chunk.start
+        q_chunk = q[chunk.start : chunk.end].view(length, num_kv_heads, -1, head_dim)
+        q_chunk = q_chunk.permute(1, 2, 0, 3).float()  # [Hkv, G, length, D]
+        mask = _prefill_mask(plan, i, sliding_window)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q_chunk,
+            k.expand(-1, q_chunk.shape[1], -1, -1),
+            v.expand(-1, q_chunk.shape[1], -1, -1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+        )
+        out[chunk.start : chunk.end] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    return out
+
+
+def _to_list(values: torch.Tensor | Sequence[int]) -> list[int]:
+    return [int(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values)]
+
+
+def _buckets(decodes: list[int], lengths: list[int]) -> list[list[int]]:
+    """Sequences by length, longest first; a new bucket where padding would cost over a quarter."""
+    buckets: list[list[int]] = []
+    for s in sorted(decodes, key=lambda s: -lengths[s]):
+        longest = lengths[buckets[-1][0]] if buckets else 0
+        if not buckets or lengths[s] * 4 < longest * 3:
+            buckets.append([])
+        buckets[-1].append(s)
+    return buckets
+
+
+def _decode_group(
+    bucket: list[int],
+    starts: list[int],
+    lengths: list[int],
+    block_tables: torch.Tensor,
+    block_size: int,
+) -> DecodeGroup:
+    device = block_tables.device
+    rows = torch.tensor([starts[s] for s in bucket], device=device)
+    kv_lens = torch.tensor([lengths[s] for s in bucket], device=device)
+    longest = lengths[bucket[0]]
+    tables = block_tables.index_select(0, torch.tensor(bucket, device=device)).long()
+    # Positions past the end repeat position 0: what an unused slot holds (NaN, even) is never read.
+    positions = torch.arange(longest, device=device).expand(len(bucket), -1)
+    positions = torch.where(positions < kv_lens[:, None], positions, 0)
+    slots = tables.gather(1, positions // block_size) * block_size + positions % block_size
+    padded = sum(longest - lengths[s] for s in bucket)
+    return DecodeGroup(rows, slots.flatten(), kv_lens, longest, padded)
+
+
+def _slots(table: torch.Tensor, kv_len: int, block_size: int) -> torch.Tensor:
+    positions = torch.arange(kv_len, device=table.device)
+    return table.long()[positions // block_size] * block_size + positions % block_size
+
+
+def _decode_mask(plan: AttentionPlan, index: int, window: int | None) -> torch.Tensor | None:
+    group = plan.decodes[index]
+    if window is not None and window >= group.max_kv_len:
+        window = None
+    key = ("decode", index, window)
+    if key not in plan.masks:
+        mask: torch.Tensor | None = None
+        if group.num_padded or window is not None:
+            keys = torch.arange(group.max_kv_len, device=group.rows.device)
+            seen = keys < group.kv_lens[:, None]
+            if window is not None:
+                seen &= keys >= group.kv_lens[:, None] - window
+            mask = _additive(seen)[:, None, None]  # [n, 1, 1, length]
+        plan.masks[key] = mask
+    return plan.masks[key]
+
+
+def _prefill_mask(plan: AttentionPlan, index: int, window: int | None) -> torch.Tensor | None:
+    chunk = plan.prefills[index]
+    if window is not None and window >= chunk.kv_len:
+        window = None
+    key = ("prefill", index, window)
+    if key not in plan.masks:
+        mask: torch.Tensor | None = None
+        length = chunk.end - chunk.start
+        if length < chunk.kv_len or window is not None:
+            keys = torch.arange(chunk.kv_len, device=chunk.slots.device)
+            queries = keys[chunk.kv_len - length :, None]
+            seen = keys <= queries
+            if window is not None:
+                seen &= keys > queries - window
+            mask = _additive(seen)  # [length, kv_len]
+        plan.masks[key] = mask
+    return plan.masks[key]
+
+
+def _additive(seen: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -1,0 +1,21 @@
+"""Gated activation of the Llama MLP: y = silu(gate) * up, silu(a) = a * sigmoid(a).
+
+Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202 (SwiGLU). The two halves come from one
+fused projection: gate in the first I columns, up in the last I.
+Knows tensors and numbers only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I] -> [T, I]"""
+    return silu_mul_reference(gate_up)
+
+
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    # silu is rounded to the type before the product, as in Hugging Face's Llama.
+    return torch.nn.functional.silu(gate) * up

@@ -1,1 +1,1 @@
-"""One module a figure, run as `python -m tests.benchmarks.NAME`; JSON lines out, the last with `pass`."""
+"""One module a figure: `python -m tests.benchmarks.NAME`; JSON lines, the last with `pass`."""

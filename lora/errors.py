@@ -1,0 +1,30 @@
+"""Errors of this room, all safe to pickle (args go to `super().__init__`).
+
+LoraError
+|- AdapterError             a folder that we refuse; the message is the reason, in words
+|  `- AdapterTooLargeError  it could never fit, however empty the pool
+|- AdapterNotLoadedError    the pool does not hold this digest (any more)
+`- HostMemoryError          the host tier is full of adapters in use
+"""
+
+from __future__ import annotations
+
+
+class LoraError(Exception):
+    pass
+
+
+class AdapterError(LoraError):
+    pass
+
+
+class AdapterTooLargeError(AdapterError):
+    pass
+
+
+class AdapterNotLoadedError(LoraError):
+    pass
+
+
+class HostMemoryError(LoraError):
+    pass

@@ -1,0 +1,53 @@
+"""Where a base model can be adapted: its linear layers as they are fused, and its embedding.
+
+A site is one matrix product of the forward pass; its slices are the Hugging Face modules fused into
+it, side by side in the output. Names and numbers only: no tensors, no model classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    module: str  # path below the model, e.g. "model.layers.3.self_attn.q_proj"
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    name: str  # e.g. "model.layers.3.qkv"
+    in_features: int  # of an embedding: the vocabulary
+    slices: tuple[Slice, ...]
+    kind: Literal["linear", "embedding"] = "linear"
+    optional: bool = False  # rarely adapted and large: its pool is made when an adapter needs it
+
+    @property
+    def num_row_elements(self) -> int:
+        """Of one rank row, A and B together."""
+        return sum(self.in_features + s.out_features for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One module that an adapter may change."""
+
+    site: Site
+    index: int  # of the slice
+
+    @property
+    def module(self) -> str:
+        return self.site.slices[self.index].module
+
+    @property
+    def out_features(self) -> int:
+        return self.site.slices[self.index].out_features
+
+
+def targets_by_module(sites: Sequence[Site]) -> dict[str, Target]:
+    return {
+        part.module: Target(site, index) for site in sites for index, part in enumerate(site.slices)
+    }

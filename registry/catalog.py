@@ -1,0 +1,149 @@
+"""One moment of the registry, frozen: what a model string means, without a network call.
+
+Pure: ignorant of MLflow and of files. Travels whole (pickle, msgspec) to whoever resolves names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from registry.entities import AdapterVersion, BaseVersion, ModelEntry, Rejected
+from registry.errors import NotFoundError
+from registry.names import Reference, parse_model, parse_reference
+
+DEFAULT_ALIAS = "champion"
+
+V = TypeVar("V", BaseVersion, AdapterVersion)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    base: BaseVersion
+    adapter: AdapterVersion | None = None
+
+
+class _Index(Generic[V]):
+    """Versions of one kind: by name, then by version or alias."""
+
+    def __init__(self, versions: Iterable[V]) -> None:
+        self.by_version: dict[str, dict[int, V]] = {}
+        self.by_alias: dict[str, dict[str, V]] = {}
+        self.default: dict[str, V] = {}
+        for version in versions:
+            self.by_version.setdefault(version.name, {})[version.version] = version
+            aliases = self.by_alias.setdefault(version.name, {})
+            aliases.update(dict.fromkeys(version.aliases, version))
+        for name, numbered in self.by_version.items():
+            highest = numbered[max(numbered)]
+            self.default[name] = self.by_alias[name].get(DEFAULT_ALIAS, highest)
+
+    def find(self, reference: Reference) -> V:
+        found: V | None
+        if reference.version is not None:
+            found = self.by_version[reference.name].get(reference.version)
+        elif reference.alias is not None:
+            found = self.by_alias[reference.name].get(reference.alias)
+        else:
+            found = self.default[reference.name]
+        if found is None:
+            raise NotFoundError(f"{reference.name!r} has no version or alias {reference}")
+        return found
+
+
+@dataclass(frozen=True)  # no slots: the indices below are cached in the instance's dict
+class Catalog:
+    bases: tuple[BaseVersion, ...] = ()
+    adapters: tuple[AdapterVersion, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"bases": self.bases, "adapters": self.adapters, "rejected": self.rejected}
+
+    def resolve(self, model: str) -> Resolution:
+        """What `base`, `base:adapter` or `adapter` stands for, each with `@alias` or `@version`."""
+        first, second = parse_model(model)
+        if second is not None:
+            return self._resolve_pair(first, second)
+        if first.name in self._bases.by_version:
+            return Resolution(self._bases.find(first))
+        if first.name in self._adapters.by_version:
+            adapter = self._adapters.find(first)
+            return Resolution(self._base_of(adapter), adapter)
+        raise NotFoundError(f"no base model or adapter is named {first.name!r}")
+
+    def resolve_base(self, reference: str) -> BaseVersion:
+        parsed = parse_reference(reference)
+        if parsed.name not in self._bases.by_version:
+            raise NotFoundError(f"no base model is named {parsed.name!r}")
+        return self._bases.find(parsed)
+
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """Bases, then adapters, by name; each once, as its name without suffix resolves."""
+        bases = [
+            ModelEntry(base.name, None, base.version, base.digest, base.created_s)
+            for _, base in sorted(self._bases.default.items())
+        ]
+        adapters = [
+            ModelEntry(one.name, one.base_name, one.version, one.digest, one.created_s)
+            for _, one in sorted(self._adapters.default.items())
+        ]
+        return (*bases, *adapters)
+
+    @cached_property
+    def revision(self) -> str:
+        """Digest of the content: equal for equal catalogs, whoever took them."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def _resolve_pair(self, base: Reference, adapter: Reference) -> Resolution:
+        if base.name not in self._bases.by_version:
+            raise NotFoundError(f"no base model is named {base.name!r}")
+        if adapter.name not in self._adapters.by_version:
+            raise NotFoundError(f"no adapter is named {adapter.name!r}")
+        found = self._adapters.find(adapter)
+        if found.base_name != base.name:
+            raise NotFoundError(
+                f"adapter {adapter} belongs to base {found.base_name!r}, not to {base.name!r}"
+            )
+        # Without a suffix the adapter says which version of its base it was made for.
+        if base.version is None and base.alias is None:
+            return Resolution(self._base_of(found), found)
+        named = self._bases.find(base)
+        if named.digest != found.base_digest:
+            raise NotFoundError(
+                f"adapter {adapter} was made for another version of {base.name!r} than {base}"
+            )
+        return Resolution(named, found)
+
+    def _base_of(self, adapter: AdapterVersion) -> BaseVersion:
+        base = self._bases_by_digest.get((adapter.base_name, adapter.base_digest))
+        if base is None:
+            raise NotFoundError(
+                f"the version of base {adapter.base_name!r} that adapter {adapter.name!r} "
+                "was made for is no longer registered"
+            )
+        return base
+
+    @cached_property
+    def _bases(self) -> _Index[BaseVersion]:
+        return _Index(self.bases)
+
+    @cached_property
+    def _adapters(self) -> _Index[AdapterVersion]:
+        return _Index(self.adapters)
+
+    @cached_property
+    def _bases_by_digest(self) -> dict[tuple[str, str], BaseVersion]:
+        """The default version wins among equals, then the highest."""
+        found = {(base.name, base.digest): base for base in sorted(self.bases, key=_version)}
+        for base in self._bases.default.values():
+            found[base.name, base.digest] = base
+        return found
+
+
+def _version(base: BaseVersion) -> int:
+    return base.version

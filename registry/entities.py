@@ -1,0 +1,104 @@
+"""What the registry knows of a version, as frozen values that pickle and go through msgspec.
+
+Ignorant of MLflow. A version's content is its manifest; its digest is the manifest's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    path: str  # relative, with '/'
+    size: int  # bytes
+    sha256: str
+
+
+Manifest = tuple[FileEntry, ...]  # sorted by path
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFacts:
+    """What validation found out about a base; ends up in tags."""
+
+    architecture: str
+    num_parameters: int
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What validation found out about an adapter; ends up in tags."""
+
+    rank: int  # the highest of any module
+    targets: tuple[str, ...]  # e.g. ("k_proj", "q_proj")
+    num_parameters: int = 0
+    is_noop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BaseVersion:
+    name: str
+    version: int
+    digest: str
+    source: str  # URI of the artifacts, as MLflow has it
+    aliases: tuple[str, ...] = ()
+    architecture: str = ""
+    num_parameters: int = 0
+    max_model_len: int | None = None
+    created_s: int = 0
+    tags: tuple[tuple[str, str], ...] = field(default=())  # the user's own, sorted
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    name: str
+    version: int
+    digest: str
+    base_name: str
+    base_digest: str
+    rank: int
+    targets: tuple[str, ...]
+    source: str
+    aliases: tuple[str, ...] = ()
+    num_parameters: int = 0
+    is_noop: bool = False
+    created_s: int = 0
+    tags: tuple[tuple[str, str], ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A version that looks like an adapter and cannot be served, with the reason in words."""
+
+    name: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One line of a model list: what a name without suffix stands for."""
+
+    name: str
+    parent: str | None  # the base's name; None for a base
+    version: int
+    digest: str
+    created_s: int
+
+
+def manifest_json(manifest: Manifest) -> str:
+    """Canonical: the same files give the same text, whatever made the manifest."""
+    rows = [[entry.path, entry.size, entry.sha256] for entry in sorted(manifest, key=_path)]
+    return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
+
+
+def content_digest(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest_json(manifest).encode()).hexdigest()
+
+
+def _path(entry: FileEntry) -> str:
+    return entry.path

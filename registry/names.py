@@ -1,0 +1,67 @@
+"""What a model may be called, and how a client's model string reads.
+
+It is `base`, `base:adapter` or `adapter`; each part may carry `@alias` or `@version` (digits). Pure text; ignorant of what exists.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from registry.errors import InvalidNameError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+# MLflow keeps `latest` and `v1` for itself; all digits would read as a version.
+_ALIAS = re.compile(r"(?![0-9]+$)(?![vV][0-9]+$)(?!latest$)[A-Za-z0-9_-]{1,64}", re.ASCII)
+_VERSION = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+MAX_MODEL_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A registered name with at most one of alias and version."""
+
+    name: str
+    alias: str | None = None
+    version: int | None = None
+
+    def __str__(self) -> str:
+        if self.alias is not None:
+            return f"{self.name}@{self.alias}"
+        return self.name if self.version is None else f"{self.name}@{self.version}"
+
+
+def check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidNameError(
+            f"{name[:100]!r} is no legal name: 1 to 96 letters, digits, '.', '_' or '-', "
+            "a letter or digit first"
+        )
+    return name
+
+
+def check_alias(alias: str) -> str:
+    if not _ALIAS.fullmatch(alias):
+        raise InvalidNameError(
+            f"{alias[:70]!r} is no legal alias: 1 to 64 letters, digits, '_' or '-'; "
+            "not 'latest', not a version"
+        )
+    return alias
+
+
+def parse_reference(text: str) -> Reference:
+    name, at, suffix = text.partition("@")
+    check_name(name)
+    if not at:
+        return Reference(name)
+    if _VERSION.fullmatch(suffix):
+        return Reference(name, version=int(suffix))
+    return Reference(name, alias=check_alias(suffix))
+
+
+def parse_model(model: str) -> tuple[Reference, Reference | None]:
+    """One part, or base and adapter."""
+    if len(model) > MAX_MODEL_LENGTH:
+        raise InvalidNameError(f"model names have at most {MAX_MODEL_LENGTH} characters")
+    first, colon, second = model.partition(":")
+    return parse_reference(first), parse_reference(second) if colon else None

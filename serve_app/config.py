@@ -1,0 +1,126 @@
+"""The `args` of the `api` application in a Serve config file, checked; only here is the environment
+read.
+
+YAML -> this pydantic tree (unknown keys are errors) -> frozen inward configs such as EngineConfig.
+LORAPLEX_HOME (default ~/.loraplex) holds the embedded registry and the cache; the registry is
+`registry.tracking_uri`, else MLFLOW_TRACKING_URI, else SQLite in the home.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from engine.config import EngineConfig
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def parse_bytes(value: object) -> object:
+    """256MiB, 1.5GB, 4096 -> a number of bytes; anything else is left for pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write 1048576, 512MiB or 4GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+
+
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineArgs(_Args):
+    """EngineConfig's fields as the user writes them; see there for what they mean."""
+
+    backend: Literal["auto", "reference", "triton"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    block_size: int = Field(default=16, ge=1, le=1024)
+    num_blocks: int | None = Field(default=None, ge=1)
+    kv_cache_bytes: Bytes | None = None
+    device_memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
+    enable_prefix_caching: bool = True
+    adapter_pool_bytes: Bytes = 256 * 1024**2
+    adapter_host_bytes: Bytes = 4 * 1024**3
+    max_lora_rank: int = Field(default=512, ge=1)
+    seed: int = 0
+    num_threads: int | None = Field(default=None, ge=1)
+
+    def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
+        fields = self.model_dump() | {"device": device}
+        return EngineConfig(model_path=model_path, base_digest=base_digest, **fields)
+
+
+class ModelArgs(_Args):
+    """One base model to serve: a registered name, as `name`, `name@alias` or `name@version`."""
+
+    name: str = Field(min_length=1)
+    replicas: int = Field(default=1, ge=1)
+    engine: EngineArgs = EngineArgs()
+    max_ongoing_requests: int = Field(default=256, ge=1)  # a replica
+    max_queued_requests: int = Field(default=256, ge=0)  # an ingress replica; beyond it 429
+    graceful_shutdown_timeout_s: float = Field(
+        default=600.0, ge=0
+    )  # the longest stream to wait for
+    health_check_period_s: float = Field(default=2.0, gt=0)
+    stall_timeout_s: float = Field(
+        default=60.0, gt=0
+    )  # no step for so long with work to do: replaced
+
+
+class RegistryArgs(_Args):
+    tracking_uri: str | None = None
+    poll_interval_s: float = Field(default=2.0, gt=0)
+
+
+class IngressArgs(_Args):
+    replicas: int = Field(default=1, ge=1)
+    max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
+    max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429
+    max_body_bytes: Bytes = 16 * 1024**2
+    tokenizer_threads: int = Field(default=2, ge=1)
+    graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
+
+
+class PlatformArgs(_Args):
+    """All of `args`."""
+
+    models: tuple[ModelArgs, ...] = ()
+    registry: RegistryArgs = RegistryArgs()
+    ingress: IngressArgs = IngressArgs()
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> PlatformArgs:
+        names = [model.name for model in self.models]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"models listed twice: {', '.join(twice)}")
+        return self
+
+
+def home() -> Path:
+    return Path(os.environ.get("LORAPLEX_HOME") or Path.home() / ".loraplex").expanduser()
+
+
+def tracking_uri(args: RegistryArgs) -> str:
+    """An embedded SQLite registry unless the file or MLflow's own variable names another."""
+    configured = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return configured or f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def cache_folder() -> Path:
+    return home() / "cache"

@@ -1,0 +1,146 @@
+"""Every histogram's name, documentation and buckets (vLLM's), and the counter behind one.
+
+A plain list and one bisection a value: at 6,400 tokens/s a prometheus_client histogram would take
+3 % of a core from the step loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+GAP_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+REQUEST_SECONDS = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
+TOKENS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1_000,
+    2_000,
+    5_000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+)
+
+# name -> (documentation, buckets)
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "vllm:time_to_first_token_seconds": ("Arrival to first token", SECONDS),
+    "vllm:inter_token_latency_seconds": ("Between two outputs of one choice", GAP_SECONDS),
+    "vllm:time_per_output_token_seconds": ("Old name of inter_token_latency_seconds", GAP_SECONDS),
+    "vllm:e2e_request_latency_seconds": ("Arrival to last token", REQUEST_SECONDS),
+    "vllm:request_queue_time_seconds": ("Arrival at the front to the engine", REQUEST_SECONDS),
+    "vllm:request_prefill_time_seconds": ("Engine admission to first token", REQUEST_SECONDS),
+    "vllm:request_decode_time_seconds": ("First token to last", REQUEST_SECONDS),
+    "vllm:request_inference_time_seconds": ("Engine admission to last token", REQUEST_SECONDS),
+    "vllm:request_prompt_tokens": ("Prompt length", TOKENS),
+    "vllm:request_generation_tokens": ("Generated, all choices", TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Generated, longest choice", TOKENS),
+    "vllm:request_params_n": ("Choices asked for", (1, 2, 5, 10, 20)),
+    "vllm:request_params_max_tokens": ("max_tokens asked for", TOKENS),
+    "vllm:iteration_tokens_total": ("Tokens a step gave", TOKENS),
+}
+ALIASES = {"vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds"}
+
+
+@dataclass(slots=True)
+class Histogram:
+    buckets: tuple[float, ...]
+    total: float = 0.0
+    counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.buckets) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        pairs: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip((*self.buckets, float("inf")), self.counts, strict=True):
+            running += count
+            pairs.append(("+Inf" if bound == float("inf") else str(float(bound)), running))
+        return pairs

@@ -1,0 +1,73 @@
+"""What one ingress replica counts itself, and how several expositions become one.
+
+Ignorant of the engines' families, which come as text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+
+class IngressMetrics(Collector):
+    """Of one ingress replica: HTTP answers by route and status, streams, the registry's state."""
+
+    def __init__(self, ingress: str) -> None:
+        self._ingress = ingress
+        self._answers: Counter[tuple[str, int]] = Counter()
+        self._num_disconnects = 0
+        self._num_open = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def answered(self, route: str, status: int) -> None:
+        """`route` is the route's pattern, never the client's path."""
+        self._answers[route, status] += 1
+
+    def disconnected(self) -> None:
+        self._num_disconnects += 1
+
+    def text(self, num_open: int) -> bytes:
+        self._num_open = num_open
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        answers = CounterMetricFamily(
+            "loraplex_http_answers", "HTTP answers", labels=["ingress", "route", "status"]
+        )
+        for (route, status), count in sorted(self._answers.items()):
+            answers.add_metric([self._ingress, route, str(status)], count)
+        yield answers
+        disconnects = CounterMetricFamily(
+            "loraplex_client_disconnects", "Clients gone before the end", labels=["ingress"]
+        )
+        disconnects.add_metric([self._ingress], self._num_disconnects)
+        yield disconnects
+        streams = GaugeMetricFamily(
+            "loraplex_open_engine_requests", "Engine requests being read", labels=["ingress"]
+        )
+        streams.add_metric([self._ingress], self._num_open)
+        yield streams
+
+
+def join_texts(texts: Iterable[bytes]) -> bytes:
+    """Several expositions as one: each family's HELP and TYPE once, its samples together."""
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        family = b""
+        for line in text.splitlines():
+            if line.startswith(b"# "):
+                kind, family = line.split(b" ", 3)[1:3]
+                head = heads.setdefault(family, [])
+                if len(head) < 2 and kind in (b"HELP", b"TYPE"):
+                    head.append(line)
+            elif line:
+                samples.setdefault(family, []).append(line)
+    lines = [line for family in heads for line in (*heads[family], *samples.get(family, ()))]
+    return b"\n".join(lines) + b"\n"

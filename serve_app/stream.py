@@ -1,0 +1,102 @@
+"""The side stream's wire: one TCP connection from each engine actor to each ingress replica.
+
+The engine sends one `Step` a step with all tokens for that ingress, the ingress sends `Abort`s
+back. A frame is a 4-byte big-endian length and a msgpack array; nothing is ever unpickled. The
+first frame is `Hello` with the ingress's random token. Both ends build on this file:
+`stream_server` (ingress) and `stream_client` (engine). Ignorant of Ray and HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.types import EngineLoad, TokenOutput
+
+MAX_STEP_BYTES = 64 * 1024 * 1024  # prompt logprobs of a long prompt are the largest content
+MAX_CONTROL_BYTES = 64 * 1024
+HEARTBEAT_S = 1.0  # an idle engine still says how it is
+
+_LENGTH_BYTES = 4
+
+
+class StreamError(Exception):
+    """The side stream broke, or the peer did not keep to its rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAddress:
+    """Where an ingress replica listens; travels inside the submit call."""
+
+    host: str
+    port: int
+    token: str
+    ingress_id: str
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    token: str
+    engine_id: str
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """`same_adapters`: the load's digests are left out, they are those of the frame before."""
+
+    outputs: tuple[TokenOutput, ...]
+    load: EngineLoad
+    same_adapters: bool
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    request_id: str
+    choice: int | None  # None: every choice
+
+
+Frame = Hello | Step | Abort
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    payload = _encoder.encode(frame)
+    return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+
+
+def decode_frame(payload: bytes) -> Frame:
+    try:
+        frame: Frame = _decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise StreamError(f"undecodable frame of {len(payload)} bytes: {error}") from None
+    return frame
+
+
+class FrameSplitter:
+    """Bytes as they arrive -> whole payloads. Refuses by length, before a frame is buffered."""
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Lazy, so that the reader may raise the limit between two frames of the same bytes."""
+        self._buffer += data
+        start = 0
+        while (size := self._frame_size(start)) is not None:
+            end = start + _LENGTH_BYTES + size
+            if end > len(self._buffer):
+                break
+            yield bytes(self._buffer[start + _LENGTH_BYTES : end])
+            start = end
+        del self._buffer[:start]
+
+    def _frame_size(self, start: int) -> int | None:
+        header = self._buffer[start : start + _LENGTH_BYTES]
+        if len(header) < _LENGTH_BYTES:
+            return None
+        size = int.from_bytes(header, "big")
+        if size > self.max_frame_bytes:
+            raise StreamError(f"frame of {size} bytes, the limit is {self.max_frame_bytes}")
+        return size

@@ -1,0 +1,212 @@
+"""The ingress end of the side stream: accepts engines, sorts their tokens to the requests.
+
+`StreamServer.open(ids)` gives a `TokenStream`; whoever holds it reads what arrived since the last
+read, so that a slow client costs no more wake-ups than it can take. What waits there is bounded
+by the request itself (max_tokens times its choices). Knows no HTTP; the unary call's failure is
+handed in with `TokenStream.fail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+
+from engine.types import EngineLoad, TokenOutput
+from serve_app.stream import (
+    MAX_CONTROL_BYTES,
+    MAX_STEP_BYTES,
+    Abort,
+    FrameSplitter,
+    Hello,
+    Step,
+    StreamAddress,
+    StreamError,
+    decode_frame,
+    encode_frame,
+)
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT_S = 5.0
+
+
+class StreamServer:
+    """One a process. All methods belong to one event loop."""
+
+    def __init__(self) -> None:
+        self.loads: dict[str, EngineLoad] = {}  # by engine id, of the engines connected now
+        self._token = secrets.token_urlsafe(32)
+        self._ingress_id = secrets.token_hex(8)
+        self._streams: dict[str, TokenStream] = {}
+        self._connections: set[_EngineConnection] = set()
+        self._servers: dict[str, asyncio.Server] = {}  # by host
+        self._address: StreamAddress | None = None
+
+    async def listen(self, host: str) -> None:
+        """On a free port. Again with another host: new calls name that one, old links live on."""
+        if host not in self._servers:
+            loop = asyncio.get_running_loop()
+            self._servers[host] = await loop.create_server(lambda: _EngineConnection(self), host, 0)
+        port = self._servers[host].sockets[0].getsockname()[1]
+        self._address = StreamAddress(host, port, self._token, self._ingress_id)
+
+    @property
+    def address(self) -> StreamAddress:
+        assert self._address is not None
+        return self._address
+
+    @property
+    def num_open(self) -> int:
+        """Engine requests whose tokens somebody here still reads."""
+        return len(self._streams)
+
+    def open(self, request_ids: Iterable[str]) -> TokenStream:
+        stream = TokenStream(self, tuple(request_ids))
+        for request_id in stream.request_ids:
+            assert request_id not in self._streams
+            self._streams[request_id] = stream
+        return stream
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+        for connection in tuple(self._connections):
+            connection.close()
+
+    def _accepts(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self._token.encode())
+
+    def _deliver(self, connection: _EngineConnection, step: Step) -> None:
+        load = step.load
+        if step.same_adapters and (known := self.loads.get(connection.engine_id)) is not None:
+            load = replace(
+                load,
+                adapters_on_device=known.adapters_on_device,
+                adapters_on_host=known.adapters_on_host,
+            )
+        self.loads[connection.engine_id] = load
+        streams = self._streams
+        for output in step.outputs:
+            stream = streams.get(output.request_id)
+            if stream is not None:
+                stream._push(output, connection)
+
+    def _lost(self, connection: _EngineConnection) -> None:
+        self._connections.discard(connection)
+        if all(other.engine_id != connection.engine_id for other in self._connections):
+            self.loads.pop(connection.engine_id, None)
+        for stream in set(self._streams.values()):
+            if stream._connection is connection:
+                stream.fail(StreamError("the connection to the engine was lost"))
+
+    def _forget(self, stream: TokenStream) -> None:
+        for request_id in stream.request_ids:
+            self._streams.pop(request_id, None)
+
+
+class TokenStream:
+    """The tokens of one submit call: one or more engine requests on one engine."""
+
+    def __init__(self, server: StreamServer, request_ids: tuple[str, ...]) -> None:
+        self.request_ids = request_ids
+        self._server = server
+        self._arrived: list[TokenOutput] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+        self._connection: _EngineConnection | None = None  # known from the first tokens on
+
+    async def read(self) -> list[TokenOutput]:
+        """Everything that arrived since the last read, at least one output; raises the failure."""
+        while not self._arrived:
+            if self._failure is not None:
+                raise self._failure
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Tells the engine at once. Before the first token only cancelling the call can do that."""
+        if self._connection is not None:
+            self._connection.send_abort(Abort(request_id, choice))
+
+    def fail(self, failure: BaseException) -> None:
+        """Ends the stream after what already arrived. The first failure counts."""
+        if self._failure is None:
+            self._failure = failure
+            self._notify()
+
+    def close(self) -> None:
+        self._server._forget(self)
+
+    def _push(self, output: TokenOutput, connection: _EngineConnection) -> None:
+        self._connection = connection
+        self._arrived.append(output)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class _EngineConnection(asyncio.Protocol):
+    def __init__(self, server: StreamServer) -> None:
+        self.engine_id = ""  # empty until its hello was accepted
+        self._server = server
+        self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        loop = asyncio.get_running_loop()
+        self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._splitter.feed(data):
+                self._receive(payload)
+        except StreamError as error:
+            logger.warning("engine connection closed: %s", error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        if self.engine_id:
+            logger.info("engine %s disconnected", self.engine_id)
+            self._server._lost(self)
+
+    def send_abort(self, abort: Abort) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(abort))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _receive(self, payload: bytes) -> None:
+        frame = decode_frame(payload)
+        if self.engine_id and isinstance(frame, Step):
+            self._server._deliver(self, frame)
+        elif not self.engine_id and isinstance(frame, Hello) and self._server._accepts(frame.token):
+            self._welcome(frame)
+        else:
+            raise StreamError(f"unexpected {type(frame).__name__} frame")
+
+    def _welcome(self, hello: Hello) -> None:
+        self._cancel_timer()
+        self.engine_id = hello.engine_id or "engine"
+        # Only a peer that knows the token may make us hold large frames.
+        self._splitter.max_frame_bytes = MAX_STEP_BYTES
+        self._server._connections.add(self)
+        logger.info("engine %s connected", self.engine_id)
+
+    def _cancel_timer(self) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None

@@ -1,0 +1,142 @@
+"""An engine that costs nothing: a token per running request every 1/rate seconds, from one thread.
+
+Stands behind the same interface as the real one, for the side stream, the Serve tests and the
+`side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
+from engine.types import EngineLoad, FinishReason, Request, StepOutput, TokenOutput
+
+NUM_BLOCKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PacedLimits:
+    max_model_len: int = 4096
+    vocab_size: int = 1 << 20
+    max_kv_tokens: int = NUM_BLOCKS * 16
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    open_choices: set[int]
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PacedEngine:
+    """`aborted` and `loaded` record what a test asks about."""
+
+    rate: float = 100.0
+    block_size: int = 16
+    aborted: list[tuple[str, int | None]] = field(default_factory=list)
+    loaded: dict[str, str] = field(default_factory=dict)  # digest -> name
+    steps: int = 0
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def model_limits(self) -> PacedLimits:
+        return PacedLimits()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="paced-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    async def submit(self, request: Request) -> None:
+        if self._stopped.is_set():
+            raise EngineDeadError("the engine was stopped")
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", "prompt")
+        if request.adapter is not None and request.adapter not in self.loaded:
+            raise UnknownAdapterError(request.adapter)
+        with self._lock:
+            self._running[request.request_id] = _Running(request, set(range(request.params.n)))
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        with self._lock:
+            self.aborted.append((request_id, choice))
+            running = self._running.get(request_id)
+            if running is None:
+                return
+            running.open_choices -= set(running.open_choices) if choice is None else {choice}
+            if not running.open_choices:
+                del self._running[request_id]
+
+    def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
+        raise NotImplementedError("the serving path reads the side stream")
+        yield
+
+    async def load_adapter(self, name: str, digest: str, path: str) -> None:
+        self.loaded[digest] = name
+
+    async def unload_adapter(self, digest: str) -> None:
+        self.loaded.pop(digest, None)
+
+    def load(self) -> EngineLoad:
+        num = len(self._running)
+        return EngineLoad(
+            num_running=num,
+            num_blocks=NUM_BLOCKS,
+            num_free_blocks=max(0, NUM_BLOCKS - num),
+            num_steps=self.steps,
+            adapters_on_device=tuple(self.loaded),
+        )
+
+    def last_step_age_s(self) -> float:
+        return 0.0
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while not self._stopped.is_set():
+            due_s += 1 / self.rate
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            outputs = self._step()
+            if outputs:
+                self.steps += 1
+                step = StepOutput(outputs, self.load())
+                for callback in self._callbacks:
+                    callback(step)
+
+    def _step(self) -> tuple[TokenOutput, ...]:
+        outputs: list[TokenOutput] = []
+        with self._lock:
+            for request_id, running in tuple(self._running.items()):
+                request, offset = running.request, running.num_tokens
+                prompt = request.prompt_token_ids
+                running.num_tokens += 1
+                reason: FinishReason | None = None
+                if running.num_tokens >= request.params.max_tokens:
+                    reason = "length"
+                    del self._running[request_id]
+                token_ids = (prompt[offset % len(prompt)],)
+                outputs += [
+                    TokenOutput(request_id, choice, offset, token_ids, finish_reason=reason)
+                    for choice in running.open_choices
+                ]
+        return tuple(outputs)
+
+
+def open_paced_engine(config: EngineConfig) -> PacedEngine:
+    """An EngineFactory: the pace is the `seed` of the configuration, in tokens a second."""
+    return PacedEngine(rate=float(config.seed or 100), block_size=config.block_size)

@@ -1,0 +1,97 @@
+"""The YAML door: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from engine.config import EngineConfig
+from serve_app.config import (
+    EngineArgs,
+    ModelArgs,
+    PlatformArgs,
+    RegistryArgs,
+    cache_folder,
+    home,
+    tracking_uri,
+)
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def args_of(path: Path) -> dict[str, object]:
+    (application,) = yaml.safe_load(path.read_text())["applications"]
+    args: dict[str, object] = application["args"]
+    return args
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_file_is_valid_and_serves_something(path: Path) -> None:
+    assert PlatformArgs.model_validate(args_of(path)).models
+
+
+def test_several_bases_stand_in_one_file() -> None:
+    path = next(path for path in CONFIGS if path.stem == "two_bases")
+    models = PlatformArgs.model_validate(args_of(path)).models
+    assert [model.name for model in models] == ["tiny-llama", "tiny-qwen3"]
+
+
+def test_sizes_are_written_with_units() -> None:
+    assert EngineArgs(adapter_pool_bytes="256MiB").adapter_pool_bytes == 256 * 1024**2  # type: ignore[arg-type]
+    assert EngineArgs(kv_cache_bytes="1.5GB").kv_cache_bytes == 1_500_000_000  # type: ignore[arg-type]
+    assert EngineArgs(kv_cache_bytes=4096).kv_cache_bytes == 4096
+
+
+@pytest.mark.parametrize("size", ["many", "12 parsecs", "-1MiB", "", "1e3"])
+def test_a_bad_size_is_refused_by_name(size: str) -> None:
+    with pytest.raises(ValidationError, match="adapter_pool_bytes"):
+        PlatformArgs.model_validate(
+            {"models": [{"name": "a", "engine": {"adapter_pool_bytes": size}}]}
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"modles": []}, "modles"),
+        ({"models": [{"name": "a", "engine": {"blok_size": 8}}]}, "blok_size"),
+        ({"models": [{"name": "a", "engine": {"device": "tpu"}}]}, "device"),
+        ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
+        ({"models": [{}]}, "name"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "models listed twice: a"),
+        ({"registry": {"poll_interval_s": 0}}, "poll_interval_s"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_field(args: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        PlatformArgs.model_validate(args)
+
+
+def test_the_engine_gets_what_the_file_says_and_else_its_own_defaults() -> None:
+    ours = EngineArgs(max_num_seqs=3).to_config("/models/a", "d1", "cpu")
+    assert ours == EngineConfig("/models/a", "d1", device="cpu", max_num_seqs=3)
+
+
+def test_a_model_travels_as_json_and_comes_back() -> None:
+    model = ModelArgs(name="a@champion", engine=EngineArgs(num_blocks=7))
+    assert ModelArgs.model_validate(model.model_dump(mode="json")) == model
+
+
+def test_the_file_wins_over_the_environment_and_the_home_is_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri(RegistryArgs()) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert tracking_uri(RegistryArgs()) == "http://127.0.0.1:5000"
+    assert tracking_uri(RegistryArgs(tracking_uri="sqlite:////x.db")) == "sqlite:////x.db"
+
+
+def test_without_a_variable_the_home_is_below_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LORAPLEX_HOME", raising=False)
+    assert home() == Path.home() / ".loraplex"

@@ -1,9 +1,9 @@
 """Causal attention of packed queries over a paged KV cache: softmax(scale * q k^T) v.
 
 Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", arXiv 2309.06180;
-grouped queries as in Ainslie et al., arXiv 2305.13245. The queries of a sequence are the last of its
-positions. What depends on lengths and block tables only is built once a step (`plan_attention`) and
-shared by all layers.
+grouped queries as in Ainslie et al., arXiv 2305.13245. The queries of a sequence are the last of
+its positions. What depends on lengths and block tables only is built once a step (`plan_attention`)
+and shared by all layers.
 Knows tensors and numbers only; runs in float32 whatever the type of the cache.
 """
 

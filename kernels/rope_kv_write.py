@@ -61,7 +61,7 @@ def rope_kv_write_reference(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     turning = heads[:, : num_heads + num_kv_heads]  # [T, Hq + Hkv, D]
     if q_norm is not None and k_norm is not None:
-        q, k = turning.split((num_heads, num_kv_heads), dim=1)
+        q, k = turning[:, :num_heads], turning[:, num_heads:]
         turning = torch.cat(
             (rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)), dim=1
         )

@@ -186,7 +186,7 @@ def _filtered_weights(
 
 
 def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keeps the fewest most likely tokens whose share reaches top_p; the lowest ids among equals."""
+    """Keeps the fewest most likely tokens whose share reaches top_p; of equals, the lowest ids."""
     mass = top_p[:, None] * weights.cumsum(-1)[:, -1:]  # a cumsum runs in order, whatever R is
     vocab = weights.shape[-1]
     count = min(_TOP_P_CANDIDATES, vocab)

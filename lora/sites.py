@@ -23,7 +23,11 @@ class Site:
     in_features: int  # of an embedding: the vocabulary
     slices: tuple[Slice, ...]
     kind: Literal["linear", "embedding"] = "linear"
-    optional: bool = False  # rarely adapted and large: its pool is made when an adapter needs it
+
+    @property
+    def is_optional(self) -> bool:
+        """Large and rarely adapted: its pool is made when the first adapter needs it."""
+        return self.kind == "embedding" or self.name == "lm_head"
 
     @property
     def num_row_elements(self) -> int:

@@ -1,0 +1,217 @@
+"""An adapter as it lies in a folder (PEFT's format), checked in full, and as it is in memory.
+
+Everything or nothing: each tensor of the file must belong to a site of the base with the right
+shape, each module the configuration targets must have its pair, every number must be finite;
+whatever we do not compute exactly is refused with the reason. Pickles are never read. Knows no pool
+and no registry; the caller says which digest the folder has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lora.errors import AdapterError
+from lora.header import TensorEntry, read_header
+from lora.peft_config import PeftConfig, read_peft_config
+from lora.sites import Site, Target, targets_by_module
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>.+)\."
+    r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
+)
+_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """The module's output gains (x a^T) b."""
+
+    a: torch.Tensor  # [r, in_features] float32
+    b: torch.Tensor  # [r, out_features] float32, PEFT's B transposed, times the scale
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    digest: str
+    rank: int  # the largest of any module
+    modules: Mapping[str, ModuleWeights]
+    num_parameters: int
+    is_noop: bool  # it changes nothing: an untrained adapter has B = 0
+
+
+def read_adapter(
+    path: Path,
+    digest: str,
+    sites: Sequence[Site],
+    max_rank: int,
+    base_weight: Callable[[str], torch.Tensor | None] | None = None,
+) -> Adapter:
+    """Raises AdapterError. PEFT saves an adapted embedding (or head) with a copy of the base's own
+    weight; `base_weight(module)` gives ours to compare, without it such a file is refused."""
+    config = read_peft_config(path / "adapter_config.json")
+    weights = path / WEIGHTS_FILE
+    if not weights.is_file():
+        raise AdapterError(_no_weights_reason(path))
+    header = read_header(weights)
+    targets = targets_by_module(sites)
+    pairs: dict[str, dict[str, str]] = {}  # module -> {"A": key, "B": key}
+    copies: dict[str, str] = {}  # module -> key
+    for key in header:
+        copy = _BASE_COPY.fullmatch(key)
+        if copy is not None and copy["module"] in targets:
+            copies[copy["module"]] = key
+            continue
+        module, half = _parse_key(key, targets)
+        if half in pairs.setdefault(module, {}):
+            raise AdapterError(f"lora_{half} of {module} is in the file twice")
+        pairs[module][half] = key
+    _check_complete(pairs, targets, config)
+    for module, keys in pairs.items():
+        _check_shapes(targets[module], header[keys["A"]], header[keys["B"]], config, max_rank)
+    try:
+        with safe_open(weights, framework="pt") as file:
+            for module, key in copies.items():
+                _check_base_copy(module, file.get_tensor(key), base_weight)
+            modules = {
+                module: _module_weights(
+                    file.get_tensor(pairs[module]["A"]),
+                    file.get_tensor(pairs[module]["B"]),
+                    module,
+                    config.scale_of(module),
+                )
+                for module in targets
+                if module in pairs
+            }
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error}") from None
+    return Adapter(
+        digest=digest,
+        rank=max(weights.rank for weights in modules.values()),
+        modules=modules,
+        num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
+        is_noop=not any(bool(w.a.any()) and bool(w.b.any()) for w in modules.values()),
+    )
+
+
+def _no_weights_reason(path: Path) -> str:
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
+    if pickles:
+        return f"the weights are a pickle ({pickles[0]}), which is never read: save as safetensors"
+    return f"the folder has no {WEIGHTS_FILE}"
+
+
+def _parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise AdapterError(f"tensor {key} {_reason_for_key(key)}")
+    module = match["module"]
+    if module not in targets:
+        raise AdapterError(
+            f"tensor {key} matches nothing: the base has no module {module} that can be adapted"
+        )
+    kind = "linear" if match["linear"] else "embedding"
+    if targets[module].site.kind != kind:
+        raise AdapterError(f"tensor {key} is of the {kind} form, {module} is not")
+    return module, match["linear"] or match["embedding"]
+
+
+def _reason_for_key(key: str) -> str:
+    if "lora_magnitude_vector" in key:
+        return "belongs to DoRA, which is not supported"
+    if key.endswith("bias"):
+        return "is a bias, which is not supported"
+    if "trainable_tokens" in key or "token_adapter" in key:
+        return "holds trained tokens, which are not supported"
+    if ".lora_" not in key:
+        return "is a whole trained weight (modules_to_save), which is not supported"
+    return "has a name that is not PEFT's"
+
+
+def _check_complete(
+    pairs: Mapping[str, Mapping[str, str]], targets: Mapping[str, Target], config: PeftConfig
+) -> None:
+    if not pairs:
+        raise AdapterError(f"{WEIGHTS_FILE} holds no LoRA tensors")
+    for module, keys in pairs.items():
+        for half in "AB":
+            if half not in keys:
+                raise AdapterError(f"lora_{half} of {module} is missing")
+        if not config.targets(targets[module].site, module):
+            raise AdapterError(
+                f"the file has tensors for {module}, which target_modules does not name"
+            )
+    for module, target in targets.items():
+        if module not in pairs and config.targets(target.site, module):
+            raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
+
+
+def _check_shapes(
+    target: Target, a: TensorEntry, b: TensorEntry, config: PeftConfig, max_rank: int
+) -> None:
+    module = target.module
+    for half, entry in (("A", a), ("B", b)):
+        if len(entry.shape) != 2:
+            raise AdapterError(f"lora_{half} of {module} has shape {list(entry.shape)}, not 2-d")
+    rank, in_features = a.shape
+    out_features, rank_b = b.shape
+    if rank != rank_b:
+        raise AdapterError(f"lora_A of {module} has rank {rank}, its lora_B has rank {rank_b}")
+    if not 1 <= rank <= max_rank:
+        raise AdapterError(f"{module} has rank {rank}, allowed are 1 to {max_rank}")
+    if rank != config.rank_of(module):
+        raise AdapterError(
+            f"{module} has rank {rank}, adapter_config.json says {config.rank_of(module)}"
+        )
+    if in_features != target.site.in_features:
+        raise AdapterError(
+            f"lora_A of {module} has in_features {in_features}, the base has "
+            f"{target.site.in_features}"
+        )
+    if out_features != target.out_features:
+        raise AdapterError(
+            f"lora_B of {module} has out_features {out_features}, the base has "
+            f"{target.out_features}"
+        )
+
+
+def _check_base_copy(
+    module: str, copy: torch.Tensor, base_weight: Callable[[str], torch.Tensor | None] | None
+) -> None:
+    base = base_weight(module) if base_weight is not None else None
+    if base is None:
+        raise AdapterError(
+            f"the file holds a copy of the base's weight of {module} that cannot be compared; save "
+            "with save_embedding_layers=False"
+        )
+    if copy.shape != base.shape:
+        raise AdapterError(
+            f"the file's copy of the base's {module} has shape {list(copy.shape)}, the base has "
+            f"{list(base.shape)}"
+        )
+    coarser = max(copy.dtype, base.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    if not torch.equal(copy.to(coarser), base.to("cpu", coarser)):
+        raise AdapterError(
+            f"the file's copy of the base's {module} differs from the base: it was trained too, or "
+            "the adapter belongs to another base"
+        )
+
+
+def _module_weights(a: torch.Tensor, b: torch.Tensor, module: str, scale: float) -> ModuleWeights:
+    for half, tensor in (("A", a), ("B", b)):
+        if not bool(tensor.isfinite().all()):
+            raise AdapterError(f"lora_{half} of {module} holds NaN or infinity")
+    scaled = (b.float().T * scale).contiguous()
+    if not bool(scaled.isfinite().all()):
+        raise AdapterError(f"lora_B of {module} times its scale {scale} overflows float32")
+    return ModuleWeights(a.float(), scaled)

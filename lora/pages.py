@@ -1,0 +1,108 @@
+"""Which pages of the adapter pool belong to whom: references, pins, least recently used first out.
+
+A page is 16 rank rows, the same rows in every site. Integers and digests only: what a page holds,
+and how it gets there, is the pool's business.
+
+    absent --acquire--> resident, referenced --release--> resident, idle --evicted--> absent
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The answer to one acquire."""
+
+    pages: tuple[int, ...]
+    is_new: bool  # the pages hold nothing of this digest yet
+    evicted: tuple[str, ...] = ()
+
+
+class PageTable:
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = set(range(num_pages))
+        self._pages: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # least recently used first
+        self._references: dict[str, int] = {}
+        self._pinned: set[str] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def resident(self) -> tuple[str, ...]:
+        """Least recently used first."""
+        return tuple(self._pages)
+
+    def pages(self, digest: str) -> tuple[int, ...]:
+        return self._pages[digest]
+
+    def num_references(self, digest: str) -> int:
+        return self._references.get(digest, 0)
+
+    def is_evictable(self, digest: str) -> bool:
+        return self.num_references(digest) == 0 and digest not in self._pinned
+
+    def acquire(self, digest: str, num_pages: int) -> Placement | None:
+        """Takes a reference, evicting for it if need be. None: no room, and nothing has changed."""
+        assert num_pages > 0
+        if digest in self._pages:
+            self._touch(digest)
+            return Placement(self._pages[digest], is_new=False)
+        evicted = self._victims(num_pages)
+        if evicted is None:
+            return None
+        for victim in evicted:
+            self.drop(victim)
+        pages = self._take(num_pages)
+        self._pages[digest] = pages
+        self._references[digest] = 1
+        return Placement(pages, is_new=True, evicted=evicted)
+
+    def release(self, digest: str) -> None:
+        references = self.num_references(digest)
+        assert references > 0, f"released more often than acquired: {digest}"
+        self._references[digest] = references - 1
+
+    def drop(self, digest: str) -> None:
+        """The pages of an idle adapter become free."""
+        assert self.num_references(digest) == 0, f"dropped while referenced: {digest}"
+        self._free.update(self._pages.pop(digest))
+        self._references.pop(digest, None)
+
+    def pin(self, digest: str) -> None:
+        """A pinned adapter, once resident, is never evicted."""
+        self._pinned.add(digest)
+
+    def unpin(self, digest: str) -> None:
+        self._pinned.discard(digest)
+
+    def _touch(self, digest: str) -> None:
+        self._pages.move_to_end(digest)
+        self._references[digest] += 1
+
+    def _victims(self, num_pages: int) -> tuple[str, ...] | None:
+        victims: list[str] = []
+        room = len(self._free)
+        for digest, pages in self._pages.items():
+            if room >= num_pages:
+                break
+            if self.is_evictable(digest):
+                victims.append(digest)
+                room += len(pages)
+        return tuple(victims) if room >= num_pages else None
+
+    def _take(self, num_pages: int) -> tuple[int, ...]:
+        """The first run that is long enough (contiguous rows are read without a gather), else the
+        lowest free pages."""
+        free = sorted(self._free)
+        chosen = free[:num_pages]
+        for i in range(len(free) - num_pages + 1):
+            if free[i + num_pages - 1] - free[i] == num_pages - 1:
+                chosen = free[i : i + num_pages]
+                break
+        self._free.difference_update(chosen)
+        return tuple(chosen)

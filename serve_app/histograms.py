@@ -1,7 +1,7 @@
 """Every histogram's name, documentation and buckets (vLLM's), and the counter behind one.
 
-A plain list and one bisection a value: at 6,400 tokens/s a prometheus_client histogram would take
-3 % of a core from the step loop.
+A plain list and one bisection a value: 0.12 us in the process that runs the steps, where a
+prometheus_client histogram takes 0.62 us.
 """
 
 from __future__ import annotations

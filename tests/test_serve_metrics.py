@@ -1,0 +1,168 @@
+"""The metrics of an engine, from what the actor tells them to what a scrape shows."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.types import EngineLoad, FinishReason, Request, SamplingParams, StepOutput, TokenOutput
+from serve_app.histograms import GAP_SECONDS, Histogram
+from serve_app.ingress_metrics import IngressMetrics, join_texts
+from serve_app.metrics import EngineMetrics
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+# What vLLM's own Grafana dashboard and the usual autoscaling recipes query.
+DASHBOARD_SERIES = (
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:time_per_output_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:kv_cache_usage_perc",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_success_total",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+    "vllm:request_max_num_generation_tokens_sum",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:cache_config_info",
+    "vllm:lora_requests_info",
+)
+
+
+def new_metrics() -> EngineMetrics:
+    return EngineMetrics("base", "e0", block_size=16, max_adapters=0)
+
+
+def new_request(request_id: str = "r", prompt: int = 7, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=8, n=n)
+    return Request(request_id, tuple(range(prompt)), params, arrival_s=100.0)
+
+
+def step(*outputs: TokenOutput, load: EngineLoad | None = None) -> StepOutput:
+    return StepOutput(outputs, load or EngineLoad())
+
+
+def token(
+    offset: int = 0, choice: int = 0, reason: FinishReason | None = None, cached: int = 0
+) -> TokenOutput:
+    return TokenOutput("r", choice, offset, (5,), finish_reason=reason, num_cached_tokens=cached)
+
+
+def samples(text: bytes) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: EngineMetrics, name: str, **labels: str) -> float:
+    wanted = frozenset(({"model_name": "base", "engine": "e0"} | labels).items())
+    return samples(metrics.text())[name, wanted]
+
+
+def test_every_series_of_the_usual_dashboards_is_there_before_the_first_request() -> None:
+    names = {name for name, _ in samples(new_metrics().text())}
+    assert set(DASHBOARD_SERIES) <= names
+
+
+def test_a_request_leaves_its_times_and_tokens() -> None:
+    metrics = new_metrics()
+    metrics.begin(new_request(), None, now_s=100.5)
+    metrics.observe_step(step(token(0, cached=3)), now_s=101.0)
+    metrics.observe_step(step(token(1)), now_s=101.25)
+    metrics.observe_step(step(token(2, reason="stop")), now_s=102.0)
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 1.0
+    assert value(metrics, "vllm:request_queue_time_seconds_sum") == 0.5
+    assert value(metrics, "vllm:request_prefill_time_seconds_sum") == 0.5
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == 1.0
+    assert value(metrics, "vllm:time_per_output_token_seconds_count") == 2
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 2.0
+    assert value(metrics, "vllm:request_decode_time_seconds_sum") == 1.0
+    assert value(metrics, "vllm:prompt_tokens_total") == 7
+    assert value(metrics, "vllm:prompt_tokens_cached_total") == 3
+    assert value(metrics, "vllm:generation_tokens_total") == 3
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 3
+    assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+def test_choices_are_counted_apart_and_the_prompt_once() -> None:
+    metrics = new_metrics()
+    metrics.begin(new_request(n=2), None, now_s=100.0)
+    metrics.observe_step(step(token(0, 0), token(0, 1)), now_s=101.0)
+    metrics.observe_step(step(token(1, 0, "length")), now_s=102.0)
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+    metrics.observe_step(step(token(1, 1), token(2, 1, "stop")), now_s=103.0)
+    assert value(metrics, "vllm:prompt_tokens_total") == 7
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 1
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 5
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 3
+
+
+def test_an_aborted_request_is_counted_once_and_forgotten() -> None:
+    metrics = new_metrics()
+    metrics.begin(new_request(), "pirate", now_s=100.0)
+    metrics.end_choice("r", 0, "abort", now_s=101.0)
+    metrics.observe_step(step(token(0, reason="abort")), now_s=101.5)
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    assert b"pirate" not in metrics.text()
+
+
+def test_adapters_in_use_are_listed_until_their_requests_end() -> None:
+    metrics = new_metrics()
+    metrics.begin(new_request(), "pirate", now_s=100.0)
+    assert b'waiting_lora_adapters="pirate"' in metrics.text()
+    metrics.observe_step(step(token(0)), now_s=101.0)
+    assert b'running_lora_adapters="pirate"' in metrics.text()
+    metrics.observe_step(step(token(1, reason="length")), now_s=102.0)
+    assert b"pirate" not in metrics.text()
+
+
+def test_the_load_becomes_gauges_and_counters() -> None:
+    load = EngineLoad(
+        num_running=3,
+        num_waiting=5,
+        num_waiting_for_adapter=2,
+        num_blocks=100,
+        num_free_blocks=25,
+        num_preemptions=4,
+        prefix_queries=50,
+        prefix_hits=20,
+    )
+    metrics = new_metrics()
+    metrics.observe_step(step(load=load), now_s=100.0)
+    assert value(metrics, "vllm:num_requests_running") == 3
+    assert value(metrics, "vllm:num_requests_waiting") == 5
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 3
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 2
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.75
+    assert value(metrics, "vllm:num_preemptions_total") == 4
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 20
+
+
+def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for observed in (0.5, 1.0, 1.5, 7.0):
+        histogram.observe(observed)
+    assert histogram.cumulative() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
+    assert list(GAP_SECONDS) == sorted(GAP_SECONDS)
+
+
+def test_joined_expositions_keep_every_sample_and_name_each_family_once() -> None:
+    first, second = new_metrics(), EngineMetrics("other", "e1", 16, 0)
+    ingress = IngressMetrics("i0")
+    ingress.answered("/v1/models", 200)
+    parts = [first.text(), second.text(), ingress.text(num_open=2)]
+    joined = join_texts(parts)
+    assert samples(joined) == {k: v for part in parts for k, v in samples(part).items()}
+    helps = [line for line in joined.splitlines() if line.startswith(b"# HELP")]
+    assert len(helps) == len(set(helps))

@@ -1,193 +1,135 @@
-"""From token ids to text, one token at a time: incremental detokenizing and stop strings.
+"""The text side of one base model: tokenizer, chat template and the ids that end a text.
 
-Pure state machines. Ignorant of HTTP, of requests and of where the ids come from. A character is
-given out when its last byte is there, and U+FFFD only where no later byte could repair it; the
-prompt is never looked at, so it cannot leak into the output.
+Built from the model's small files, which may come from a folder or over the wire, so that a front
+needs neither the weights nor transformers. Stateless after load; encoding is for a worker thread.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-# A run of byte tokens is decoded as a whole (one bad byte spoils all of it, as in the library), but
-# a text that is nothing but byte tokens must not be withheld for ever: beyond this many, characters
-# are given out as they complete.
-MAX_HELD_BYTES = 16
+from tokenizers import Tokenizer
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+from engine.errors import InvalidRequestError, UnsupportedModelError
+from serve_app.template import ChatTemplate, Message, TemplateValue
+from serve_app.tokenizer import TextTokenizer
 
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
 
-class Detokenizer(Protocol):
-    def push(self, token_id: int) -> str:
-        """The text that this token completes, often all of its own, sometimes none."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back; incomplete characters come as U+FFFD. Call once, at the end."""
-        ...
-
-
-class ByteDetokenizer:
-    """Byte-level BPE: every token is a string of bytes, the text is their UTF-8."""
-
-    __slots__ = ("_decoder", "_token_bytes")
-
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """`token_bytes[id]`; empty for a token that leaves no text."""
-        self._token_bytes = token_bytes
-        self._decoder = _Utf8Decoder("replace")
-
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes[token_id])
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", True)
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
 
-class PieceDetokenizer:
-    """SentencePiece with byte fallback: pieces of text, and runs of single-byte tokens between.
+class BaseText:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.special_tokens = dict(special_tokens)
+        self.eos_token_ids = eos_token_ids
 
-    `pieces[id]` is text, an int for a byte token, or None for a token that leaves no trace.
-    """
+    @classmethod
+    def from_folder(cls, folder: Path) -> BaseText:
+        return cls.from_files(
+            {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+        )
 
-    __slots__ = ("_decoder", "_pieces", "_run", "_strip")
-
-    def __init__(self, pieces: Sequence[str | int | None], num_strip: int) -> None:
-        """`num_strip`: how many leading spaces of the text are an artefact and dropped."""
-        self._pieces = pieces
-        self._strip = num_strip
-        self._run = bytearray()
-        self._decoder: codecs.IncrementalDecoder | None = None  # set while a run is over-long
-
-    def push(self, token_id: int) -> str:
-        piece = self._pieces[token_id]
-        if piece is None:
-            return ""
-        if isinstance(piece, int):
-            return self._push_byte(piece)
-        text = self._end_run() + piece
-        return self._stripped(text) if self._strip else text
-
-    def finish(self) -> str:
-        return self._stripped(self._end_run())
-
-    def _push_byte(self, byte: int) -> str:
-        if self._decoder is not None:
-            return self._decoder.decode(bytes((byte,)))
-        self._run.append(byte)
-        if len(self._run) <= MAX_HELD_BYTES:
-            return ""
-        self._decoder = _Utf8Decoder("replace")
-        text = self._decoder.decode(bytes(self._run))
-        self._run.clear()
-        return self._stripped(text)
-
-    def _end_run(self) -> str:
-        if self._decoder is not None:
-            text = self._decoder.decode(b"", True)
-            self._decoder = None
-            return text
-        if not self._run:
-            return ""
-        run = bytes(self._run)
-        self._run.clear()
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> BaseText:
+        """`files`: those of TEXT_FILES that the model has. Blocks for a second: use a thread."""
+        if "tokenizer.json" not in files:
+            raise UnsupportedModelError(
+                "tokenizer.json is missing: the base needs a fast tokenizer"
+            )
+        config = _read_object(files, "tokenizer_config.json")
+        special = _special_tokens({**_read_object(files, "special_tokens_map.json"), **config})
         try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return "\ufffd" * len(run)
+            library = Tokenizer.from_buffer(files["tokenizer.json"])
+        # The library raises bare Exception on a file that it cannot read.
+        except Exception as error:
+            raise UnsupportedModelError(f"tokenizer.json: {error}") from error
+        tokenizer = TextTokenizer(library, special.get("bos_token"))
+        source = _template_source(files, config)
+        template = None if source is None else ChatTemplate(source, special)
+        return cls(tokenizer, template, special, _eos_token_ids(files, tokenizer, special))
 
-    def _stripped(self, text: str) -> str:
-        while self._strip and text:
-            if text[0] != " ":
-                self._strip = 0
-                break
-            text = text[1:]
-            self._strip -= 1
-        return text
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-
-@dataclass(frozen=True, slots=True)
-class StopTable:
-    """Aho-Corasick automaton over a request's stop strings, shared by its choices.
-
-    State s stands for the longest end of the text that is a beginning of some stop string; its
-    depth is what must be held back. One dictionary look-up a character whatever the number of strings.
-    """
-
-    children: tuple[dict[str, int], ...]
-    fallback: tuple[int, ...]
-    depth: tuple[int, ...]
-    match: tuple[str | None, ...]  # the longest stop string that ends in this state
-
-
-def build_stop_table(stops: Sequence[str]) -> StopTable:
-    children: list[dict[str, int]] = [{}]
-    depth = [0]
-    match: list[str | None] = [None]
-    for stop in stops:
-        state = 0
-        for character in stop:
-            if character not in children[state]:
-                children[state][character] = len(children)
-                children.append({})
-                depth.append(depth[state] + 1)
-                match.append(None)
-            state = children[state][character]
-        match[state] = stop
-    fallback = [0] * len(children)
-    queue = list(children[0].values())
-    for state in queue:  # breadth first: a fallback is shorter, hence already known
-        for character, child in children[state].items():
-            queue.append(child)
-            candidate = fallback[state]
-            while candidate and character not in children[candidate]:
-                candidate = fallback[candidate]
-            fallback[child] = children[candidate].get(character, 0)
-            match[child] = match[child] or match[fallback[child]]
-    return StopTable(tuple(children), tuple(fallback), tuple(depth), tuple(match))
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, TemplateValue] | None = None,
+    ) -> str:
+        if self.template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions.", "messages"
+            )
+        return self.template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
 
 
-class StopMatcher:
-    """Cuts the text at the first stop string to be completed, the longest if several end there.
+def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"{name}: not a JSON object")
+    return value
 
-    The result depends on the text alone, never on how it was cut into tokens, and no part of a stop
-    string is given out before it is known not to be one.
-    """
 
-    __slots__ = ("_held", "_include", "_state", "_table", "stop")
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):  # an AddedToken
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
 
-    def __init__(self, table: StopTable, *, include_stop: bool) -> None:
-        self._table = table
-        self._include = include_stop
-        self._state = 0
-        self._held = ""
-        self.stop: str | None = None  # the string that ended the text
 
-    def push(self, text: str, *, may_stop: bool = True) -> str:
-        """What can be given out now. A string that ends here with `may_stop` false is text."""
-        table, state = self._table, self._state
-        for index, character in enumerate(text):
-            children = table.children[state]
-            while state and character not in children:
-                state = table.fallback[state]
-                children = table.children[state]
-            state = children.get(character, 0)
-            match = table.match[state]
-            if match is not None and may_stop:
-                self.stop = match
-                end = len(self._held) + index + 1
-                whole = self._held + text
-                self._held = ""
-                return whole[: end if self._include else end - len(match)]
-        self._state = state
-        whole = self._held + text
-        num_free = len(whole) - table.depth[state]
-        self._held = whole[num_free:]
-        return whole[:num_free]
+def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str | None:
+    """The file wins over the configuration; of several templates the one called "default"."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
 
-    def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
+
+def _eos_token_ids(
+    files: Mapping[str, bytes], tokenizer: TextTokenizer, special: Mapping[str, str]
+) -> frozenset[int]:
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        value = _read_object(files, name).get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids.update(i for i in values if isinstance(i, int))
+    token_id = tokenizer.token_id(special["eos_token"]) if "eos_token" in special else None
+    return frozenset(ids if token_id is None else ids | {token_id})

@@ -12,12 +12,11 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from engine.errors import UnsupportedModelError
-from serve_app.text import ByteDetokenizer, Detokenizer, PieceDetokenizer
+from serve_app.detokenize import ByteDetokenizer, Detokenizer, PieceDetokenizer
 
 _NUM_CHECKS = 64  # random sequences compared with the library at load, about 3 ms
 
@@ -66,12 +65,6 @@ class TextTokenizer:
             len(token.decode("utf-8", "replace")) for token in self._table.raw
         )
         self._check_table()
-
-    @classmethod
-    def from_file(cls, path: Path, bos_token: str | None = None) -> TextTokenizer:
-        if not path.is_file():
-            raise UnsupportedModelError(f"{path.name} is missing: the base needs a fast tokenizer")
-        return cls(Tokenizer.from_file(str(path)), bos_token)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -137,9 +130,9 @@ def _read_table(tokenizer: Tokenizer) -> TokenTable:
     for token, token_id in vocab.items():
         tokens[token_id] = token
     added = tokenizer.get_added_tokens_decoder()
-    for token_id, token in added.items():
-        tokens[token_id] = token.content
-    special = frozenset(token_id for token_id, token in added.items() if token.special)
+    for token_id, added_token in added.items():
+        tokens[token_id] = added_token.content
+    special = frozenset(token_id for token_id, added_token in added.items() if added_token.special)
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]

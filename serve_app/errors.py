@@ -1,0 +1,153 @@
+"""Errors as the client sees them: OpenAI's error body, and the one table from domain to status.
+
+ApiError               an answer: status, message, type, param, code
+OverloadedError        too many requests wait: 429 with Retry-After
+ServiceUnavailableError  nothing can answer now: 503 with Retry-After
+
+What is not in the table is our own fault: 500 with a constant message; the log has the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnknownAdapterError,
+)
+from registry.errors import (
+    CacheFullError,
+    DigestMismatchError,
+    InvalidNameError,
+    NotFoundError,
+    RegistrationError,
+    RegistryUnavailableError,
+)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+MAX_VALUE_CHARS = 64
+
+
+class ApiError(Exception):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(status, message, type, param, code, retry_after_s)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.type,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+class OverloadedError(Exception):
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ServiceUnavailableError(OverloadedError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    code: str
+    type: str = INVALID_REQUEST
+    param: str | None = None
+    retry_after_s: int | None = None
+    message: str | None = None  # None: the exception's own words
+
+
+# The nearest class in the exception's own order counts, so a subclass may have its own line.
+_TABLE: Mapping[type[BaseException], _Answer] = {
+    InvalidRequestError: _Answer(400, "invalid_value"),
+    ContextLengthError: _Answer(400, "context_length_exceeded"),
+    InvalidNameError: _Answer(400, "invalid_model_name", param="model"),
+    RegistrationError: _Answer(400, "registration_refused"),
+    NotFoundError: _Answer(404, "model_not_found", param="model"),
+    OverloadedError: _Answer(429, "overloaded", "rate_limit_error"),
+    ServiceUnavailableError: _Answer(503, "unavailable", SERVER_ERROR),
+    RegistryUnavailableError: _Answer(
+        503, "registry_unavailable", SERVER_ERROR, None, 5, "The model registry cannot be reached."
+    ),
+    # Loaded when the request was routed, gone when it arrived: the next try loads it again.
+    UnknownAdapterError: _Answer(
+        503, "adapter_not_loaded", SERVER_ERROR, None, 1, "The adapter is being reloaded."
+    ),
+    EngineDeadError: _Answer(
+        503, "engine_unavailable", SERVER_ERROR, None, 1, "The engine of this model stopped."
+    ),
+    CacheFullError: _Answer(
+        503, "cache_full", SERVER_ERROR, None, 30, "No space is left for the model's files."
+    ),
+    DigestMismatchError: _Answer(
+        503, "digest_mismatch", SERVER_ERROR, "model", None, "The model's files were altered."
+    ),
+}
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """The answer to any exception. Words of unknown exceptions never reach the client."""
+    if isinstance(error, ApiError):
+        return error
+    for kind in type(error).__mro__:
+        answer = _TABLE.get(kind)
+        if answer is not None:
+            break
+    else:
+        return ApiError(500, "The server failed on this request.", SERVER_ERROR, None, "internal")
+    param = error.param if isinstance(error, InvalidRequestError) else answer.param
+    retry_after_s = (
+        error.retry_after_s if isinstance(error, OverloadedError) else answer.retry_after_s
+    )
+    message = answer.message or str(error)
+    return ApiError(answer.status, message, answer.type, param, answer.code, retry_after_s)
+
+
+def shown(value: object) -> str:
+    """A client's value for a message: short whatever it is, one line, printable."""
+    if isinstance(value, str | bytes):
+        value = value[: MAX_VALUE_CHARS + 1]
+    elif isinstance(value, dict | list) and len(value) > MAX_VALUE_CHARS:
+        return f"{type(value).__name__} of {len(value)}"
+    elif isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of more than 256 bits"
+    text = ascii(value)
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 _LOW32 = 0xFFFFFFFF
-_TOP_P_CANDIDATES = 512  # sorted first; rows whose mass needs more sort the whole vocabulary
+_TOP_P_SIZES = (512, 8192)  # of 49152 and 64 rows: 8 and 20 ms, a full sort takes 105
 
 
 def draw(
@@ -187,21 +187,22 @@ def _filtered_weights(
 
 def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the fewest most likely tokens whose share reaches top_p; of equals, the lowest ids."""
-    mass = top_p[:, None] * weights.cumsum(-1)[:, -1:]  # a cumsum runs in order, whatever R is
     vocab = weights.shape[-1]
-    count = min(_TOP_P_CANDIDATES, vocab)
-    best = weights.topk(count).values
-    before = best.cumsum(-1) - best  # mass of the more likely ones
-    if count < vocab and bool((before[:, -1:] + best[:, -1:] < mass).any()):
-        short = (before[:, -1] + best[:, -1] < mass[:, 0]).nonzero()[:, 0]
-        rest = [i for i in range(weights.shape[0]) if i not in set(short.tolist())]
-        kept = torch.empty_like(weights)
-        kept[short] = _keep_mass(
-            weights[short], weights[short].sort(descending=True).values, mass[short]
-        )
-        kept[rest] = _keep_mass(weights[rest], best[rest], mass[rest])
-        return kept
-    return _keep_mass(weights, best, mass)
+    mass = top_p[:, None] * weights.cumsum(-1)[:, -1:]  # a cumsum runs in order, whatever R is
+    # Few tokens hold the mass as a rule: rows go on to the next size only where they need it.
+    waiting = torch.arange(weights.shape[0], device=weights.device)
+    for size in (*(size for size in _TOP_P_SIZES if size < vocab), vocab):
+        rows = weights[waiting]
+        best = rows.topk(size).values if size < vocab else rows.sort(descending=True).values
+        reached = (best.cumsum(-1)[:, -1:] >= mass[waiting])[:, 0]
+        if size == vocab:
+            reached = torch.ones_like(reached)
+        done = waiting[reached]
+        weights[done] = _keep_mass(rows[reached], best[reached], mass[done])
+        waiting = waiting[~reached]
+        if waiting.numel() == 0:
+            break
+    return weights
 
 
 def _keep_mass(weights: torch.Tensor, best: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
@@ -213,7 +214,7 @@ def _keep_mass(weights: torch.Tensor, best: torch.Tensor, mass: torch.Tensor) ->
     spare = count - (weights > cutoff).sum(-1, keepdim=True)  # of the equals, so many are kept
     if bool((equal.sum(-1, keepdim=True) > spare).any()):
         equal &= equal.cumsum(-1) <= spare
-    return torch.where((weights > cutoff) | equal, weights, 0.0)
+    return weights.masked_fill_(~((weights > cutoff) | equal), 0.0)
 
 
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Adapters: reading a PEFT folder, the rank-row pool, per-step token-to-adapter mapping. No requests."""
+"""Adapters: reading a PEFT folder, the rank-row pool, the mapping of tokens to adapters."""

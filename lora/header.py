@@ -82,8 +82,8 @@ def _entry(key: str, value: object) -> TensorEntry:
     needed = math.prod(shape) * _ITEM_BYTES[dtype]
     if end - begin != needed:
         raise AdapterError(
-            f"tensor {key} of shape {list(shape)} and type {dtype} needs {needed} bytes, its offsets "
-            f"give {end - begin}"
+            f"tensor {key} of shape {list(shape)} and type {dtype} needs {needed} bytes, its "
+            f"offsets give {end - begin}"
         )
     return TensorEntry(dtype, shape, begin, end)
 

@@ -26,7 +26,16 @@ def apply_lora_(
     pools = pool.site_pool(site.name)
     if pools is None:
         return
-    lora_add_(outputs, x, pools.a, pools.b, batch.token_owner, batch.row_ids, batch.row_owner)
+    lora_add_(
+        outputs,
+        x,
+        pools.a,
+        pools.b,
+        batch.token_owner,
+        batch.row_ids,
+        batch.row_owner,
+        batch.segments,
+    )
 
 
 def apply_lora_embedding_(

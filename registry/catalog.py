@@ -82,6 +82,9 @@ class Catalog:
             raise NotFoundError(f"no base model is named {parsed.name!r}")
         return self._bases.find(parsed)
 
+    def default_bases(self) -> dict[str, BaseVersion]:
+        return dict(self._bases.default)
+
     def entries(self) -> tuple[ModelEntry, ...]:
         """Bases, then adapters, by name; each once, as its name without suffix resolves."""
         bases = [

@@ -1,6 +1,7 @@
 """What a model may be called, and how a client's model string reads.
 
-It is `base`, `base:adapter` or `adapter`; each part may carry `@alias` or `@version` (digits). Pure text; ignorant of what exists.
+It is `base`, `base:adapter` or `adapter`; each part may carry `@alias` or `@version` (digits).
+Pure text; ignorant of what exists.
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""The border to MLflow: its exceptions become ours, its global settings are set, locks are retried.
+
+MLflow's HTTP settings are environment variables of the process, so the last `configure` wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from mlflow.environment_variables import (
+    MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR,
+    MLFLOW_HTTP_REQUEST_BACKOFF_JITTER,
+    MLFLOW_HTTP_REQUEST_MAX_RETRIES,
+    MLFLOW_HTTP_REQUEST_TIMEOUT,
+)
+from mlflow.exceptions import MlflowException
+
+from registry.errors import CacheFullError, NotFoundError, RegistryError, RegistryUnavailableError
+
+T = TypeVar("T")
+
+# Anything else (timeouts, refused connections, 5xx, broken JSON) is the registry's trouble.
+_OUR_FAULT = frozenset(
+    {
+        "BAD_REQUEST",
+        "INVALID_PARAMETER_VALUE",
+        "INVALID_STATE",
+        "PERMISSION_DENIED",
+        "RESOURCE_ALREADY_EXISTS",
+        "UNAUTHENTICATED",
+        "CUSTOMER_UNAUTHORIZED",
+    }
+)
+_LOCKED_TRIES = (
+    6  # SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again
+)
+
+
+def configure(timeout_s: int, max_retries: int) -> None:
+    """MLflow's own 120 s times 7 tries would hang a poller for minutes."""
+    settings = {
+        MLFLOW_HTTP_REQUEST_TIMEOUT.name: timeout_s,
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES.name: max_retries,
+        MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR.name: 1,
+        MLFLOW_HTTP_REQUEST_BACKOFF_JITTER.name: 0.5,
+    }
+    os.environ.update({name: str(value) for name, value in settings.items()})
+    # Creating a database would tell of each of its migrations.
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def call(action: str, function: Callable[[], T]) -> T:
+    """Runs one MLflow call; tries again, not for ever, while another process locks SQLite."""
+    for attempt in range(_LOCKED_TRIES):
+        try:
+            return function()
+        except MlflowException as error:
+            if "database is locked" not in str(error) or attempt == _LOCKED_TRIES - 1:
+                raise _translated(action, error) from error
+        except OSError as error:  # requests' exceptions are OSErrors too
+            raise _translated_os(action, error) from error
+        except ValueError as error:  # a body that is no JSON, or JSON of another shape
+            raise RegistryUnavailableError(f"{action}: unreadable answer: {error}") from error
+        time.sleep(0.05 * 2**attempt * (1 + random.random()))
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+@contextmanager
+def suppressed(action: str, logger: logging.Logger) -> Iterator[None]:
+    """For undoing: a second failure must not hide the first."""
+    try:
+        yield
+    except RegistryError as error:
+        logger.warning("%s failed: %s", action, error)
+
+
+def _translated(action: str, error: MlflowException) -> RegistryError:
+    text = f"{action}: {str(error).splitlines()[0][:500]}"
+    if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+        return NotFoundError(text)
+    if error.error_code in _OUR_FAULT:
+        return RegistryError(text)
+    return RegistryUnavailableError(text)
+
+
+def _translated_os(action: str, error: OSError) -> RegistryError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CacheFullError(f"{action}: {error}")
+    return RegistryUnavailableError(f"{action}: {error}")

@@ -1,0 +1,232 @@
+"""The registry as the rest of loraplex sees it: register, take a snapshot, fetch verified files.
+
+MLflow is the record. A catalog, once taken, resolves names without it, and a tree, once in the
+cache, is served without it. Knows nothing of tensors: what validation found comes in as facts.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+
+from registry import listing, plain
+from registry.cache import Cache
+from registry.catalog import DEFAULT_ALIAS, Catalog
+from registry.entities import (
+    AdapterFacts,
+    AdapterVersion,
+    BaseFacts,
+    BaseVersion,
+    FileEntry,
+    Manifest,
+    Rejected,
+    content_digest,
+    manifest_json,
+)
+from registry.errors import (
+    NotFoundError,
+    RegistrationError,
+    RegistryError,
+    RegistryUnavailableError,
+)
+from registry.flavor import ADAPTER_CONFIG, DATA
+from registry.manifest import MAX_CONFIG_BYTES, Progress, no_progress, parse_manifest, scan_folder
+from registry.names import check_alias, check_name
+from registry.publish import MANIFEST_FILE, Publication, publish
+from registry.store import MlflowStore, download
+
+logger = logging.getLogger(__name__)
+
+
+class Registry:
+    """`sqlite:///HOME/mlflow.db` keeps its files in HOME/artifacts; a server keeps its own."""
+
+    def __init__(
+        self,
+        tracking_uri: str,
+        *,
+        artifact_root: Path | None = None,
+        timeout_s: int = 10,
+        max_retries: int = 2,
+    ) -> None:
+        self._store = MlflowStore(tracking_uri, artifact_root, timeout_s, max_retries)
+        # What plain versions hold, None for what is no adapter: files of a version never change.
+        self._inspected: dict[tuple[str, int], plain.PlainAdapter | RegistrationError | None] = {}
+
+    def register_base(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        facts: BaseFacts,
+        alias: str | None = DEFAULT_ALIAS,
+        tags: tuple[tuple[str, str], ...] = (),
+        link: bool = False,
+        progress: Progress = no_progress,
+    ) -> BaseVersion:
+        """`link`: a local store takes the files by hardlink, so that a large base is held once."""
+        _check(name, alias)
+        manifest = scan_folder(folder, "config.json", progress)
+        publication = Publication(
+            folder, name, "base", manifest, listing.base_tags(facts), tags, alias, link, None
+        )
+        row = publish(self._store, publication, progress)
+        return listing.base_version(row)
+
+    def register_adapter(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        base: str,
+        facts: AdapterFacts,
+        alias: str | None = DEFAULT_ALIAS,
+        tags: tuple[tuple[str, str], ...] = (),
+        progress: Progress = no_progress,
+    ) -> AdapterVersion:
+        """`base`: `name`, `name@alias` or `name@version` of a registered base."""
+        _check(name, alias)
+        manifest = scan_folder(folder, ADAPTER_CONFIG, progress)
+        try:
+            found = self._read_catalog().resolve_base(base)
+        except NotFoundError as error:
+            raise RegistrationError(f"adapter {name!r}: {error}") from error
+        facts_tags = listing.adapter_tags(facts, found)
+        publication = Publication(
+            folder, name, "adapter", manifest, facts_tags, tags, alias, False, found.name
+        )
+        row = publish(self._store, publication, progress)
+        return listing.adapter_version(row)
+
+    def snapshot(self) -> Catalog:
+        """All that can be served now. Plain versions seen for the first time are read and tagged."""
+        return self._read_catalog(adopt_plain=True)
+
+    def fetch(
+        self,
+        version: BaseVersion | AdapterVersion,
+        cache: Cache,
+        files: tuple[str, ...] | None = None,
+        progress: Progress = no_progress,
+    ) -> Path:
+        """A verified local folder; no network where the cache has all. `files`: shell patterns."""
+        remote = _VersionFiles(self._store, version.name, version.version)
+        manifest = cache.manifest(version.digest) or remote.manifest
+        total = sum(entry.size for entry in manifest)
+        done = 0
+
+        def fetch_one(entry: FileEntry, target: Path) -> None:
+            nonlocal done
+            remote.fetch(entry, target)
+            done += entry.size
+            progress("download", done, total)
+
+        return cache.tree(version.digest, manifest, fetch_one, files)
+
+    def _read_catalog(self, *, adopt_plain: bool = False) -> Catalog:
+        found = listing.rows(list(self._store.models()), self._store.versions())
+        bases = tuple(
+            listing.base_version(row)
+            for row in found
+            if row.is_complete and row.tags[listing.KIND] == "base"
+        )
+        adapters = [
+            listing.adapter_version(row)
+            for row in found
+            if row.is_complete and row.tags[listing.KIND] == "adapter"
+        ]
+        rejected: list[Rejected] = []
+        defaults = Catalog(bases).default_bases() if adopt_plain else {}
+        for row in (row for row in found if adopt_plain and not row.is_complete):
+            try:
+                adopted = self._adopt(row, defaults)
+            except RegistrationError as error:
+                rejected.append(Rejected(row.name, row.version, str(error)))
+            except (RegistryUnavailableError, NotFoundError) as error:
+                logger.warning("%s version %d cannot be read now: %s", row.name, row.version, error)
+            else:
+                adapters += [adopted] if adopted is not None else []
+        adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
+        return Catalog(bases, tuple(adapters), tuple(rejected))
+
+    def _adopt(self, row: listing.Row, bases: dict[str, BaseVersion]) -> AdapterVersion | None:
+        adapter = self._inspect(row)
+        if adapter is None:
+            return None
+        check_name(row.name)
+        base = plain.match_base(adapter, row.tags.get(listing.BASE), bases)
+        tags = {
+            listing.KIND: "adapter",
+            listing.ROOT: adapter.root,
+            listing.MANIFEST: manifest_json(adapter.manifest),
+            **listing.adapter_tags(adapter.facts, base),
+            # Last: a version that has its digest has all the others.
+            listing.DIGEST: content_digest(adapter.manifest),
+        }
+        try:
+            for key, value in tags.items():
+                self._store.tag_version(row.name, row.version, key, value)
+        except RegistryError as error:  # a store that we may only read: known to this process
+            logger.warning("%s version %d stays untagged: %s", row.name, row.version, error)
+        completed = listing.Row(
+            row.name, row.version, row.source, {**row.tags, **tags}, row.aliases, row.created_s
+        )
+        return listing.adapter_version(completed)
+
+    def _inspect(self, row: listing.Row) -> plain.PlainAdapter | None:
+        key = (row.name, row.version)
+        if key not in self._inspected:
+            repository = self._store.version_files(row.name, row.version)
+            with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+                try:
+                    self._inspected[key] = plain.inspect(repository, Path(scratch))
+                except RegistrationError as error:
+                    self._inspected[key] = error
+        found = self._inspected[key]
+        if isinstance(found, RegistrationError):
+            raise found
+        if found is None and row.tags.get(listing.KIND) == "adapter":
+            raise RegistrationError(f"tagged as an adapter, but holds no {ADAPTER_CONFIG}")
+        return found
+
+
+@dataclass(frozen=True)  # no slots: both ends are looked up once, when first needed
+class _VersionFiles:
+    store: MlflowStore
+    name: str
+    version: int
+
+    @cached_property
+    def repository(self) -> ArtifactRepository:
+        return self.store.version_files(self.name, self.version)
+
+    @cached_property
+    def tags(self) -> dict[str, str]:
+        return self.store.version_tags(self.name, self.version)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        if listing.MANIFEST in self.tags:
+            return parse_manifest(self.tags[listing.MANIFEST])
+        with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+            path = Path(scratch) / MANIFEST_FILE
+            download(self.repository, MANIFEST_FILE, path, link=False)
+            if path.stat().st_size > MAX_CONFIG_BYTES:
+                raise RegistryError(f"the manifest of {self.name!r} is too large to be one")
+            return parse_manifest(path.read_text(errors="replace"))
+
+    def fetch(self, entry: FileEntry, target: Path) -> None:
+        root = self.tags.get(listing.ROOT, DATA)
+        path = f"{root}/{entry.path}" if root else entry.path
+        download(self.repository, path, target, link=self.tags.get(listing.LINKED) == "true")
+
+
+def _check(name: str, alias: str | None) -> None:
+    check_name(name)
+    if alias is not None:
+        check_alias(alias)

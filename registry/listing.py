@@ -1,0 +1,132 @@
+"""MLflow's registered models and versions, with their tags, become a `Catalog`.
+
+The tags are the record: everything a catalog says of a version stands in them, so that one search
+reads it all. Versions that may be adapters but carry no digest yet are named as candidates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion
+
+PREFIX = "loraplex."
+KIND = PREFIX + "kind"  # base | adapter; on the registered model and on the version
+DIGEST = PREFIX + "digest"
+BASE = PREFIX + "base"  # adapter: the registered name of its base
+BASE_DIGEST = PREFIX + "base_digest"
+RANK = PREFIX + "rank"
+TARGETS = PREFIX + "targets"
+PARAMETERS = PREFIX + "num_parameters"
+NOOP = PREFIX + "noop"
+ARCHITECTURE = PREFIX + "architecture"
+MAX_LEN = PREFIX + "max_model_len"
+LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder they came from
+ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
+MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
+
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One version as MLflow tells it; a version's tags go over its model's."""
+
+    name: str
+    version: int
+    source: str
+    tags: Mapping[str, str]
+    aliases: tuple[str, ...]
+    created_s: int
+
+    @property
+    def is_complete(self) -> bool:
+        needed = (BASE, BASE_DIGEST) if self.tags.get(KIND) == "adapter" else ()
+        has_digest = _SHA256.fullmatch(self.tags.get(DIGEST, "")) is not None
+        return KIND in self.tags and has_digest and all(key in self.tags for key in needed)
+
+
+def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) -> list[Row]:
+    """`models` must be read first: then every alias points to a version that `versions` has."""
+    of_model = {model.name: model for model in models}
+    found = []
+    for version in versions:
+        model = of_model.get(version.name)
+        if model is None:  # registered between the two searches: the next listing has it
+            continue
+        number = int(version.version)
+        aliases = sorted(alias for alias, to in model.aliases.items() if int(to) == number)
+        # The model's own digest or facts would be those of no version in particular.
+        inherited = {key: model.tags[key] for key in (KIND, BASE) if key in model.tags}
+        tags = inherited | version.tags
+        created_s = (version.creation_timestamp or 0) // 1000
+        found.append(
+            Row(version.name, number, version.source or "", tags, tuple(aliases), created_s)
+        )
+    return sorted(found, key=lambda row: (row.name, row.version))
+
+
+def base_version(row: Row) -> BaseVersion:
+    max_len = row.tags.get(MAX_LEN)
+    return BaseVersion(
+        name=row.name,
+        version=row.version,
+        digest=row.tags[DIGEST],
+        source=row.source,
+        aliases=row.aliases,
+        architecture=row.tags.get(ARCHITECTURE, ""),
+        num_parameters=_number(row, PARAMETERS),
+        max_model_len=int(max_len) if max_len and max_len.isdecimal() else None,
+        created_s=row.created_s,
+        tags=_own_tags(row),
+    )
+
+
+def adapter_version(row: Row) -> AdapterVersion:
+    return AdapterVersion(
+        name=row.name,
+        version=row.version,
+        digest=row.tags[DIGEST],
+        base_name=row.tags[BASE],
+        base_digest=row.tags[BASE_DIGEST],
+        rank=_number(row, RANK),
+        targets=tuple(filter(None, row.tags.get(TARGETS, "").split(","))),
+        source=row.source,
+        aliases=row.aliases,
+        num_parameters=_number(row, PARAMETERS),
+        is_noop=row.tags.get(NOOP) == "true",
+        created_s=row.created_s,
+        tags=_own_tags(row),
+    )
+
+
+def base_tags(facts: BaseFacts) -> dict[str, str]:
+    tags = {ARCHITECTURE: facts.architecture, PARAMETERS: str(facts.num_parameters)}
+    if facts.max_model_len is not None:
+        tags[MAX_LEN] = str(facts.max_model_len)
+    return tags
+
+
+def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
+    return {
+        BASE: base.name,
+        BASE_DIGEST: base.digest,
+        RANK: str(facts.rank),
+        TARGETS: ",".join(facts.targets),
+        PARAMETERS: str(facts.num_parameters),
+        NOOP: "true" if facts.is_noop else "false",
+    }
+
+
+def _number(row: Row, key: str) -> int:
+    text = row.tags.get(key, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _own_tags(row: Row) -> tuple[tuple[str, str], ...]:
+    own = {k: v for k, v in row.tags.items() if not k.startswith((PREFIX, "mlflow."))}
+    return tuple(sorted(own.items()))

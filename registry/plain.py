@@ -1,0 +1,137 @@
+"""Adapters that were registered by plain `mlflow` calls: recognised, read once, and measured.
+
+Three layouts: a bare PEFT folder, the transformers flavour with a PEFT adapter, our own flavour.
+What is found goes into tags (by the caller); then the version is like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow.models import Model
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+
+from registry.border import call
+from registry.entities import AdapterFacts, BaseVersion, FileEntry, Manifest
+from registry.errors import RegistrationError
+from registry.flavor import ADAPTER_CONFIG, DATA, FLAVOR_NAME
+from registry.manifest import (
+    MAX_CONFIG_BYTES,
+    check_contents,
+    hash_file,
+    is_served,
+)
+from registry.names import check_name
+from registry.store import download, list_files
+
+MAX_ADAPTER_BYTES = 4 * 1024**3  # of what is downloaded unasked, because it looks like an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAdapter:
+    """What the files say; which registered base they belong to is decided later."""
+
+    root: str  # folder below the version's artifacts
+    manifest: Manifest
+    facts: AdapterFacts
+    bases: tuple[str, ...]  # names that may be its base, likeliest first
+
+
+def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | None:
+    """None: no adapter. RegistrationError: an adapter that is refused."""
+    top = list_files(repository, "")
+    base: str | None = None
+    root = ""
+    if ADAPTER_CONFIG not in top:
+        if "MLmodel" not in top or top["MLmodel"] > MAX_CONFIG_BYTES:
+            return None
+        download(repository, "MLmodel", scratch / "MLmodel", link=False)
+        flavors = call("reading MLmodel", lambda: Model.load(str(scratch / "MLmodel"))).flavors
+        ours = flavors.get(FLAVOR_NAME, {})
+        if ours.get("kind") == "adapter":
+            root, base = DATA, str(ours.get("base", ""))
+        elif "peft_adaptor" in flavors.get("transformers", {}):
+            root = str(flavors["transformers"]["peft_adaptor"])
+        else:
+            return None
+        check_name(root)  # a word of the file decides where we look
+        top = list_files(repository, root)
+    return _read(repository, root, top, base, scratch)
+
+
+def match_base(
+    plain: PlainAdapter, tagged: str | None, bases: dict[str, BaseVersion]
+) -> BaseVersion:
+    """`bases`: name -> default version. The tag decides if there is one."""
+    names = (tagged,) if tagged else plain.bases
+    for name in names:
+        if name in bases:
+            return bases[name]
+    raise RegistrationError(
+        f"its base is not registered: looked for {', '.join(map(repr, names)) or 'nothing'} "
+        "(set the tag loraplex.base to the registered name of its base)"
+    )
+
+
+def _read(
+    repository: ArtifactRepository,
+    root: str,
+    listed: dict[str, int],
+    base: str | None,
+    scratch: Path,
+) -> PlainAdapter:
+    sizes = {path.rpartition("/")[2]: size for path, size in listed.items()}
+    served = sorted(name for name in sizes if is_served(name))
+    ignored = sorted(set(sizes) - set(served))
+    check_contents(served, ignored, ADAPTER_CONFIG, "the version")
+    total = sum(sizes[name] for name in served)
+    if total > MAX_ADAPTER_BYTES:
+        raise RegistrationError(f"{total} bytes are too many, at most {MAX_ADAPTER_BYTES} are read")
+    if sizes[ADAPTER_CONFIG] > MAX_CONFIG_BYTES:
+        raise RegistrationError(f"{ADAPTER_CONFIG} has {sizes[ADAPTER_CONFIG]} bytes")
+    entries = []
+    for name in served:
+        target = scratch / name
+        download(repository, f"{root}/{name}" if root else name, target, link=False)
+        entries.append(FileEntry(name, *hash_file(target)))
+        if name != ADAPTER_CONFIG:
+            target.unlink()
+    config = _config(scratch / ADAPTER_CONFIG)
+    return PlainAdapter(root, tuple(entries), _facts(config), _base_names(config, base))
+
+
+def _config(path: Path) -> dict[str, object]:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RegistrationError(f"{ADAPTER_CONFIG} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise RegistrationError(f"{ADAPTER_CONFIG} is no JSON object")
+    return config
+
+
+def _facts(config: dict[str, object]) -> AdapterFacts:
+    """As the configuration claims; the engine checks it against the tensors when it loads them."""
+    rank = config.get("r")
+    patterns = config.get("rank_pattern")
+    ranks = [rank, *(patterns.values() if isinstance(patterns, dict) else ())]
+    numbers = [value for value in ranks if isinstance(value, int) and value > 0]
+    if not isinstance(rank, int) or not numbers:
+        raise RegistrationError(f"{ADAPTER_CONFIG} has no rank: r is {rank!r}")
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        targets = [targets]
+    names = targets if isinstance(targets, list) else []
+    return AdapterFacts(max(numbers), tuple(sorted(str(name) for name in names)))
+
+
+def _base_names(config: dict[str, object], base: str | None) -> tuple[str, ...]:
+    if base:
+        return (base,)
+    path = config.get("base_model_name_or_path")
+    if not isinstance(path, str) or not path:
+        return ()
+    # "organisation/model" of the Hub, or a local path: its last part may be the registered name.
+    return tuple(dict.fromkeys((path, path.rstrip("/").rpartition("/")[2])))

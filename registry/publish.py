@@ -1,0 +1,158 @@
+"""One folder becomes one version in MLflow, whole or not at all, and only once for the same content.
+
+The files are an MLflow LoggedModel (MLmodel with our flavour, manifest, files): no run is needed,
+and unlike `Model.log` nothing is copied on the way, which matters for bases of 16 GB.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow.entities import LoggedModel
+from mlflow.models import Model
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+
+from registry import listing
+from registry.border import suppressed
+from registry.entities import Manifest, content_digest, manifest_json
+from registry.errors import RegistrationError
+from registry.flavor import DATA, describe
+from registry.manifest import Progress
+from registry.store import MlflowStore, upload
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_FILE = "loraplex.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    folder: Path
+    name: str
+    kind: str
+    manifest: Manifest
+    facts: dict[str, str]  # as tags
+    own_tags: tuple[tuple[str, str], ...]
+    alias: str | None
+    link: bool
+    base: str | None
+
+    @property
+    def digest(self) -> str:
+        return content_digest(self.manifest)
+
+
+def publish(store: MlflowStore, publication: Publication, progress: Progress) -> listing.Row:
+    name = publication.name
+    rows = _rows(store, name)
+    for row in rows:
+        kind = row.tags.get(listing.KIND)
+        if kind is not None and kind != publication.kind:
+            raise RegistrationError(f"{name!r} is the name of {_kind(kind)} already")
+    row = _find(rows, publication)
+    if row is None:
+        row = _create(store, publication, progress)
+    elif publication.alias is not None and publication.alias not in row.aliases:
+        store.set_alias(name, publication.alias, row.version)
+    return next(found for found in _rows(store, name) if found.version == row.version)
+
+
+def _create(store: MlflowStore, publication: Publication, progress: Progress) -> listing.Row:
+    """Each thing made puts its own removal on the stack; only success empties the stack."""
+    name = publication.name
+    tags = _tags(publication)
+    with ExitStack() as undo:
+        model = store.create_logged_model(name, publication.kind)
+        undo.callback(_quietly, "removing files", lambda: store.discard(model))
+        _upload(store.repository(model.artifact_location), model, publication, progress)
+        store.finalize(model)
+        if store.create_model(name, {listing.KIND: publication.kind}):
+            undo.callback(_quietly, "removing the name", lambda: _delete_if_empty(store, name))
+        version = int(store.create_version(name, model, tags).version)
+        undo.callback(_quietly, "removing the version", lambda: store.delete_version(name, version))
+        twin = _find(_rows(store, name), publication)
+        if twin is not None and twin.version < version:  # another process was quicker
+            row = twin
+        else:
+            row = _rows_by_version(store, name)[version]
+        if publication.alias is not None:
+            store.set_alias(name, publication.alias, row.version)
+        if row.version == version:
+            undo.pop_all()
+    return row
+
+
+def _upload(
+    repository: ArtifactRepository,
+    model: LoggedModel,
+    publication: Publication,
+    progress: Progress,
+) -> None:
+    total = sum(entry.size for entry in publication.manifest)
+    done = 0
+    for entry in publication.manifest:
+        upload(repository, publication.folder / entry.path, DATA, publication.link)
+        done += entry.size
+        progress("upload", done, total)
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+        note = Path(scratch) / MANIFEST_FILE
+        note.write_text(manifest_json(publication.manifest))
+        upload(repository, note, None, link=False)
+        described = describe(Model(model_id=model.model_id), publication.kind, publication.base)
+        described.save(str(Path(scratch) / "MLmodel"))
+        upload(repository, Path(scratch) / "MLmodel", None, link=False)
+
+
+def _tags(publication: Publication) -> dict[str, str]:
+    reserved = [key for key, _ in publication.own_tags if key.startswith(listing.PREFIX)]
+    if reserved:
+        raise RegistrationError(f"tags that begin with {listing.PREFIX} are ours: {reserved}")
+    return {
+        **dict(publication.own_tags),
+        **publication.facts,
+        listing.KIND: publication.kind,
+        listing.DIGEST: publication.digest,
+        listing.ROOT: DATA,
+        listing.LINKED: "true" if publication.link else "false",
+    }
+
+
+def _find(rows: list[listing.Row], publication: Publication) -> listing.Row | None:
+    """The version with this content. The same adapter on another base is another version."""
+    wanted = {
+        listing.DIGEST: publication.digest,
+        listing.BASE: publication.base,
+        listing.BASE_DIGEST: publication.facts.get(listing.BASE_DIGEST),
+    }
+    for row in rows:
+        if row.is_complete and all(row.tags.get(key) == value for key, value in wanted.items()):
+            return row
+    return None
+
+
+def _rows(store: MlflowStore, name: str) -> list[listing.Row]:
+    model = store.model(name)
+    return [] if model is None else listing.rows([model], store.versions(name))
+
+
+def _rows_by_version(store: MlflowStore, name: str) -> dict[int, listing.Row]:
+    return {row.version: row for row in _rows(store, name)}
+
+
+def _delete_if_empty(store: MlflowStore, name: str) -> None:
+    if not list(store.versions(name)):
+        store.delete_model(name)
+
+
+def _quietly(action: str, undo: Callable[[], None]) -> None:
+    with suppressed(action, logger):
+        undo()
+
+
+def _kind(kind: str) -> str:
+    return {"base": "a base model", "adapter": "an adapter"}.get(kind, kind)

@@ -1,0 +1,240 @@
+"""The MLflow calls that loraplex makes, and no other: search, tags, aliases, logged models, files.
+
+Knows MLflow's shapes and quirks; knows nothing of bases and adapters.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.store.entities.paged_list import PagedList
+
+from registry.border import call, configure
+from registry.errors import NotFoundError, RegistryError
+
+T = TypeVar("T")
+
+EXPERIMENT = "loraplex"
+_MODELS_A_PAGE = 500
+_VERSIONS_A_PAGE = 5000
+
+
+class MlflowStore:
+    def __init__(
+        self, tracking_uri: str, artifact_root: Path | None, timeout_s: int, max_retries: int
+    ) -> None:
+        configure(timeout_s, max_retries)
+        self.tracking_uri = tracking_uri
+        self.is_remote = urlsplit(tracking_uri).scheme in ("http", "https")
+        self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
+        if tracking_uri.startswith("sqlite:"):
+            sqlite_folder(tracking_uri).mkdir(parents=True, exist_ok=True)
+        self._client: MlflowClient = call(
+            f"opening {tracking_uri}", lambda: MlflowClient(tracking_uri, tracking_uri)
+        )
+
+    def models(self) -> Iterator[RegisteredModel]:
+        """With aliases and tags. (A search of versions returns aliases empty.)"""
+        return self._pages(
+            "listing models",
+            lambda token: self._client.search_registered_models(
+                max_results=_MODELS_A_PAGE, page_token=token
+            ),
+        )
+
+    def versions(self, name: str | None = None) -> Iterator[ModelVersion]:
+        condition = None if name is None else f"name = '{name}'"
+        return self._pages(
+            "listing versions",
+            lambda token: self._client.search_model_versions(
+                condition, max_results=_VERSIONS_A_PAGE, page_token=token
+            ),
+        )
+
+    def model(self, name: str) -> RegisteredModel | None:
+        try:
+            return self._call(f"reading {name!r}", lambda: self._client.get_registered_model(name))
+        except NotFoundError:
+            return None
+
+    def create_model(self, name: str, tags: dict[str, str]) -> bool:
+        """True if it was not there before."""
+        if self.model(name) is not None:
+            return False
+        try:
+            self._call(
+                f"creating {name!r}", lambda: self._client.create_registered_model(name, tags)
+            )
+        except RegistryError:
+            if self.model(name) is None:
+                raise
+            return False  # another process was quicker
+        return True
+
+    def tag_model(self, name: str, key: str, value: str) -> None:
+        self._call("tagging", lambda: self._client.set_registered_model_tag(name, key, value))
+
+    def tag_version(self, name: str, version: int, key: str, value: str) -> None:
+        self._call(
+            "tagging", lambda: self._client.set_model_version_tag(name, str(version), key, value)
+        )
+
+    def set_alias(self, name: str, alias: str, version: int) -> None:
+        self._call(
+            f"setting alias {alias!r} of {name!r}",
+            lambda: self._client.set_registered_model_alias(name, alias, str(version)),
+        )
+
+    def delete_model(self, name: str) -> None:
+        self._call("deleting", lambda: self._client.delete_registered_model(name))
+
+    def delete_version(self, name: str, version: int) -> None:
+        self._call("deleting", lambda: self._client.delete_model_version(name, str(version)))
+
+    def create_logged_model(self, name: str, kind: str) -> LoggedModel:
+        experiment = self._experiment_id()
+        return self._call(
+            "creating a logged model",
+            lambda: self._client.create_logged_model(
+                # MLflow refuses '.', ':' and others in this name; it is only shown.
+                experiment,
+                name=name.replace(".", "-"),
+                model_type=kind,
+            ),
+        )
+
+    def finalize(self, model: LoggedModel) -> None:
+        self._call(
+            "finalizing", lambda: self._client.finalize_logged_model(model.model_id, "READY")
+        )
+
+    def discard(self, model: LoggedModel) -> None:
+        """The record and the files: MLflow itself would keep the files until `mlflow gc`."""
+        self._call("deleting", lambda: self._client.delete_logged_model(model.model_id))
+        repository = self.repository(model.artifact_location)
+        self._call("deleting files", lambda: repository.delete_artifacts())  # type: ignore[no-untyped-call]
+
+    def create_version(self, name: str, model: LoggedModel, tags: dict[str, str]) -> ModelVersion:
+        # The server wants the id to allow the source; the embedded store would look the id up
+        # through MLflow's process-wide tracking URI, which is not ours to set.
+        model_id = model.model_id if self.is_remote else None
+        return self._call(
+            f"creating a version of {name!r}",
+            lambda: self._client.create_model_version(
+                name, model.artifact_location, tags=tags, model_id=model_id, await_creation_for=0
+            ),
+        )
+
+    def version_tags(self, name: str, version: int) -> dict[str, str]:
+        found = self._call(
+            f"reading {name!r} version {version}",
+            lambda: self._client.get_model_version(name, str(version)),
+        )
+        return dict(found.tags)
+
+    def version_files(self, name: str, version: int) -> ArtifactRepository:
+        uri = self._call(
+            f"looking up {name!r} version {version}",
+            lambda: self._client.get_model_version_download_uri(name, str(version)),
+        )
+        return self.repository(uri)
+
+    def repository(self, uri: str) -> ArtifactRepository:
+        return self._call(
+            f"opening {uri}",
+            lambda: get_artifact_repository(uri, self.tracking_uri, self.tracking_uri),
+        )
+
+    def _experiment_id(self) -> str:
+        if (known := self._find_experiment()) is not None:
+            return known
+        location = None if self.is_remote else self._artifact_root.absolute().as_uri()
+        try:
+            return self._call(
+                "creating the experiment",
+                lambda: str(self._client.create_experiment(EXPERIMENT, artifact_location=location)),
+            )
+        except RegistryError:
+            if (known := self._find_experiment()) is None:
+                raise
+            return known  # another process was quicker
+
+    def _find_experiment(self) -> str | None:
+        found = self._call(
+            "looking up the experiment", lambda: self._client.get_experiment_by_name(EXPERIMENT)
+        )
+        return None if found is None else str(found.experiment_id)
+
+    def _pages(self, action: str, search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+        page = self._call(action, lambda: search(None))
+        yield from page
+        while token := page.token:
+            page = self._call(action, partial(search, token))
+            yield from page
+
+    def _call(self, action: str, function: Callable[[], T]) -> T:
+        return call(f"MLflow at {self.tracking_uri}, {action}", function)
+
+
+def upload(repository: ArtifactRepository, path: Path, folder: str | None, link: bool) -> None:
+    """One file. `link`: into a local store by hardlink, where the file system allows it."""
+    if link and isinstance(repository, LocalArtifactRepository):
+        target = Path(repository.artifact_dir, folder or "", path.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path.resolve(), target)
+            return
+        except OSError:  # another file system: a copy it is
+            target.unlink(missing_ok=True)
+    call(f"storing {path.name}", lambda: repository.log_artifact(str(path), folder))  # type: ignore[no-untyped-call]
+
+
+def download(repository: ArtifactRepository, path: str, target: Path, link: bool) -> None:
+    """One file, to exactly `target`."""
+    if link and isinstance(repository, LocalArtifactRepository):
+        local = Path(call(f"fetching {path}", lambda: repository.get_local_path(path)))
+        try:
+            os.link(local, target)
+            return
+        except OSError:
+            target.unlink(missing_ok=True)
+    folder = target.with_name(target.name + ".download")
+    folder.mkdir()
+    try:
+        got = call(
+            f"fetching {path}",
+            lambda: str(repository.download_artifacts(path, str(folder))),  # type: ignore[no-untyped-call]
+        )
+        Path(got).rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def list_files(repository: ArtifactRepository, folder: str) -> dict[str, int]:
+    """Path below the repository -> size in bytes, of the files right in the folder."""
+    found = call(f"listing {folder!r}", lambda: repository.list_artifacts(folder or None))
+    return {info.path: info.file_size or 0 for info in found if not info.is_dir}
+
+
+def sqlite_folder(tracking_uri: str) -> Path:
+    return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0]).parent
+
+
+def default_artifact_root(tracking_uri: str) -> Path:
+    if tracking_uri.startswith("sqlite:"):
+        return sqlite_folder(tracking_uri) / "artifacts"
+    if urlsplit(tracking_uri).scheme in ("http", "https"):
+        return Path()  # the server decides; never used
+    raise RegistryError(f"{tracking_uri} needs an artifact root: a database holds no files")

@@ -36,12 +36,15 @@ class ByteDetokenizer:
     __slots__ = ("_decoder", "_token_bytes")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """`token_bytes[id]`; empty for a token that leaves no text."""
+        """`token_bytes[id]`; empty for a token that leaves no text, as are ids beyond the table."""
         self._token_bytes = token_bytes
         self._decoder = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes[token_id])
+        try:
+            return self._decoder.decode(self._token_bytes[token_id])
+        except IndexError:  # a model may have more rows than its tokenizer has tokens
+            return ""
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)
@@ -63,7 +66,7 @@ class PieceDetokenizer:
         self._decoder: codecs.IncrementalDecoder | None = None  # set while a run is over-long
 
     def push(self, token_id: int) -> str:
-        piece = self._pieces[token_id]
+        piece = self._pieces[token_id] if token_id < len(self._pieces) else None
         if piece is None:
             return ""
         if isinstance(piece, int):

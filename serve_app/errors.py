@@ -3,6 +3,7 @@
 ApiError               an answer: status, message, type, param, code
 OverloadedError        too many requests wait: 429 with Retry-After
 ServiceUnavailableError  nothing can answer now: 503 with Retry-After
+EngineFailureError     the engine gave a choice up; its words are for the log: 500
 
 What is not in the table is our own fault: 500 with a constant message; the log has the rest.
 """
@@ -82,6 +83,10 @@ class OverloadedError(Exception):
 
 
 class ServiceUnavailableError(OverloadedError):
+    pass
+
+
+class EngineFailureError(Exception):
     pass
 
 

@@ -93,11 +93,11 @@ class TextTokenizer:
         return token_id
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes, which need not be whole characters."""
-        return self._table.raw[token_id]
+        """The exact bytes, which need not be whole characters; none for an id beyond the table."""
+        return self._table.raw[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
-        return self._table.raw[token_id].decode("utf-8", "replace")
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, without tokenizing."""

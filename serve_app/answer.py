@@ -1,0 +1,242 @@
+"""One HTTP request's answer, streamed or whole: the engine's outputs in, bytes for the client out.
+
+Holds the choices of all prompts (index = prompt * n + choice), echo, logprobs and the usage. Pure:
+the ingress feeds it, sends what comes back and aborts in the engine what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.types import TokenLogprobs, TokenOutput
+from serve_app.choice import ChoiceRules, ChoiceState, Delta
+from serve_app.detokenize import build_stop_table
+from serve_app.logprobs import CompletionLogprobs, chat_entry, prompt_entries
+from serve_app.params import Prompt
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.responses import (
+    DONE,
+    ChoiceBody,
+    ChunkWriter,
+    Json,
+    ResponseHead,
+    Usage,
+    full_body,
+    usage_chunk,
+)
+from serve_app.text import BaseText
+
+
+@dataclass(slots=True)
+class Fed:
+    """What one engine output leads to."""
+
+    data: bytes = b""  # for the stream; always empty for a whole answer
+    abort: bool = False  # a stop string ended this choice: the engine may drop it
+
+
+NOTHING = Fed()
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    index: int
+    prompt: int
+    state: ChoiceState
+    writer: ChunkWriter
+    deltas: list[Delta]  # whole answers only
+    is_started: bool = False
+
+
+class Answer:
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompts: Sequence[Prompt],
+        text: BaseText,
+        head: ResponseHead,
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._text = text
+        self._head = head
+        self._is_chat = isinstance(request, ChatRequest)
+        self._echoes = isinstance(request, CompletionRequest) and bool(request.echo)
+        self._num_logprobs = request.output_logprobs
+        options = request.stream_options
+        self._shows_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = self._shows_usage and bool(
+            options is not None and options.continuous_usage_stats
+        )
+        # Without any of these a chunk is text and nothing else.
+        self._is_plain = not (
+            self._continuous_usage or self._num_logprobs is not None or request.return_token_ids
+        )
+        self._cached_tokens = [0] * len(prompts)
+        self._prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
+        self._num_tokens = 0
+        self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
+        self._choices = self._make_choices()
+        self._num_open = len(self._choices)
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_open == 0
+
+    def feed(self, prompt: int, output: TokenOutput) -> Fed:
+        """`prompt`: the index of the prompt whose engine request this output belongs to.
+
+        Raises EngineFailureError or ServiceUnavailableError when the engine gave the choice up;
+        the answer is then void.
+        """
+        choice = self._choices[prompt * self._request.num_choices + output.choice]
+        state = choice.state
+        num_before = state.num_tokens
+        delta = state.feed(output)
+        self._num_tokens += state.num_tokens - num_before
+        if output.choice == 0:  # the other choices find this one's prompt in the cache
+            self._cached_tokens[prompt] = output.num_cached_tokens
+        if output.prompt_logprobs:
+            self._prompt_logprobs[prompt] = output.prompt_logprobs
+        if delta is None:
+            return NOTHING
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+        if not self._request.stream:
+            choice.deltas.append(delta)
+            return Fed(b"", state.stopped_by_text)
+        return Fed(self._chunk(choice, delta), state.stopped_by_text)
+
+    def usage(self) -> Usage:
+        return Usage(
+            sum(len(prompt.token_ids) for prompt in self._prompts),
+            self._num_tokens,
+            sum(self._cached_tokens),
+        )
+
+    def stream_end(self) -> bytes:
+        """After the last chunk of the last choice."""
+        assert self.is_done
+        return (usage_chunk(self._head, self.usage()) if self._shows_usage else b"") + DONE
+
+    def body(self) -> bytes:
+        assert self.is_done
+        extras: Json = {}
+        if self._is_chat:
+            extras = self._prompt_extras(self._choices[0])
+        choices = [self._choice_body(choice) for choice in self._choices]
+        return full_body(self._head, choices, self.usage(), extras)
+
+    def _make_choices(self) -> list[_Choice]:
+        request = self._request
+        rules = ChoiceRules(
+            stop_table=build_stop_table(request.stop) if request.stop else None,
+            include_stop=bool(request.include_stop_str_in_output),
+            min_tokens=request.min_tokens or 0,
+            eos_token_ids=frozenset() if request.ignore_eos else self._text.eos_token_ids,
+            has_no_output=request.requested_tokens == 0,
+        )
+        skip = request.skip_special_tokens is not False
+        choices = []
+        for index in range(len(self._prompts) * request.num_choices):
+            # A completion goes on from its prompt: a first space there is a real one.
+            detokenizer = self._text.tokenizer.detokenizer(
+                skip_special_tokens=skip, at_start=self._is_chat
+            )
+            choices.append(
+                _Choice(
+                    index,
+                    index // request.num_choices,
+                    ChoiceState(rules, detokenizer),
+                    ChunkWriter(self._head, index, shows_usage=self._shows_usage),
+                    [],
+                )
+            )
+        return choices
+
+    def _echo_text(self, prompt: Prompt) -> str:
+        if not self._echoes:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        return self._text.tokenizer.decode(prompt.token_ids)
+
+    def _chunk(self, choice: _Choice, delta: Delta) -> bytes:
+        text = delta.text
+        is_first, choice.is_started = not choice.is_started, True
+        if is_first:
+            text = self._echo_texts[choice.prompt] + text
+        if self._is_plain and delta.finish_reason is None:
+            return choice.writer.plain(text)
+        extras: Json = {}
+        if delta.finish_reason is not None:
+            extras["stop_reason"] = delta.stop_reason
+        if self._request.return_token_ids:
+            extras["token_ids"] = delta.token_ids
+            if is_first:
+                extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
+        usage = self.usage() if self._continuous_usage else None
+        logprobs = self._logprobs(choice, [delta], with_prompt=is_first)
+        return choice.writer.full(text, logprobs, delta.finish_reason, extras, usage)
+
+    def _choice_body(self, choice: _Choice) -> ChoiceBody:
+        last = choice.deltas[-1]
+        assert last.finish_reason is not None
+        text = "".join(delta.text for delta in choice.deltas)
+        extras: Json = {}
+        if self._request.return_token_ids:
+            extras["token_ids"] = [i for delta in choice.deltas for i in delta.token_ids]
+        if not self._is_chat:
+            extras.update(self._prompt_extras(choice))
+        return ChoiceBody(
+            choice.index,
+            self._echo_texts[choice.prompt] + text,
+            self._logprobs(choice, choice.deltas, with_prompt=True),
+            last.finish_reason,
+            last.stop_reason,
+            extras,
+        )
+
+    def _prompt_extras(self, choice: _Choice) -> Json:
+        extras: Json = {}
+        if self._request.return_token_ids:
+            extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
+        num_top = self._request.prompt_logprobs
+        if num_top is not None:
+            extras["prompt_logprobs"] = prompt_entries(
+                self._prompt_logprobs[choice.prompt], num_top, self._text.tokenizer
+            )
+        return extras
+
+    def _logprobs(
+        self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
+    ) -> Json | None:
+        num_top = self._num_logprobs
+        if num_top is None:
+            return None
+        tokenizer = self._text.tokenizer
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        if self._is_chat:
+            content = [chat_entry(entry, num_top, tokenizer) for entry, _ in entries]
+            return {"content": content, "refusal": None}
+        lists = CompletionLogprobs()
+        if with_prompt and self._echoes:
+            self._append_prompt(lists, choice, num_top)
+        num_echoed = len(self._echo_texts[choice.prompt])
+        for entry, offset in entries:
+            lists.append(entry, num_top, num_echoed + offset, tokenizer)
+        return lists.to_json()
+
+    def _append_prompt(self, lists: CompletionLogprobs, choice: _Choice, num_top: int) -> None:
+        tokenizer = self._text.tokenizer
+        stream = tokenizer.detokenizer()
+        offset = 0
+        token_ids = self._prompts[choice.prompt].token_ids
+        for token_id, entry in zip(token_ids, self._prompt_logprobs[choice.prompt], strict=True):
+            if entry is None:
+                lists.append_first(token_id, tokenizer)
+            else:
+                lists.append(entry, num_top, offset, tokenizer)
+            offset += len(stream.push(token_id))

@@ -1,0 +1,132 @@
+"""From a checked body to what the engine and the text side need: prompts, sampling and text rules.
+
+`chat_prompt` and `completion_prompts` tokenize: call them in a worker thread. Limits are the
+engine's; ids are compared with the vocabulary here, before anything reaches a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthError, InvalidRequestError
+from engine.types import SamplingParams
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.text import BaseText
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    max_model_len: int  # prompt and output together
+    vocab_size: int  # of the model, which may be larger than the tokenizer's
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    text: str | None  # as the client wrote it; None for token ids
+
+
+def chat_prompt(request: ChatRequest, text: BaseText, limits: TextLimits) -> Prompt:
+    rendered = text.render_chat(
+        request.messages,
+        add_generation_prompt=request.adds_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself, so the tokenizer must not add its own.
+    ids = _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+    return Prompt(ids, None)
+
+
+def completion_prompts(
+    request: CompletionRequest, text: BaseText, limits: TextLimits
+) -> tuple[Prompt, ...]:
+    add_special_tokens = request.add_special_tokens is not False
+    prompts = []
+    for prompt in request.prompt:
+        if isinstance(prompt, str):
+            ids = _encode(prompt, add_special_tokens, text, limits, "prompt")
+            prompts.append(Prompt(ids, prompt))
+        else:
+            _check_vocabulary(prompt, limits.vocab_size, "prompt")
+            prompts.append(Prompt(prompt, None))
+        if not prompts[-1].token_ids:
+            raise InvalidRequestError("prompt: has no tokens.", "prompt")
+    return tuple(prompts)
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest, prompt: Prompt, limits: TextLimits
+) -> SamplingParams:
+    """For one prompt: what is left of the context depends on its length."""
+    _check_vocabulary([i for i, _ in request.logit_bias], limits.vocab_size, "logit_bias")
+    _check_vocabulary(request.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    return SamplingParams(
+        max_tokens=_max_tokens(request, len(prompt.token_ids), limits),
+        min_tokens=request.min_tokens or 0,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(0, request.top_k or 0),  # vLLM's -1 is off, too
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=(
+            1.0 if request.repetition_penalty is None else request.repetition_penalty
+        ),
+        logit_bias=request.logit_bias,
+        seed=None if request.seed is None else request.seed % 2**64,
+        n=request.num_choices,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=request.output_logprobs,
+        prompt_logprobs=_prompt_logprobs(request, echo),
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], text: BaseText) -> None:
+    """For /detokenize."""
+    _check_vocabulary(token_ids, text.tokenizer.vocab_size, "tokens")
+
+
+def _prompt_logprobs(request: ChatRequest | CompletionRequest, echo: bool) -> int | None:
+    wanted = [request.prompt_logprobs, request.output_logprobs if echo else None]
+    return max((k for k in wanted if k is not None), default=None)
+
+
+def _max_tokens(
+    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, limits: TextLimits
+) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    wanted = request.requested_tokens
+    if room < 1 or (wanted or 0) > room:
+        asked = f" and {wanted} for the output" if wanted else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {limits.max_model_len} tokens, but the "
+            f"request has {num_prompt_tokens} in the prompt{asked}.",
+            "messages" if isinstance(request, ChatRequest) else "prompt",
+        )
+    # 0 is echo alone: the engine draws one token and the answer leaves it out.
+    return room if wanted is None else max(1, wanted)
+
+
+def _encode(
+    value: str, add_special_tokens: bool, text: BaseText, limits: TextLimits, param: str
+) -> tuple[int, ...]:
+    at_least = text.tokenizer.min_tokens(value)
+    if at_least > limits.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {limits.max_model_len} tokens, but the "
+            f"prompt of {len(value)} characters has at least {at_least}.",
+            param,
+        )
+    return tuple(text.encode(value, add_special_tokens=add_special_tokens))
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"{param}: token id {max(token_ids)} is outside the vocabulary of {vocab_size}.", param
+        )

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-
-# Tokens [0:1) of one owner and a run of its rows [2:3); see `lora_add_`.
-Segment = tuple[int, int, int, int]
+Segment = tuple[int, int, int, int]  # token start, token end, row start, row end
 
 
 def lora_add_(
@@ -28,8 +26,8 @@ def lora_add_(
     row_owner: torch.Tensor,  # [R]
     segments: Sequence[Segment] | None = None,
 ) -> None:
-    """`segments` say the same as the three tensors, as (token start, token end, row start, row end)
-    with runs of contiguous tokens and rows; where they are few they are faster without a gather."""
+    """`segments` say the same as the three tensors, in runs of contiguous tokens of one owner and
+    contiguous rows of his; where they are few they are faster, without any gather."""
     if segments is not None:
         _lora_add_segments_(outputs, x, a_pool, b_pools, segments)
     else:
@@ -58,7 +56,7 @@ def lora_add_reference_(
     row_ids: torch.Tensor,
     row_owner: torch.Tensor,
 ) -> None:
-    """Two products a slice whatever the number of adapters: all rows for all tokens, then a mask."""
+    """Two products a slice whatever the number of adapters: all rows, all tokens, then a mask."""
     owned = token_owner[:, None] == row_owner  # [T, R]
     wide = x.float()
     for s, y in enumerate(outputs):

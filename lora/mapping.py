@@ -12,12 +12,11 @@ from itertools import groupby
 
 import torch
 
+from kernels.lora_shrink_expand import Segment
 from lora.pool import PAGE_ROWS, AdapterPool
 
 # A segment costs about 0.5 ms in 30 layers, the masked form 3 to 4 ms an adapter.
 _SEGMENTS_PER_ADAPTER = 4
-
-Segment = tuple[int, int, int, int]  # token start, token end, row start, row end
 
 
 @dataclass(frozen=True, slots=True)

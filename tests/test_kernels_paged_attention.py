@@ -1,0 +1,147 @@
+"""Paged attention against a float64 softmax over keys gathered one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import paged_attention as module
+from kernels.paged_attention import paged_attention, plan_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+Lengths = list[tuple[int, int]]  # (queries, keys)
+
+
+class Case:
+    """A packed batch in a cache whose unused slots are all NaN."""
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 8,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths, self.dtype, self.block_size = lengths, dtype, block_size
+        self.groups = heads // kv_heads
+        needed = [-(-kv_len // block_size) for _, kv_len in lengths]
+        num_blocks = sum(needed) + 3
+        order = torch.randperm(num_blocks, generator=generator).tolist()
+        self.k_cache = torch.full((num_blocks, block_size, kv_heads, dim), float("nan"))
+        self.v_cache = self.k_cache.clone()
+        self.tables = torch.full((len(lengths), max(needed)), order[-1], dtype=torch.int32)
+        self.keys, self.values = [], []
+        for s, (_, kv_len) in enumerate(lengths):
+            blocks = [order.pop(0) for _ in range(needed[s])]
+            self.tables[s, : needed[s]] = torch.tensor(blocks)
+            k, v = torch.randn(2, kv_len, kv_heads, dim, generator=generator).to(dtype).float()
+            self.keys.append(k.double())
+            self.values.append(v.double())
+            for position in range(kv_len):
+                block, offset = blocks[position // block_size], position % block_size
+                self.k_cache[block, offset] = k[position]
+                self.v_cache[block, offset] = v[position]
+        self.k_cache, self.v_cache = self.k_cache.to(dtype), self.v_cache.to(dtype)
+        tokens = sum(q for q, _ in lengths)
+        self.q = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+        self.query_start = [0]
+        for q_len, _ in lengths:
+            self.query_start.append(self.query_start[-1] + q_len)
+
+    def run(self, window: int | None = None) -> torch.Tensor:
+        starts = torch.tensor(self.query_start, dtype=torch.int32)
+        kv_lens = torch.tensor([kv_len for _, kv_len in self.lengths], dtype=torch.int32)
+        plan = plan_attention(starts, kv_lens, self.tables, self.block_size)
+        return paged_attention(self.q, self.k_cache, self.v_cache, plan, 0.3, window)
+
+    def expected(self, window: int | None = None) -> torch.Tensor:
+        rows = []
+        for s, (q_len, kv_len) in enumerate(self.lengths):
+            for i in range(q_len):
+                query = self.q[self.query_start[s] + i].double()
+                end = kv_len - q_len + i + 1
+                begin = 0 if window is None else max(0, end - window)
+                k = self.keys[s][begin:end].repeat_interleave(self.groups, dim=1)
+                v = self.values[s][begin:end].repeat_interleave(self.groups, dim=1)
+                weights = torch.softmax(0.3 * torch.einsum("hd,lhd->hl", query, k), dim=-1)
+                rows.append(torch.einsum("hl,lhd->hd", weights, v))
+        return torch.stack(rows)
+
+
+def error(case: Case, window: int | None = None) -> float:
+    expected = case.expected(window)
+    return float((case.run(window).double() - expected).norm() / expected.norm())
+
+
+DECODES = [(1, 1), (1, 3), (1, 4), (1, 5), (1, 8), (1, 40)]
+CHUNKS = [(5, 5), (4, 4), (3, 17), (2, 8)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (9, 3), (7, 1), (8, 8)])
+def test_decodes_and_chunks_in_one_batch(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    case = Case([*DECODES, *CHUNKS, (1, 6)], heads, kv_heads, 8, 4, dtype)
+    out = case.run()
+    assert out.dtype == dtype
+    assert error(case) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("lengths", [[(1, 1)], [(1, 4)], [(1, 5)], [(6, 6)], [(2, 9)], DECODES])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_lengths_around_the_block(lengths: Lengths, block_size: int) -> None:
+    assert error(Case(lengths, block_size=block_size)) < 2e-6
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 17, 100])
+def test_a_window_hides_what_is_before_it(window: int) -> None:
+    assert error(Case([*DECODES, *CHUNKS]), window) < 2e-6
+
+
+def test_layers_with_and_without_a_window_share_a_plan() -> None:
+    case = Case([*DECODES, *CHUNKS])
+    kv_lens = [kv_len for _, kv_len in case.lengths]
+    plan = plan_attention(case.query_start, kv_lens, case.tables, case.block_size)
+    for window in (None, 3, None, 3):
+        out = paged_attention(case.q, case.k_cache, case.v_cache, plan, 0.3, window)
+        assert torch.equal(out, case.run(window))
+
+
+def test_equal_values_are_returned_exactly() -> None:
+    case = Case([*DECODES, *CHUNKS])
+    case.v_cache.fill_(3.0)
+    assert torch.allclose(case.run(), torch.full_like(case.q, 3.0), rtol=1e-6)
+
+
+def test_a_sequence_with_nan_leaves_the_others_as_they_were() -> None:
+    case = Case([(1, 6), (1, 6), (3, 6)])
+    before = case.run()
+    case.k_cache[case.tables[0, 0]] = float("nan")
+    after = case.run()
+    assert after[0].isnan().all()
+    assert torch.equal(after[1:], before[1:])
+
+
+def test_long_and_short_sequences_are_not_padded_to_each_other() -> None:
+    case = Case([(1, 100), (1, 3), (1, 98), (1, 2)])
+    plan = plan_attention(case.query_start, [100, 3, 98, 2], case.tables, case.block_size)
+    assert [group.rows.tolist() for group in plan.decodes] == [[0, 2], [1], [3]]
+    assert error(case) < 2e-6
+
+
+def test_groups_stay_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GROUP_KEYS", 20)
+    case = Case([(1, 9)] * 5)
+    plan = plan_attention(case.query_start, [9] * 5, case.tables, case.block_size)
+    assert [group.rows.numel() for group in plan.decodes] == [2, 2, 1]
+    assert error(case) < 2e-6
+
+
+def test_an_empty_sequence_takes_no_rows() -> None:
+    case = Case([(1, 5), (2, 5)])
+    tables = torch.cat((case.tables[:1], case.tables[:1], case.tables[1:]))
+    plan = plan_attention([0, 1, 1, 3], [5, 5, 5], tables, case.block_size)
+    out = paged_attention(case.q, case.k_cache, case.v_cache, plan, 0.3)
+    assert torch.equal(out, case.run())

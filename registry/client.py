@@ -104,7 +104,7 @@ class Registry:
         return listing.adapter_version(row)
 
     def snapshot(self) -> Catalog:
-        """All that can be served now. Plain versions seen for the first time are read and tagged."""
+        """All that can be served now. A plain version is read and tagged when first seen."""
         return self._read_catalog(adopt_plain=True)
 
     def fetch(

@@ -1,4 +1,4 @@
-"""One folder becomes one version in MLflow, whole or not at all, and only once for the same content.
+"""One folder becomes one version in MLflow, whole or not at all; the same content only once.
 
 The files are an MLflow LoggedModel (MLmodel with our flavour, manifest, files): no run is needed,
 and unlike `Model.log` nothing is copied on the way, which matters for bases of 16 GB.
@@ -50,8 +50,8 @@ class Publication:
 def publish(store: MlflowStore, publication: Publication, progress: Progress) -> listing.Row:
     name = publication.name
     rows = _rows(store, name)
-    for row in rows:
-        kind = row.tags.get(listing.KIND)
+    for known in rows:
+        kind = known.tags.get(listing.KIND)
         if kind is not None and kind != publication.kind:
             raise RegistrationError(f"{name!r} is the name of {_kind(kind)} already")
     row = _find(rows, publication)

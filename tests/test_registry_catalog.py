@@ -1,0 +1,133 @@
+"""Names, resolution and the way a catalog travels: pure, no store."""
+
+import pickle
+
+import msgspec
+import pytest
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+from registry.errors import InvalidNameError, NotFoundError, RegistryError
+from registry.names import check_name, parse_model
+
+
+def base(version: int = 1, *aliases: str, name: str = "tiny", digest: str = "") -> BaseVersion:
+    return BaseVersion(name, version, digest or f"{name}-{version}", "uri", aliases)
+
+
+def adapter(
+    version: int = 1, *aliases: str, name: str = "pirate", of: str = "tiny-1"
+) -> AdapterVersion:
+    base_name = of.partition("-")[0]
+    return AdapterVersion(
+        name, version, f"{name}-{version}", base_name, of, 8, ("q_proj",), "uri", aliases
+    )
+
+
+CATALOG = Catalog(
+    bases=(base(1), base(2, "champion"), base(3, "canary"), base(1, name="other")),
+    adapters=(
+        adapter(1, of="tiny-2"),
+        adapter(2, "canary", of="tiny-1"),
+        adapter(3, of="tiny-2"),
+        adapter(1, name="orphan", of="tiny-9"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "base_digest", "adapter_digest"),
+    [
+        ("tiny", "tiny-2", None),  # champion
+        ("tiny@canary", "tiny-3", None),
+        ("tiny@1", "tiny-1", None),
+        ("other", "other-1", None),  # no champion: the highest
+        ("pirate", "tiny-2", "pirate-3"),
+        ("pirate@1", "tiny-2", "pirate-1"),
+        ("pirate@canary", "tiny-1", "pirate-2"),  # its own base, not the champion
+        ("tiny:pirate", "tiny-2", "pirate-3"),
+        ("tiny:pirate@canary", "tiny-1", "pirate-2"),
+        ("tiny@1:pirate@canary", "tiny-1", "pirate-2"),
+        ("tiny@champion:pirate", "tiny-2", "pirate-3"),
+    ],
+)
+def test_model_resolves(model: str, base_digest: str, adapter_digest: str | None) -> None:
+    found = CATALOG.resolve(model)
+    assert found.base.digest == base_digest
+    assert (found.adapter.digest if found.adapter else None) == adapter_digest
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "nobody",
+        "tiny@7",
+        "tiny@nobody",
+        "pirate@7",
+        "tiny:nobody",
+        "nobody:pirate",
+        "other:pirate",  # an adapter of another base
+        "tiny@3:pirate",  # of another version of its base
+        "tiny:tiny",
+        "orphan",  # its base version is gone
+    ],
+)
+def test_unknown_model_is_not_found(model: str) -> None:
+    with pytest.raises(NotFoundError):
+        CATALOG.resolve(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("", "a/b", "../x", "a:b:c", "a@", "a@b@c", "@a", ":a", "a:", "a b", "é", "a\n"),
+        *("a@latest", "a@v1", "a@0", "x" * 97, "-a", "a@x.y", "a\0", "x" * 100_000),
+    ],
+)
+def test_illegal_model_string_is_refused(model: str) -> None:
+    with pytest.raises(InvalidNameError):
+        parse_model(model)
+
+
+def test_longest_name_is_legal() -> None:
+    assert check_name("x" * 96) == "x" * 96
+
+
+def test_catalog_lists_each_name_once_with_parent() -> None:
+    listed = [(entry.name, entry.parent, entry.version) for entry in CATALOG.entries()]
+    assert listed == [
+        ("other", None, 1),
+        ("tiny", None, 2),
+        ("orphan", "tiny", 1),
+        ("pirate", "tiny", 3),
+    ]
+
+
+def test_catalog_travels_by_pickle_and_msgspec() -> None:
+    CATALOG.resolve("tiny:pirate")  # indices are cached, and stay home
+    sent = (
+        pickle.loads(pickle.dumps(CATALOG)),
+        msgspec.msgpack.decode(msgspec.msgpack.encode(CATALOG), type=Catalog),
+    )
+    for copy in sent:
+        assert copy == CATALOG
+        assert copy.revision == CATALOG.revision
+        assert copy.resolve("tiny:pirate") == CATALOG.resolve("tiny:pirate")
+
+
+def test_moved_alias_changes_the_revision() -> None:
+    one, two = Catalog((base(1, "champion"), base(2))), Catalog((base(1), base(2, "champion")))
+    assert one.revision != two.revision
+
+
+def test_same_base_content_twice_resolves_to_the_default_version() -> None:
+    twice = Catalog((base(1, "champion", digest="d"), base(2, digest="d")), (adapter(of="d"),))
+    renamed = AdapterVersion("pirate", 1, "p", "tiny", "d", 8, (), "uri")
+    assert Catalog(twice.bases, (renamed,)).resolve("pirate").base.version == 1
+
+
+@pytest.mark.parametrize("kind", RegistryError.__subclasses__())
+def test_errors_pickle(kind: type[RegistryError]) -> None:
+    copy = pickle.loads(pickle.dumps(kind("reason")))
+    assert type(copy) is kind
+    assert str(copy) == "reason"

@@ -112,15 +112,15 @@ class PlatformArgs(_Args):
         return self
 
 
-def home() -> Path:
+def default_home() -> Path:
     return Path(os.environ.get("LORAPLEX_HOME") or Path.home() / ".loraplex").expanduser()
 
 
 def tracking_uri(args: RegistryArgs) -> str:
     """An embedded SQLite registry unless the file or MLflow's own variable names another."""
     configured = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return configured or f"sqlite:///{home() / 'mlflow.db'}"
+    return configured or f"sqlite:///{default_home() / 'mlflow.db'}"
 
 
 def cache_folder() -> Path:
-    return home() / "cache"
+    return default_home() / "cache"

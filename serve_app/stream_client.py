@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from engine.types import EngineLoad, TokenOutput
 from serve_app.stream import (
@@ -67,6 +68,8 @@ class IngressLink(asyncio.Protocol):
                 await loop.create_connection(lambda: self, host, port)
         except OSError as error:  # TimeoutError is one
             raise StreamError(f"cannot reach the ingress at {host}:{port}: {error}") from None
+        if not self.is_open:
+            raise StreamError(f"the ingress at {host}:{port} closed the connection at once")
 
     def send(self, outputs: list[TokenOutput], load: EngineLoad) -> None:
         """One frame, or, while the ingress is slow, part of the next one."""
@@ -84,14 +87,14 @@ class IngressLink(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        # uvloop's transport has the interface without being a subclass.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         raw: socket.socket = transport.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
-        transport.write(encode_frame(Hello(self.address.token, self._engine_id)))
+        self._transport.write(encode_frame(Hello(self.address.token, self._engine_id)))
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:

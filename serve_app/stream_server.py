@@ -14,7 +14,9 @@ import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
+from engine.errors import EngineDeadError
 from engine.types import EngineLoad, TokenOutput
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
@@ -101,7 +103,7 @@ class StreamServer:
             self.loads.pop(connection.engine_id, None)
         for stream in set(self._streams.values()):
             if stream._connection is connection:
-                stream.fail(StreamError("the connection to the engine was lost"))
+                stream.fail(EngineDeadError("the connection to the engine was lost"))
 
     def _forget(self, stream: TokenStream) -> None:
         for request_id in stream.request_ids:
@@ -162,10 +164,10 @@ class _EngineConnection(asyncio.Protocol):
         self._hello_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transport has the interface without being a subclass.
+        self._transport = cast(asyncio.Transport, transport)
         loop = asyncio.get_running_loop()
-        self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, transport.abort)
+        self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -15,7 +15,7 @@ from serve_app.config import (
     PlatformArgs,
     RegistryArgs,
     cache_folder,
-    home,
+    default_home,
     tracking_uri,
 )
 
@@ -94,4 +94,4 @@ def test_the_file_wins_over_the_environment_and_the_home_is_last(
 
 def test_without_a_variable_the_home_is_below_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORAPLEX_HOME", raising=False)
-    assert home() == Path.home() / ".loraplex"
+    assert default_home() == Path.home() / ".loraplex"

@@ -1,0 +1,26 @@
+"""`serve run configs/quickstart.yaml` comes in here: arguments -> the `api` Serve application.
+
+The application is the ingress and the manager; the manager makes one more application a base.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ray.serve import Application
+
+from engine.factory import open_engine
+from serve_app.config import PlatformArgs, cache_folder, tracking_uri
+from serve_app.ingress import ingress_application
+from serve_app.manager import manager_application
+from serve_app.topology import CachedRegistry, Sources
+
+
+def build(args: PlatformArgs) -> Application:
+    open_registry = partial(CachedRegistry, tracking_uri(args.registry), cache_folder())
+    return build_with(args, Sources(open_registry, open_engine))
+
+
+def build_with(args: PlatformArgs, sources: Sources) -> Application:
+    """With another registry or engine behind the same interfaces."""
+    return ingress_application(args.ingress, manager_application(args, sources))

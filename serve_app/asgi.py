@@ -1,0 +1,108 @@
+"""HTTP below the routes: bodies with a limit, clients that leave, SSE in as few writes as possible,
+and the shape of every error. Ignorant of models and engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from serve_app.errors import ApiError, to_api_error
+
+logger = logging.getLogger(__name__)
+
+_JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection: nobody reads the answer."""
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The raw body; 415 for another type than JSON, 413 as soon as it is too long."""
+    content_type = request.headers.get("content-type")
+    if content_type is not None and not _JSON_TYPE.match(content_type):
+        raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
+    declared = request.headers.get("content-length", "0")
+    body = bytearray()
+    if not declared.isdecimal() or int(declared) <= max_bytes:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                break
+        else:
+            return bytes(body)
+    raise ApiError(413, f"The body is longer than {max_bytes} bytes.", code="body_too_large")
+
+
+async def call_when_gone(receive: Receive, callback: Callable[[], None]) -> None:
+    """For a task beside the answer. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    callback()
+
+
+class SseResponse(Response):
+    """Server-sent events, already encoded; each item of `chunks` is one write.
+
+    The first one exists before the response does, so that a refusal still has its status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, chunks: AsyncIterator[bytes], close: Callable[[], None]
+    ) -> None:
+        """`close` is called at the end, however it comes."""
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._first = first
+        self._chunks = chunks
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGoneError, OSError):
+            return  # nobody is there to be told
+        finally:
+            self._close()
+
+
+def error_response(error: BaseException) -> Response:
+    answer = to_api_error(error)
+    if answer.status == 500:
+        logger.error("request failed", exc_info=error)
+    return Response(answer.body(), answer.status, answer.headers(), "application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Everything that a route lets through comes out in OpenAI's shape."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def answer_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        shown = f"{request.method} {request.url.path[:128]}"
+        words = {404: f"No such endpoint: {shown}.", 405: f"Not allowed: {shown}."}
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        status = error.status_code
+        message = words.get(status, "The request cannot be answered.")
+        response = error_response(ApiError(status, message, code=codes.get(status)))
+        response.headers.update(error.headers or {})
+        return response
+
+    handler: Callable[[Request, Exception], Awaitable[Response]] = answer
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(Exception, handler)

@@ -1,0 +1,182 @@
+"""/v1/chat/completions and /v1/completions: one body in, one answer out, streamed or whole.
+
+Parse, resolve the model (pure), tokenize, submit, read the side stream into an `Answer`. The first
+token is awaited before the response begins, so that every refusal has a status. A client that goes
+away ends its requests in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
+from typing import TypeVar
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+
+from engine.types import Request
+from registry.catalog import Resolution
+from serve_app.answer import Answer
+from serve_app.asgi import ClientGoneError, SseResponse, call_when_gone, read_body
+from serve_app.errors import to_api_error
+from serve_app.gateway import Front
+from serve_app.generation import Generation
+from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
+from serve_app.protocol import parse_body
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.responses import ResponseHead, error_event
+from serve_app.state import IngressState, state_of
+
+router = APIRouter()
+T = TypeVar("T")
+Body = ChatRequest | CompletionRequest
+
+# Below these the work is shorter than the hand-over to a thread is worth (about 0.1 ms).
+_INLINE_BODY_BYTES = 16 * 1024
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
+_VERSION = version("loraplex")
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: HttpRequest) -> Response:
+    return await _complete(request, ChatRequest)
+
+
+@router.post("/v1/completions")
+async def completions(request: HttpRequest) -> Response:
+    return await _complete(request, CompletionRequest)
+
+
+async def _complete(
+    http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]
+) -> Response:
+    arrival_s = time.time()
+    state = state_of(http)
+    raw = await read_body(http, state.args.max_body_bytes)
+    is_small = len(raw) <= _INLINE_BODY_BYTES
+    body = await _run(state, is_small, lambda: parse_body(kind, raw))
+    front, resolution = state.gateway.resolve(body.model)
+    limits = front.description.limits
+    text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
+    prompts = await _run(state, is_small, lambda: _prompts(body, front, text_limits))
+    adapter = resolution.adapter
+    requests = tuple(
+        Request(
+            uuid.uuid4().hex,
+            prompt.token_ids,
+            sampling_params(body, prompt, text_limits),
+            None if adapter is None else adapter.digest,
+            body.cache_salt or "",
+            arrival_s,
+        )
+        for prompt in prompts
+    )
+    answer = Answer(body, prompts, front.text, _head(body, resolution))
+    generation = Generation(state.gateway.stream, front.handle, requests, adapter)
+    return await _respond(http, bool(body.stream), Completion(generation, answer, requests))
+
+
+async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:
+    watch = asyncio.get_running_loop().create_task(call_when_gone(http.receive, completion.leave))
+
+    def close() -> None:
+        watch.cancel()
+        completion.close()
+
+    try:
+        if is_stream:
+            first = await completion.read()
+            response: Response = SseResponse(first, completion.rest(), close)
+        else:
+            response = Response(await completion.whole(), media_type="application/json")
+            close()
+    except ClientGoneError:
+        close()
+        state_of(http).metrics.disconnected()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except BaseException:  # CancelledError too: Serve's way to say that the client left
+        close()
+        raise
+    return response
+
+
+class Completion:
+    """An answer being made: outputs go in, stop strings are told to the engine."""
+
+    def __init__(
+        self, generation: Generation, answer: Answer, requests: tuple[Request, ...]
+    ) -> None:
+        self._generation = generation
+        self._answer = answer
+        self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
+
+    async def read(self) -> bytes:
+        """The next bytes of the stream: all chunks that arrived together, as one write."""
+        answer, generation = self._answer, self._generation
+        while True:
+            parts: list[bytes] = []
+            for output in await generation.read():
+                fed = answer.feed(self._prompt_of[output.request_id], output)
+                if fed.data:
+                    parts.append(fed.data)
+                if fed.abort:
+                    generation.end_choice(output.request_id, output.choice)
+            if answer.is_done:
+                return b"".join((*parts, answer.stream_end()))
+            if parts:
+                return b"".join(parts)
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """After the first `read`. A failure becomes the last event."""
+        try:
+            while not self._answer.is_done:
+                yield await self.read()
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            yield error_event(to_api_error(error))
+
+    async def whole(self) -> bytes:
+        answer, generation = self._answer, self._generation
+        while not answer.is_done:
+            for output in await generation.read():
+                if answer.feed(self._prompt_of[output.request_id], output).abort:
+                    generation.end_choice(output.request_id, output.choice)
+        return answer.body()
+
+    def leave(self) -> None:
+        self._generation.fail(ClientGoneError())
+
+    def close(self) -> None:
+        self._generation.close()
+
+
+async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:
+    if is_small:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(state.tokenizer_pool, work)
+
+
+def _prompts(body: Body, front: Front, limits: TextLimits) -> tuple[Prompt, ...]:
+    if isinstance(body, ChatRequest):
+        return (chat_prompt(body, front.text, limits),)
+    return completion_prompts(body, front.text, limits)
+
+
+def _head(body: Body, resolution: Resolution) -> ResponseHead:
+    is_chat = isinstance(body, ChatRequest)
+    adapter = resolution.adapter
+    parts = (_VERSION, resolution.base.digest, "" if adapter is None else adapter.digest)
+    fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+    return ResponseHead(
+        "chat" if is_chat else "completion",
+        ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+        body.model,
+        int(time.time()),
+        f"fp_{fingerprint}",
+    )

@@ -1,0 +1,231 @@
+"""The process that owns one engine: a Ray actor around `EngineHost`.
+
+Takes submit calls (held open until their requests end), gives each step's tokens to the ingresses
+over the side stream, one frame an ingress, and aborts what nobody reads any more. The engine comes
+from a factory, so that tests put their own behind the same interface. Ignorant of HTTP and text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+
+from engine.config import EngineConfig
+from engine.service import EngineInterface
+from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+from serve_app.metrics import EngineMetrics
+from serve_app.stream import HEARTBEAT_S, Abort, StreamAddress, StreamError
+from serve_app.stream_client import IngressLink
+
+logger = logging.getLogger(__name__)
+
+EngineFactory = Callable[[EngineConfig], EngineInterface]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a front must know to refuse a request before it sends it."""
+
+    max_model_len: int
+    vocab_size: int
+    max_kv_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One submit call: some engine requests that are read at one ingress."""
+
+    link: IngressLink
+    done: asyncio.Future[None]
+    open_choices: set[tuple[str, int]]
+
+
+class EngineHost:
+    """Everything the actor does, without Ray. All methods belong to one event loop."""
+
+    def __init__(self, engine: EngineInterface, engine_id: str, metrics: EngineMetrics) -> None:
+        self._engine = engine
+        self._engine_id = engine_id
+        self._metrics = metrics
+        self._calls: dict[str, _Call] = {}  # by request id
+        self._links: dict[str, IngressLink] = {}  # by ingress id
+        self._dialling: dict[str, asyncio.Task[IngressLink]] = {}
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._engine.subscribe(lambda step: loop.call_soon_threadsafe(self._on_step, step))
+        self._engine.start()
+        self._heartbeat = loop.create_task(self._beat())
+
+    def stop(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        for link in tuple(self._links.values()):
+            link.close()
+        self._engine.stop()
+
+    async def submit(
+        self, requests: Sequence[Request], reply_to: StreamAddress, adapter_name: str | None
+    ) -> None:
+        """Returns when every choice ended or was aborted. Cancelling it aborts the rest."""
+        link = await self._link(reply_to)
+        call = _Call(link, asyncio.get_running_loop().create_future(), set())
+        now_s = time.time()
+        for request in requests:
+            request_id = request.request_id
+            call.open_choices |= {(request_id, choice) for choice in range(request.params.n)}
+            self._calls[request_id] = call
+            self._metrics.begin(request, adapter_name, now_s)
+        try:
+            for request in requests:
+                await self._engine.submit(request)
+            await call.done
+        finally:
+            self._abandon(call)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        self._engine.abort(request_id, choice)
+        for open_id, open_choice in tuple(call.open_choices):
+            if open_id == request_id and choice in (None, open_choice):
+                self._end_choice(call, request_id, open_choice, "abort")
+
+    def _on_step(self, step: StepOutput) -> None:
+        self._metrics.observe_step(step, time.time())
+        by_link: dict[IngressLink, list[TokenOutput]] = {}
+        ended: list[tuple[_Call, TokenOutput]] = []
+        for output in step.outputs:
+            call = self._calls.get(output.request_id)
+            if call is None or (output.request_id, output.choice) not in call.open_choices:
+                continue  # aborted while the step ran
+            by_link.setdefault(call.link, []).append(output)
+            if output.finish_reason is not None:
+                ended.append((call, output))
+        for link, outputs in by_link.items():
+            link.send(outputs, step.load)
+        for call, output in ended:
+            assert output.finish_reason is not None
+            self._end_choice(call, output.request_id, output.choice, output.finish_reason)
+
+    def _end_choice(self, call: _Call, request_id: str, choice: int, reason: str) -> None:
+        self._metrics.end_choice(request_id, choice, reason, time.time())
+        call.open_choices.discard((request_id, choice))
+        if all(open_id != request_id for open_id, _ in call.open_choices):
+            self._calls.pop(request_id, None)
+        if not call.open_choices and not call.done.done():
+            call.done.set_result(None)
+
+    def _abandon(self, call: _Call) -> None:
+        for request_id in {request_id for request_id, _ in call.open_choices}:
+            self.abort(request_id)
+
+    async def _link(self, address: StreamAddress) -> IngressLink:
+        """Concurrent callers share one dialling; a lost link is dialled anew."""
+        link = self._links.get(address.ingress_id)
+        if link is not None and link.is_open:
+            return link
+        task = self._dialling.get(address.ingress_id)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._dial(address))
+            self._dialling[address.ingress_id] = task
+            task.add_done_callback(lambda _: self._dialling.pop(address.ingress_id, None))
+        return await asyncio.shield(task)
+
+    async def _dial(self, address: StreamAddress) -> IngressLink:
+        link = IngressLink(address, self._engine_id, self._on_abort, self._on_lost)
+        await link.dial()
+        self._links[address.ingress_id] = link
+        return link
+
+    def _on_abort(self, link: IngressLink, abort: Abort) -> None:
+        call = self._calls.get(abort.request_id)
+        if call is not None and call.link is link:  # an ingress ends its own requests only
+            self.abort(abort.request_id, abort.choice)
+
+    def _on_lost(self, link: IngressLink) -> None:
+        if self._links.get(link.address.ingress_id) is link:
+            del self._links[link.address.ingress_id]
+        lost = {call for call in self._calls.values() if call.link is link}
+        for call in lost:
+            if not call.done.done():
+                call.done.set_exception(StreamError("the connection to the ingress was lost"))
+        if lost:
+            logger.warning("ingress %s lost, %d calls ended", link.address.ingress_id, len(lost))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            load = self._engine.load()
+            self._metrics.observe_step(StepOutput((), load), time.time())
+            for link in tuple(self._links.values()):
+                link.send([], load)
+
+
+@ray.remote
+class EngineActor:
+    """The Ray face of `EngineHost`; `start` first. Dies with the replica that made it."""
+
+    def __init__(
+        self, config: EngineConfig, factory: EngineFactory, model_name: str, engine_id: str
+    ) -> None:
+        self._config = config
+        self._factory = factory
+        self._engine_id = engine_id
+        # max_lora: the pool is limited by bytes, not by a number of adapters.
+        self._metrics = EngineMetrics(model_name, engine_id, config.block_size, 0)
+        self._engine: EngineInterface | None = None
+        self._host: EngineHost | None = None
+
+    async def start(self) -> ModelLimits:
+        """Loads the model (minutes for a large one) and begins to serve."""
+        self._engine = await asyncio.to_thread(self._factory, self._config)
+        self._host = EngineHost(self._engine, self._engine_id, self._metrics)
+        self._host.start()
+        limits = self._engine.model_limits
+        return ModelLimits(limits.max_model_len, limits.vocab_size, limits.max_kv_tokens)
+
+    async def submit(
+        self, requests: tuple[Request, ...], reply_to: StreamAddress, adapter_name: str | None
+    ) -> None:
+        assert self._host is not None
+        await self._host.submit(requests, reply_to, adapter_name)
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        assert self._host is not None
+        for request_id in request_ids:
+            self._host.abort(request_id)
+
+    async def load_adapter(self, name: str, digest: str, path: str) -> None:
+        assert self._engine is not None
+        await self._engine.load_adapter(name, digest, path)
+
+    async def unload_adapter(self, digest: str) -> None:
+        assert self._engine is not None
+        await self._engine.unload_adapter(digest)
+
+    async def last_step_age_s(self) -> float:
+        assert self._engine is not None
+        return self._engine.last_step_age_s()
+
+    async def load(self) -> EngineLoad:
+        assert self._engine is not None
+        return self._engine.load()
+
+    async def metrics(self) -> bytes:
+        return self._metrics.text()
+
+    async def wait_for_death(self) -> None:
+        """Never returns: the caller's await fails at once when this process dies."""
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        if self._host is not None:
+            self._host.stop()

@@ -1,0 +1,180 @@
+"""What an ingress replica knows and holds, apart from HTTP: the platform's view, a handle and the
+text files of each running base, and its end of the side stream.
+
+Follows the manager by long poll; while the manager is away the last view stays. Handles are kept
+by application, never by a client's string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from engine.errors import InvalidRequestError
+from registry.catalog import Resolution
+from registry.entities import BaseVersion
+from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.errors import ServiceUnavailableError
+from serve_app.stream_server import StreamServer
+from serve_app.text import BaseText
+from serve_app.topology import BaseDescription, PlatformView, ServedBase
+
+logger = logging.getLogger(__name__)
+
+_LONG_POLL_S = 20.0
+_RETRY_S = 0.5
+_METRICS_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """One base that can be called."""
+
+    base: BaseVersion
+    app_name: str
+    handle: DeploymentHandle
+    description: BaseDescription
+    text: BaseText
+
+
+class Gateway:
+    def __init__(self, manager: DeploymentHandle) -> None:
+        self.stream = StreamServer()
+        self.view: PlatformView | None = None
+        self._manager = manager
+        self._fronts: dict[str, Front] = {}  # by base digest
+        self._once_ready: set[str] = set()  # base digests
+        self._opening: dict[str, asyncio.Task[None]] = {}  # by application
+        self._follower: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._follower = asyncio.get_running_loop().create_task(self._follow())
+
+    @property
+    def is_ready(self) -> bool:
+        view = self.view
+        return (
+            view is not None
+            and view.is_ready
+            and all(base.base.digest in self._fronts for base in view.bases)
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """No engine that worked is gone or stuck. A base that still loads is no illness."""
+        view = self.view
+        return view is None or all(
+            base.is_running for base in view.bases if base.base.digest in self._once_ready
+        )
+
+    def resolve(self, model: str) -> tuple[Front, Resolution]:
+        """Pure look-ups. NotFoundError or InvalidNameError is the client's, the others are ours."""
+        view = self.view
+        if view is None:
+            raise ServiceUnavailableError("The server is starting.", 2)
+        try:
+            resolution = view.catalog.resolve(model)
+        except NotFoundError as error:
+            if view.registry_error is None:
+                raise
+            raise RegistryUnavailableError(str(error)) from None
+        digest = resolution.base.digest
+        front = self._fronts.get(digest)
+        if front is not None:
+            return front, resolution
+        if any(base.base.digest == digest for base in view.bases):
+            raise ServiceUnavailableError(f"The base model {resolution.base.name!r} is loading.", 2)
+        raise NotFoundError(
+            f"{resolution.base.name!r} version {resolution.base.version} is registered "
+            "but not served here"
+        )
+
+    def only_front(self) -> Front:
+        """The base of a server with one base."""
+        if len(self._fronts) != 1:
+            if not self._fronts:
+                raise ServiceUnavailableError("The models are loading.", 2)
+            raise InvalidRequestError("model: required, more than one base is served.", "model")
+        return next(iter(self._fronts.values()))
+
+    def max_model_len(self, base_digest: str) -> int | None:
+        front = self._fronts.get(base_digest)
+        return None if front is None else front.description.limits.max_model_len
+
+    async def engine_metrics(self) -> list[bytes]:
+        """Of every replica of every base; one that does not answer in time is left out."""
+        broadcasts = [front.handle.broadcast("metrics") for front in self._fronts.values()]
+        results = await asyncio.gather(
+            *(
+                broadcast.results_async(timeout_s=_METRICS_TIMEOUT_S, return_exceptions=True)
+                for broadcast in broadcasts
+            ),
+            return_exceptions=True,
+        )
+        answers = [answer for result in results if isinstance(result, list) for answer in result]
+        return [answer for answer in answers if isinstance(answer, bytes)]
+
+    async def _follow(self) -> None:
+        revision = ""
+        while True:
+            try:
+                view = await self._manager.view.remote(revision, _LONG_POLL_S)
+            except (RayError, RayServeException) as error:
+                logger.warning("the manager does not answer: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if view is not None:
+                revision = view.revision
+                await self.stream.listen(
+                    "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()
+                )
+                self._take(view)
+
+    def _take(self, view: PlatformView) -> None:
+        self.view = view
+        running = {base.base.digest: base for base in view.bases if base.is_running}
+        for digest, front in tuple(self._fronts.items()):
+            if digest not in running:
+                del self._fronts[digest]
+                logger.info("%s is not served any more", front.app_name)
+        for digest, base in running.items():
+            known = self._fronts.get(digest)
+            if (known is None or known.app_name != base.app_name) and (
+                base.app_name not in self._opening
+            ):
+                task = asyncio.get_running_loop().create_task(self._open(base))
+                self._opening[base.app_name] = task
+
+    async def _open(self, base: ServedBase) -> None:
+        """Until it works or the base is not wanted any more."""
+        try:
+            while self._wants(base):
+                try:
+                    front = await _open_front(base)
+                except (RayError, RayServeException) as error:
+                    logger.warning("%s does not answer yet: %s", base.app_name, error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                self._fronts[base.base.digest] = front
+                self._once_ready.add(base.base.digest)
+                return
+        finally:
+            del self._opening[base.app_name]
+
+    def _wants(self, base: ServedBase) -> bool:
+        assert self.view is not None
+        return any(b.app_name == base.app_name and b.is_running for b in self.view.bases)
+
+
+async def _open_front(base: ServedBase) -> Front:
+    handle = await asyncio.to_thread(serve.get_app_handle, base.app_name)
+    description: BaseDescription = await handle.describe.remote()
+    text = await asyncio.to_thread(BaseText.from_files, description.files)
+    return Front(base.base, base.app_name, handle, description, text)

@@ -1,0 +1,90 @@
+"""The ingress deployment: FastAPI on Serve, one process of the front.
+
+Puts the routes together; the work is in `*_routes`, `completions`, `gateway` and `asgi`.
+Every answer, also to nonsense, has OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app import completion_routes, health_routes, models_routes, tokenize_routes
+from serve_app.asgi import error_response, install_error_handlers
+from serve_app.config import IngressArgs
+from serve_app.gateway import Gateway
+from serve_app.ingress_metrics import IngressMetrics
+from serve_app.state import IngressState
+
+logger = logging.getLogger(__name__)
+
+
+class Counted:
+    """Outermost: counts answers by route, and is the end of the road for every exception."""
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: int | None = None
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status
+            if status is None and message["type"] == "http.response.start":
+                status = message["status"]
+                route = scope.get("route")  # the pattern; a client's path would be unbounded
+                self._metrics.answered(getattr(route, "path", "unknown"), message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting_send)
+        except Exception as error:
+            # Starlette raises again what its last handler answered.
+            if status is None:
+                await error_response(error)(scope, receive, counting_send)
+
+
+def build_asgi(state: IngressState) -> ASGIApp:
+    app = FastAPI(title="loraplex", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.ingress = state
+    for routes in (completion_routes, models_routes, tokenize_routes, health_routes):
+        app.include_router(routes.router)
+    install_error_handlers(app)
+    return Counted(app, state.metrics)
+
+
+@serve.ingress()  # type: ignore[untyped-decorator]
+class Ingress:
+    """Wrapped by `ingress_application`."""
+
+    async def __init__(self, args: IngressArgs, manager: DeploymentHandle) -> None:  # type: ignore[misc]
+        self._gateway = Gateway(manager)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
+        self._state = IngressState(args, self._gateway, IngressMetrics(replica_id), pool)
+        self._gateway.start()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return build_asgi(self._state)
+
+
+def ingress_application(args: IngressArgs, manager: serve.Application) -> serve.Application:
+    deployment = serve.deployment(Ingress).options(
+        name="ingress",
+        num_replicas=args.replicas,
+        max_ongoing_requests=args.max_ongoing_requests,
+        max_queued_requests=args.max_queued_requests,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2.0,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+    )
+    return deployment.bind(args, manager)

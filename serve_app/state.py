@@ -1,0 +1,25 @@
+"""What every route of one ingress replica shares. Set once on the FastAPI application's state."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from serve_app.config import IngressArgs
+from serve_app.gateway import Gateway
+from serve_app.ingress_metrics import IngressMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class IngressState:
+    args: IngressArgs
+    gateway: Gateway
+    metrics: IngressMetrics
+    tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
+
+
+def state_of(request: Request) -> IngressState:
+    state: IngressState = request.app.state.ingress
+    return state

@@ -1,0 +1,104 @@
+"""The values that travel between the manager, the ingresses and the engine replicas, and where
+files and engines come from. Frozen; ignorant of HTTP. `Sources` is the seam for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine.types import Request
+from registry.cache import Cache
+from registry.catalog import Catalog
+from registry.client import Registry
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app.config import ModelArgs
+from serve_app.engine_actor import EngineFactory, ModelLimits
+from serve_app.stream import StreamAddress
+
+
+class RegistryReader(Protocol):
+    """What serving asks of a registry. Both block: call them in a thread."""
+
+    def snapshot(self) -> Catalog: ...
+
+    def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
+        """A verified local folder with the version's files."""
+        ...
+
+
+class CachedRegistry:
+    """The MLflow registry with this machine's content-addressed cache."""
+
+    def __init__(self, tracking_uri: str, cache_folder: Path) -> None:
+        self._registry = Registry(tracking_uri)
+        self._cache = Cache(cache_folder)
+
+    def snapshot(self) -> Catalog:
+        return self._registry.snapshot()
+
+    def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
+        return self._registry.fetch(version, self._cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Picklable; each process opens its own."""
+
+    open_registry: Callable[[], RegistryReader]
+    open_engine: EngineFactory
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSpec:
+    """One base application: what an engine replica is told at its start."""
+
+    base: BaseVersion
+    model: ModelArgs
+    device: str  # "cpu" or "cuda", decided by the manager, which sees the cluster
+    app_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """A configured base as the manager sees it now."""
+
+    base: BaseVersion
+    app_name: str
+    is_running: bool  # at least one replica answers
+    message: str = ""  # why not
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformView:
+    """Everything an ingress resolves names with. A new revision replaces the whole."""
+
+    revision: str
+    catalog: Catalog
+    bases: tuple[ServedBase, ...]
+    missing: tuple[str, ...]  # configured names that the registry does not have
+    is_one_node: bool  # then the side stream stays on loopback
+    registry_error: str | None  # set while the registry is down; the catalog is the last good one
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.missing and all(base.is_running for base in self.bases)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitCall:
+    """One HTTP request's engine requests (one a prompt), all with the same adapter."""
+
+    requests: tuple[Request, ...]
+    adapter: AdapterVersion | None
+    reply_to: StreamAddress
+
+
+@dataclass(frozen=True, slots=True)
+class BaseDescription:
+    """What a front needs of a base: its text files, by name, and the limits of its engine."""
+
+    files: dict[str, bytes]
+    limits: ModelLimits

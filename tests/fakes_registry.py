@@ -1,0 +1,83 @@
+"""A registry of fixed content in a folder, and a base folder with a byte-level tokenizer.
+
+For Serve tests whose engine is the paced one: no weights, no MLflow, the same interface.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+from registry.errors import RegistryUnavailableError
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+EOS = "<eos>"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderRegistry:
+    """`catalog.json` in the folder is the snapshot; without it the registry is down."""
+
+    folder: Path
+
+    def write(self, catalog: Catalog) -> None:
+        temporary = self.folder / "catalog.tmp"
+        parts = {"bases": catalog.bases, "adapters": catalog.adapters}
+        temporary.write_bytes(msgspec.json.encode(parts))
+        temporary.rename(self.folder / "catalog.json")
+
+    def snapshot(self) -> Catalog:
+        try:
+            parts = json.loads((self.folder / "catalog.json").read_bytes())
+        except FileNotFoundError:
+            raise RegistryUnavailableError("catalog.json is away") from None
+        return Catalog(
+            msgspec.convert(parts["bases"], tuple[BaseVersion, ...]),
+            msgspec.convert(parts["adapters"], tuple[AdapterVersion, ...]),
+        )
+
+    def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
+        path = self.folder / version.digest
+        if not path.is_dir():
+            raise RegistryUnavailableError(f"the files of {version.name} are away")
+        return path
+
+    def add_base(self, name: str, version: int = 1) -> BaseVersion:
+        base = BaseVersion(name, version, _digest(f"{name}@{version}"), source="")
+        write_text_files(self.folder / base.digest)
+        return base
+
+    def add_adapter(
+        self, name: str, base: BaseVersion, *, has_files: bool = True
+    ) -> AdapterVersion:
+        digest = _digest(f"{name} of {base.digest}")
+        if has_files:
+            (self.folder / digest).mkdir()
+        return AdapterVersion(name, 1, digest, base.name, base.digest, 8, ("q_proj",), source="")
+
+
+def write_text_files(folder: Path) -> None:
+    """Ids are the bytes in the order of the alphabet, so that one character is one token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text("{}")
+
+
+def _digest(text: str) -> str:
+    return text.encode().hex().ljust(64, "0")[:64]

@@ -1,0 +1,200 @@
+"""Checked bodies -> prompts and sampling parameters; errors -> answers."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from pydantic import BaseModel
+
+from engine.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnknownAdapterError,
+)
+from engine.types import SamplingParams
+from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.errors import (
+    ApiError,
+    EngineFailureError,
+    OverloadedError,
+    ServiceUnavailableError,
+    to_api_error,
+)
+from serve_app.params import (
+    Prompt,
+    TextLimits,
+    chat_prompt,
+    check_token_ids,
+    completion_prompts,
+    sampling_params,
+)
+from serve_app.protocol import parse_body
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.text import BaseText
+from tests.text_factory import LLAMA3, base_text
+
+LIMITS = TextLimits(max_model_len=512, vocab_size=1000)
+USER = [{"role": "user", "content": "hello"}]
+T = TypeVar("T", bound=BaseModel)
+PROMPT = Prompt((5, 6, 7), None)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> BaseText:
+    return base_text(tmp_path_factory.mktemp("model"), LLAMA3)
+
+
+def parsed(model: type[T], **fields: object) -> T:
+    return parse_body(model, json.dumps({"model": "m", **fields}).encode())
+
+
+def chat(**fields: object) -> ChatRequest:
+    return parsed(ChatRequest, messages=USER, **fields)
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return parsed(CompletionRequest, **{"prompt": "hello", **fields})
+
+
+def test_defaults_are_those_of_the_openai_api() -> None:
+    assert sampling_params(completion(), PROMPT, LIMITS) == SamplingParams(max_tokens=16)
+    # In a chat the answer may fill the context.
+    assert sampling_params(chat(), PROMPT, LIMITS) == SamplingParams(max_tokens=509)
+
+
+def test_every_field_reaches_the_engine() -> None:
+    request = completion(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={"7": -3},
+        seed=-1,
+        n=3,
+        stop_token_ids=[4, 4],
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=1,
+    )
+    assert sampling_params(request, PROMPT, LIMITS) == SamplingParams(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias=((7, -3.0),),
+        seed=2**64 - 1,
+        n=3,
+        stop_token_ids=(4,),
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=1,
+    )
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    params = sampling_params(completion(echo=True, logprobs=1), PROMPT, LIMITS)
+    assert params.prompt_logprobs == 1
+    assert sampling_params(completion(echo=True), PROMPT, LIMITS).prompt_logprobs is None
+    assert sampling_params(completion(logprobs=1), PROMPT, LIMITS).prompt_logprobs is None
+
+
+def test_context_error_names_both_numbers() -> None:
+    with pytest.raises(ContextLengthError, match=r"512 tokens.* 3 in the prompt and 510"):
+        sampling_params(completion(max_tokens=510), PROMPT, LIMITS)
+    with pytest.raises(ContextLengthError, match=r"512 tokens.* 512 in the prompt"):
+        sampling_params(chat(), Prompt((1,) * 512, None), LIMITS)
+    assert sampling_params(completion(max_tokens=509), PROMPT, LIMITS).max_tokens == 509
+
+
+def test_far_too_long_text_is_refused_without_tokenizing(text: BaseText) -> None:
+    request = completion(prompt="x" * (512 * text.tokenizer.max_token_chars + 1))
+    with pytest.raises(ContextLengthError, match="at least 513"):
+        completion_prompts(request, text, LIMITS)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_token_id_outside_the_vocabulary_is_refused(field: str) -> None:
+    value: object = {"1000": 1} if field == "logit_bias" else [1000]
+    with pytest.raises(InvalidRequestError, match="1000") as caught:
+        sampling_params(completion(**{field: value}), PROMPT, LIMITS)
+    assert caught.value.param == field
+
+
+def test_prompts_of_ids_are_taken_as_they_are(text: BaseText) -> None:
+    prompts = completion_prompts(completion(prompt=[[9, 8], [999]]), text, LIMITS)
+    assert prompts == (Prompt((9, 8), None), Prompt((999,), None))
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        completion_prompts(completion(prompt=[1000]), text, LIMITS)
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        check_token_ids([text.tokenizer.vocab_size], text)
+
+
+def test_prompt_without_tokens_is_refused(text: BaseText) -> None:
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        completion_prompts(completion(prompt="", add_special_tokens=False), text, LIMITS)
+    assert completion_prompts(completion(prompt=""), text, LIMITS)[0].token_ids == (0,)
+
+
+def test_chat_has_one_beginning_of_text(text: BaseText) -> None:
+    ids = chat_prompt(chat(), text, LIMITS).token_ids
+    assert ids.count(0) == 1
+    assert ids[0] == 0
+
+
+def test_completion_has_special_tokens_unless_switched_off(text: BaseText) -> None:
+    assert completion_prompts(completion(), text, LIMITS)[0].token_ids[0] == 0
+    bare = completion_prompts(completion(add_special_tokens=False), text, LIMITS)
+    assert 0 not in bare[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "param"),
+    [
+        (InvalidRequestError("bad", "stop"), 400, "invalid_value", "stop"),
+        (ContextLengthError("long", "prompt"), 400, "context_length_exceeded", "prompt"),
+        (NotFoundError("The model `x` does not exist."), 404, "model_not_found", "model"),
+        (RegistryUnavailableError("sqlite://secret"), 503, "registry_unavailable", None),
+        (EngineDeadError("at 0x7f"), 503, "engine_unavailable", None),
+        (UnknownAdapterError("ab12"), 503, "adapter_not_loaded", None),
+        (OverloadedError("busy", 3), 429, "overloaded", None),
+        (ServiceUnavailableError("no", 2), 503, "unavailable", None),
+        (EngineFailureError("File x.py"), 500, "internal", None),
+        (KeyError("/tmp/secret"), 500, "internal", None),
+    ],
+)
+def test_error_table(error: Exception, status: int, code: str, param: str | None) -> None:
+    answer = to_api_error(error)
+    assert (answer.status, answer.code, answer.param) == (status, code, param)
+    body = json.loads(answer.body())
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    if status in (429, 503):
+        assert int(answer.headers()["Retry-After"]) >= 1
+    if status >= 500:
+        assert "secret" not in body["error"]["message"]
+    assert to_api_error(answer) is answer
+
+
+def test_errors_travel_between_processes() -> None:
+    for error in (ApiError(400, "m", param="p"), OverloadedError("m", 3)):
+        copy = pickle.loads(pickle.dumps(error))
+        assert vars(copy) == vars(error)
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"tokenizer\.json is missing"):
+        BaseText.from_folder(tmp_path)

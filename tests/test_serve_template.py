@@ -1,0 +1,129 @@
+"""Chat templates and tokenizers against transformers on the same folder, token for token."""
+
+from pathlib import Path
+
+import jinja2
+import pytest
+from transformers import AutoTokenizer
+
+from engine.errors import InvalidRequestError, UnsupportedModelError
+from serve_app.template import ChatTemplate
+from serve_app.text import BaseText
+from tests.text_factory import MISTRAL, SMOLLM, TEMPLATES, base_text, write_folder
+
+CHATS: dict[str, list[dict[str, str]]] = {
+    "one": [{"role": "user", "content": "What is the capital of France?"}],
+    "system": [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "Hello <b>&amp;</b> 👩‍👩‍👧‍👦"},
+    ],
+    "turns": [
+        {"role": "user", "content": "a\n"},
+        {"role": "assistant", "content": "<think>x</think>\n\n b "},
+        {"role": "user", "content": "c <|im_end|> ไทย"},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_is_encoded_as_transformers_does(
+    tmp_path: Path, name: str, chat: str, add_generation_prompt: bool
+) -> None:
+    folder = write_folder(tmp_path, TEMPLATES[name])
+    oracle = AutoTokenizer.from_pretrained(folder)
+    expected = oracle.apply_chat_template(
+        CHATS[chat], add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    text = BaseText.from_folder(folder)
+    rendered = text.render_chat(CHATS[chat], add_generation_prompt=add_generation_prompt)
+    assert rendered == expected
+    ids = oracle.apply_chat_template(
+        CHATS[chat], add_generation_prompt=add_generation_prompt, return_dict=False
+    )
+    assert text.encode(rendered, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("name", ["smollm", "llama3", "qwen3"])
+@pytest.mark.parametrize("content", ["The answer is", "The answer is  "])
+def test_final_message_is_continued_as_transformers_does(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    chat = [*CHATS["one"], {"role": "assistant", "content": content}]
+    folder = write_folder(tmp_path, TEMPLATES[name])
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        chat, continue_final_message=True, tokenize=False
+    )
+    text = BaseText.from_folder(folder)
+    ours = text.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert ours == expected
+
+
+def test_template_variables_reach_the_template(tmp_path: Path) -> None:
+    text = base_text(tmp_path, TEMPLATES["qwen3"])
+    assert text.render_chat(CHATS["one"], variables={"enable_thinking": False}).endswith(
+        "<think>\n\n</think>\n\n"
+    )
+
+
+@pytest.mark.parametrize("config_only", [True, False])
+def test_plain_text_is_encoded_as_transformers_does(tmp_path: Path, config_only: bool) -> None:
+    config = {"chat_template": [{"name": "default", "template": SMOLLM}]}
+    folder = write_folder(tmp_path, None if config_only else SMOLLM, config)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    text = BaseText.from_folder(folder)
+    for value in ("Hello world", " naïve <|im_start|>x", "日本語 é x"):
+        assert text.encode(value) == oracle(value)["input_ids"]
+    assert text.render_chat(CHATS["one"]).startswith("<|im_start|>system")
+    assert text.eos_token_ids == {1, 3}
+
+
+def test_template_that_refuses_the_messages_is_the_clients_error(tmp_path: Path) -> None:
+    text = base_text(tmp_path, MISTRAL)
+    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        text.render_chat(chat)
+    assert caught.value.param == "messages"
+
+
+def test_model_without_a_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        base_text(tmp_path, None).render_chat(CHATS["one"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ namespace(__init__=1) }}",
+        "{{ 'x' * 100000000 }}",
+        "{{ 10 ** 1000 }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+        "{{ undefined.attribute }}",
+        "{{ messages[7].content }}",
+        "{{ 1 + 'a' }}",
+    ],
+)
+def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        template.render(CHATS["one"])
+
+
+def test_template_that_does_not_parse_is_refused_at_load() -> None:
+    with pytest.raises(UnsupportedModelError, match="chat template"):
+        ChatTemplate("{% for x in %}", {})
+
+
+def test_messages_of_the_caller_are_left_alone() -> None:
+    chat = [{"role": "user", "content": "a"}]
+    ChatTemplate("{{ messages[0].content }}", {}).render(chat, continue_final_message=True)
+    assert chat == [{"role": "user", "content": "a"}]
+
+
+def test_jinja_is_new_enough_for_the_sandbox() -> None:
+    assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)

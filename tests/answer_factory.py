@@ -1,0 +1,91 @@
+"""Engine outputs and answers for the tests of what the client reads."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from engine.types import FinishReason, TokenLogprobs, TokenOutput
+from serve_app.answer import Answer
+from serve_app.params import Prompt
+from serve_app.protocol import parse_body
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.responses import Kind, ResponseHead
+from serve_app.text import BaseText
+
+Model = TypeVar("Model", bound=BaseModel)
+Json = dict[str, object]
+EOS = 3  # of the tokenizer in text_factory
+
+
+def head(kind: Kind) -> ResponseHead:
+    return ResponseHead(kind, "id-1", 'base:"adapter"', 1_700_000_000, "fp_1")
+
+
+def chat(text: BaseText, **fields: object) -> Answer:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    request = parse_body(ChatRequest, json.dumps(body).encode())
+    return Answer(request, [Prompt((5, 6), None)], text, head("chat"))
+
+
+def completion(text: BaseText, prompts: Sequence[Prompt], **fields: object) -> Answer:
+    body = {"model": "m", "prompt": "x", **fields}
+    request = parse_body(CompletionRequest, json.dumps(body).encode())
+    return Answer(request, prompts, text, head("completion"))
+
+
+def outputs(
+    token_ids: Sequence[int],
+    finish: FinishReason = "stop",
+    choice: int = 0,
+    logprobs: Sequence[TokenLogprobs] = (),
+    stop_token_id: int | None = None,
+) -> list[TokenOutput]:
+    last = len(token_ids) - 1
+    return [
+        TokenOutput(
+            "r",
+            choice,
+            offset,
+            (token_id,),
+            logprobs=tuple(logprobs[offset : offset + 1]),
+            finish_reason=finish if offset == last else None,
+            stop_token_id=stop_token_id if offset == last else None,
+            num_cached_tokens=1,
+        )
+        for offset, token_id in enumerate(token_ids)
+    ]
+
+
+def logprobs_of(token_id: int, *top: tuple[int, float], logprob: float = -0.5) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, 1, top)
+
+
+def ids_of(text: BaseText, value: str) -> list[int]:
+    return text.encode(value, add_special_tokens=False)
+
+
+def stream_of(answer: Answer, fed: Iterable[TokenOutput], prompt: int = 0) -> list[Json]:
+    data = b"".join(answer.feed(prompt, output).data for output in fed) + answer.stream_end()
+    events = data.decode().split("\n\n")
+    assert events.pop() == ""
+    assert events.pop() == "data: [DONE]"
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    return [json.loads(event[len("data: ") :]) for event in events]
+
+
+def body_of(answer: Answer, fed: Iterable[TokenOutput], prompt: int = 0) -> Json:
+    for output in fed:
+        assert answer.feed(prompt, output).data == b""
+    body: Json = json.loads(answer.body())
+    return body
+
+
+def strictly(model: type[Model], value: Json) -> Model:
+    """No coercion, and no field that the client's types do not know, but for vLLM's additions."""
+    checked = model.model_validate(value, strict=False)
+    dumped = json.loads(checked.model_dump_json(exclude_unset=True))
+    assert dumped == value
+    return checked

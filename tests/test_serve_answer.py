@@ -1,0 +1,192 @@
+"""Choices on their way to the client: order, stops, replays, failures, stream against whole."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+from engine.types import FinishReason, TokenLogprobs, TokenOutput
+from serve_app.errors import EngineFailureError, ServiceUnavailableError
+from serve_app.params import Prompt
+from serve_app.text import BaseText
+from tests.answer_factory import (
+    EOS,
+    Json,
+    body_of,
+    chat,
+    completion,
+    ids_of,
+    logprobs_of,
+    outputs,
+    stream_of,
+    strictly,
+)
+from tests.text_factory import base_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> BaseText:
+    return base_text(tmp_path_factory.mktemp("model"))
+
+
+def test_choices_of_several_prompts_are_numbered_in_order(text: BaseText) -> None:
+    prompts = [Prompt((5,), "a"), Prompt((5, 6), "b")]
+    answer = completion(text, prompts, prompt=["a", "b"], n=2, max_tokens=4)
+    words = ["fox", "dog", "The", "Paris"]
+    for index in (3, 0, 2, 1):  # in any order
+        for output in outputs(ids_of(text, words[index]), "length", choice=index % 2):
+            assert not answer.is_done
+            answer.feed(index // 2, output)
+    assert answer.is_done
+    body = strictly(Completion, json.loads(answer.body()))
+    assert [choice.index for choice in body.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in body.choices] == words
+    assert body.usage is not None
+    assert body.usage.prompt_tokens == 3  # each prompt once
+    assert body.usage.completion_tokens == sum(len(ids_of(text, word)) for word in words)
+    assert body.usage.prompt_tokens_details is not None
+    assert body.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_interleaved_choices_each_end_once(text: BaseText) -> None:
+    answer = chat(text, n=3, stream=True)
+    lanes = [outputs(ids_of(text, "fox jumps over"), "length", choice=i) for i in range(3)]
+    mixed = [output for step in zip(*lanes, strict=True) for output in step]
+    chunks = [strictly(ChatCompletionChunk, event) for event in stream_of(answer, mixed)]
+    for index in range(3):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == "fox jumps over"
+        assert [c.finish_reason for c in own if c.finish_reason] == ["length"]
+        assert [c.delta.role for c in own if c.delta.role] == ["assistant"]
+
+
+def test_stop_string_ends_the_choice_and_tells_to_abort(text: BaseText) -> None:
+    answer = chat(text, stop=["jumps"], stream=True)
+    ids = ids_of(text, "fox jumps over the dog")
+    aborts = [answer.feed(0, output).abort for output in outputs(ids, "length")]
+    assert aborts.count(True) == 1
+    assert answer.is_done
+    body = body_of(chat(text, stop=["jumps"]), outputs(ids, "length"))
+    choice = body["choices"][0]  # type: ignore[index]
+    assert choice["message"]["content"] == "fox "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "jumps")
+    assert answer.usage().completion_tokens == aborts.index(True) + 1
+
+
+def test_stop_string_in_the_last_token_needs_no_abort(text: BaseText) -> None:
+    answer = chat(text, stop=["jumps"])
+    fed = [answer.feed(0, output) for output in outputs(ids_of(text, "fox jumps"), "length")]
+    assert not any(item.abort for item in fed)
+    assert json.loads(answer.body())["choices"][0]["finish_reason"] == "stop"
+
+
+def test_stop_id_is_named_and_is_no_text(text: BaseText) -> None:
+    fox, dog = ids_of(text, "fox"), ids_of(text, "!")
+    fed = outputs([*fox, *dog], "stop", stop_token_id=dog[-1])
+    choice = body_of(chat(text), fed)["choices"][0]  # type: ignore[index]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("fox", dog[-1])
+    fed = outputs([*fox, *dog], "stop", stop_token_id=dog[-1])
+    kept = body_of(chat(text, include_stop_str_in_output=True), fed)["choices"][0]  # type: ignore[index]
+    assert kept["message"]["content"] == "fox!"
+
+
+def test_special_tokens_show_when_asked_but_not_the_end(text: BaseText) -> None:
+    fed = outputs([2, *ids_of(text, "fox"), EOS])
+    choice = body_of(chat(text, skip_special_tokens=False), fed)["choices"][0]  # type: ignore[index]
+    assert choice["message"]["content"] == "<|im_start|>fox"
+
+
+def test_token_ids_come_when_asked(text: BaseText) -> None:
+    ids = [*ids_of(text, "fox jumps"), EOS]
+    body = body_of(chat(text, return_token_ids=True), outputs(ids))
+    assert body["prompt_token_ids"] == [5, 6]
+    assert body["choices"][0]["token_ids"] == ids  # type: ignore[index]
+    events = stream_of(chat(text, return_token_ids=True, stream=True), outputs(ids))
+    streamed = [i for event in events for i in event["choices"][0]["token_ids"]]  # type: ignore[index]
+    assert streamed == ids
+
+
+def test_prompt_logprobs_as_vllm_shows_them(text: BaseText) -> None:
+    answer = chat(text, prompt_logprobs=1)
+    known = (None, TokenLogprobs(6, -2.0, 4, ((9, -0.1),)))
+    output = TokenOutput("r", 0, 0, (EOS,), prompt_logprobs=known, finish_reason="stop")
+    body = body_of(answer, [output])
+    first, second = body["prompt_logprobs"]  # type: ignore[misc]
+    assert first is None  # type: ignore[has-type]
+    assert second["6"] == {  # type: ignore[has-type]
+        "logprob": -2.0,
+        "rank": 4,
+        "decoded_token": text.tokenizer.token_text(6),
+    }
+    assert second["9"]["rank"] == 1  # type: ignore[has-type]
+
+
+def test_replayed_output_is_not_sent_twice(text: BaseText) -> None:
+    fed = outputs(ids_of(text, "fox jumps over"), "length")
+    answer = chat(text)
+    for output in [*fed[:3], *fed[1:3], *fed[2:]]:
+        answer.feed(0, output)
+    choice = json.loads(answer.body())["choices"][0]
+    assert choice["message"]["content"] == "fox jumps over"
+    assert answer.usage().completion_tokens == len(fed)
+    with pytest.raises(EngineFailureError, match="lost"):
+        chat(text).feed(0, fed[1])
+
+
+def test_engine_failures_are_raised(text: BaseText) -> None:
+    with pytest.raises(EngineFailureError, match="not finite"):
+        chat(text).feed(0, TokenOutput("r", 0, 0, (), finish_reason="error", error="not finite"))
+    with pytest.raises(ServiceUnavailableError):
+        chat(text).feed(0, TokenOutput("r", 0, 0, (), finish_reason="abort"))
+
+
+def test_outputs_after_the_end_are_ignored(text: BaseText) -> None:
+    answer = chat(text, stop=["x"], stream=True)
+    (x,) = ids_of(text, "x")
+    assert answer.feed(0, TokenOutput("r", 0, 0, (x,))).abort
+    late = answer.feed(0, TokenOutput("r", 0, 1, (), finish_reason="abort"))
+    assert (late.data, late.abort) == (b"", False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_stream_and_whole_answer_agree(text: BaseText, data: st.DataObject) -> None:
+    ids = data.draw(
+        st.lists(st.integers(0, text.tokenizer.vocab_size + 2), min_size=1, max_size=20)
+    )
+    fields: Json = {
+        "stop": data.draw(st.lists(st.sampled_from(["a", "e ", "\ufffd", "the"]), max_size=2)),
+        "min_tokens": data.draw(st.integers(0, 5)),
+        "include_stop_str_in_output": data.draw(st.booleans()),
+        "skip_special_tokens": data.draw(st.booleans()),
+        "logprobs": data.draw(st.booleans()),
+    }
+    width = data.draw(st.integers(1, 3))
+    finish: FinishReason = data.draw(st.sampled_from(["stop", "length"]))
+    entries = [logprobs_of(i, (i, -0.5)) for i in ids]
+    fed = [
+        TokenOutput(
+            "r",
+            0,
+            start,
+            tuple(ids[start : start + width]),
+            tuple(entries[start : start + width]) if fields["logprobs"] else (),
+            finish_reason=finish if start + width >= len(ids) else None,
+        )
+        for start in range(0, len(ids), width)
+    ]
+    whole = body_of(chat(text, **fields), fed)["choices"][0]  # type: ignore[index]
+    single = body_of(
+        chat(text, **fields), outputs(ids, finish, logprobs=entries if fields["logprobs"] else ())
+    )["choices"][0]  # type: ignore[index]
+    assert whole == single
+    events = stream_of(chat(text, stream=True, **fields), fed)
+    choices = [event["choices"][0] for event in events]  # type: ignore[index]
+    assert "".join(c["delta"]["content"] for c in choices) == whole["message"]["content"]
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == [whole["finish_reason"]]
+    if fields["logprobs"]:
+        content = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert content == whole["logprobs"]["content"]

@@ -1,0 +1,334 @@
+"""The pool: what lies in pages, what is evicted, dropped from the host, refused;
+and the mapping and layers on top of it, against each adapter's own product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora.adapter import Adapter, ModuleWeights
+from lora.errors import (
+    AdapterError,
+    AdapterNotLoadedError,
+    AdapterTooLargeError,
+    HostMemoryError,
+)
+from lora.layers import apply_lora_, apply_lora_embedding_
+from lora.mapping import LoraBatch, build_lora_batch
+from lora.pool import PAGE_ROWS, AdapterPool
+from lora.sites import Site, Slice
+
+QKV = Site("qkv", 6, (Slice("q", 4), Slice("k", 2)))
+DOWN = Site("down", 5, (Slice("down", 6),))
+HEAD = Site("lm_head", 6, (Slice("lm_head", 9),))
+EMBEDDING = Site("embed_tokens", 9, (Slice("embed", 6),), "embedding")
+SITES = (QKV, DOWN, HEAD, EMBEDDING)
+SHAPES = {
+    part.module: (site.in_features, part.out_features) for site in SITES for part in site.slices
+}
+PAGE_BYTES = 4 * PAGE_ROWS * sum(site.num_row_elements for site in SITES)
+
+
+def make_adapter(digest: str, modules: Mapping[str, int] | None = None) -> Adapter:
+    """`modules`: rank of each; integers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(int.from_bytes(digest.encode()[:6], "big"))
+    modules = modules or {"q": 3, "down": 3}
+    weights = {}
+    for module, rank in modules.items():
+        k, n = SHAPES[module]
+        a = torch.randint(-3, 4, (rank, k), generator=generator).float()
+        b = torch.randint(-3, 4, (rank, n), generator=generator).float()
+        weights[module] = ModuleWeights(a, b)
+    return Adapter(digest, max(modules.values()), weights, 0, False)
+
+
+def make_pool(
+    num_pages: int = 4, host_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32
+) -> AdapterPool:
+    return AdapterPool(SITES, num_pages * PAGE_BYTES, dtype, "cpu", host_bytes)
+
+
+def loaded(*digests: str, num_pages: int = 4, host_bytes: int = 1 << 20) -> AdapterPool:
+    pool = make_pool(num_pages, host_bytes)
+    for digest in digests:
+        pool.add(make_adapter(digest))
+    return pool
+
+
+def acquire_and_release(pool: AdapterPool, digest: str) -> bool:
+    if not pool.acquire(digest):
+        return False
+    pool.release(digest)
+    return True
+
+
+ADAPTER_BYTES = 4 * PAGE_ROWS * (2 * 6 + 4 + 2 + 5 + 6)  # its two sites, one page
+
+
+def test_the_budget_counts_every_site_and_rounds_down() -> None:
+    assert make_pool(3).num_pages == 3
+    assert AdapterPool(SITES, 3 * PAGE_BYTES - 1, torch.float32, "cpu", 0).num_pages == 2
+    assert AdapterPool(SITES, 3 * PAGE_BYTES, torch.bfloat16, "cpu", 0).num_pages == 6
+
+
+def test_pages_hold_the_adapter_and_zeros() -> None:
+    pool = make_pool()
+    adapter = make_adapter("a", {"q": 3, "k": 20, "down": 16})
+    pool.add(adapter)
+    assert pool.acquire("a")
+    assert pool.pages("a") == (0, 1)
+    qkv = pool.site_pool("qkv")
+    assert qkv is not None
+    assert torch.equal(qkv.a[0, :3], adapter.modules["q"].a)
+    assert torch.equal(qkv.a[1, :20], adapter.modules["k"].a)
+    assert torch.equal(qkv.b[1][:20], adapter.modules["k"].b)
+    assert not qkv.a[0, 3:].any()
+    assert not qkv.b[1][20:].any()
+
+
+def test_a_recycled_page_holds_nothing_of_its_last_owner() -> None:
+    pool = make_pool(num_pages=1)
+    pool.add(make_adapter("a", {"q": 16, "k": 16, "down": 16, "lm_head": 16, "embed": 16}))
+    pool.add(make_adapter("b", {"k": 2}))
+    assert acquire_and_release(pool, "a")
+    assert acquire_and_release(pool, "b")
+    for site in SITES:
+        there = pool.site_pool(site.name)
+        assert there is not None
+        kept = 2 if site is QKV else 0
+        assert not there.a[:, kept:].any()
+        assert not any(b[kept:].any() for b in there.b)
+
+
+def test_head_and_embedding_pools_come_with_the_first_adapter_that_needs_them() -> None:
+    pool = loaded("a")
+    assert pool.site_pool("lm_head") is None
+    pool.add(make_adapter("b", {"lm_head": 2}))
+    assert pool.site_pool("lm_head") is not None
+    assert pool.site_pool("embed_tokens") is None
+
+
+def test_the_least_recently_used_idle_adapter_is_evicted_and_comes_back() -> None:
+    pool = loaded("a", "b", "c", num_pages=2)
+    for digest in ("a", "b", "a"):
+        assert acquire_and_release(pool, digest)
+    assert pool.acquire("c")
+    assert set(pool.on_device()) == {"a", "c"}
+    assert set(pool.on_host()) == {"a", "b", "c"}
+    assert pool.acquire("b")
+    assert set(pool.on_device()) == {"b", "c"}
+
+
+def test_acquire_waits_while_all_pages_are_in_use() -> None:
+    pool = loaded("a", "b", num_pages=1)
+    assert pool.acquire("a")
+    assert pool.acquire("a")
+    assert not pool.acquire("b")
+    pool.release("a")
+    assert not pool.acquire("b")
+    pool.release("a")
+    assert pool.acquire("b")
+
+
+def test_a_pinned_adapter_is_not_evicted() -> None:
+    pool = loaded("a", "b", num_pages=1)
+    pool.pin("a")
+    assert acquire_and_release(pool, "a")
+    assert not pool.acquire("b")
+    pool.unpin("a")
+    assert pool.acquire("b")
+
+
+def test_removal_waits_for_the_last_reference() -> None:
+    pool = loaded("a")
+    assert pool.acquire("a")
+    assert pool.acquire("a")
+    assert not pool.remove("a")
+    assert not pool.has("a")
+    assert pool.on_host() == ()
+    with pytest.raises(AdapterNotLoadedError):
+        pool.acquire("a")
+    pool.release("a")
+    assert pool.on_device() == ("a",)
+    pool.release("a")
+    assert pool.on_device() == ()
+    assert pool.num_free_pages == pool.num_pages
+    assert pool.remove("a")
+
+
+def test_adding_again_takes_a_pending_removal_back() -> None:
+    pool = loaded("a")
+    assert pool.acquire("a")
+    assert not pool.remove("a")
+    pool.add(make_adapter("a"))
+    pool.release("a")
+    assert pool.has("a")
+    assert pool.acquire("a")
+
+
+def test_an_unknown_adapter_is_an_error_with_its_name() -> None:
+    with pytest.raises(AdapterNotLoadedError, match="adapter zz is not loaded"):
+        make_pool().acquire("zz")
+
+
+def test_an_adapter_larger_than_the_pool_is_refused_at_once() -> None:
+    pool = make_pool(num_pages=1)
+    with pytest.raises(AdapterTooLargeError, match=r"rank 17 needs 2 pages .* pool has 1"):
+        pool.add(make_adapter("a", {"q": 17}))
+    assert not pool.has("a")
+
+
+def test_values_that_overflow_the_pools_type_are_refused() -> None:
+    pool = make_pool(dtype=torch.float16)
+    weights = ModuleWeights(torch.ones(1, 6), torch.full((1, 4), 1e5))
+    with pytest.raises(AdapterError, match=r"lora_B of q.* overflows torch\.float16"):
+        pool.add(Adapter("a", 1, {"q": weights}, 0, False))
+
+
+def test_a_full_host_drops_the_least_recently_used_that_is_not_on_the_device() -> None:
+    pool = loaded("a", "b", "c", host_bytes=3 * ADAPTER_BYTES)
+    assert pool.host_bytes_used == 3 * ADAPTER_BYTES
+    assert acquire_and_release(pool, "a")
+    assert acquire_and_release(pool, "b")
+    assert pool.add(make_adapter("d")) == ("c",)
+    assert not pool.has("c")
+    assert pool.add(make_adapter("e")) == ("d",)
+    assert pool.acquire("e")
+    assert pool.add(make_adapter("f")) == ("a",)
+    assert pool.on_device() == ("b", "e")
+
+
+def test_a_host_full_of_adapters_in_use_refuses_another() -> None:
+    pool = loaded("a", "b", host_bytes=2 * ADAPTER_BYTES)
+    assert pool.acquire("a")
+    pool.pin("b")
+    with pytest.raises(HostMemoryError, match="only 0 are free or idle"):
+        pool.add(make_adapter("c"))
+    assert pool.on_host() == ("b", "a")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "acquire", "release", "remove"]), st.integers(0, 5)),
+        max_size=60,
+    )
+)
+def test_random_use_leaks_no_page_and_mixes_no_weights(actions: list[tuple[str, int]]) -> None:
+    pool = make_pool(num_pages=3, host_bytes=5 * ADAPTER_BYTES)
+    adapters = [make_adapter(f"x{i}", {"q": rank}) for i, rank in enumerate((1, 3, 16, 17, 20, 40))]
+    references = [0] * len(adapters)
+    for action, i in actions:
+        digest = adapters[i].digest
+        if action == "add":
+            pool.add(adapters[i])
+        elif action == "acquire" and pool.has(digest):
+            references[i] += pool.acquire(digest)
+        elif action == "release" and references[i]:
+            pool.release(digest)
+            references[i] -= 1
+        elif action == "remove":
+            assert pool.remove(digest) == (references[i] == 0)
+        held = [page for d in pool.on_device() for page in pool.pages(d)]
+        assert len(held) == len(set(held))
+        assert len(held) + pool.num_free_pages == 3
+        for adapter, count in zip(adapters, references, strict=True):
+            if count:
+                assert rows_in_pool(pool, adapter)
+    for adapter, count in zip(adapters, references, strict=True):
+        for _ in range(count):
+            pool.release(adapter.digest)
+        assert pool.remove(adapter.digest)
+    assert pool.num_free_pages == 3
+    assert pool.host_bytes_used == 0
+
+
+def rows_in_pool(pool: AdapterPool, adapter: Adapter) -> bool:
+    rows = [p * PAGE_ROWS + r for p in pool.pages(adapter.digest) for r in range(PAGE_ROWS)]
+    there = pool.site_pool("qkv")
+    assert there is not None
+    return torch.equal(there.a[0, rows[: adapter.rank]], adapter.modules["q"].a)
+
+
+def batch_of(pool: AdapterPool, *runs: tuple[str | None, int]) -> LoraBatch:
+    for digest in {digest for digest, _ in runs if digest}:
+        assert pool.acquire(digest)
+    batch = build_lora_batch(pool, runs, "cpu")
+    assert batch is not None
+    return batch
+
+
+def test_a_batch_without_adapters_is_none() -> None:
+    assert build_lora_batch(make_pool(), [(None, 3), (None, 1)], "cpu") is None
+    assert build_lora_batch(make_pool(), [], "cpu") is None
+
+
+def test_the_mapping_names_owners_rows_and_segments() -> None:
+    pool = make_pool()
+    pool.add(make_adapter("a", {"q": 2}))
+    pool.add(make_adapter("b", {"q": 20}))
+    assert pool.acquire("a")
+    batch = batch_of(pool, ("b", 2), (None, 1), ("a", 1), ("b", 1))
+    assert batch.token_owner.tolist() == [0, 0, -1, 1, 0]
+    assert batch.row_ids.tolist() == [*range(16, 48), *range(16)]
+    assert batch.row_owner.tolist() == [0] * 32 + [1] * 16
+    assert batch.segments == ((0, 2, 16, 48), (3, 4, 0, 16), (4, 5, 16, 48))
+    last = batch.select([1, 2, 3])
+    assert last.token_owner.tolist() == [0, -1, 1]
+    assert last.segments == ((0, 1, 16, 48), (2, 3, 0, 16))
+
+
+def test_adjacent_runs_of_one_adapter_are_one_segment() -> None:
+    batch = batch_of(loaded("a"), ("a", 1), ("a", 1), ("a", 3))
+    assert batch.segments == ((0, 5, 0, 16),)
+
+
+def test_a_scattered_batch_has_no_segments() -> None:
+    batch = batch_of(loaded("a"), *[("a", 1), (None, 1)] * 20)
+    assert batch.segments is None
+
+
+@pytest.mark.parametrize("repeats", [1, 10])  # by segments, and by masks
+def test_every_token_gets_its_own_adapters_delta(repeats: int) -> None:
+    pool = make_pool(num_pages=6)
+    adapters = {
+        "a": make_adapter("a", {"q": 3, "k": 20, "lm_head": 1, "embed": 5}),
+        "b": make_adapter("b", {"q": 16, "down": 2, "embed": 17}),
+    }
+    for adapter in adapters.values():
+        pool.add(adapter)
+    runs = [("a", 2), (None, 1), ("b", 1), (None, 2), ("a", 1)] * repeats
+    owners = [digest for digest, count in runs for _ in range(count)]
+    batch = batch_of(pool, *runs)
+    assert (batch.segments is None) == (repeats > 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = len(owners)
+    token_ids = torch.randint(0, 9, (tokens,), generator=generator)
+    for site in SITES:
+        widths = [part.out_features for part in site.slices]
+        x = torch.randint(-2, 3, (tokens, site.in_features), generator=generator).float()
+        if site.kind == "embedding":
+            x = torch.nn.functional.one_hot(token_ids, site.in_features).float()
+        y = torch.randint(-9, 9, (tokens, sum(widths)), generator=generator).float()
+        expected = y.clone()
+        for t, digest in enumerate(owners):
+            for part, out in zip(site.slices, expected[t].split(widths), strict=True):
+                weights = adapters[digest].modules.get(part.module) if digest else None
+                if weights is not None:
+                    out += x[t] @ weights.a.T @ weights.b
+        if site.kind == "embedding":
+            apply_lora_embedding_(site, y, token_ids, batch, pool)
+        else:
+            apply_lora_(site, y.split(widths, dim=1), x, batch, pool)
+        assert torch.equal(y, expected), site.name
+
+
+def test_a_site_that_nobody_adapts_is_left_alone() -> None:
+    pool = loaded("a")
+    y = torch.ones(1, 9)
+    apply_lora_(HEAD, [y], torch.ones(1, 6), batch_of(pool, ("a", 1)), pool)
+    assert torch.equal(y, torch.ones(1, 9))

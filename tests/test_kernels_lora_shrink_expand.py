@@ -65,7 +65,9 @@ class Case:
 
     def run(self, by_segments: bool) -> torch.Tensor:
         y = self.fused.clone()
-        outputs = y.split(self.widths, dim=1)  # views with the stride of the fused output
+        outputs = torch.split(
+            y, list(self.widths), dim=1
+        )  # views with the stride of the fused output
         segments = self.segments() if by_segments else None
         lora_add_(outputs, self.x, self.a, self.b, *self.tensors(), segments)
         return y

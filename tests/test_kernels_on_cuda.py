@@ -53,8 +53,8 @@ def lora(device: str) -> Tensors:
     )
     segments = [(0, 1, 16, 32), (2, 3, 32, 48), (3, 4, 16, 32)]
     by_segments, embedded = y.clone(), torch.zeros(4, 7, device=device)
-    lora_add_(y.split((7, 3), dim=1), x, a, b, *mapping)
-    lora_add_(by_segments.split((7, 3), dim=1), x, a, b, *mapping, segments)
+    lora_add_(torch.split(y, [7, 3], dim=1), x, a, b, *mapping)
+    lora_add_(torch.split(by_segments, [7, 3], dim=1), x, a, b, *mapping, segments)
     lora_embed_add_(embedded, torch.tensor([0, 1, 5, 2], device=device), a[0], b[0], *mapping)
     return y, by_segments, embedded
 

@@ -44,9 +44,9 @@ def sample(
     )
 
 
-def support(row: list[float], draws: int = 4000, **params: float) -> set[int]:
+def support(row: list[float], **params: float) -> set[int]:
     """The ids that can be drawn: with so many draws, a rare one is missed once in e^40."""
-    logits = torch.tensor([row]).expand(draws, -1)
+    logits = torch.tensor([row]).expand(4000, -1)
     return set(sample(logits, **params).tolist())  # type: ignore[arg-type]
 
 

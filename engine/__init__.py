@@ -1,1 +1,1 @@
-"""One base model on one device: scheduler, paged KV cache, forward pass, sampling. No HTTP, Ray or MLflow."""
+"""One base model on one device: scheduler, paged KV, forward pass, sampling. No HTTP, no Ray."""

@@ -1,4 +1,4 @@
-"""What an engine is told at its start. Frozen; derived values are computed elsewhere, never stored back."""
+"""What an engine is told at its start. Frozen; derived values are never stored back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EngineConfig:
     base_digest: str  # of that folder's content; seeds every KV hash chain
     backend: Literal["auto", "reference", "triton"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: fp32 on CPU, bf16 on CUDA
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens a KV block
     num_blocks: int | None = None  # None: from kv_cache_bytes or device_memory_fraction
@@ -24,5 +24,6 @@ class EngineConfig:
     adapter_pool_bytes: int = 256 * 1024 * 1024  # on the device, all sites together
     adapter_host_bytes: int = 4 * 1024 * 1024 * 1024
     max_lora_rank: int = 512
+    max_adapter_overtakes: int = 64  # of a request that waits for its adapter, by younger ones
     seed: int = 0  # of the seeds that requests without one are given
     num_threads: int | None = None  # CPU: torch threads; None: torch's default

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens. The defaults are those of the OpenAI API; 0 switches `top_k`, `min_p` off.
+    """How to draw tokens. Defaults are those of the OpenAI API; 0 switches `top_k`, `min_p` off.
 
     Stop strings are text and therefore not known here: the caller watches the text and aborts.
     """
@@ -48,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, of the model's distribution before temperature and filters."""
+    """Log-probabilities at one position, before temperature and filters."""
 
     token_id: int
     logprob: float
@@ -65,7 +65,7 @@ class TokenOutput:
     offset: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, when asked for
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output, first entry None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop id (not EOS) that ended it
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
@@ -109,6 +109,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    ordinal: int = 0  # age: the lower, the older
+    block_hashes: list[bytes] = field(default_factory=list)  # chain over its full blocks, so far
+    num_overtaken: int = 0  # younger ones admitted while it waited for its adapter
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -164,6 +167,10 @@ class Runner(Protocol):
 
 class AdapterResidency(Protocol):
     """Which adapters are on the device. `lora.pool.AdapterPool` implements it."""
+
+    def has(self, digest: str) -> bool:
+        """False: never loaded, removed, or dropped when the host tier was full."""
+        ...
 
     def acquire(self, digest: str) -> bool:
         """Makes the adapter resident if room allows, and takes a reference. False: not now."""

@@ -1,0 +1,66 @@
+"""Who of the waiting may have its adapter now: references, and a bound on overtaking.
+
+A waiting sequence whose adapter finds no room is passed over by younger ones. After
+`max_overtakes` of them, no younger sequence that needs an adapter is admitted before it, so that
+running ones end and free the room; sequences without adapter take no room and still pass. The
+barrier stands only while some running sequence holds an adapter, hence it cannot lock the engine.
+Knows digests; what room means is the pool's business.
+"""
+
+from __future__ import annotations
+
+from engine.types import AdapterResidency, Sequence
+
+
+class AdapterGate:
+    """One `begin_walk` a step, then `acquire` in order of age."""
+
+    def __init__(self, residency: AdapterResidency, max_overtakes: int) -> None:
+        self._residency = residency
+        self._max_overtakes = max_overtakes
+        self._num_held = 0
+        self._refused: set[str] = set()  # in this walk
+        self._passed_over: list[Sequence] = []  # in this walk
+        self._is_barrier_up = False
+
+    @property
+    def num_passed_over(self) -> int:
+        return len(self._passed_over)
+
+    def begin_walk(self) -> None:
+        self._refused.clear()
+        self._passed_over.clear()
+        self._is_barrier_up = False
+
+    def is_lost(self, sequence: Sequence) -> bool:
+        """Its adapter was unloaded, or dropped from the host, while it waited."""
+        digest = sequence.request.adapter
+        return digest is not None and not self._residency.has(digest)
+
+    def acquire(self, sequence: Sequence) -> bool:
+        digest = sequence.request.adapter
+        if digest is None:
+            return True
+        if digest not in self._refused:
+            if self._is_barrier_up and self._num_held:
+                return False
+            if self._residency.acquire(digest):
+                self._num_held += 1
+                return True
+        self._refused.add(digest)
+        self._passed_over.append(sequence)
+        self._is_barrier_up |= sequence.num_overtaken >= self._max_overtakes
+        return False
+
+    def note_admitted(self, sequence: Sequence) -> None:
+        sequence.num_overtaken = 0
+        if sequence.request.adapter is None:
+            return
+        for older in self._passed_over:
+            older.num_overtaken += 1
+            self._is_barrier_up |= older.num_overtaken >= self._max_overtakes
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.request.adapter is not None:
+            self._num_held -= 1
+            self._residency.release(sequence.request.adapter)

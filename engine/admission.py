@@ -1,0 +1,80 @@
+"""Refuses requests that could never be served, before they cost anything. Says which and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthError, InvalidRequestError
+from engine.types import Request, SamplingParams
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a front must know to refuse a request before it sends it."""
+
+    max_model_len: int
+    vocab_size: int
+    max_kv_tokens: int
+
+
+def check_request(request: Request, limits: EngineLimits) -> None:
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty", "prompt")
+    if not all(0 <= token < limits.vocab_size for token in prompt):
+        wrong = next(token for token in prompt if not 0 <= token < limits.vocab_size)
+        raise InvalidRequestError(
+            f"token id {wrong} in the prompt is outside the vocabulary of {limits.vocab_size}",
+            "prompt",
+        )
+    for is_ok, param, rule in _rules(request.params, limits.vocab_size):
+        if not is_ok:
+            value = getattr(request.params, param)
+            raise InvalidRequestError(f"{param} is {value}, but must be {rule}", param)
+    _check_length(len(prompt), request.params.max_tokens, limits)
+
+
+def _check_length(num_prompt: int, max_tokens: int, limits: EngineLimits) -> None:
+    names = (
+        (limits.max_model_len, "the model's limit is {} tokens (max_model_len)"),
+        (limits.max_kv_tokens, "all KV blocks together hold {} tokens"),
+    )
+    limit, words = min(names, key=lambda pair: pair[0])
+    if num_prompt > limit:
+        raise ContextLengthError(
+            f"prompt has {num_prompt} tokens, but {words.format(limit)}", "prompt"
+        )
+    if num_prompt + max_tokens > limit:
+        raise InvalidRequestError(
+            f"prompt of {num_prompt} tokens and max_tokens {max_tokens} make "
+            f"{num_prompt + max_tokens} tokens, but {words.format(limit)}",
+            "max_tokens",
+        )
+
+
+def _rules(p: SamplingParams, vocab_size: int) -> Iterator[tuple[bool, str, str]]:
+    """(is it right, the field's name, what it must be). NaN is never right."""
+    yield 1 <= p.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}"
+    yield p.max_tokens >= 0, "max_tokens", "0 or more"
+    yield (
+        0 <= p.min_tokens <= p.max_tokens,
+        "min_tokens",
+        f"between 0 and max_tokens {p.max_tokens}",
+    )
+    yield 0 <= p.temperature < math.inf, "temperature", "finite, and 0 or more"
+    yield p.top_k >= 0, "top_k", "0 (off) or more"
+    yield 0 < p.top_p <= 1, "top_p", "above 0 and at most 1"
+    yield 0 <= p.min_p <= 1, "min_p", "between 0 and 1"
+    yield math.isfinite(p.presence_penalty), "presence_penalty", "finite"
+    yield math.isfinite(p.frequency_penalty), "frequency_penalty", "finite"
+    yield 0 < p.repetition_penalty < math.inf, "repetition_penalty", "finite and above 0"
+    for name, count in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
+        yield count is None or 0 <= count <= vocab_size, name, f"between 0 and {vocab_size}"
+    ids = range(vocab_size)
+    yield all(t in ids for t in p.stop_token_ids), "stop_token_ids", f"ids below {vocab_size}"
+    bias_is_right = all(token in ids and math.isfinite(bias) for token, bias in p.logit_bias)
+    yield bias_is_right, "logit_bias", f"finite values of ids below {vocab_size}"

@@ -1,0 +1,134 @@
+"""The KV blocks of one engine: who holds which, and which can be found again by what they hold.
+
+A block is free, held (one reference a sequence), or both findable and free. The content of a full
+block is named by a hash chain: keyed BLAKE2b over the parent's hash and the block's token ids. The
+chain begins with base digest, adapter digest and cache salt, the key is a secret of this process:
+two adapters or two tenants never share a block, and nobody outside can make a hash collide.
+Integers and bytes only; the tensors behind the ids are the runner's.
+
+    empty --allocate--> held --release--> empty               (content without a name)
+                         |  ^
+                  publish|  |hold
+                         v  |
+                        held, findable --release--> findable --allocate (least recently used)--> held
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+_HASH_BYTES = 16
+
+
+class BlockPool:
+    """Callers ask `num_free` before they allocate: the pool itself never refuses."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, base_digest: str, *, can_share: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.can_share = can_share  # False: no block is ever found again
+        self._base_digest = base_digest
+        self._secret = secrets.token_bytes(32)
+        self._empty = deque(range(num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # findable, least recently used first
+        self._references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._empty) + len(self._idle)
+
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def extend_chain(
+        self,
+        chain: list[bytes],
+        token_ids: Sequence[int],
+        num_tokens: int,
+        adapter: str | None,
+        cache_salt: str,
+    ) -> None:
+        """Appends the hashes of full blocks within the first `num_tokens` that `chain` lacks."""
+        size = self.block_size
+        for index in range(len(chain), num_tokens // size):
+            parent = chain[-1] if chain else self._chain_seed(adapter, cache_salt)
+            tokens = array("q", token_ids[index * size : (index + 1) * size]).tobytes()
+            chain.append(self._digest(parent + tokens))
+
+    def find(self, chain: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix. Takes no references."""
+        found: list[int] = []
+        for block_hash in chain:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference on each of some found blocks."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Empty blocks first, in the order they became empty; then findable ones are forgotten."""
+        assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free"
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """The held block is full and computed. Of twins, only the first can be found."""
+        assert self._references[block] > 0, f"published block {block} is not held"
+        if not self.can_share or block_hash in self._block_of or self._hash_of[block] is not None:
+            return
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less on each of a sequence's blocks. The tail becomes evictable before the
+        head: a chain is found from its head on."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} released twice"
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if self._hash_of[block] is None:
+                self._empty.append(block)
+            else:
+                self._idle[block] = None
+
+    def _take(self) -> int:
+        if self._empty:
+            return self._empty.popleft()
+        block, _ = self._idle.popitem(last=False)
+        block_hash = self._hash_of[block]
+        assert block_hash is not None
+        del self._block_of[block_hash]
+        self._hash_of[block] = None
+        return block
+
+    def _chain_seed(self, adapter: str | None, cache_salt: str) -> bytes:
+        # Each part with its length: ("ab", "c") and ("a", "bc") are different chains.
+        parts = [part.encode() for part in (self._base_digest, adapter or "", cache_salt)]
+        return self._digest(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+
+    def _digest(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=_HASH_BYTES, key=self._secret).digest()

@@ -1,0 +1,297 @@
+"""Which tokens of which sequences the next step computes, and what follows from its samples.
+
+Continuous batching without phases: a sequence has tokens still to compute, a step takes some of
+them. Running sequences go first, oldest first, then waiting ones in order of arrival. Preemption
+is by recompute, youngest first; the oldest running sequence is never preempted and every admitted
+request fits into all KV blocks alone, so there is always one that ends. Ignorant of tensors,
+threads and text.
+
+    waiting --admit: adapter, prefix blocks--> running --ending, abort, failure--> gone
+       ^                                          |
+       +--------------- preempt ------------------+
+
+State moves in `commit` only, from the batch's own ranges, and sequences that left meanwhile are
+skipped: to schedule step n+1 before step n is committed, `_schedule_running` has to count from the
+end of the range in flight, and nothing else changes hands.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from engine.adapter_gate import AdapterGate
+from engine.block_tables import BlockTables, needs_prompt_logprobs
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.stopping import Ending, ending
+from engine.types import (
+    AdapterResidency,
+    EngineLoad,
+    Request,
+    Sample,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    TokenOutput,
+)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.ordinal
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The choices of one request that have not ended."""
+
+    request: Request
+    alive: dict[int, Sequence]
+    is_prompt_computed: bool = False  # by choice 0: the others can find its blocks
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockPool,
+        residency: AdapterResidency,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._tables = BlockTables(blocks)
+        self._gate = AdapterGate(residency, config.max_adapter_overtakes)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_model_len = max_model_len
+        self._waiting: list[Sequence] = []  # oldest first
+        self._running: list[Sequence] = []  # oldest first
+        self._groups: dict[str, _Group] = {}
+        self._left: list[TokenOutput] = []  # last words, given out by the next commit
+        self._num_sequences = 0
+        self._num_preemptions = 0
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._left)
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def uses_adapter(self, digest: str) -> bool:
+        return any(group.request.adapter == digest for group in self._groups.values())
+
+    def add(self, request: Request, seed: int) -> None:
+        assert request.request_id not in self._groups
+        group = _Group(request, {})
+        for choice in range(request.params.n):
+            sequence = Sequence(request, choice, seed, list(request.prompt_token_ids))
+            sequence.ordinal = self._num_sequences
+            self._num_sequences += 1
+            group.alive[choice] = sequence
+            self._waiting.append(sequence)
+        self._groups[request.request_id] = group
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Frees everything at once. Unknown or ended ones are ignored: aborts come late."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        for sequence in [s for c, s in group.alive.items() if choice in (None, c)]:
+            self._leave(sequence, Ending("abort"))
+
+    def schedule(self) -> ScheduledBatch:
+        """Empty though sequences wait: they wait for an adapter that nothing running blocks."""
+        num_preemptions = self._num_preemptions
+        scheduled = self._schedule_running()
+        # What was just preempted must not come straight back, nor must others take its blocks.
+        if num_preemptions == self._num_preemptions:
+            budget = self._config.max_num_batched_tokens
+            budget -= sum(item.end - item.start for item in scheduled)
+            scheduled += self._admit_waiting(budget)
+        return ScheduledBatch(tuple(scheduled))
+
+    def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> list[TokenOutput]:
+        outputs = []
+        for item, sample in zip(batch.sequences, samples, strict=True):
+            if _is_running(item.sequence):
+                output = self._commit_one(item, sample)
+                if output is not None:
+                    outputs.append(output)
+        return self._drain_left() + outputs
+
+    def fail(self, batch: ScheduledBatch, error: str) -> list[TokenOutput]:
+        """The step was lost: every request with a sequence in it ends, all choices."""
+        for request_id in dict.fromkeys(s.sequence.request.request_id for s in batch.sequences):
+            group = self._groups.get(request_id)
+            for sequence in tuple(group.alive.values()) if group else ():
+                self._leave(sequence, Ending("error"), error)
+        return self._drain_left()
+
+    def load(self) -> EngineLoad:
+        queued = sum(len(s.token_ids) for s in self._waiting)
+        for sequence in self._running:
+            remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+            queued += remaining if remaining > 1 or not sequence.num_output_tokens else 0
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_waiting_for_adapter=self._gate.num_passed_over,
+            queued_tokens=queued,
+            num_blocks=self._tables.pool.num_blocks,
+            num_free_blocks=self._tables.pool.num_free,
+            num_preemptions=self._num_preemptions,
+            prefix_queries=self._tables.prefix_queries,
+            prefix_hits=self._tables.prefix_hits,
+        )
+
+    def _schedule_running(self) -> list[ScheduledSequence]:
+        scheduled: list[ScheduledSequence] = []
+        budget = self._config.max_num_batched_tokens
+        while len(scheduled) < len(self._running) and budget > 0:
+            sequence = self._running[len(scheduled)]
+            start = sequence.num_computed_tokens
+            # One token is left for each younger one: an old prompt, come late because its adapter
+            # had no room, must not stall those that decode.
+            num_younger = len(self._running) - len(scheduled) - 1
+            count = min(len(sequence.token_ids) - start, max(1, budget - num_younger))
+            assert count > 0
+            if not self._make_room(sequence, start + count):
+                break  # it was the youngest itself
+            scheduled.append(ScheduledSequence(sequence, start, start + count))
+            budget -= count
+        return scheduled
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """At the expense of younger sequences. All of these come later in the walk, so none is in
+        the batch yet. False: it was the youngest, and is preempted itself."""
+        while not self._tables.grow(sequence, num_tokens):
+            victim = self._running[-1]
+            assert victim is not self._running[0], "an admitted sequence fits into all blocks"
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        if not sequence.num_output_tokens:
+            sequence.prompt_logprobs.clear()
+        self._num_preemptions += 1
+        insort(self._waiting, sequence, key=_age)
+
+    def _admit_waiting(self, budget: int) -> list[ScheduledSequence]:
+        admitted: list[ScheduledSequence] = []
+        self._gate.begin_walk()
+        for sequence in tuple(self._waiting):
+            if len(self._running) >= self._config.max_num_seqs or budget == 0:
+                break
+            if self._gate.is_lost(sequence):
+                error = f"adapter {sequence.request.adapter} is no longer loaded"
+                self._leave(sequence, Ending("error"), error)
+                continue
+            if self._waits_for_choice_0(sequence) or not self._gate.acquire(sequence):
+                continue
+            count = self._tables.place(sequence, budget)
+            if count == 0:  # no blocks: younger ones, however small, wait behind it
+                self._gate.release(sequence)
+                break
+            budget -= count
+            self._gate.note_admitted(sequence)
+            self._waiting.remove(sequence)
+            insort(self._running, sequence, key=_age)
+            start = sequence.num_computed_tokens
+            admitted.append(ScheduledSequence(sequence, start, start + count))
+        return admitted
+
+    def _waits_for_choice_0(self, sequence: Sequence) -> bool:
+        """Whose prompt blocks it will share. When it cannot share, it has nothing to wait for."""
+        group = self._groups[sequence.request.request_id]
+        is_ready = group.is_prompt_computed or 0 not in group.alive
+        return sequence.choice > 0 and not is_ready and self._tables.can_share(sequence)
+
+    def _commit_one(self, item: ScheduledSequence, sample: Sample) -> TokenOutput | None:
+        sequence = item.sequence
+        if not sample.is_finite:
+            self._leave(sequence, Ending("error"), "the model's logits are not finite")
+            return None
+        self._tables.publish(item)
+        sequence.num_computed_tokens = item.end
+        if sequence.choice == 0 and item.end >= sequence.num_prompt_tokens:
+            self._groups[sequence.request.request_id].is_prompt_computed = True
+        if needs_prompt_logprobs(sequence):
+            if item.start == 0:
+                sequence.prompt_logprobs.append(None)
+            sequence.prompt_logprobs += sample.prompt_logprobs
+        return None if sample.token_id is None else self._commit_token(sequence, sample)
+
+    def _commit_token(self, sequence: Sequence, sample: Sample) -> TokenOutput:
+        offset = sequence.num_output_tokens
+        if sequence.request.params.max_tokens > 0:  # else the prompt alone was wanted
+            assert sample.token_id is not None
+            sequence.token_ids.append(sample.token_id)
+        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + offset :])
+        end = ending(sequence, self._eos_token_ids, self._max_model_len)
+        if end is not None:
+            self._forget(sequence)
+        return TokenOutput(
+            sequence.request.request_id,
+            sequence.choice,
+            offset,
+            token_ids,
+            logprobs=(sample.logprobs,) if sample.logprobs is not None and token_ids else (),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if offset == 0 else (),
+            finish_reason=end.reason if end else None,
+            stop_token_id=end.stop_token_id if end else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:
+        """Ends without a token; the last word comes with the next commit."""
+        self._forget(sequence)
+        self._left.append(
+            TokenOutput(
+                sequence.request.request_id,
+                sequence.choice,
+                sequence.num_output_tokens,
+                (),
+                finish_reason=end.reason,
+                num_cached_tokens=sequence.num_cached_tokens,
+                error=error,
+            )
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        if _is_running(sequence):
+            self._stop_running(sequence)
+        else:
+            self._waiting.remove(sequence)
+        request_id = sequence.request.request_id
+        del self._groups[request_id].alive[sequence.choice]
+        if not self._groups[request_id].alive:
+            del self._groups[request_id]
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._tables.release(sequence)
+        self._gate.release(sequence)
+
+    def _drain_left(self) -> list[TokenOutput]:
+        left, self._left = self._left, []
+        return left
+
+
+def _is_running(sequence: Sequence) -> bool:
+    return bool(sequence.block_table)

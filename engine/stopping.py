@@ -1,0 +1,44 @@
+"""When a sequence ends by itself, and which tokens it may not draw before.
+
+Shared by the scheduler, which ends sequences, and the sampler, which masks. Stop strings are text
+and therefore not known here. No tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.types import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    reason: FinishReason
+    stop_token_id: int | None = None  # the stop id (not EOS) that ended it
+
+
+def ending(sequence: Sequence, eos_token_ids: Collection[int], max_model_len: int) -> Ending | None:
+    """Asked after each token, and once after the prompt if no token is wanted at all."""
+    params = sequence.request.params
+    num_output = sequence.num_output_tokens
+    if num_output > params.min_tokens:
+        token = sequence.token_ids[-1]
+        if token in eos_token_ids and not params.ignore_eos:
+            return Ending("stop")
+        if token in params.stop_token_ids:
+            return Ending("stop", token)
+    if num_output >= params.max_tokens or len(sequence.token_ids) >= max_model_len:
+        return Ending("length")
+    return None
+
+
+def banned_token_ids(sequence: Sequence, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    """Tokens that the next draw must not give: all that would end it before `min_tokens`."""
+    params = sequence.request.params
+    if sequence.num_output_tokens >= params.min_tokens:
+        return ()
+    banned = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        banned.update(eos_token_ids)
+    return tuple(sorted(banned))

@@ -148,11 +148,11 @@ def to_api_error(error: BaseException) -> ApiError:
 
 def shown(value: object) -> str:
     """A client's value for a message: short whatever it is, one line, printable."""
-    if isinstance(value, str | bytes):
-        value = value[: MAX_VALUE_CHARS + 1]
-    elif isinstance(value, dict | list) and len(value) > MAX_VALUE_CHARS:
-        return f"{type(value).__name__} of {len(value)}"
-    elif isinstance(value, int) and value.bit_length() > 256:
+    if isinstance(value, list):
+        return f"a list of {len(value)}"  # not its items: they may be deep, or many
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"
-    text = ascii(value)
+    text = ascii(value[: MAX_VALUE_CHARS + 1] if isinstance(value, str) else value)
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."

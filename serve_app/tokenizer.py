@@ -57,7 +57,10 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._bos_token = bos_token
+        bos = None if bos_token is None else self.token_id(bos_token)
+        added: list[int] = tokenizer.encode("", add_special_tokens=True).ids
+        # The text that must not be doubled: set only if the tokenizer itself writes it.
+        self._own_bos = bos_token if bos is not None and added[:1] == [bos] else None
         self._table = _read_table(tokenizer)
         self._visible_raw, self._visible_pieces = self._table.detokenizer_tables()
         self.vocab_size = len(self._table.raw)
@@ -68,10 +71,8 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and self._bos_token and text.startswith(self._bos_token):
-            bos = self.token_id(self._bos_token)
-            if len(ids) > 1 and ids[0] == ids[1] == bos:  # the client wrote it, the tokenizer too
-                return ids[1:]
+        if add_special_tokens and self._own_bos and text.startswith(self._own_bos):
+            return ids[1:]
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

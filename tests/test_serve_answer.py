@@ -1,6 +1,7 @@
 """Choices on their way to the client: order, stops, replays, failures, stream against whole."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +40,8 @@ def test_choices_of_several_prompts_are_numbered_in_order(text: BaseText) -> Non
     for index in (3, 0, 2, 1):  # in any order
         for output in outputs(ids_of(text, words[index]), "length", choice=index % 2):
             assert not answer.is_done
-            answer.feed(index // 2, output)
+            cached = 1 if index % 2 == 0 else 50  # of a second choice: what the first one computed
+            answer.feed(index // 2, replace(output, num_cached_tokens=cached))
     assert answer.is_done
     body = strictly(Completion, json.loads(answer.body()))
     assert [choice.index for choice in body.choices] == [0, 1, 2, 3]
@@ -81,6 +83,15 @@ def test_stop_string_in_the_last_token_needs_no_abort(text: BaseText) -> None:
     fed = [answer.feed(0, output) for output in outputs(ids_of(text, "fox jumps"), "length")]
     assert not any(item.abort for item in fed)
     assert json.loads(answer.body())["choices"][0]["finish_reason"] == "stop"
+
+
+def test_stop_string_does_not_count_before_min_tokens(text: BaseText) -> None:
+    ids = ids_of(text, "xxxxxx")
+    assert len(ids) == 6
+    for min_tokens, content in ((0, ""), (2, "xx"), (5, "xxxxx"), (6, "xxxxxx")):
+        answer = chat(text, stop=["x"], min_tokens=min_tokens)
+        choice = body_of(answer, outputs(ids, "length"))["choices"][0]  # type: ignore[index]
+        assert choice["message"]["content"] == content
 
 
 def test_stop_id_is_named_and_is_no_text(text: BaseText) -> None:

@@ -93,6 +93,8 @@ def test_unknown_and_neutral_fields_are_ignored() -> None:
         ("allowed_token_ids", [1]),
         ("use_beam_search", True),
         ("use_beam_search", 1),
+        ("length_penalty", True),
+        ("length_penalty", 0.5),
         ("truncate_prompt_tokens", 5),
     ],
 )
@@ -262,7 +264,7 @@ def test_text_parts_are_joined_and_empty_fields_left_out() -> None:
         b'"text"',
         b"\xff\xfe",
         b'{"model": "\xff"}',
-        b'{"model": "m", "model": "n", "messages": []}',
+        b'{"model": "m", "model": "n", "messages": [{"role": "user", "content": "a"}]}',
         b'{"model": "m", "temperature": NaN}',
         b'{"model": "m", "temperature": -Infinity}',
         b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}',
@@ -282,6 +284,16 @@ def test_malformed_body_is_a_400(raw: bytes) -> None:
 def test_infinite_number_by_its_exponent_is_refused() -> None:
     raw = b'{"model": "m", "prompt": "a", "temperature": 1e999}'
     assert refused(CompletionRequest, raw).param == "temperature"
+
+
+@pytest.mark.parametrize("name", ["user", "stop", "tools", "messages", "chat_template_kwargs"])
+def test_deep_value_is_refused_as_any_other(name: str) -> None:
+    deep = b"[" * 500 + b"]" * 500
+    raw = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
+    raw = b'{"model": "m", "messages": %s}' % deep if name == "messages" else raw
+    if name != "messages":
+        raw = raw[:-1] + b', "%s": %s}' % (name.encode(), deep)
+    assert refused(ChatRequest, raw).param is not None
 
 
 def test_surrogate_pair_is_one_character() -> None:

@@ -14,7 +14,7 @@ from serve_app.tokenizer import TextTokenizer
 from tests.text_factory import byte_level_tokenizer, sentencepiece_tokenizer
 
 BYTE_LEVEL = TextTokenizer(byte_level_tokenizer(), "<s>")
-PIECES = TextTokenizer(sentencepiece_tokenizer())
+PIECES = TextTokenizer(sentencepiece_tokenizer(), "<s>")
 TEXTS = ["👩‍👩‍👧‍👦 family", "ภาษาไทย สวัสดี", "e\u0301 naïve", "🏳️‍🌈", "plain", "日本語"]
 
 
@@ -100,6 +100,8 @@ def test_beginning_of_text_is_never_doubled() -> None:
     once = BYTE_LEVEL.encode("fox", add_special_tokens=True)
     assert once[0] == 0
     assert BYTE_LEVEL.encode("<s>fox", add_special_tokens=True) == once
+    # A tokenizer that adds nothing takes what it is given.
+    assert PIECES.encode("<s><s>a", add_special_tokens=True)[:2] == [1, 1]
 
 
 @given(st.text(max_size=200))

@@ -107,7 +107,25 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
 {%- endfor %}
 {{- {"a": "<é>", "b": [1, true]} | tojson }}
 """
-TEMPLATES = {"smollm": SMOLLM, "llama3": LLAMA3, "qwen3": QWEN3, "mistral": MISTRAL}
+# Blocks on lines of their own: the rendering depends on trim_blocks and lstrip_blocks.
+ZEPHYR = """{% for message in messages %}
+    {% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+    {% else %}
+{{ '<|' + message['role'] + '|>\\n' + message['content'] }}
+    {% endif %}
+    {% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+    {% endif %}
+{% endfor %}
+"""
+TEMPLATES = {
+    "zephyr": ZEPHYR,
+    "smollm": SMOLLM,
+    "llama3": LLAMA3,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+}
 
 
 def byte_level_tokenizer() -> Tokenizer:

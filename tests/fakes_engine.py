@@ -2,10 +2,12 @@
 
 Stands behind the same interface as the real one, for the side stream, the Serve tests and the
 `side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
+A prompt that begins with CRASH_TOKEN ends the process after its second token.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +18,7 @@ from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterEr
 from engine.types import EngineLoad, FinishReason, Request, StepOutput, TokenOutput
 
 NUM_BLOCKS = 1024
+CRASH_TOKEN = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,9 @@ class PacedEngine:
                 request, offset = running.request, running.num_tokens
                 prompt = request.prompt_token_ids
                 running.num_tokens += 1
+                if prompt[0] == CRASH_TOKEN and running.num_tokens > 2:
+                    time.sleep(0.1)  # the tokens before are on their way
+                    os._exit(1)
                 reason: FinishReason | None = None
                 if running.num_tokens >= request.params.max_tokens:
                     reason = "length"

@@ -1,0 +1,127 @@
+"""The whole serving path on one machine with the paced engine: Ray, Serve, both applications.
+
+Apart from any other Ray here: own folder, free ports, loopback, authentication switched off in
+words (its default depends on what ran before).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from registry.catalog import Catalog
+from serve_app.app import build_with
+from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.topology import Sources
+from tests.fakes_engine import open_paced_engine
+from tests.fakes_registry import FolderRegistry
+
+RIG_BASE = "base"
+RIG_ADAPTER = "pirate"
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    port: int
+    registry: FolderRegistry
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running_serve() -> Iterator[int]:
+    """Ray and Serve, nothing deployed. The port of the HTTP proxy."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
+    folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
+    port = free_port()
+    ray.init(
+        "local",
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=128 * 1024**2,
+        _temp_dir=folder,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        serve.start(
+            proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port)
+        )
+        yield port
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rig_args(rate: float, *bases: str) -> PlatformArgs:
+    """The paced engine takes its pace from the seed."""
+    engine = EngineArgs(seed=int(rate))
+    models = tuple(
+        ModelArgs(
+            name=base,
+            engine=engine,
+            graceful_shutdown_timeout_s=1,
+            health_check_period_s=1,
+            max_ongoing_requests=80,
+            max_queued_requests=80,
+        )
+        for base in bases
+    )
+    return PlatformArgs(
+        models=models,
+        registry=RegistryArgs(poll_interval_s=0.2),
+        ingress=IngressArgs(graceful_shutdown_timeout_s=1, max_body_bytes=1024**2),
+    )
+
+
+def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None = None) -> Rig:
+    """The `api` application over a registry in `folder`; returns at once, see `wait_ready`."""
+    registry = FolderRegistry(folder)
+    if catalog is None:
+        base = registry.add_base(RIG_BASE)
+        catalog = Catalog((base,), (registry.add_adapter(RIG_ADAPTER, base),))
+    registry.write(catalog)
+    sources = Sources(partial(FolderRegistry, folder), open_paced_engine)
+    serve.run(build_with(args, sources), name="api", route_prefix="/")
+    return Rig(port, registry)
+
+
+def wait_ready(rig: Rig, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while httpx.get(f"{rig.url}/ready").status_code != 200:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the rig is not ready")
+        time.sleep(0.05)
+
+
+@contextmanager
+def start_rig(rate: float) -> Iterator[Rig]:
+    with running_serve() as port, tempfile.TemporaryDirectory() as folder:
+        rig = deploy(port, rig_args(rate, RIG_BASE), Path(folder))
+        wait_ready(rig)
+        yield rig

@@ -1,0 +1,332 @@
+"""Both Serve applications as they run, over HTTP, with the paced engine: routes, streams, refusals,
+clients that leave, an engine that dies, a registry that moves.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from registry.catalog import Catalog
+from tests.fakes_engine import CRASH_TOKEN
+from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, rig_args, wait_ready
+
+pytestmark = pytest.mark.serve
+
+RATE = 200.0
+MODELS = (RIG_BASE, RIG_ADAPTER, f"{RIG_BASE}:{RIG_ADAPTER}", f"{RIG_BASE}@1:{RIG_ADAPTER}@1")
+
+
+@pytest.fixture(scope="module")
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    folder = tmp_path_factory.mktemp("registry")
+    running = deploy(serve_port, rig_args(RATE, RIG_BASE), folder)
+    wait_ready(running)
+    return running
+
+
+@pytest.fixture
+def client(rig: Rig) -> Iterator[httpx.Client]:
+    limits = httpx.Limits(max_connections=300)
+    with httpx.Client(base_url=rig.url, timeout=30, limits=limits) as connection:
+        yield connection
+
+
+def completion(**fields: object) -> dict[str, object]:
+    return {"model": RIG_BASE, "prompt": "abc", "max_tokens": 7} | fields
+
+
+def events(text: str) -> list[dict[str, object]]:
+    """The JSON of every data line; the stream must end with [DONE]."""
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(chunks: list[dict[str, object]]) -> str:
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])  # type: ignore[attr-defined]
+
+
+def metric(client: httpx.Client, name: str, **labels: str) -> float:
+    text = client.get("/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_idle(client: httpx.Client) -> bool:
+    return metric(client, "vllm:num_requests_running") == 0
+
+
+def error_of(response: httpx.Response) -> dict[str, object]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    return dict(error)
+
+
+# Routes and shapes
+
+
+@pytest.mark.parametrize("path", ["/live", "/health", "/ready", "/metrics"])
+def test_operators_routes_answer_get_and_head(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 200
+    head = client.head(path)
+    assert (head.status_code, head.text) == (200, "")
+
+
+def test_models_are_listed_with_their_parents(client: httpx.Client) -> None:
+    data = client.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in data] == [
+        (RIG_BASE, None),
+        (RIG_ADAPTER, RIG_BASE),
+    ]
+    assert data[0]["max_model_len"] == 4096
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_spelling_of_a_model_is_found_and_answers(client: httpx.Client, model: str) -> None:
+    assert client.get(f"/v1/models/{model}").json()["id"] == model
+    answer = client.post("/v1/completions", json=completion(model=model)).json()
+    assert (answer["model"], answer["choices"][0]["text"]) == (model, "abcabca")
+
+
+def test_a_chat_runs_through_the_bases_template(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": RIG_ADAPTER, "messages": messages, "max_tokens": 8}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "<user>hi"
+    assert answer["usage"]["prompt_tokens"] == len("<user>hi\n<assistant>")
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(client: httpx.Client) -> None:
+    whole = client.post("/v1/completions", json=completion(max_tokens=30)).json()
+    body = completion(max_tokens=30, stream=True, stream_options={"include_usage": True})
+    response = client.post("/v1/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response.text)
+    assert text_of(chunks) == whole["choices"][0]["text"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-1]["choices"] == []
+
+
+def test_several_prompts_and_choices_of_one_request_all_come_back(client: httpx.Client) -> None:
+    """Parallel handle calls inside one HTTP request would hang in Serve's router."""
+    prompts = [f"{chr(97 + i)}z" for i in range(8)]
+    body = completion(prompt=prompts, n=3, max_tokens=4)
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(24))
+    assert [choice["text"] for choice in choices] == [p * 2 for p in prompts for _ in range(3)]
+
+
+def test_a_stop_string_ends_the_choice_in_the_engine_too(client: httpx.Client) -> None:
+    body = completion(prompt="abcdefgh", max_tokens=4000, stop="fg")
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abcde", "stop")
+    eventually(lambda: is_idle(client))
+
+
+def test_text_becomes_ids_and_text_again(client: httpx.Client) -> None:
+    tokenized = client.post("/tokenize", json={"prompt": "abc"}).json()
+    assert tokenized["count"] == 3
+    answer = client.post("/detokenize", json={"tokens": tokenized["tokens"]}).json()
+    assert answer == {"prompt": "abc"}
+    assert client.get("/tokenizer_info").json()["eos_token"] == "<eos>"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/models/unknown", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/tokenize", 405),
+        ("GET", "/docs", 404),
+    ],
+)
+def test_a_wrong_path_or_method_has_the_error_shape(
+    client: httpx.Client, method: str, path: str, status: int
+) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"[1]", "application/json", 400),
+        (b'{"model": "base", "prompt": "a", "n": 1e9}', "application/json", 400),
+        (b"model=base", "application/x-www-form-urlencoded", 415),
+        (b'"' + b"x" * (1 << 20) + b'"', "application/json", 413),
+    ],
+)
+def test_a_bad_body_has_the_error_shape(
+    client: httpx.Client, content: bytes, content_type: str, status: int
+) -> None:
+    headers = {"content-type": content_type}
+    response = client.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == status
+    error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"model": "unknown"}, 404, "model_not_found"),
+        ({"model": f"{RIG_BASE}:unknown"}, 404, "model_not_found"),
+        ({"model": f"{RIG_BASE}@7"}, 404, "model_not_found"),
+        ({"max_tokens": 70_000}, 400, "context_length_exceeded"),
+        ({"prompt": [[1, 2], [9_999_999]]}, 400, "invalid_value"),
+        ({"temperature": "hot"}, 400, "invalid_value"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_keeps_its_status_streamed_or_not(
+    client: httpx.Client, fields: dict[str, object], status: int, code: str, stream: bool
+) -> None:
+    response = client.post("/v1/completions", json=completion(stream=stream, **fields))
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+
+def test_the_clients_request_id_is_echoed_once_and_need_not_be_unique(
+    client: httpx.Client,
+) -> None:
+    def ask(i: int) -> httpx.Response:
+        body = completion(prompt=f"{chr(97 + i)}!", max_tokens=20)
+        return client.post("/v1/completions", json=body, headers={"x-request-id": "same"})
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(16)))
+    assert {tuple(a.headers.get_list("x-request-id")) for a in answers} == {("same",)}
+    assert [a.json()["choices"][0]["text"] for a in answers] == [
+        f"{chr(97 + i)}!" * 10 for i in range(16)
+    ]
+    assert len({answer.json()["id"] for answer in answers}) == 16
+    assert client.get("/live").headers["x-request-id"]
+
+
+# Clients that leave, and too many of them
+
+
+def test_a_client_that_leaves_a_stream_ends_its_request(client: httpx.Client) -> None:
+    before = metric(client, "vllm:request_success_total", finished_reason="abort")
+    body = completion(max_tokens=4000, stream=True, n=2)
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    eventually(lambda: is_idle(client), 2.0)
+    after = metric(client, "vllm:request_success_total", finished_reason="abort")
+    assert after - before == 2
+
+
+def test_a_client_that_gives_up_waiting_ends_its_request(client: httpx.Client) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=completion(max_tokens=4000), timeout=0.3)
+    eventually(lambda: is_idle(client), 2.0)
+    assert metric(client, "loraplex_open_engine_requests") == 0
+
+
+def test_too_many_requests_are_told_to_come_back(client: httpx.Client) -> None:
+    def ask(_: int) -> httpx.Response:
+        return client.post("/v1/completions", json=completion(max_tokens=400))
+
+    with ThreadPoolExecutor(240) as pool:
+        answers = list(pool.map(ask, range(240)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 80
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert error_of(refused)["code"] == "overloaded"
+    eventually(lambda: is_idle(client))
+
+
+# A registry that moves
+
+
+def test_an_adapter_whose_files_are_away_fails_alone_and_comes_back(
+    rig: Rig, client: httpx.Client
+) -> None:
+    known = rig.registry.snapshot()
+    late = rig.registry.add_adapter("late", known.bases[0], has_files=False)
+    rig.registry.write(Catalog(known.bases, (*known.adapters, late)))
+    eventually(lambda: client.get("/v1/models/late").status_code == 200)
+    refused = client.post("/v1/completions", json=completion(model="late", stream=True))
+    assert refused.status_code == 503
+    assert client.post("/v1/completions", json=completion()).status_code == 200
+    (rig.registry.folder / late.digest).mkdir()
+    assert client.post("/v1/completions", json=completion(model="late")).status_code == 200
+
+
+def test_what_is_known_is_served_while_the_registry_is_down(rig: Rig, client: httpx.Client) -> None:
+    catalog = rig.registry.folder / "catalog.json"
+    content = catalog.read_bytes()
+    catalog.unlink()
+    unknown = completion(model="unknown")
+    eventually(lambda: client.post("/v1/completions", json=unknown).status_code == 503)
+    assert client.post("/v1/completions", json=completion()).status_code == 200
+    assert client.get("/ready").status_code == 200
+    catalog.write_bytes(content)
+    eventually(lambda: client.post("/v1/completions", json=unknown).status_code == 404)
+
+
+# An engine that dies
+
+
+def test_an_engine_that_dies_ends_the_stream_with_an_error_and_is_replaced(
+    client: httpx.Client,
+) -> None:
+    prompt = [CRASH_TOKEN, 1, 2]
+    response = client.post("/v1/completions", json=completion(prompt=prompt, stream=True))
+    assert response.status_code == 200
+    assert "event: error" in response.text
+    assert events(response.text)[-1]["error"]["code"] == "engine_unavailable"  # type: ignore[index]
+    eventually(lambda: client.get("/health").status_code == 503)
+    refused = client.post("/v1/completions", json=completion())
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    eventually(lambda: client.get("/ready").status_code == 200, 40.0)
+    assert client.post("/v1/completions", json=completion()).status_code == 200
+
+
+# A new version of the base
+
+
+def test_a_new_version_of_a_base_takes_over_without_a_failed_request(
+    rig: Rig, client: httpx.Client, tmp_path: Path
+) -> None:
+    known = rig.registry.snapshot()
+    second = rig.registry.add_base(RIG_BASE, version=2)
+    rig.registry.write(Catalog((*known.bases, second), ()))
+    statuses: set[int] = set()
+
+    def has_taken_over() -> bool:
+        # A request during the hand-over goes to the version that its name means at that moment.
+        statuses.add(
+            client.post("/v1/completions", json=completion(model=f"{RIG_BASE}@1")).status_code
+        )
+        models = client.get("/v1/models").json()["data"]
+        return [model["root"] for model in models] == [f"{RIG_BASE}@2"] and (
+            client.get("/ready").status_code == 200
+        )
+
+    eventually(has_taken_over, 30.0)
+    assert client.post("/v1/completions", json=completion()).status_code == 200

@@ -1,0 +1,314 @@
+"""Registration, snapshots and fetching on the embedded SQLite store, also by several processes."""
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from registry.border import call
+from registry.cache import TEXT_FILES, Cache
+from registry.client import Registry
+from registry.errors import (
+    DigestMismatchError,
+    InvalidNameError,
+    NotFoundError,
+    RegistrationError,
+    RegistryError,
+    RegistryUnavailableError,
+)
+from registry.store import MlflowStore
+from tests.registry_helpers import (
+    ADAPTER_FACTS,
+    BASE_FACTS,
+    adapter_folder,
+    base_folder,
+    embedded,
+    embedded_uri,
+    register_adapter,
+    register_base,
+)
+
+
+def stored_files(home: Path) -> list[Path]:
+    return [path for path in (home / "artifacts").rglob("*") if path.is_file()]
+
+
+def test_registered_folder_resolves_and_comes_back_verified(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    base = register_base(registry, tmp_path)
+    adapter = register_adapter(registry, tmp_path)
+    found = registry.snapshot().resolve("tiny:pirate@champion")
+    assert (found.base, found.adapter) == (base, adapter)
+    assert adapter.base_digest == base.digest
+    assert (adapter.rank, adapter.targets) == (4, ("k_proj", "q_proj"))
+    assert (base.architecture, base.max_model_len) == ("LlamaForCausalLM", 64)
+    path = registry.fetch(adapter, Cache(tmp_path / "cache"))
+    assert sorted(p.name for p in path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_same_content_is_the_same_version_and_moves_the_alias(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    first = register_adapter(registry, tmp_path / "1", content=b"one")
+    second = register_adapter(registry, tmp_path / "2", content=b"two")
+    assert (first.version, second.version) == (1, 2)
+    assert registry.snapshot().resolve("pirate").adapter == second
+    again = register_adapter(registry, tmp_path / "3", content=b"one")
+    assert (again.version, again.aliases) == (1, ("champion",))
+    catalog = registry.snapshot()
+    assert len(catalog.adapters) == 2
+    assert catalog.resolve("pirate").adapter == again
+
+
+def test_version_without_alias_does_not_move_champion(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    first = register_adapter(registry, tmp_path, content=b"one")
+    register_adapter(registry, tmp_path, content=b"two", alias=None)
+    assert registry.snapshot().resolve("pirate").adapter == first
+
+
+def test_adapter_on_a_new_version_of_its_base_is_a_new_version(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    old = register_base(registry, tmp_path, content=b"old")
+    register_adapter(registry, tmp_path / "1")
+    new = register_base(registry, tmp_path, content=b"new")
+    assert registry.snapshot().resolve("tiny:pirate").base.digest == old.digest
+    assert register_adapter(registry, tmp_path / "2").version == 2
+    assert registry.snapshot().resolve("tiny:pirate").base.digest == new.digest
+
+
+def test_own_tags_are_kept_and_ours_are_reserved(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    folder = base_folder(tmp_path / "base")
+    with pytest.raises(RegistrationError, match="loraplex"):
+        registry.register_base(folder, "x", facts=BASE_FACTS, tags=(("loraplex.rank", "1"),))
+    base = registry.register_base(folder, "x", facts=BASE_FACTS, tags=(("team", "blue"),))
+    assert base.tags == (("team", "blue"),)
+
+
+def test_linked_base_is_held_once(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    folder = base_folder(tmp_path / "base")
+    base = registry.register_base(folder, "tiny", facts=BASE_FACTS, link=True)
+    tree = registry.fetch(base, Cache(tmp_path / "cache"))
+    assert (tree / "model.safetensors").samefile(folder / "model.safetensors")
+
+
+def test_text_files_come_without_weights_then_without_network(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    base = register_base(registry, tmp_path)
+    cache = Cache(tmp_path / "cache")
+    steps: list[tuple[str, int, int]] = []
+    text = registry.fetch(base, cache, TEXT_FILES, lambda *step: steps.append(step))
+    assert sorted(path.name for path in text.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "tokenizer.json",
+    ]
+    assert len(steps) == 3
+    for path in stored_files(tmp_path / "home"):
+        path.unlink()
+    assert registry.fetch(base, cache, TEXT_FILES) == text
+
+
+def test_tampered_artifact_is_refused(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    adapter = register_adapter(registry, tmp_path)
+    for path in stored_files(tmp_path / "home"):
+        if path.name == "adapter_model.safetensors":
+            path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(DigestMismatchError, match="adapter_model"):
+        registry.fetch(adapter, Cache(tmp_path / "cache"))
+
+
+def test_tampered_manifest_is_refused(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    base = register_base(registry, tmp_path)
+    for path in stored_files(tmp_path / "home"):
+        if path.name == "loraplex.json":
+            path.write_text("[]")
+    with pytest.raises(DigestMismatchError):
+        registry.fetch(base, Cache(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", ["a/b", "../a", "", "a b", "a:b", "a@b"])
+def test_illegal_name_is_refused(tmp_path: Path, name: str) -> None:
+    registry = embedded(tmp_path / "home")
+    with pytest.raises(InvalidNameError):
+        registry.register_base(base_folder(tmp_path / "base"), name, facts=BASE_FACTS)
+
+
+def test_unknown_base_is_refused(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    with pytest.raises(RegistrationError, match="no base model is named 'nobody'"):
+        register_adapter(registry, tmp_path, base="nobody")
+
+
+def test_name_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    with pytest.raises(RegistrationError, match="a base model already"):
+        register_adapter(registry, tmp_path, name="tiny")
+
+
+def test_folder_with_pickled_weights_only_is_refused(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    folder = base_folder(tmp_path / "base")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(RegistrationError, match=r"safetensors format; pytorch_model\.bin"):
+        registry.register_base(folder, "tiny", facts=BASE_FACTS)
+    with pytest.raises(RegistrationError, match="not a folder"):
+        registry.register_base(tmp_path / "nowhere", "tiny", facts=BASE_FACTS)
+
+
+def test_pickles_code_and_checkpoints_are_left_out(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    folder = base_folder(tmp_path / "base")
+    for name in ("optimizer.pt", "rng_state.pth", "training_args.bin", "modeling.py", ".hidden"):
+        (folder / name).write_bytes(b"x")
+    base_folder(folder / "checkpoint-100")
+    clean = registry.register_base(base_folder(tmp_path / "clean"), "clean", facts=BASE_FACTS)
+    assert registry.register_base(folder, "tiny", facts=BASE_FACTS).digest == clean.digest
+
+
+def test_symlink_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    folder = base_folder(tmp_path / "base")
+    (tmp_path / "secret").write_text("secret")
+    (folder / "extra.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(RegistrationError, match="symlink that leaves"):
+        registry.register_base(folder, "tiny", facts=BASE_FACTS)
+
+
+def test_hugging_face_cache_folder_is_taken(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    folder = base_folder(tmp_path / "models--tiny" / "snapshots" / "abc")
+    blobs = tmp_path / "models--tiny" / "blobs"
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "123")
+    (folder / "model.safetensors").symlink_to(Path("../../blobs/123"))
+    base = registry.register_base(folder, "tiny", facts=BASE_FACTS, link=True)
+    tree = registry.fetch(base, Cache(tmp_path / "cache"))
+    assert not (tree / "model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("step", ["finalize", "create_version", "set_alias"])
+def test_failed_registration_leaves_nothing(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = embedded(tmp_path / "home")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RegistryError("pulled the plug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, step, fail)
+        with pytest.raises(RegistryError, match="pulled the plug"):
+            register_base(registry, tmp_path)
+    assert registry.snapshot().entries() == ()
+    assert list(registry._store.models()) == []
+    assert stored_files(tmp_path / "home") == []
+
+
+def register_some(uri: str, folder: Path, writer: int) -> None:
+    registry = Registry(uri)
+    for number in range(4):
+        name = f"writer{writer}-{number}"
+        register_adapter(registry, folder / str(writer), name=name, content=name.encode())
+        registry.snapshot()
+    register_adapter(registry, folder / str(writer), name="shared", content=b"same")
+
+
+def test_two_processes_register_at_once(tmp_path: Path) -> None:
+    uri = embedded_uri(tmp_path / "home")
+    registry = Registry(uri)
+    register_base(registry, tmp_path)
+    context = multiprocessing.get_context("spawn")
+    children = [
+        context.Process(target=register_some, args=(uri, tmp_path, writer)) for writer in range(2)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    catalog = registry.snapshot()
+    assert len(catalog.adapters) == 9  # "shared" once
+    assert catalog.resolve("shared").adapter is not None
+
+
+def test_locked_database_is_tried_again_but_not_for_ever() -> None:
+    tries: list[int] = []
+
+    def locked_until(success: int) -> str:
+        tries.append(1)
+        if len(tries) < success:
+            raise MlflowException("(sqlite3.OperationalError) database is locked")
+        return "written"
+
+    assert call("writing", lambda: locked_until(3)) == "written"
+    with pytest.raises(RegistryUnavailableError, match=r"writing: .*locked"):
+        call("writing", lambda: locked_until(100))
+    assert len(tries) == 3 + 6
+
+
+def test_unknown_version_is_not_found(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    base = register_base(registry, tmp_path)
+    registry._store.delete_version(base.name, base.version)
+    with pytest.raises(NotFoundError):
+        registry.fetch(base, Cache(tmp_path / "cache"))
+
+
+def test_new_database_is_made_quietly_and_calls_nobody(tmp_path: Path) -> None:
+    program = (
+        "import socket, sys\n"
+        "def refuse(*a): sys.stderr.write(f'connects to {a}'); raise OSError('no network')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from registry.client import Registry\n"
+        f"print(Registry('sqlite:///{tmp_path}/new/home/mlflow.db').snapshot().entries())\n"
+    )
+    root = str(Path(__file__).parent.parent)
+    # MLflow reports nothing home from CI or tests of its own accord: take these hints away.
+    hints = ("CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY")
+    environment = {k: v for k, v in os.environ.items() if k not in hints} | {"PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.strip(), done.stderr) == ("()", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_progress_counts_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    folder = adapter_folder(tmp_path / "adapter")
+    (folder / "README.md").write_text("# Pirate")
+    total = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".md")
+    steps: list[tuple[str, int, int]] = []
+    with caplog.at_level(logging.INFO, "registry.manifest"):
+        registry.register_adapter(
+            folder,
+            "pirate",
+            base="tiny@champion",
+            facts=ADAPTER_FACTS,
+            progress=lambda *step: steps.append(step),
+        )
+    assert [stage for stage, _, _ in steps] == ["hash", "hash", "upload", "upload"]
+    assert steps[-1] == ("upload", total, total)
+    assert "README.md" in caplog.text

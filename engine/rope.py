@@ -1,0 +1,98 @@
+"""The table of rotary angles: cosine and sine of every position, computed once.
+
+Su et al., "RoFormer", arXiv 2104.09864. Scaled variants: linear (position interpolation, arXiv
+2306.15595), Llama 3's by wavelength, YaRN (arXiv 2309.00071). Float32 in Hugging Face's order of
+operations, so that angles agree with it. Knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    kind: Literal["default", "linear", "llama3", "yarn"]
+    theta: float
+    factor: float = 1.0
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def extended_len(self) -> int:
+        """YaRN is switched on by the config alone; `max_position_embeddings` often stays as is."""
+        return int(self.original_max_len * self.factor) if self.kind == "yarn" else 0
+
+
+def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
+    """-> [max_len, 2, head_dim / 2] float32, the attention factor included."""
+    inverse = _inverse_frequencies(rope, head_dim)
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
+    scale = _attention_factor(rope)
+    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
+
+
+def _inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    inverse = 1.0 / powers
+    if rope.kind == "linear":
+        return inverse / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, inverse)
+    if rope.kind == "yarn":
+        return _yarn(rope, powers, dim)
+    return inverse
+
+
+def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+    """Long waves are stretched by the factor, short ones left alone, those between blended."""
+    wavelength = 2 * math.pi / inverse
+    low = rope.original_max_len / rope.low_freq_factor
+    high = rope.original_max_len / rope.high_freq_factor
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (rope.original_max_len / wavelength - rope.low_freq_factor) / span
+    blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = torch.where(wavelength > low, inverse / rope.factor, inverse)
+    between = (wavelength >= high) & (wavelength <= low)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(rope: RopeConfig, powers: torch.Tensor, dim: int) -> torch.Tensor:
+    def dimension_of(rotations: float) -> float:
+        turns = math.log(rope.original_max_len / (rotations * 2 * math.pi))
+        return dim * turns / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _attention_factor(rope: RopeConfig) -> float:
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -57,7 +57,10 @@ TWO_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    made: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words, unk_token="<unk>"
+    )
+    return made
 
 
 @pytest.mark.parametrize("tags", [{"loraplex.base": "tiny"}, {"loraplex.kind": "adapter"}, {}])

@@ -8,9 +8,10 @@ The call says whether the engine took the request and still lives, the stream ca
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
@@ -96,8 +97,11 @@ class Generation:
             # for a replica or for its adapter.
             for request_id in {request_id for request_id, _ in self._open_choices}:
                 self._stream.abort(request_id)
-            self._response.cancel()
             self._open_choices.clear()
+            if not self._watch.done():
+                # A call that failed this very moment raises its failure here.
+                with suppress(RayError, RayServeException):
+                    self._response.cancel()
         self._watch.cancel()
         if self._late is not None:
             self._late.cancel()

@@ -33,7 +33,7 @@ def check_request(request: Request, limits: EngineLimits) -> None:
         )
     for is_ok, param, rule in _rules(request.params, limits.vocab_size):
         if not is_ok:
-            value = getattr(request.params, param)
+            value = str(getattr(request.params, param))[:100]
             raise InvalidRequestError(f"{param} is {value}, but must be {rule}", param)
     _check_length(len(prompt), request.params.max_tokens, limits)
 

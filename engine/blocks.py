@@ -10,7 +10,7 @@ Integers and bytes only; the tensors behind the ids are the runner's.
                          |  ^
                   publish|  |hold
                          v  |
-                        held, findable --release--> findable --allocate (least recently used)--> held
+                        held, findable --release--> findable --allocate (LRU)--> held
 """
 
 from __future__ import annotations

@@ -1,0 +1,151 @@
+"""One engine, one step at a time: schedule, execute, commit. One thread calls it.
+
+Holds the promise that a bad request fails alone: a request is checked before it is admitted, and
+when the runner raises, the requests of that batch end with an error and the engine goes on.
+Ignorant of threads, files and text.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from typing import Protocol
+
+from engine.admission import EngineLimits, check_request
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.errors import InvalidRequestError, UnknownAdapterError
+from engine.scheduler import Scheduler
+from engine.types import (
+    AdapterResidency,
+    EngineLoad,
+    Request,
+    Runner,
+    ScheduledBatch,
+    StepOutput,
+    TokenOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ModelFacts(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class AdapterStore(AdapterResidency, Protocol):
+    def on_device(self) -> tuple[str, ...]: ...
+    def on_host(self) -> tuple[str, ...]: ...
+    def remove(self, digest: str) -> bool:
+        """False: still referenced."""
+        ...
+
+
+class EngineRunner(Runner, Protocol):
+    @property
+    def model_config(self) -> ModelFacts: ...
+    @property
+    def adapters(self) -> AdapterStore: ...
+
+
+class Engine:
+    def __init__(self, config: EngineConfig, runner: EngineRunner) -> None:
+        model = runner.model_config
+        max_model_len = config.max_model_len or model.max_position_embeddings
+        if max_model_len > model.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model has "
+                f"{model.max_position_embeddings} positions"
+            )
+        if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
+            raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
+        self.limits = EngineLimits(
+            max_model_len, model.vocab_size, runner.num_blocks * config.block_size
+        )
+        self._runner = runner
+        self._adapters = runner.adapters
+        blocks = BlockPool(
+            runner.num_blocks,
+            config.block_size,
+            config.base_digest,
+            can_share=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            config, blocks, runner.adapters, model.eos_token_ids, max_model_len
+        )
+        self._leaving: set[str] = set()  # adapters that take no new requests
+        self._seeds = random.Random(config.seed)
+        self._num_steps = 0
+        self.is_stuck = False  # what waits, waits for something from outside: no use in a step
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request: Request) -> None:
+        check_request(request, self.limits)
+        if self.scheduler.has_request(request.request_id):
+            raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
+        if request.adapter is not None and not self.has_adapter(request.adapter):
+            raise UnknownAdapterError(f"adapter {request.adapter} is not loaded")
+        seed = request.params.seed
+        self.scheduler.add(
+            request, _as_int64(self._seeds.getrandbits(64) if seed is None else seed)
+        )
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self.scheduler.abort(request_id, choice)
+
+    def step(self) -> StepOutput:
+        batch = self.scheduler.schedule()
+        outputs = self._execute(batch)
+        self._num_steps += bool(batch.sequences)
+        self.is_stuck = not batch.sequences and not outputs
+        return StepOutput(tuple(outputs), self.load())
+
+    def load(self) -> EngineLoad:
+        return replace(
+            self.scheduler.load(),
+            num_steps=self._num_steps,
+            adapters_on_device=self._adapters.on_device(),
+            adapters_on_host=self._adapters.on_host(),
+        )
+
+    def has_adapter(self, digest: str) -> bool:
+        return digest not in self._leaving and self._adapters.has(digest)
+
+    def keep_adapter(self, digest: str) -> None:
+        """A load takes back an unload that still waits."""
+        self._leaving.discard(digest)
+
+    def retire_adapter(self, digest: str) -> bool:
+        """No new request may use it. False: some still do; ask again after the next step."""
+        self._leaving.add(digest)
+        if self.scheduler.uses_adapter(digest) or not self._adapters.remove(digest):
+            return False
+        self._leaving.discard(digest)
+        return True
+
+    def is_retiring(self, digest: str) -> bool:
+        return digest in self._leaving
+
+    def _execute(self, batch: ScheduledBatch) -> list[TokenOutput]:
+        if not batch.sequences:
+            return self.scheduler.commit(batch, ())
+        try:
+            samples = self._runner.execute(batch)
+        except Exception:
+            logger.exception("a step of %d sequences failed", len(batch.sequences))
+            return self.scheduler.fail(batch, "the engine failed in a step of this request")
+        return self.scheduler.commit(batch, samples)
+
+
+def _as_int64(seed: int) -> int:
+    """Any integer is a seed; those that differ by 2^64 are the same."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,166 @@
+"""The thread that owns the engine: commands from others between steps, steps while there is work.
+
+Everything others want of the engine travels through one queue. The thread sleeps on a condition
+when there is nothing to do. Ignorant of event loops and of what the commands are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from engine.core import Engine
+from engine.errors import EngineDeadError
+from engine.types import EngineLoad, StepOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine) -> None:
+        self.on_step: list[Callable[[StepOutput], None]] = []
+        self.on_death: list[Callable[[EngineDeadError], None]] = []
+        self.load: EngineLoad = engine.load()  # after the newest step or command
+        self._engine = engine
+        self._wakeup = threading.Condition()  # guards the next three
+        self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._is_stopping = False
+        self._death: EngineDeadError | None = None
+        self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []  # this thread's
+        self._step_began_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._wakeup:
+            self._is_stopping = True
+            self._wakeup.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        elif self._death is None:  # never started
+            self._die(EngineDeadError("the engine was stopped"))
+
+    def call(self, command: Callable[[], None]) -> Future[None]:
+        """Done between two steps. Once the loop has ended, the future holds EngineDeadError."""
+        future: Future[None] = Future()
+        with self._wakeup:
+            if self._death is None:
+                self._commands.append((command, future))
+                self._wakeup.notify()
+                return future
+        future.set_exception(self._death)
+        return future
+
+    def call_when_true(self, condition: Callable[[], bool]) -> Future[None]:
+        """The future is done when `condition`, asked now and after each step, is true."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        asked = self.call(lambda: self._awaited.append((condition, future)))
+        asked.add_done_callback(lambda done: _pass_error_on(done, future))
+        return future
+
+    def raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def last_step_age_s(self) -> float:
+        began_s = self._step_began_s
+        if self._death is not None:
+            return math.inf
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    def _run(self) -> None:
+        death = EngineDeadError("the engine was stopped")
+        try:
+            while self._wait_for_work():
+                self._turn()
+        except BaseException as error:
+            # Not only Exception: whatever ends this thread, those who wait must hear of it.
+            logger.exception("the engine's loop died")
+            death = EngineDeadError(f"the engine died: {type(error).__name__}")
+        finally:
+            self._die(death)
+
+    def _wait_for_work(self) -> bool:
+        with self._wakeup:
+            self._wakeup.wait_for(
+                lambda: (
+                    self._is_stopping
+                    or self._commands
+                    or (self._engine.has_work and not self._engine.is_stuck)
+                )
+            )
+            return not self._is_stopping
+
+    def _turn(self) -> None:
+        self._step_began_s = time.monotonic()
+        self._run_commands()
+        if self._engine.has_work:
+            step = self._engine.step()
+            self.load = step.load
+            _notify(self.on_step, step)
+        self._ask_awaited()
+        self.load = self._engine.load()
+        self._step_began_s = None
+
+    def _run_commands(self) -> None:
+        with self._wakeup:
+            commands = tuple(self._commands)
+            self._commands.clear()
+        for command, future in commands:
+            if future.set_running_or_notify_cancel():
+                _fulfil(command, future)
+
+    def _ask_awaited(self) -> None:
+        waiting, self._awaited = self._awaited, []
+        for condition, future in waiting:
+            if condition():
+                future.set_result(None)
+            else:
+                self._awaited.append((condition, future))
+
+    def _die(self, death: EngineDeadError) -> None:
+        with self._wakeup:
+            self._death = death
+            commands = tuple(self._commands)
+            self._commands.clear()
+        for _, future in commands:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(death)
+        for _, future in self._awaited:
+            future.set_exception(death)
+        self._awaited.clear()
+        _notify(self.on_death, death)
+
+
+def _notify(callbacks: list[Callable[[T], None]], value: T) -> None:
+    for callback in tuple(callbacks):
+        try:
+            callback(value)
+        except Exception:  # a listener's fault is not the engine's
+            logger.exception("a listener of the engine failed")
+
+
+def _fulfil(command: Callable[[], None], future: Future[None]) -> None:
+    try:
+        command()
+    except Exception as error:  # the caller's, who waits for it
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def _pass_error_on(source: Future[None], target: Future[None]) -> None:
+    error = source.exception()
+    if error is not None:
+        target.set_exception(error)

@@ -1,0 +1,175 @@
+"""The engine's async face: submit, abort and load from anywhere, tokens back once a step.
+
+All that touches the engine is handed to its loop and done between two steps. Adapter files are read
+by worker threads, so that a load never stalls a step. When the loop ends, whoever waits gets
+EngineDeadError. Ignorant of tensors, HTTP and Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from engine.admission import EngineLimits
+from engine.core import Engine
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.loop import EngineLoop
+from engine.streams import Streams
+from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+_NUM_READERS = 2  # threads that read adapter files
+
+
+class AdapterReader(Protocol):
+    def read(self, digest: str, path: str) -> Callable[[], None]:
+        """Reads and checks the files, on any thread. The result, called between two steps, makes
+        the adapter known to the engine."""
+        ...
+
+
+class EngineInterface(Protocol):
+    """What a process that owns an engine uses of it."""
+
+    @property
+    def model_limits(self) -> EngineLimits: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    async def submit(self, request: Request) -> None: ...
+    def abort(self, request_id: str, choice: int | None = None) -> None: ...
+    def subscribe(self, callback: Callable[[StepOutput], None]) -> None: ...
+    def on_death(self, callback: Callable[[EngineDeadError], None]) -> None: ...
+    async def load_adapter(self, name: str, digest: str, path: str) -> None: ...
+    async def unload_adapter(self, digest: str) -> None: ...
+    def has_adapter(self, digest: str) -> bool: ...
+    def load(self) -> EngineLoad: ...
+    def last_step_age_s(self) -> float: ...
+
+
+class AsyncEngine:
+    def __init__(self, engine: Engine, reader: AdapterReader) -> None:
+        self._engine = engine
+        self._reader = reader
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-reader")
+        self._loading: dict[str, Future[None]] = {}
+        self._loading_lock = threading.Lock()
+        self._streams = Streams()
+        self._loop = EngineLoop(engine)
+        self._loop.on_step.append(lambda step: self._streams.feed(step.outputs))
+        self._loop.on_death.append(self._streams.fail)
+
+    @property
+    def model_limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    def start(self) -> None:
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Returns when the step in progress has ended. What still runs is lost."""
+        self._loop.stop()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    async def submit(self, request: Request) -> None:
+        """Returns when the request is admitted; its tokens go to the subscribers."""
+        admitted = self._loop.call(lambda: self._engine.add_request(request))
+        try:
+            await asyncio.wrap_future(admitted)
+        except asyncio.CancelledError:
+            # Too late to take it back, perhaps; then nobody would read it.
+            admitted.add_done_callback(lambda done: self._abort_if_admitted(request, done))
+            raise
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """From any thread. Takes effect before the next step."""
+        self._loop.call(lambda: self._engine.abort(request_id, choice))
+
+    def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
+        """Called in the engine's thread once a step."""
+        self._loop.on_step.append(callback)
+
+    def on_death(self, callback: Callable[[EngineDeadError], None]) -> None:
+        """Called once, in the engine's thread, when its loop ends for whatever reason."""
+        self._loop.on_death.append(callback)
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """The outputs of all choices as they come. Closing it aborts what has not ended."""
+        stream = self._streams.open(request.request_id)
+        if stream is None:
+            raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
+        num_open = 0
+        try:
+            await self.submit(request)
+            num_open = request.params.n
+            while num_open:
+                output = await stream.next()
+                num_open -= output.finish_reason is not None
+                yield output
+        finally:
+            self._streams.close(request.request_id)
+            if num_open:
+                self.abort(request.request_id)
+
+    async def load_adapter(self, name: str, digest: str, path: str) -> None:
+        """Once per digest, however many ask at the same time. `name` is for the log only."""
+        self._loop.raise_if_dead()
+        if self.has_adapter(digest):
+            return
+        with self._loading_lock:
+            loading = self._loading.get(digest)
+            if loading is None:
+                loading = self._readers.submit(self._read_and_insert, name, digest, path)
+                self._loading[digest] = loading
+        await asyncio.shield(asyncio.wrap_future(loading))
+
+    async def unload_adapter(self, digest: str) -> None:
+        """New requests are refused at once; returns when those that use it have ended, or when a
+        load has taken the unload back."""
+        await asyncio.shield(
+            asyncio.wrap_future(self._loop.call_when_true(self._retirement(digest)))
+        )
+
+    def has_adapter(self, digest: str) -> bool:
+        return self._engine.has_adapter(digest)
+
+    def load(self) -> EngineLoad:
+        return self._loop.load
+
+    def last_step_age_s(self) -> float:
+        """How long the step in progress has taken so far; 0 when idle, infinite when dead."""
+        return self._loop.last_step_age_s()
+
+    def _abort_if_admitted(self, request: Request, admitted: Future[None]) -> None:
+        if not admitted.cancelled() and admitted.exception() is None:
+            self.abort(request.request_id)
+
+    def _read_and_insert(self, name: str, digest: str, path: str) -> None:
+        try:
+            insert = self._reader.read(digest, path)
+
+            def insert_and_keep() -> None:
+                insert()
+                self._engine.keep_adapter(digest)
+
+            self._loop.call(insert_and_keep).result()
+            logger.info("adapter %s loaded as %s", digest, name)
+        finally:
+            with self._loading_lock:
+                del self._loading[digest]
+
+    def _retirement(self, digest: str) -> Callable[[], bool]:
+        has_begun = False
+
+        def is_over() -> bool:
+            nonlocal has_begun
+            if has_begun and not self._engine.is_retiring(digest):
+                return True  # a load took it back
+            has_begun = True
+            return self._engine.retire_adapter(digest)
+
+        return is_over

@@ -1,0 +1,87 @@
+"""The KV tensors of one base, and how many blocks of them fit.
+
+A block holds `block_size` tokens of every layer. Which block belongs to whom is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModelError
+from engine.model_config import ModelConfig
+
+_DEFAULT_CPU_BYTES = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    k: tuple[torch.Tensor, ...]  # one [num_blocks, block_size, Hkv, D] a layer
+    v: tuple[torch.Tensor, ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.k[0].shape[1]
+
+
+def allocate_kv_cache(
+    model: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
+
+    def tensors() -> tuple[torch.Tensor, ...]:
+        # Zeros cost nothing on the CPU: the system hands out pages when they are first written.
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)
+        )
+
+    return KVCache(tensors(), tensors())
+
+
+def count_blocks(
+    model: ModelConfig,
+    config: EngineConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Called when weights and adapter pool are allocated: on CUDA the rest of the share is KV."""
+    if config.num_blocks is not None:
+        wanted = config.num_blocks
+    else:
+        size = _bytes_for_kv(model, config, device)
+        # More could only serve prefixes of requests that have left.
+        usable = config.max_num_seqs * -(-max_model_len // config.block_size)
+        wanted = min(size // block_bytes(model, config.block_size, dtype), usable)
+    if wanted < 1:
+        raise UnsupportedModelError(
+            f"no KV block fits: one needs {block_bytes(model, config.block_size, dtype)} bytes"
+        )
+    return wanted
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    return 2 * model.num_layers * block_size * model.kv_size * dtype.itemsize
+
+
+def _bytes_for_kv(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type == "cpu":
+        return _DEFAULT_CPU_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(total * config.device_memory_fraction) - (total - free)
+    return share - _activation_bytes(model, config)
+
+
+def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """An upper bound of what one step holds besides weights and KV, float32 copies included."""
+    per_token = 8 * model.hidden_size + 4 * model.intermediate_size + 4 * model.q_size
+    logits = 6 * config.max_num_seqs * model.vocab_size
+    return 4 * (config.max_num_batched_tokens * per_token + logits)

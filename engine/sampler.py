@@ -1,0 +1,167 @@
+"""Logits to Samples: per-row parameters as tensors, penalties, bans, the draw, log-probabilities.
+
+The arithmetic is the kernels'. A row depends on its own sequence only: its parameters, its tokens,
+and random numbers keyed by (seed, choice, position of the token drawn). A row that is not finite
+is reported and harms no other. Knows no blocks and no adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from engine.stopping import banned_token_ids
+from engine.types import Sample, SamplingParams, TokenLogprobs
+from engine.types import Sequence as Choice
+from kernels.sampling import add_bias_, apply_penalties_, ban_, draw, gather_logprobs
+
+_SEED_MASK = 2**64 - 1
+
+
+def sample(
+    logits: torch.Tensor,  # [R, V] float32, changed in place
+    choices: Sequence[Choice],  # one a row
+    eos_token_ids: Collection[int],
+) -> list[Sample]:
+    if not choices:
+        return []
+    is_finite = finite_rows(logits)
+    if not all(is_finite):
+        broken = torch.tensor([not ok for ok in is_finite], device=logits.device)
+        logits.masked_fill_(broken[:, None], 0.0)
+    wanted = [i for i, choice in enumerate(choices) if choice.request.params.logprobs is not None]
+    raw = logits[wanted] if wanted else logits  # a copy, taken before the changes
+    _change_(logits, choices, eos_token_ids)
+    drawn = _draw(logits, choices)
+    token_ids = drawn.tolist()
+    logprobs: dict[int, TokenLogprobs] = {}
+    if wanted:
+        limits = [choices[i].request.params.logprobs or 0 for i in wanted]
+        found = token_logprobs(raw, [token_ids[i] for i in wanted], limits)
+        logprobs = dict(zip(wanted, found, strict=True))
+    return [
+        Sample(token_ids[i], logprobs.get(i)) if is_finite[i] else Sample(None, is_finite=False)
+        for i in range(len(choices))
+    ]
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], limits: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Of each row its token and its `limit` most likely ones."""
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    own, ranks, top_ids, top = gather_logprobs(logits, ids, max(limits))
+    rows = zip(
+        token_ids, own.tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), limits, strict=True
+    )
+    return [
+        TokenLogprobs(
+            token_id, logprob, rank, tuple(zip(best[:limit], values[:limit], strict=True))
+        )
+        for token_id, logprob, rank, best, values, limit in rows
+    ]
+
+
+def finite_rows(logits: torch.Tensor) -> list[bool]:
+    """One pass: a NaN shows in both extremes, an infinity in one."""
+    low, high = torch.aminmax(logits, dim=-1)
+    finite: list[bool] = (low.isfinite() & high.isfinite()).tolist()
+    return finite
+
+
+def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    params = [choice.request.params for choice in choices]
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+    def integers(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=logits.device)
+
+    temperature = floats([p.temperature for p in params])
+    if not any(p.temperature for p in params):  # all greedy: no other number is looked at
+        zeros = integers([0]).expand(len(params))
+        return draw(logits, temperature, zeros, temperature, temperature, zeros, zeros, zeros)
+    seeds = np.array([choice.seed & _SEED_MASK for choice in choices], dtype=np.uint64)
+    return draw(
+        logits,
+        temperature,
+        integers([p.top_k for p in params]),
+        floats([p.top_p for p in params]),
+        floats([p.min_p for p in params]),
+        torch.from_numpy(seeds.view(np.int64)).to(logits.device),
+        integers([choice.choice for choice in choices]),
+        integers([len(choice.token_ids) for choice in choices]),
+    )
+
+
+def _change_(
+    logits: torch.Tensor, choices: Sequence[Choice], eos_token_ids: Collection[int]
+) -> None:
+    """Penalties, then bias, then bans."""
+    _penalize_(logits, choices)
+    biases = [
+        (row, token_id, value)
+        for row, choice in enumerate(choices)
+        for token_id, value in choice.request.params.logit_bias
+    ]
+    if biases:
+        rows, ids, values = zip(*biases, strict=True)
+        device = logits.device
+        add_bias_(
+            logits,
+            torch.tensor(rows, device=device),
+            torch.tensor(ids, device=device),
+            torch.tensor(values, dtype=torch.float32, device=device),
+        )
+    bans = [
+        (row, token_id)
+        for row, choice in enumerate(choices)
+        if choice.request.params.min_tokens
+        for token_id in banned_token_ids(choice, eos_token_ids)
+    ]
+    if bans:
+        pairs = torch.tensor(bans, device=logits.device)
+        ban_(logits, pairs[:, 0], pairs[:, 1])
+
+
+def _penalize_(logits: torch.Tensor, choices: Sequence[Choice]) -> None:
+    rows: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
+    ids: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
+    counts: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
+    for row, choice in enumerate(choices):
+        if not _has_penalty(choice.request.params):
+            continue
+        tokens = np.array(choice.token_ids, dtype=np.int64)
+        unique, places = np.unique(tokens, return_inverse=True)
+        output_places = places[choice.num_prompt_tokens :]
+        ids.append(unique)
+        counts.append(np.bincount(output_places, minlength=len(unique)))
+        rows.append(np.full(len(unique), row, dtype=np.int64))
+    if not rows:
+        return
+    params = [choice.request.params for choice in choices]
+    device = logits.device
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    apply_penalties_(
+        logits,
+        torch.from_numpy(np.concatenate(rows)).to(device),
+        torch.from_numpy(np.concatenate(ids)).to(device),
+        torch.from_numpy(np.concatenate(counts)).to(device),
+        floats([p.repetition_penalty for p in params]),
+        floats([p.presence_penalty for p in params]),
+        floats([p.frequency_penalty for p in params]),
+    )
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )

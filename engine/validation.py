@@ -1,0 +1,97 @@
+"""What registration asks before anything is stored: would the engine take this folder, and what is
+it?
+
+The same code that loads also judges here, so that nothing registered is refused later. Reads tensor
+by tensor; a base of any size needs the memory of its largest tensor. Knows no registry.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import UnsupportedModelError
+from engine.json_values import read_json
+from engine.model_config import lora_sites, read_model_config
+from engine.weights import expected_shapes, read_tensor, stream_tensors
+from lora.adapter import read_adapter
+
+MAX_RANK = 512
+_CHAT_TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseReport:
+    architecture: str
+    num_parameters: int  # a tied head is not counted again
+    vocab_size: int
+    max_len: int
+    has_chat_template: bool  # without one only raw completions can be served
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    rank: int  # the largest of any module
+    targets: tuple[str, ...]  # last parts of the module names, sorted
+    num_parameters: int
+    num_tensors: int
+    is_noop: bool  # it changes nothing
+    warnings: tuple[str, ...]
+
+
+def check_base(folder: Path) -> BaseReport:
+    """Raises UnsupportedModelError with the reason."""
+    config = read_model_config(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise UnsupportedModelError("the folder has no tokenizer.json")
+    for name, tensor in stream_tensors(folder, config):
+        if not bool(tensor.isfinite().all()):
+            raise UnsupportedModelError(f"{name} holds NaN or infinity")
+    has_template = _has_chat_template(folder)
+    warnings: list[str] = []
+    if not has_template:
+        warnings.append("no chat template: chat completions cannot be served")
+    if not config.eos_token_ids:
+        warnings.append("no end-of-sequence token: only max_tokens and stop strings end an answer")
+    return BaseReport(
+        architecture=config.architecture,
+        num_parameters=sum(math.prod(shape) for shape in expected_shapes(config).values()),
+        vocab_size=config.vocab_size,
+        max_len=config.max_len,
+        has_chat_template=has_template,
+        warnings=tuple(warnings),
+    )
+
+
+def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
+    """Raises AdapterError with the reason, UnsupportedModelError for the base's folder."""
+    config = read_model_config(base_folder)
+
+    def base_weight(module: str) -> torch.Tensor | None:
+        if module == "lm_head" and config.ties_embeddings:
+            module = "model.embed_tokens"
+        return read_tensor(base_folder, f"{module}.weight")
+
+    adapter = read_adapter(folder, "", lora_sites(config), MAX_RANK, base_weight)
+    warnings = []
+    if adapter.is_noop:
+        warnings.append("the adapter changes nothing: every lora_B or lora_A is zero")
+    return AdapterReport(
+        rank=adapter.rank,
+        targets=tuple(sorted({module.rsplit(".", 1)[-1] for module in adapter.modules})),
+        num_parameters=adapter.num_parameters,
+        num_tensors=2 * len(adapter.modules),
+        is_noop=adapter.is_noop,
+        warnings=tuple(warnings),
+    )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / _CHAT_TEMPLATE_FILE).is_file():
+        return True
+    values = read_json(folder / "tokenizer_config.json") or {}
+    return bool(values.get("chat_template"))

@@ -1,0 +1,196 @@
+"""Batches for a runner without a scheduler, and tiny random bases in Hugging Face's own format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
+from engine.types import (
+    Request,
+    Sample,
+    SamplingParams,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+)
+
+VOCAB = 131
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+_CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_base(
+    folder: Path, family: str = "llama", shard_bytes: int | None = None, **changes: object
+) -> Path:
+    """Saved with weights large enough that greedy choices are far apart."""
+    config_class, model_class = _CLASSES[family]
+    values: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "initializer_range": 0.15,
+    } | changes
+    torch.manual_seed(len(str(sorted(changes))) + len(family))
+    model: PreTrainedModel = model_class(config_class(**values))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.2)
+    if shard_bytes is None:
+        model.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+    return folder
+
+
+def make_adapter(folder: Path, base: Path, rank: int, targets: Many[str], seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(targets), init_lora_weights=False
+    )
+    model = get_peft_model(load_hf(base), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.08)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+def load_hf(folder: Path) -> PreTrainedModel:
+    _, model_class = _CLASSES[_family_of(folder)]
+    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _family_of(folder: Path) -> str:
+    return str(LlamaConfig.get_config_dict(folder)[0]["model_type"])
+
+
+def make_runner(folder: Path, device: str = "cpu", **changes: object) -> ModelRunner:
+    values: dict[str, object] = {
+        "model_path": str(folder),
+        "base_digest": "base",
+        "device": device,
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 128,
+        "adapter_pool_bytes": 16 * 1024 * 1024,
+        "adapter_host_bytes": 64 * 1024 * 1024,
+    }
+    return ModelRunner(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
+
+
+def make_sequence(
+    prompt: Many[int],
+    first_block: int = 0,
+    params: SamplingParams = GREEDY,
+    adapter: str | None = None,
+    choice: int = 0,
+    seed: int = 0,
+    num_blocks: int = 24,
+) -> Sequence:
+    request = Request(f"r{first_block}", tuple(prompt), params, adapter)
+    # Descending: a block table is not a range.
+    table = list(range(first_block + num_blocks - 1, first_block - 1, -1))
+    return Sequence(request, choice, seed, list(prompt), block_table=table)
+
+
+def part(sequence: Sequence, length: int | None = None) -> ScheduledSequence:
+    """The next `length` tokens of what is not computed yet, all by default."""
+    start = sequence.num_computed_tokens
+    end = len(sequence.token_ids) if length is None else start + length
+    return ScheduledSequence(sequence, start, end)
+
+
+def step(runner: ModelRunner, *parts: ScheduledSequence) -> tuple[Sample, ...]:
+    """Runs the parts and commits what they gave, as a scheduler would."""
+    samples = runner.execute(ScheduledBatch(parts))
+    for scheduled, answer in zip(parts, samples, strict=True):
+        scheduled.sequence.num_computed_tokens = scheduled.end
+        if answer.token_id is not None:
+            scheduled.sequence.token_ids.append(answer.token_id)
+    return samples
+
+
+@dataclass(slots=True)
+class Job:
+    """A sequence that joins at `starts_at` and whose prompt comes in chunks."""
+
+    sequence: Sequence
+    starts_at: int = 0
+    chunk: int = 1000
+    samples: list[Sample] = field(default_factory=list)
+
+
+def run_mixed(runner: ModelRunner, jobs: Many[Job], num_tokens: int) -> list[list[int]]:
+    """Steps until each job has its output: prefill chunks and decodes share steps."""
+    tick = 0
+    while any(job.sequence.num_output_tokens < num_tokens for job in jobs):
+        due = [
+            job
+            for job in jobs
+            if tick >= job.starts_at and job.sequence.num_output_tokens < num_tokens
+        ]
+        parts = []
+        for job in due:
+            left = len(job.sequence.token_ids) - job.sequence.num_computed_tokens
+            parts.append(part(job.sequence, min(job.chunk, left)))
+        for job, answer in zip(due, step(runner, *parts), strict=True):
+            job.samples.append(answer)
+        tick += 1
+    return [job.sequence.token_ids[job.sequence.num_prompt_tokens :] for job in jobs]
+
+
+def hf_greedy(model: torch.nn.Module, prompt: Many[int], num_tokens: int) -> list[int]:
+    """Without a cache: the plainest oracle there is."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            ids.append(int(hf_logits(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def hf_logits(model: torch.nn.Module, ids: Many[int]) -> torch.Tensor:
+    """[len(ids), V] float32"""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return logits.float()
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()

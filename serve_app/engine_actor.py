@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import ray
 
+from engine.admission import EngineLimits
 from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.service import EngineInterface
 from engine.types import EngineLoad, Request, StepOutput, TokenOutput
 from serve_app.metrics import EngineMetrics
@@ -25,15 +27,6 @@ from serve_app.stream_client import IngressLink
 logger = logging.getLogger(__name__)
 
 EngineFactory = Callable[[EngineConfig], EngineInterface]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What a front must know to refuse a request before it sends it."""
-
-    max_model_len: int
-    vocab_size: int
-    max_kv_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +49,20 @@ class EngineHost:
         self._links: dict[str, IngressLink] = {}  # by ingress id
         self._dialling: dict[str, asyncio.Task[IngressLink]] = {}
         self._heartbeat: asyncio.Task[None] | None = None
+        self.dead = asyncio.Event()
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._engine.subscribe(lambda step: loop.call_soon_threadsafe(self._on_step, step))
+
+        # Both are called in the engine's thread.
+        def on_step(step: StepOutput) -> None:
+            loop.call_soon_threadsafe(self._on_step, step)
+
+        def on_death(error: EngineDeadError) -> None:
+            loop.call_soon_threadsafe(self._on_death, error)
+
+        self._engine.subscribe(on_step)
+        self._engine.on_death(on_death)
         self._engine.start()
         self._heartbeat = loop.create_task(self._beat())
 
@@ -114,6 +117,12 @@ class EngineHost:
         for call, output in ended:
             assert output.finish_reason is not None
             self._end_choice(call, output.request_id, output.choice, output.finish_reason)
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        for call in set(self._calls.values()):
+            if not call.done.done():
+                call.done.set_exception(error)
+        self.dead.set()
 
     def _end_choice(self, call: _Call, request_id: str, choice: int, reason: str) -> None:
         self._metrics.end_choice(request_id, choice, reason, time.time())
@@ -184,13 +193,12 @@ class EngineActor:
         self._engine: EngineInterface | None = None
         self._host: EngineHost | None = None
 
-    async def start(self) -> ModelLimits:
+    async def start(self) -> EngineLimits:
         """Loads the model (minutes for a large one) and begins to serve."""
         self._engine = await asyncio.to_thread(self._factory, self._config)
         self._host = EngineHost(self._engine, self._engine_id, self._metrics)
         self._host.start()
-        limits = self._engine.model_limits
-        return ModelLimits(limits.max_model_len, limits.vocab_size, limits.max_kv_tokens)
+        return self._engine.model_limits
 
     async def submit(
         self, requests: tuple[Request, ...], reply_to: StreamAddress, adapter_name: str | None
@@ -223,8 +231,9 @@ class EngineActor:
         return self._metrics.text()
 
     async def wait_for_death(self) -> None:
-        """Never returns: the caller's await fails at once when this process dies."""
-        await asyncio.Event().wait()
+        """Returns when the engine's loop ended; fails at once when this process dies."""
+        assert self._host is not None
+        await self._host.dead.wait()
 
     async def stop(self) -> None:
         if self._host is not None:

@@ -39,13 +39,13 @@ class Front:
 
     base: BaseVersion
     app_name: str
-    handle: DeploymentHandle
+    handle: DeploymentHandle[object]
     description: BaseDescription
     text: BaseText
 
 
 class Gateway:
-    def __init__(self, manager: DeploymentHandle) -> None:
+    def __init__(self, manager: DeploymentHandle[object]) -> None:
         self.stream = StreamServer()
         self.view: PlatformView | None = None
         self._manager = manager
@@ -133,7 +133,7 @@ class Gateway:
             if view is not None:
                 revision = view.revision
                 await self.stream.listen(
-                    "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()
+                    "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
                 )
                 self._take(view)
 

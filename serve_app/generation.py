@@ -38,7 +38,7 @@ class Generation:
     def __init__(
         self,
         server: StreamServer,
-        handle: DeploymentHandle,
+        handle: DeploymentHandle[object],
         requests: tuple[Request, ...],
         adapter: AdapterVersion | None,
     ) -> None:
@@ -50,7 +50,9 @@ class Generation:
         }
         self._stream = server.open(request.request_id for request in requests)
         call = SubmitCall(requests, adapter, server.address)
-        self._response: DeploymentResponse = handle.submit.remote(call)
+        response = handle.submit.remote(call)
+        assert isinstance(response, DeploymentResponse)
+        self._response: DeploymentResponse[object] = response
         self._watch = self._loop.create_task(self._watch_call())
         self._late: asyncio.TimerHandle | None = None
 
@@ -101,7 +103,7 @@ class Generation:
             if not self._watch.done():
                 # A call that failed this very moment raises its failure here.
                 with suppress(RayError, RayServeException):
-                    self._response.cancel()
+                    self._response.cancel()  # type: ignore[no-untyped-call]
         self._watch.cancel()
         if self._late is not None:
             self._late.cancel()

@@ -62,11 +62,11 @@ def build_asgi(state: IngressState) -> ASGIApp:
     return Counted(app, state.metrics)
 
 
-@serve.ingress()  # type: ignore[untyped-decorator]
+@serve.ingress()
 class Ingress:
     """Wrapped by `ingress_application`."""
 
-    async def __init__(self, args: IngressArgs, manager: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(self, args: IngressArgs, manager: DeploymentHandle[object]) -> None:  # type: ignore[misc]
         self._gateway = Gateway(manager)
         replica_id = serve.get_replica_context().replica_id.unique_id
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -78,7 +78,7 @@ class Ingress:
 
 
 def ingress_application(args: IngressArgs, manager: serve.Application) -> serve.Application:
-    deployment = serve.deployment(Ingress).options(
+    deployment = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
         name="ingress",
         num_replicas=args.replicas,
         max_ongoing_requests=args.max_ongoing_requests,
@@ -87,4 +87,5 @@ def ingress_application(args: IngressArgs, manager: serve.Application) -> serve.
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
     )
-    return deployment.bind(args, manager)
+    application: serve.Application = deployment.bind(args, manager)
+    return application

@@ -112,12 +112,13 @@ class Manager:
             await asyncio.sleep(_STATUS_POLL_S)
 
     async def _reconcile(self, catalog: Catalog, registry_error: str | None) -> None:
-        has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+        has_gpu = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
         wanted = plan(self._models, catalog, has_gpu)
         status: ServeStatus = await asyncio.to_thread(serve.status)
         await self._create(wanted.specs, status)
         bases = tuple(_served(spec, status) for spec in wanted.specs)
-        is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         await self._publish(catalog, bases, wanted.missing, is_one_node, registry_error)
         if all(base.is_running for base in bases):
             self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
@@ -181,7 +182,7 @@ class Manager:
 
 
 def manager_application(args: PlatformArgs, sources: Sources) -> serve.Application:
-    deployment = serve.deployment(Manager).options(
+    deployment = serve.deployment(Manager).options(  # type: ignore[attr-defined]
         name="manager",
         num_replicas=1,
         max_ongoing_requests=1000,  # each ingress keeps one long poll open
@@ -190,8 +191,11 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         graceful_shutdown_timeout_s=1.0,
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )
-    # Without the models: a change there must reach `reconfigure` only, not a new deployment version.
-    return deployment.bind(args.model_copy(update={"models": ()}), sources)
+    # Without the models: a change there must reach `reconfigure` and nothing else.
+    application: serve.Application = deployment.bind(
+        args.model_copy(update={"models": ()}), sources
+    )
+    return application
 
 
 async def _refresh(

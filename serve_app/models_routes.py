@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -71,5 +73,5 @@ def _entry(gateway: Gateway, model: str, resolution: Resolution) -> Entry:
     }
 
 
-def _json(value: dict[str, str | list[Entry]] | Entry) -> Response:
+def _json(value: Mapping[str, object]) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")

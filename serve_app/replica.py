@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import ray
@@ -42,7 +43,7 @@ class EngineReplica:
         self._is_stopping = False
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
         engine_id = serve.get_replica_context().replica_id.unique_id
-        self._actor = EngineActor.options(
+        self._actor = EngineActor.options(  # type: ignore[attr-defined]
             num_cpus=0,
             num_gpus=1 if spec.device == "cuda" else 0,
             max_concurrency=spec.model.max_ongoing_requests + 64,
@@ -62,8 +63,10 @@ class EngineReplica:
                 await self._ensure_adapter(call.adapter)
             try:
                 await self._actor.submit.remote(call.requests, call.reply_to, name)
-            except UnknownAdapterError:  # it fell out of the engine's host memory
-                assert call.adapter is not None
+            except RayTaskError as error:
+                if call.adapter is None or not isinstance(root_cause(error), UnknownAdapterError):
+                    raise
+                # It fell out of the engine's host memory.
                 self._loading.pop(call.adapter.digest, None)
                 await self._ensure_adapter(call.adapter)
                 await self._actor.submit.remote(call.requests, call.reply_to, name)
@@ -100,7 +103,7 @@ class EngineReplica:
             "kv_usage": 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
         }
 
-    async def __del__(self) -> None:  # type: ignore[misc]  # Serve awaits it, after draining
+    async def __del__(self) -> None:  # Serve awaits it, after draining
         self._is_stopping = True
         if hasattr(self, "_actor"):
             ray.kill(self._actor)
@@ -127,19 +130,18 @@ class EngineReplica:
     async def _exit_with_the_actor(self) -> None:
         """A new process is the way back from a dead engine: Serve sees an exit within a second,
         where failing health checks take three periods."""
-        try:
+        with suppress(RayActorError):
             await self._actor.wait_for_death.remote()
-        except RayActorError:
-            if not self._is_stopping:
-                logger.error("the engine of %s died, this replica exits", self._spec.base.name)
-                await asyncio.sleep(_EXIT_DELAY_S)
-                os._exit(1)
+        if not self._is_stopping:
+            logger.error("the engine of %s died, this replica exits", self._spec.base.name)
+            await asyncio.sleep(_EXIT_DELAY_S)
+            os._exit(1)
 
 
 def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     model = spec.model
     bundle = {"CPU": 0.01, "GPU": 1.0}  # replica and actor share a node, hence its cache
-    deployment = serve.deployment(EngineReplica).options(
+    deployment = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]
         name="engine",
         num_replicas=model.replicas,
         max_ongoing_requests=model.max_ongoing_requests,
@@ -150,7 +152,8 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         ray_actor_options={"num_cpus": 0.01 if spec.device == "cuda" else 0},
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
     )
-    return deployment.bind(spec, sources)
+    application: serve.Application = deployment.bind(spec, sources)
+    return application
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from engine.admission import EngineLimits
 from engine.types import Request
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.config import ModelArgs
-from serve_app.engine_actor import EngineFactory, ModelLimits
+from serve_app.engine_actor import EngineFactory
 from serve_app.stream import StreamAddress
 
 
@@ -101,4 +102,4 @@ class BaseDescription:
     """What a front needs of a base: its text files, by name, and the limits of its engine."""
 
     files: dict[str, bytes]
-    limits: ModelLimits
+    limits: EngineLimits

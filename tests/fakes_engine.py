@@ -10,22 +10,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.admission import EngineLimits
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
 from engine.types import EngineLoad, FinishReason, Request, StepOutput, TokenOutput
 
 NUM_BLOCKS = 1024
 CRASH_TOKEN = 250
-
-
-@dataclass(frozen=True, slots=True)
-class PacedLimits:
-    max_model_len: int = 4096
-    vocab_size: int = 1 << 20
-    max_kv_tokens: int = NUM_BLOCKS * 16
 
 
 @dataclass(slots=True)
@@ -46,13 +40,14 @@ class PacedEngine:
     steps: int = 0
     _running: dict[str, _Running] = field(default_factory=dict)
     _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
+    _on_death: list[Callable[[EngineDeadError], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     @property
-    def model_limits(self) -> PacedLimits:
-        return PacedLimits()
+    def model_limits(self) -> EngineLimits:
+        return EngineLimits(max_model_len=4096, vocab_size=1 << 20, max_kv_tokens=NUM_BLOCKS * 16)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="paced-engine", daemon=True)
@@ -86,15 +81,23 @@ class PacedEngine:
     def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
         self._callbacks.append(callback)
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
-        raise NotImplementedError("the serving path reads the side stream")
-        yield
+    def on_death(self, callback: Callable[[EngineDeadError], None]) -> None:
+        self._on_death.append(callback)
+
+    def die(self) -> None:
+        """The loop ends as if a step had broken it."""
+        self.stop()
+        for callback in self._on_death:
+            callback(EngineDeadError("the step loop ended"))
 
     async def load_adapter(self, name: str, digest: str, path: str) -> None:
         self.loaded[digest] = name
 
     async def unload_adapter(self, digest: str) -> None:
         self.loaded.pop(digest, None)
+
+    def has_adapter(self, digest: str) -> bool:
+        return digest in self.loaded
 
     def load(self) -> EngineLoad:
         num = len(self._running)

@@ -73,7 +73,7 @@ def running_serve() -> Iterator[int]:
         )
         yield port
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 

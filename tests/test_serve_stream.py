@@ -16,6 +16,7 @@ from serve_app.metrics import EngineMetrics
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
     Abort,
+    Frame,
     FrameSplitter,
     Hello,
     Step,
@@ -159,6 +160,17 @@ async def test_an_ingress_that_goes_away_has_its_requests_aborted_and_may_come_b
         await asyncio.wait_for(second, 10)
 
 
+async def test_an_engine_whose_loop_ends_fails_every_call() -> None:
+    async with running_rig() as rig:
+        stream = rig.server.open(["r"])
+        call = rig.submit(new_request(max_tokens=100_000))
+        await stream.read()
+        rig.engine.die()
+        with pytest.raises(EngineDeadError, match="step loop ended"):
+            await asyncio.wait_for(call, 10)
+        await asyncio.wait_for(rig.host.dead.wait(), 10)
+
+
 async def test_a_wrong_token_gets_nothing() -> None:
     async with running_rig() as rig:
         rig.server.open(["r"])
@@ -199,7 +211,7 @@ async def test_a_stranger_may_not_make_the_ingress_hold_a_large_frame() -> None:
 
 def test_frames_survive_any_cut_of_the_bytes() -> None:
     output = TokenOutput("r", 0, 3, (7, 8), finish_reason="stop")
-    frames = [
+    frames: list[Frame] = [
         Hello("token", "e0"),
         Step((output,), EngineLoad(num_running=2, adapters_on_device=("d",)), False),
         Abort("r", None),

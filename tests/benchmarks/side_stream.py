@@ -106,9 +106,7 @@ def run_client(port: int, num_streams: int, num_tokens: int) -> None:
     num_tokens_read = sum(reads[-1][1] - reads[0][1] for reads in inside)
     span_s = sum(reads[-1][0] - reads[0][0] for reads in inside) / num_streams
     gaps_ms = [
-        (after[0] - before[0]) * 1000
-        for reads in inside
-        for before, after in pairwise(reads)
+        (after[0] - before[0]) * 1000 for reads in inside for before, after in pairwise(reads)
     ]
     emit(
         tokens_per_s=round(num_tokens_read / span_s, 1),

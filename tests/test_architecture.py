@@ -1,4 +1,4 @@
-"""The rooms and who may import whom, read from the source. A wrong import fails with file and line."""
+"""The rooms and who may import whom, read from the source."""
 
 import ast
 import sys
@@ -89,7 +89,12 @@ def test_transformers_is_read_only_by_the_gguf_converter() -> None:
 
 def test_environment_is_read_only_in_configuration_and_launcher() -> None:
     """Launching a child needs its environment; everything else takes settings as arguments."""
-    allowed = {"serve_app/config.py", "serve_app/commands/serve.py"}
+    allowed = {
+        "serve_app/config.py",
+        "serve_app/commands/serve.py",
+        "registry/__init__.py",  # before mlflow is imported: no telemetry, no progress bars
+        "registry/border.py",  # timeouts that MLflow reads from nowhere else
+    }
     wrong = []
     for room in ROOMS:
         for path in sources(room):

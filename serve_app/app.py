@@ -9,16 +9,16 @@ from functools import partial
 
 from ray.serve import Application
 
-from engine.factory import open_engine
+from serve_app.cached_registry import CachedRegistry
 from serve_app.config import PlatformArgs, cache_folder, tracking_uri
 from serve_app.ingress import ingress_application
 from serve_app.manager import manager_application
-from serve_app.topology import CachedRegistry, Sources
+from serve_app.topology import Sources
 
 
 def build(args: PlatformArgs) -> Application:
     open_registry = partial(CachedRegistry, tracking_uri(args.registry), cache_folder())
-    return build_with(args, Sources(open_registry, open_engine))
+    return build_with(args, Sources(open_registry, "engine.factory:open_engine"))
 
 
 def build_with(args: PlatformArgs, sources: Sources) -> Application:

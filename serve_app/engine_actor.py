@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -182,11 +183,10 @@ class EngineHost:
 class EngineActor:
     """The Ray face of `EngineHost`; `start` first. Dies with the replica that made it."""
 
-    def __init__(
-        self, config: EngineConfig, factory: EngineFactory, model_name: str, engine_id: str
-    ) -> None:
+    def __init__(self, config: EngineConfig, factory: str, model_name: str, engine_id: str) -> None:
+        """`factory`: "module:function"; only here is it imported."""
         self._config = config
-        self._factory = factory
+        self._factory: EngineFactory = pkgutil.resolve_name(factory)
         self._engine_id = engine_id
         # max_lora: the pool is limited by bytes, not by a number of adapters.
         self._metrics = EngineMetrics(model_name, engine_id, config.block_size, 0)

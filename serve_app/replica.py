@@ -48,7 +48,7 @@ class EngineReplica:
             num_gpus=1 if spec.device == "cuda" else 0,
             max_concurrency=spec.model.max_ongoing_requests + 64,
             max_restarts=0,
-        ).remote(config, sources.open_engine, spec.base.name, engine_id)
+        ).remote(config, sources.engine_factory, spec.base.name, engine_id)
         try:
             self._limits = await self._actor.start.remote()
         except RayTaskError as error:

@@ -26,7 +26,6 @@ from registry.catalog import Catalog
 from serve_app.app import build_with
 from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.topology import Sources
-from tests.fakes_engine import open_paced_engine
 from tests.fakes_registry import FolderRegistry
 
 RIG_BASE = "base"
@@ -106,7 +105,7 @@ def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None 
         base = registry.add_base(RIG_BASE)
         catalog = Catalog((base,), (registry.add_adapter(RIG_ADAPTER, base),))
     registry.write(catalog)
-    sources = Sources(partial(FolderRegistry, folder), open_paced_engine)
+    sources = Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
     serve.run(build_with(args, sources), name="api", route_prefix="/")
     return Rig(port, registry)
 

@@ -34,8 +34,6 @@ class ModelFacts(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def max_position_embeddings(self) -> int: ...
-    @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
@@ -48,6 +46,8 @@ class AdapterStore(AdapterResidency, Protocol):
 
 
 class EngineRunner(Runner, Protocol):
+    max_model_len: int
+
     @property
     def model_config(self) -> ModelFacts: ...
     @property
@@ -57,16 +57,10 @@ class EngineRunner(Runner, Protocol):
 class Engine:
     def __init__(self, config: EngineConfig, runner: EngineRunner) -> None:
         model = runner.model_config
-        max_model_len = config.max_model_len or model.max_position_embeddings
-        if max_model_len > model.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len is {max_model_len}, but the model has "
-                f"{model.max_position_embeddings} positions"
-            )
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
         self.limits = EngineLimits(
-            max_model_len, model.vocab_size, runner.num_blocks * config.block_size
+            runner.max_model_len, model.vocab_size, runner.num_blocks * config.block_size
         )
         self._runner = runner
         self._adapters = runner.adapters
@@ -77,7 +71,7 @@ class Engine:
             can_share=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
-            config, blocks, runner.adapters, model.eos_token_ids, max_model_len
+            config, blocks, runner.adapters, model.eos_token_ids, runner.max_model_len
         )
         self._leaving: set[str] = set()  # adapters that take no new requests
         self._seeds = random.Random(config.seed)

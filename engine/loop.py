@@ -109,8 +109,9 @@ class EngineLoop:
             step = self._engine.step()
             self.load = step.load
             _notify(self.on_step, step)
+        else:
+            self.load = self._engine.load()
         self._ask_awaited()
-        self.load = self._engine.load()
         self._step_began_s = None
 
     def _run_commands(self) -> None:
@@ -125,6 +126,7 @@ class EngineLoop:
         waiting, self._awaited = self._awaited, []
         for condition, future in waiting:
             if condition():
+                self.load = self._engine.load()
                 future.set_result(None)
             else:
                 self._awaited.append((condition, future))

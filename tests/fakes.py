@@ -1,0 +1,245 @@
+"""A runner and an adapter pool without tensors, that find out when policy breaks KV.
+
+`FakeRunner` keeps what every KV slot holds: a hash of adapter, salt and all tokens up to there.
+Each step it writes the slots of the scheduled positions and reads all earlier ones through the
+block table, as attention would: a block that is shared wrongly, recycled too soon or never computed
+is an assertion. The drawn token is a pure function of that hash, seed and choice, so `solo_tokens`
+says what a request must give whatever else runs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.blocks import BlockPool
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.scheduler import Scheduler
+from engine.stopping import banned_token_ids, ending
+from engine.types import (
+    Request,
+    Sample,
+    SamplingParams,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+EOS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    vocab_size: int = 16
+    max_model_len: int = 4096
+    eos_token_ids: tuple[int, ...] = (EOS,)
+
+
+@dataclass(slots=True)
+class FakePool:
+    """Room for `capacity` adapters at a time; idle ones are evicted as if for nothing."""
+
+    capacity: int = 100
+    known: set[str] = field(default_factory=set)
+    references: Counter[str] = field(default_factory=Counter)
+
+    def has(self, digest: str) -> bool:
+        return digest in self.known
+
+    def acquire(self, digest: str) -> bool:
+        assert digest in self.known
+        if self.references[digest] == 0 and len(self.on_device()) >= self.capacity:
+            return False
+        self.references[digest] += 1
+        return True
+
+    def release(self, digest: str) -> None:
+        assert self.references[digest] > 0, f"{digest} released more often than acquired"
+        self.references[digest] -= 1
+
+    def remove(self, digest: str) -> bool:
+        if self.references[digest]:
+            return False
+        self.known.discard(digest)
+        return True
+
+    def on_device(self) -> tuple[str, ...]:
+        return tuple(digest for digest, count in self.references.items() if count)
+
+    def on_host(self) -> tuple[str, ...]:
+        return tuple(sorted(self.known))
+
+
+class FakeRunner:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        adapters: FakePool | None = None,
+        model: FakeModel | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.adapters = adapters or FakePool()
+        self.model_config = model or FakeModel()
+        self.max_model_len = self.model_config.max_model_len
+        self.kv: list[int | None] = [None] * (num_blocks * block_size)
+        self.batches: list[tuple[tuple[str, int, int, int], ...]] = []
+        self.fail_next: BaseException | None = None
+        self.not_finite: set[str] = set()  # request ids
+
+    def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
+        self.batches.append(
+            tuple(
+                (s.sequence.request.request_id, s.sequence.choice, s.start, s.end)
+                for s in batch.sequences
+            )
+        )
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        for item in batch.sequences:
+            self._write(item)
+        return tuple(self._sample(item) for item in batch.sequences)
+
+    def _write(self, item: ScheduledSequence) -> None:
+        sequence = item.sequence
+        hashes = prefix_hashes(sequence.request, sequence.token_ids)
+        for position in range(item.start, item.end):
+            self.kv[self._slot(sequence, position)] = hashes[position]
+
+    def _sample(self, item: ScheduledSequence) -> Sample:
+        """Reads after all have written: a slot written by two is seen by one of them."""
+        sequence = item.sequence
+        hashes = prefix_hashes(sequence.request, sequence.token_ids)
+        for position in range(item.end):
+            assert self.kv[self._slot(sequence, position)] == hashes[position], (
+                f"KV of {sequence.request.request_id} at position {position} is not its own"
+            )
+        prompt_logprobs = self._prompt_logprobs(item)
+        if not item.samples:
+            return Sample(None, prompt_logprobs=prompt_logprobs)
+        if sequence.request.request_id in self.not_finite:
+            return Sample(None, is_finite=False)
+        token = draw(sequence, self.model_config)
+        wants = sequence.request.params.logprobs is not None
+        logprobs = TokenLogprobs(token, -1.0, 1, ()) if wants else None
+        return Sample(token, logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, item: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
+        prompt = item.sequence.request.prompt_token_ids
+        if item.sequence.request.params.prompt_logprobs is None:
+            return ()
+        return tuple(
+            TokenLogprobs(prompt[position], -float(position), 1, ())
+            for position in range(item.start + 1, min(item.end + 1, len(prompt)))
+        )
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        block = sequence.block_table[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+
+def prefix_hashes(request: Request, token_ids: list[int]) -> list[int]:
+    value = zlib.crc32(f"{request.adapter}/{request.cache_salt}".encode())
+    hashes = []
+    for token in token_ids:
+        value = zlib.crc32(token.to_bytes(4, "little"), value)
+        hashes.append(value)
+    return hashes
+
+
+def draw(sequence: Sequence, model: FakeModel) -> int:
+    last = prefix_hashes(sequence.request, sequence.token_ids)[-1]
+    value = zlib.crc32(f"{last}/{sequence.seed}/{sequence.choice}".encode())
+    banned = banned_token_ids(sequence, model.eos_token_ids)
+    allowed = [token for token in range(model.vocab_size) if token not in banned]
+    return allowed[value % len(allowed)]
+
+
+def solo_tokens(request: Request, choice: int, model: FakeModel) -> tuple[int, ...]:
+    """What the choice must give, from the request alone. Its seed must be set."""
+    assert request.params.seed is not None
+    sequence = Sequence(request, choice, request.params.seed, list(request.prompt_token_ids))
+    while ending(sequence, model.eos_token_ids, model.max_model_len) is None:
+        sequence.token_ids.append(draw(sequence, model))
+    return tuple(sequence.token_ids[len(request.prompt_token_ids) :])
+
+
+def make_config(**overrides: int | bool | str | None) -> EngineConfig:
+    settings: dict[str, int | bool | str | None] = {
+        "model_path": "/nowhere",
+        "base_digest": "base",
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    }
+    return EngineConfig(**(settings | overrides))  # type: ignore[arg-type]
+
+
+def make_request(
+    request_id: str = "r",
+    prompt: list[int] | int = 4,
+    adapter: str | None = None,
+    cache_salt: str = "",
+    **params: object,
+) -> Request:
+    """A number as prompt is that many different tokens."""
+    ids = [1 + i % 15 for i in range(prompt)] if isinstance(prompt, int) else prompt
+    settings: dict[str, object] = {"max_tokens": 4, "ignore_eos": True, "seed": 0}
+    sampling = SamplingParams(**(settings | params))  # type: ignore[arg-type]
+    return Request(request_id, tuple(ids), sampling, adapter, cache_salt)
+
+
+def make_engine(
+    runner: FakeRunner | None = None, **config: int | bool | str | None
+) -> tuple[Engine, FakeRunner]:
+    runner = runner or FakeRunner()
+    return Engine(make_config(block_size=runner.block_size, **config), runner), runner
+
+
+def make_scheduler(
+    num_blocks: int = 10, adapters: FakePool | None = None, **config: int | bool | str | None
+) -> tuple[Scheduler, BlockPool]:
+    settings = make_config(**config)
+    blocks = BlockPool(
+        num_blocks, settings.block_size, "base", can_share=settings.enable_prefix_caching
+    )
+    return Scheduler(settings, blocks, adapters or FakePool(), (EOS,), 4096), blocks
+
+
+def run_step(scheduler: Scheduler, token: int = 7) -> tuple[ScheduledBatch, list[TokenOutput]]:
+    """A step whose every draw is the same token."""
+    batch = scheduler.schedule()
+    samples = [Sample(token if item.samples else None) for item in batch.sequences]
+    return batch, scheduler.commit(batch, samples)
+
+
+def ranges(batch: ScheduledBatch) -> list[tuple[str, int, int, int]]:
+    """(request, choice, start, end) of a batch."""
+    return [
+        (item.sequence.request.request_id, item.sequence.choice, item.start, item.end)
+        for item in batch.sequences
+    ]
+
+
+def check_invariants(scheduler: Scheduler, blocks: BlockPool, adapters: FakePool) -> None:
+    """Holds between any two calls."""
+    held = Counter(block for s in scheduler.running for block in s.block_table)
+    for block in range(blocks.num_blocks):
+        assert blocks.num_references(block) == held[block], f"block {block}"
+    assert blocks.num_free == blocks.num_blocks - len(held)
+    assert all(len(set(s.block_table)) == len(s.block_table) for s in scheduler.running)
+    assert all(not s.block_table and not s.num_computed_tokens for s in scheduler.waiting)
+    users = Counter(s.request.adapter for s in scheduler.running if s.request.adapter)
+    assert +adapters.references == users
+    for line in (scheduler.running, scheduler.waiting):
+        assert [s.ordinal for s in line] == sorted(s.ordinal for s in line)
+    owners: dict[int, tuple[str | None, str]] = {}
+    for s in scheduler.running:
+        owner = (s.request.adapter, s.request.cache_salt)
+        assert all(owners.setdefault(block, owner) == owner for block in s.block_table)

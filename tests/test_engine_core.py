@@ -1,0 +1,184 @@
+"""The engine step by step: what it refuses, and how failures stay where they happened."""
+
+import math
+
+import pytest
+
+from engine.core import Engine
+from engine.errors import ContextLengthError, InvalidRequestError, UnknownAdapterError
+from engine.types import TokenOutput
+from tests.fakes import FakeModel, FakePool, FakeRunner, make_engine, make_request, solo_tokens
+
+
+def run(engine: Engine) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+    return outputs
+
+
+def test_a_request_gives_the_same_tokens_alone_and_among_others() -> None:
+    engine, runner = make_engine(FakeRunner(num_blocks=12), max_num_batched_tokens=7)
+    requests = [make_request(f"r{i}", 3 + 2 * i, seed=i, max_tokens=20) for i in range(5)]
+    for request in requests:
+        engine.add_request(request)
+    outputs = run(engine)
+    for request in requests:
+        tokens = [t for o in outputs if o.request_id == request.request_id for t in o.token_ids]
+        assert tuple(tokens) == solo_tokens(request, 0, runner.model_config)
+    load = engine.load()
+    assert load.num_preemptions > 0
+    assert load.num_free_blocks == 12
+    assert load.num_steps == len(runner.batches)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, 16]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 17}, "prompt_logprobs"),
+        ({"stop_token_ids": (16,)}, "stop_token_ids"),
+        ({"logit_bias": ((16, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((1, math.nan),)}, "logit_bias"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(
+    params: dict[str, object], param: str
+) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.add_request(make_request(**params))  # type: ignore[arg-type]
+    assert caught.value.param == param
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "words"),
+    [
+        (64, 100, "the model's limit is 100 tokens (max_model_len)"),
+        (25, 4096, "all KV blocks together hold 100 tokens"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_both_numbers(
+    num_blocks: int, max_model_len: int, words: str
+) -> None:
+    model = FakeModel(max_model_len=max_model_len)
+    engine, _ = make_engine(FakeRunner(num_blocks, model=model))
+    with pytest.raises(ContextLengthError) as too_long:
+        engine.add_request(make_request(prompt=101, max_tokens=0))
+    assert str(too_long.value) == f"prompt has 101 tokens, but {words}"
+    with pytest.raises(InvalidRequestError, match="max_tokens 5 make 101 tokens") as too_many:
+        engine.add_request(make_request(prompt=96, max_tokens=5))
+    assert too_many.value.param == "max_tokens"
+    engine.add_request(make_request(prompt=96, max_tokens=4))
+    assert sum(len(o.token_ids) for o in run(engine)) == 4
+    engine.add_request(make_request(prompt=100, max_tokens=0))
+    assert [(o.token_ids, o.finish_reason) for o in run(engine)] == [((), "length")]
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
+    engine, _ = make_engine()
+    engine.add_request(make_request("a"))
+    with pytest.raises(InvalidRequestError, match="request id a is in use"):
+        engine.add_request(make_request("a"))
+    run(engine)
+    engine.add_request(make_request("a"))
+
+
+def test_an_adapter_that_is_not_loaded_is_refused() -> None:
+    engine, _ = make_engine()
+    with pytest.raises(UnknownAdapterError, match="adapter x is not loaded"):
+        engine.add_request(make_request(adapter="x"))
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
+    engine, runner = make_engine()
+    runner.adapters.known.add("x")
+    engine.add_request(make_request("a", 4, "x", n=2))
+    runner.fail_next = RuntimeError("secret details of the device")
+    outputs = engine.step().outputs
+    assert [(o.choice, o.finish_reason) for o in outputs] == [(0, "error"), (1, "error")]
+    assert outputs[0].error == "the engine failed in a step of this request"
+    assert engine.load().num_free_blocks == 64
+    assert not +runner.adapters.references
+    engine.add_request(make_request("b"))
+    assert run(engine)[-1].finish_reason == "length"
+
+
+def test_logits_that_are_not_finite_end_only_their_own_sequence() -> None:
+    engine, runner = make_engine()
+    runner.not_finite.add("bad")
+    engine.add_request(make_request("bad"))
+    engine.add_request(make_request("good", [5, 6]))
+    outputs = run(engine)
+    assert [(o.finish_reason, o.error) for o in outputs if o.request_id == "bad"] == [
+        ("error", "the model's logits are not finite")
+    ]
+    assert [o.finish_reason for o in outputs if o.request_id == "good"][-1] == "length"
+    assert engine.load().num_free_blocks == 64
+
+
+def test_min_tokens_keeps_the_end_away() -> None:
+    model = FakeModel(vocab_size=2)  # every second draw would be EOS
+    engine, _ = make_engine(FakeRunner(model=model))
+    for i in range(8):
+        engine.add_request(
+            make_request(f"r{i}", [1], seed=i, ignore_eos=False, min_tokens=3, max_tokens=30)
+        )
+    lengths = dict.fromkeys((f"r{i}" for i in range(8)), 0)
+    for output in run(engine):
+        lengths[output.request_id] += len(output.token_ids)
+    assert min(lengths.values()) > 3
+    assert min(lengths.values()) < 30
+
+
+def test_seeds_are_drawn_for_requests_without_one_and_folded_into_64_bits() -> None:
+    engine, _ = make_engine()
+    for i, seed in enumerate([None, None, 2**63, -(2**63) - 1, 5]):
+        engine.add_request(make_request(f"r{i}", [1], seed=seed))
+    seeds = [sequence.seed for sequence in engine.scheduler.waiting]
+    assert seeds[0] != seeds[1]
+    assert seeds[2:] == [-(2**63), 2**63 - 1, 5]
+
+
+def test_a_retired_adapter_leaves_with_its_last_request() -> None:
+    engine, runner = make_engine(FakeRunner(adapters=FakePool(known={"x"})))
+    engine.add_request(make_request("a", adapter="x"))
+    assert not engine.retire_adapter("x")
+    with pytest.raises(UnknownAdapterError):
+        engine.add_request(make_request("b", adapter="x"))
+    assert run(engine)[-1].finish_reason == "length"
+    assert engine.retire_adapter("x")
+    assert not runner.adapters.has("x")
+
+
+def test_an_abort_frees_everything_and_says_so_once() -> None:
+    engine, runner = make_engine(FakeRunner(adapters=FakePool(known={"x"})))
+    engine.add_request(make_request("a", 9, "x", n=2, max_tokens=30))
+    engine.step()
+    engine.step()
+    engine.abort("a", 1)
+    engine.abort("a", 1)
+    assert [(o.choice, o.finish_reason) for o in engine.step().outputs] == [(1, "abort"), (0, None)]
+    engine.abort("a")
+    engine.abort("unknown")
+    assert engine.load().num_free_blocks == 64
+    assert not +runner.adapters.references
+    assert [(o.choice, o.finish_reason) for o in run(engine)] == [(0, "abort")]

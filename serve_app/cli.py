@@ -1,0 +1,55 @@
+"""`loraplex`: the command line. Each command lives in `serve_app/commands/`; here they meet, and a
+failure becomes one sentence on stderr and exit code 1.
+
+Only the command that is called is imported: torch, MLflow and Ray take seconds, a chat needs none.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from engine.errors import EngineError
+from registry.errors import RegistryError
+from serve_app.commands.common import Failure
+
+COMMANDS = ("serve", "register", "models", "chat", "bench", "doctor")
+
+
+def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    app = typer.Typer(
+        name="loraplex",
+        help="Many LoRA adapters on few base models, behind one OpenAI-compatible endpoint.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name in names:
+        module = import_module(f"serve_app.commands.{name}")
+        if name == "register":
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(getattr(module, name))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    called = [words[0]] if words and words[0] in COMMANDS else COMMANDS
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        build(called)(words, prog_name="loraplex")
+    except (Failure, RegistryError, EngineError, OSError) as error:
+        Console(stderr=True).print("[red]error:[/]", Text(str(error)), soft_wrap=True)
+        sys.exit(1)
+
+
+def _root() -> None:
+    """Keeps `loraplex NAME` a group of commands even where only one was imported."""

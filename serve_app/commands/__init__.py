@@ -1,0 +1,1 @@
+"""The commands of `loraplex`, one a file. Ignorant of Ray, except that `serve` starts its CLI."""

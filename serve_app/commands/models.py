@@ -1,0 +1,71 @@
+"""`loraplex models`: what the registry knows, or what a running server serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import httpx
+import typer
+from rich.table import Table
+from rich.tree import Tree
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app.commands.common import console, served_models
+from serve_app.commands.store import Uri, open_registry
+
+_DIGEST_CHARS = 12
+
+
+def models(
+    url: Annotated[str | None, typer.Option("--url", help="Ask this running server")] = None,
+    tracking_uri: Uri = None,
+) -> None:
+    """List base models and their adapters."""
+    if url is None:
+        _print_catalog(open_registry(tracking_uri).snapshot())
+    else:
+        _print_served(url.rstrip("/"))
+
+
+def _print_catalog(catalog: Catalog) -> None:
+    if not catalog.bases and not catalog.rejected:
+        console.print("The registry is empty; try: loraplex demo, or loraplex register base")
+    for base in catalog.bases:
+        tree = Tree(f"[bold]{_pointer(base)}[/]  {base.architecture}  {_digest(base)}")
+        own = [
+            adapter
+            for adapter in catalog.adapters
+            if (adapter.base_name, adapter.base_digest) == (base.name, base.digest)
+        ]
+        for adapter in own:
+            targets = ",".join(adapter.targets)
+            tree.add(f"{_pointer(adapter)}  rank {adapter.rank}  {targets}  {_digest(adapter)}")
+        console.print(tree, soft_wrap=True, highlight=False)
+    for one in catalog.rejected:
+        console.print(
+            f"cannot be served: {one.name}@{one.version}: {one.reason}",
+            style="yellow",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _pointer(version: BaseVersion | AdapterVersion) -> str:
+    aliases = "".join(f" @{alias}" for alias in version.aliases)
+    return f"{version.name}@{version.version}{aliases}"
+
+
+def _digest(version: BaseVersion | AdapterVersion) -> str:
+    return f"[dim]{version.digest[:_DIGEST_CHARS]}[/]"
+
+
+def _print_served(url: str) -> None:
+    with httpx.Client(timeout=10) as client:
+        served = served_models(client, url)
+    table = Table("model", "base", "version", "context", box=None)
+    for line in served:
+        name = line.id if line.parent is None else f"{line.parent}:{line.id}"
+        table.add_row(name, line.parent or "", line.root or "", str(line.max_model_len or ""))
+    console.print(table)

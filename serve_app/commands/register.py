@@ -1,0 +1,88 @@
+"""`loraplex register base|adapter`: check a folder and put it into the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from registry.cache import Cache
+from registry.catalog import DEFAULT_ALIAS
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app import config
+from serve_app.commands.common import byte_progress, console
+from serve_app.commands.store import Uri, open_registry
+from serve_app.register import register_adapter, register_base
+
+app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="Folder with the files")]
+Name = Annotated[str, typer.Option("--name", help="Name to register it under")]
+Alias = Annotated[str, typer.Option("--alias", help="Alias that points to this version")]
+
+
+@app.command()
+def base(
+    folder: Folder, name: Name, alias: Alias = DEFAULT_ALIAS, tracking_uri: Uri = None
+) -> None:
+    """Register a base model: a Hugging Face folder with config.json and safetensors."""
+    registry = open_registry(tracking_uri)
+    with byte_progress() as progress:
+        registered = register_base(registry, folder, name, alias=alias, progress=progress)
+    version = registered.version
+    _print_version(
+        "Base model",
+        version,
+        {
+            "architecture": version.architecture,
+            "parameters": f"{version.num_parameters:,}",
+            "context": f"{version.max_model_len or 'unknown'} tokens",
+        },
+    )
+    _print_warnings(registered.warnings)
+
+
+@app.command()
+def adapter(
+    folder: Folder,
+    name: Name,
+    base: Annotated[str, typer.Option("--base", help="Registered NAME, NAME@ALIAS or NAME@N")],
+    alias: Alias = DEFAULT_ALIAS,
+    tracking_uri: Uri = None,
+) -> None:
+    """Register a LoRA adapter: a PEFT folder with adapter_config.json and safetensors."""
+    registry = open_registry(tracking_uri)
+    cache = Cache(config.cache_folder())
+    with byte_progress() as progress:
+        registered = register_adapter(
+            registry, folder, name, base, cache=cache, alias=alias, progress=progress
+        )
+    version = registered.version
+    _print_version(
+        "Adapter",
+        version,
+        {
+            "base": version.base_name,
+            "rank": str(version.rank),
+            "targets": ", ".join(version.targets),
+            "parameters": f"{version.num_parameters:,}",
+        },
+    )
+    _print_warnings(registered.warnings)
+
+
+def _print_version(kind: str, version: BaseVersion | AdapterVersion, facts: dict[str, str]) -> None:
+    console.print(f"{kind} [bold]{version.name}[/] version {version.version} is registered")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    aliases = ", ".join(version.aliases) or "none"
+    for key, value in {"digest": version.digest, "aliases": aliases, **facts}.items():
+        table.add_row(f"[dim]{key}[/]", value)
+    console.print(table)
+
+
+def _print_warnings(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        console.print("[yellow]warning:[/]", Text(warning))

@@ -1,0 +1,16 @@
+"""How a command opens the registry, and the option for it. Apart: MLflow loads slowly."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from registry.client import Registry
+from serve_app import config
+
+Uri = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow, instead of the default")]
+
+
+def open_registry(tracking_uri: str | None) -> Registry:
+    return Registry(config.tracking_uri(config.RegistryArgs(tracking_uri=tracking_uri)))

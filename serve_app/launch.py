@@ -1,0 +1,167 @@
+"""`serve run` as a child that can be ended without a trace: one session, one temp folder, one log.
+
+Everything Ray starts stays in the child's session (workers change their process group, not their
+session: seen with Ray 2.60), so the session says what still runs. Linux only. Knows nothing of
+models, terminals or the environment: the caller hands the child's environment in.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
+# After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
+_GENTLE_S, _FIRM_S = 30.0, 8.0
+
+
+class LaunchError(Exception):
+    """The server cannot be started; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    process: subprocess.Popen[bytes]
+    log: Path
+    temp_folder: Path
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+@contextmanager
+def only_one(home: Path, url: str) -> Iterator[None]:
+    """Held while a server of this home runs; the kernel frees it when we die."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "serve.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip() or "another process"
+            raise LaunchError(f"loraplex serve already runs with home {home}: {other}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} at {url}\n")
+        file.flush()
+        yield
+
+
+def check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} on {host} cannot be used ({error.strerror}); stop what listens "
+                "there, or change http_options.port in the file"
+            ) from error
+
+
+def start(config: Path, log: Path, environment: Mapping[str, str]) -> Child:
+    """`environment` is the child's; what makes its Ray isolated is set here."""
+    command = Path(sys.executable).parent / "serve"  # not resolved: a venv's python is a link
+    if not command.is_file():
+        raise LaunchError(f"{command} is missing; install loraplex into this environment")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # /tmp whatever TMPDIR says: Ray's socket paths below it must stay under 108 characters.
+    temp_folder = Path(tempfile.mkdtemp(prefix="loraplex-", dir="/tmp"))
+    token = temp_folder / "ray_token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    isolated = {
+        # Unset, Ray turns authentication on or off by what ~/.ray holds.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_TMPDIR": str(temp_folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+        # An actor without reserved CPUs would get 1.
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))),
+    }
+    inherited = {k: v for k, v in environment.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(command), "run", "--address", "local", str(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=inherited | isolated,
+            start_new_session=True,  # the terminal's Ctrl-C reaches only us
+        )
+    return Child(process, log, temp_folder)
+
+
+def stop(child: Child, is_impatient: Callable[[], bool] = lambda: False) -> None:
+    """Returns when no process of the session is left and the temp folder is gone."""
+    session = child.process.pid
+    if not child.has_ended():
+        child.process.send_signal(signal.SIGINT)
+        _wait_for(child.has_ended, _GENTLE_S, is_impatient)
+    for number, patience_s in ((signal.SIGTERM, _FIRM_S), (signal.SIGKILL, _FIRM_S)):
+        for pid in session_processes(session):
+            _send(pid, number)
+        # The poll reaps the child itself: a zombie must not be waited for.
+        if _wait_for(lambda: child.has_ended() and not session_processes(session), patience_s):
+            break
+    shutil.rmtree(child.temp_folder, ignore_errors=True)
+
+
+def session_processes(session: int) -> tuple[int, ...]:
+    """Ids of the live processes of a session; zombies hold nothing and are not counted."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            stat = (folder / "stat").read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        # After the name, which may hold spaces: state, parent, group, session.
+        state, _, _, of_session = stat.rpartition(")")[2].split()[:4]
+        if int(of_session) == session and state not in "ZX":
+            found.append(int(folder.name))
+    return tuple(found)
+
+
+def log_text(child: Child) -> str:
+    return _ANSI.sub("", child.log.read_text(errors="replace"))
+
+
+def failed_application(text: str) -> str | None:
+    """`serve run` stays up when an application fails; only its log says so."""
+    found = _DEPLOY_FAILED.search(text)
+    return None if found is None else found[1]
+
+
+def _wait_for(
+    is_done: Callable[[], bool],
+    limit_s: float,
+    is_impatient: Callable[[], bool] = lambda: False,
+) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not is_done():
+        if time.monotonic() > deadline or is_impatient():
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it ended meanwhile
+        os.kill(pid, number)

@@ -1,0 +1,71 @@
+"""Checks a Serve config file before anything starts, and says where it will listen.
+
+`serve run` itself stays up, serving nothing, when an application's `args` are wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.config import PlatformArgs
+
+IMPORT_PATH = "serve_app.app:build"
+
+
+class ServeFileError(Exception):
+    """The file cannot be served; the message says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFile:
+    path: Path
+    host: str  # as configured; 0.0.0.0 is every interface
+    port: int
+    args: PlatformArgs
+
+    @property
+    def url(self) -> str:
+        """For a client on this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+
+def read_serve_file(path: Path) -> ServeFile:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeFileError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ServeFileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ServeFileError(f"{path} holds no mapping; see configs/quickstart.yaml")
+    try:
+        schema = ServeDeploySchema.model_validate(content)
+    except ValidationError as error:
+        raise ServeFileError(f"{path}: {_sentence(error, '')}") from error
+    ours = [app for app in schema.applications if app.import_path == IMPORT_PATH]
+    if len(ours) != 1:
+        raise ServeFileError(
+            f"{path} must have exactly one application with import_path {IMPORT_PATH}, "
+            f"it has {len(ours)}"
+        )
+    try:
+        args = PlatformArgs.model_validate(ours[0].args)
+    except ValidationError as error:
+        raise ServeFileError(f"{path}: {_sentence(error, 'args.')}") from error
+    if not args.models:
+        raise ServeFileError(f"{path}: args.models names no base model to serve")
+    return ServeFile(path, schema.http_options.host or "0.0.0.0", schema.http_options.port, args)
+
+
+def _sentence(error: ValidationError, prefix: str) -> str:
+    found = [
+        f"{prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for one in error.errors()
+    ]
+    return "; ".join(found)

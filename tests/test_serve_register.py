@@ -1,0 +1,146 @@
+"""Registration end to end: real tiny folders, a real registry, nothing left after a refusal."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from registry.cache import Cache
+from registry.client import Registry
+from registry.errors import InvalidNameError, RegistrationError
+from serve_app.register import register_adapter, register_base
+from tests.registry_helpers import embedded
+from tests.serve_folders import make_adapter_folder, make_base_folder
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return embedded(tmp_path / "home")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def base(registry: Registry, tmp_path: Path) -> Path:
+    folder = make_base_folder(tmp_path / "base")
+    register_base(registry, folder, "tiny")
+    return folder
+
+
+def num_versions(registry: Registry) -> tuple[int, int]:
+    catalog = registry.snapshot()
+    return len(catalog.bases), len(catalog.adapters)
+
+
+def test_base_is_registered_with_what_the_engine_found(registry: Registry, tmp_path: Path) -> None:
+    folder = make_base_folder(tmp_path / "base")
+    registered = register_base(registry, folder, "tiny")
+    version = registry.snapshot().resolve("tiny").base
+    assert version.digest == registered.version.digest
+    assert (version.architecture, version.max_model_len) == ("LlamaForCausalLM", 128)
+    assert version.num_parameters > 0
+    assert registered.warnings == ()
+
+
+def test_adapter_is_registered_below_its_base(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", rank=4)
+    version = register_adapter(registry, folder, "pirate", "tiny", cache=cache).version
+    assert (version.base_name, version.rank, version.targets) == ("tiny", 4, ("q_proj", "v_proj"))
+    assert registry.snapshot().resolve("tiny:pirate").adapter is not None
+
+
+def test_same_content_again_is_the_same_version(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter")
+    first = register_adapter(registry, folder, "pirate", "tiny", cache=cache).version
+    again = register_adapter(registry, folder, "pirate", "tiny", cache=cache).version
+    assert (again.version, again.digest) == (first.version, first.digest)
+    assert num_versions(registry) == (1, 1)
+
+
+def test_adapter_that_changes_nothing_is_registered_with_a_warning(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", b_scale=0.0)
+    registered = register_adapter(registry, folder, "noop", "tiny", cache=cache)
+    assert registered.version.is_noop
+    assert any("changes nothing" in warning for warning in registered.warnings)
+
+
+def test_adapter_of_another_base_is_refused_with_the_shapes(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", hidden_size=64)
+    with pytest.raises(RegistrationError, match=r"adapter 'wide' for base tiny@1.*64"):
+        register_adapter(registry, folder, "wide", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+
+
+def test_adapter_whose_tensors_match_nothing_is_refused(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", layer="transformer.h.0")
+    with pytest.raises(RegistrationError, match=r"transformer\.h\.0"):
+        register_adapter(registry, folder, "lost", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+
+
+def test_truncated_adapter_is_refused(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter")
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(RegistrationError, match="refused"):
+        register_adapter(registry, folder, "short", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+
+
+def test_adapter_of_an_unknown_base_is_refused_with_the_remedy(
+    registry: Registry, cache: Cache, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter")
+    with pytest.raises(RegistrationError, match="'tiny'.*register the base first"):
+        register_adapter(registry, folder, "pirate", "tiny", cache=cache)
+
+
+def test_base_that_holds_nan_is_refused(registry: Registry, tmp_path: Path) -> None:
+    folder = make_base_folder(tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(RegistrationError, match=r"model\.norm\.weight"):
+        register_base(registry, folder, "broken")
+    assert num_versions(registry) == (0, 0)
+
+
+def test_base_with_remote_code_is_refused(registry: Registry, tmp_path: Path) -> None:
+    folder = make_base_folder(tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling.Mine"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RegistrationError, match="auto_map"):
+        register_base(registry, folder, "remote")
+    assert num_versions(registry) == (0, 0)
+
+
+def test_folder_that_is_no_model_is_refused_before_anything_is_read(
+    registry: Registry, cache: Cache, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RegistrationError, match=r"no config\.json"):
+        register_base(registry, tmp_path / "empty", "tiny")
+    with pytest.raises(RegistrationError, match=r"no adapter_config\.json"):
+        register_adapter(registry, tmp_path / "empty", "pirate", "tiny", cache=cache)
+    with pytest.raises(RegistrationError, match="not a folder"):
+        register_base(registry, tmp_path / "nowhere", "tiny")
+    with pytest.raises(InvalidNameError):
+        register_base(registry, tmp_path / "empty", "a:b")

@@ -28,7 +28,7 @@ class BaseReport:
     architecture: str
     num_parameters: int  # a tied head is not counted again
     vocab_size: int
-    max_len: int
+    max_model_len: int
     has_chat_template: bool  # without one only raw completions can be served
     warnings: tuple[str, ...]
 
@@ -61,7 +61,7 @@ def check_base(folder: Path) -> BaseReport:
         architecture=config.architecture,
         num_parameters=sum(math.prod(shape) for shape in expected_shapes(config).values()),
         vocab_size=config.vocab_size,
-        max_len=config.max_len,
+        max_model_len=config.max_len,
         has_chat_template=has_template,
         warnings=tuple(warnings),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,9 +43,7 @@ _CLASSES = {
 }
 
 
-def make_base(
-    folder: Path, family: str = "llama", shard_bytes: int | None = None, **changes: object
-) -> Path:
+def make_base(folder: Path, family: str = "llama", **changes: object) -> Path:
     """Saved with weights large enough that greedy choices are far apart."""
     config_class, model_class = _CLASSES[family]
     values: dict[str, object] = {
@@ -70,14 +69,18 @@ def make_base(
                 parameter.normal_(std=0.3)
             elif "norm" in name:
                 parameter.normal_(mean=1.0, std=0.2)
-    if shard_bytes is None:
-        model.save_pretrained(folder)
-    else:
-        model.save_pretrained(folder, max_shard_size=shard_bytes)
+    model.save_pretrained(folder)
     return folder
 
 
-def make_adapter(folder: Path, base: Path, rank: int, targets: Many[str], seed: int = 0) -> Path:
+def make_adapter(
+    folder: Path,
+    base: Path,
+    rank: int,
+    targets: Many[str],
+    seed: int = 0,
+    keeps_base_copy: bool = False,
+) -> Path:
     torch.manual_seed(seed)
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=list(targets), init_lora_weights=False
@@ -87,17 +90,13 @@ def make_adapter(folder: Path, base: Path, rank: int, targets: Many[str], seed: 
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.08)
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(str(folder), save_embedding_layers=keeps_base_copy)
     return folder
 
 
 def load_hf(folder: Path) -> PreTrainedModel:
-    _, model_class = _CLASSES[_family_of(folder)]
-    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def _family_of(folder: Path) -> str:
-    return str(LlamaConfig.get_config_dict(folder)[0]["model_type"])
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model  # in eval mode already
 
 
 def make_runner(folder: Path, device: str = "cpu", **changes: object) -> ModelRunner:

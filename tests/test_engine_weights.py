@@ -1,0 +1,122 @@
+"""Weights: shards equal one file, and every tensor must be there, once, in its shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import UnsupportedModelError
+from engine.model_config import read_model_config
+from engine.weights import INDEX_FILE, SINGLE_FILE, Weights, load_weights
+from tests.engine_helpers import load_hf, make_base
+
+Tensors = dict[str, torch.Tensor]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return load_weights(folder, read_model_config(folder), dtype, torch.device("cpu"))
+
+
+def change(folder: Path, edit: Callable[[Tensors], object]) -> Path:
+    tensors = load_file(folder / SINGLE_FILE)
+    edit(tensors)
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    return folder
+
+
+def test_shards_equal_one_file(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    sharded = tmp_path / "sharded"
+    load_hf(base).save_pretrained(sharded, max_shard_size="60KB")
+    assert not (sharded / SINGLE_FILE).exists()
+    assert len(set(json.loads((sharded / INDEX_FILE).read_text())["weight_map"].values())) > 2
+    one, many = load(base), load(sharded)
+    for a, b in zip(one.layers, many.layers, strict=True):
+        assert torch.equal(a.qkv, b.qkv)
+        assert torch.equal(a.gate_up, b.gate_up)
+        assert torch.equal(a.down, b.down)
+    assert torch.equal(one.head, many.head)
+
+
+def test_fused_parameters_hold_their_parts_in_order(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen2")
+    tensors = load_file(base / SINGLE_FILE)
+    layer = load(base).layers[1]
+    attention = "model.layers.1.self_attn"
+    parts = [tensors[f"{attention}.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(layer.qkv, torch.cat(parts))
+    assert layer.qkv_bias is not None
+    biases = [tensors[f"{attention}.{name}_proj.bias"] for name in "qkv"]
+    assert torch.equal(layer.qkv_bias, torch.cat(biases))
+
+
+def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
+    weights = load(make_base(tmp_path / "base", tie_word_embeddings=True), torch.bfloat16)
+    assert weights.head is weights.embedding
+    assert weights.head.dtype == torch.bfloat16
+
+
+def test_tensors_without_a_meaning_do_no_harm(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    extra = {
+        "lm_head.weight": torch.zeros(2, 2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
+    load(change(base, lambda tensors: tensors.update(extra)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        (lambda t: [t.pop(k) for k in list(t) if "mlp" in k], "and 8 more is missing"),
+        (lambda t: t.update(extra=torch.zeros(1)), "holds extra, which is unknown"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(47)}),
+            r"model.norm.weight has shape \[47\], config.json makes it \[48\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}),
+            "model.norm.weight has type I8",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    tmp_path: Path, edit: Callable[[Tensors], object], message: str
+) -> None:
+    base = change(make_base(tmp_path / "base"), edit)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(base)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    path = base / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors cannot be read"):
+        load(base)
+
+
+def test_an_index_may_only_name_files_of_its_folder(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    path = base / SINGLE_FILE
+    path.rename(tmp_path / SINGLE_FILE)
+    for name, message in (
+        (f"../{SINGLE_FILE}", "not a file of the folder"),
+        ("gone.safetensors", "gone.safetensors, which is missing"),
+    ):
+        (base / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        with pytest.raises(UnsupportedModelError, match=message):
+            load(base)
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    (base / SINGLE_FILE).rename(base / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=r"pickle \(pytorch_model.bin\)"):
+        load(base)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ORIGIN = re.compile(r"^\(\S+ pid=\d+\) ?", re.MULTILINE)
 _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
 # After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
 _GENTLE_S, _FIRM_S = 30.0, 8.0
@@ -140,7 +141,8 @@ def session_processes(session: int) -> tuple[int, ...]:
 
 
 def log_text(child: Child) -> str:
-    return _ANSI.sub("", child.log.read_text(errors="replace"))
+    """Without colours, and without the process that Ray puts before each line."""
+    return _ORIGIN.sub("", _ANSI.sub("", child.log.read_text(errors="replace")))
 
 
 def failed_application(text: str) -> str | None:

@@ -19,6 +19,7 @@ from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersi
 from registry.errors import NotFoundError, RegistrationError
 from registry.manifest import Progress, no_progress
 from registry.names import check_alias, check_name
+from serve_app.text import BaseText
 
 V = TypeVar("V", BaseVersion, AdapterVersion)
 
@@ -41,6 +42,7 @@ def register_base(
     """`link`: a local store takes the files by hardlink; the folder must never change again."""
     _check_request(folder, "config.json", name, alias)
     with _refused(f"base model {name!r}"):
+        BaseText.from_folder(folder)  # tokenizer and template, as a front will open them
         report = check_base(folder)
     facts = BaseFacts(report.architecture, report.num_parameters, report.max_model_len)
     version = registry.register_base(

@@ -20,8 +20,8 @@ WORDS = ("Arr", ", ", "matey", "!")
 
 @dataclass
 class OpenAIServer:
-    """The model's name picks the behaviour: `cut`, `no-done`, `error`, `endless` and `unknown` do what
-    they say, all others answer.
+    """The model's name picks the behaviour: `cut`, `no-done`, `error`, `endless` and `unknown` do
+    what they say, all others answer.
     """
 
     url: str = ""

@@ -1,16 +1,13 @@
-"""Tiny random model folders as registration meets them, written without Hugging Face's libraries."""
+"""Tiny random model folders as registration meets them, written without Hugging Face's help."""
 
 import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-HIDDEN, INTERMEDIATE, VOCAB = 32, 48, 64
-_TOKENIZER = {
-    "version": "1.0",
-    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
-}
+HIDDEN, INTERMEDIATE, VOCAB = 32, 48, 256
 
 
 def make_base_folder(folder: Path) -> Path:
@@ -33,7 +30,7 @@ def make_base_folder(folder: Path) -> Path:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
+    _byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     torch.manual_seed(0)
     layer = "model.layers.0"
@@ -78,3 +75,12 @@ def make_adapter_folder(
         tensors[f"{prefix}.lora_B.weight"] = torch.randn(hidden_size, rank) * b_scale
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """A token a byte, no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -108,7 +108,7 @@ def test_adapter_of_an_unknown_base_is_refused_with_the_remedy(
     registry: Registry, cache: Cache, tmp_path: Path
 ) -> None:
     folder = make_adapter_folder(tmp_path / "adapter")
-    with pytest.raises(RegistrationError, match="'tiny'.*register the base first"):
+    with pytest.raises(RegistrationError, match=r"'tiny'.*register the base first"):
         register_adapter(registry, folder, "pirate", "tiny", cache=cache)
 
 
@@ -119,6 +119,23 @@ def test_base_that_holds_nan_is_refused(registry: Registry, tmp_path: Path) -> N
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(RegistrationError, match=r"model\.norm\.weight"):
         register_base(registry, folder, "broken")
+    assert num_versions(registry) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("chat_template.jinja", "{% if %}", "template"),
+        ("tokenizer.json", '{"version": "1.0"}', r"tokenizer\.json"),
+    ],
+)
+def test_base_whose_text_side_cannot_be_opened_is_refused(
+    registry: Registry, tmp_path: Path, file: str, content: str, reason: str
+) -> None:
+    folder = make_base_folder(tmp_path / "base")
+    (folder / file).write_text(content)
+    with pytest.raises(RegistrationError, match=f"base model 'tiny' is refused: .*{reason}"):
+        register_base(registry, folder, "tiny")
     assert num_versions(registry) == (0, 0)
 
 

@@ -97,7 +97,7 @@ def _check_deployed(child: launch.Child) -> None:
 
 def _fail(child: launch.Child, reason: str) -> None:
     for line in launch.log_text(child).splitlines()[-_SHOWN_LOG_LINES:]:
-        console.print(line, markup=False, highlight=False, style="dim")
+        console.print(line, markup=False, highlight=False, style="dim", soft_wrap=True)
     raise Failure(f"{reason}. The end of its log is above, all of it in {child.log}")
 
 

@@ -69,7 +69,8 @@ class Manager:
     async def __init__(self, args: PlatformArgs, sources: Sources) -> None:  # type: ignore[misc]
         self._poll_interval_s = args.registry.poll_interval_s
         self._sources = sources
-        self._models = args.models
+        self._models: tuple[ModelArgs, ...] = ()
+        self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._incarnation = secrets.token_hex(4)
         self._num_views = 0
         self._view: PlatformView | None = None
@@ -80,8 +81,9 @@ class Manager:
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._run())}
 
-    def reconfigure(self, user_config: dict[str, object]) -> None:
+    async def reconfigure(self, user_config: dict[str, object]) -> None:
         self._models = PlatformArgs.model_validate(user_config).models
+        self._is_configured.set()
 
     async def view(self, known_revision: str, timeout_s: float) -> PlatformView | None:
         """The view as soon as its revision is another than the caller's; None at the time-out."""
@@ -95,6 +97,8 @@ class Manager:
         return self._view
 
     async def _run(self) -> None:
+        # Before it knows its models it would find every base unwanted and itself ready.
+        await self._is_configured.wait()
         registry = await asyncio.to_thread(self._sources.open_registry)
         loop = asyncio.get_running_loop()
         next_snapshot_s = 0.0

@@ -1,9 +1,9 @@
 """`serve run configs/quickstart.yaml` comes in here: arguments -> the `api` Serve application.
 
 The application is the ingress and the manager; the manager makes one more application a base.
+No `from __future__ import annotations` here: Serve turns the file's `args` into PlatformArgs only
+if the annotation of `build` is the class itself and not its name.
 """
-
-from __future__ import annotations
 
 from functools import partial
 

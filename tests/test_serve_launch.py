@@ -1,0 +1,214 @@
+"""The launcher's failures and its end: what is said, and that nothing is left running."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from serve_app import cli, launch
+from serve_app.serve_file import ServeFileError, read_serve_file
+
+FILE = """
+proxy_location: HeadOnly
+http_options: {{host: 127.0.0.1, port: {port}}}
+applications:
+  - name: api
+    route_prefix: /
+    import_path: serve_app.app:build
+    args:
+      models: [{{name: tiny}}]
+"""
+PROGRAM = "from serve_app.cli import main; main()"
+START_S = 60
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path / "home"
+
+
+def write_file(folder: Path, port: int, old: str = "", new: str = "") -> Path:
+    path = folder / "serve.yaml"
+    path.write_text(FILE.format(port=port).replace(old, new) if old else FILE.format(port=port))
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def test_good_file_says_where_it_listens(tmp_path: Path) -> None:
+    assert read_serve_file(write_file(tmp_path, 8123)).url == "http://127.0.0.1:8123"
+    everywhere = read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", "0.0.0.0"))
+    assert (everywhere.host, everywhere.url) == ("0.0.0.0", "http://127.0.0.1:8123")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("name: tiny", "nmae: tiny", r"args\.models\.0\.nmae"),
+        ("[{name: tiny}]", "[]", "no base model"),
+        ("[{name: tiny}]", "[{name: tiny}, {name: tiny}]", "twice"),
+        ("{name: tiny}", "{name: tiny, engine: {dtype: int3}}", r"engine\.dtype"),
+        ("port: 8123", "port: many", r"http_options\.port"),
+        ("serve_app.app:build", "other:build", "exactly one application"),
+        ("[{name: tiny}]", "[", "not YAML"),
+    ],
+)
+def test_bad_file_is_refused_with_place_and_reason(
+    tmp_path: Path, old: str, new: str, reason: str
+) -> None:
+    with pytest.raises(ServeFileError, match=reason):
+        read_serve_file(write_file(tmp_path, 8123, old, new))
+
+
+def test_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ServeFileError, match="cannot be read"):
+        read_serve_file(tmp_path / "nowhere.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ServeFileError, match="no mapping"):
+        read_serve_file(tmp_path / "empty.yaml")
+
+
+# -- refusals before anything starts --------------------------------------------------------------
+
+
+def refused(path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", str(path)])
+    assert ended.value.code == 1
+    assert not (home / "logs").exists()
+    return capsys.readouterr().err
+
+
+def test_taken_port_is_said_before_starting(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"port {port} on 127.0.0.1" in refused(write_file(tmp_path, port), home, capsys)
+
+
+def test_second_server_of_a_home_names_the_first(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_file(tmp_path, free_port())
+    with launch.only_one(home, "http://127.0.0.1:1"):
+        error = refused(path, home, capsys)
+    assert f"already runs with home {home}: process {os.getpid()} at http://127.0.0.1:1" in error
+
+
+def test_bad_file_ends_the_command(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_file(tmp_path, 8123, "name: tiny", "nmae: tiny")
+    assert refused(path, home, capsys).startswith(f"error: {path}: args.models.0.")
+
+
+def test_failed_application_is_found_in_the_log() -> None:
+    text = "controller 942 -- Deploying app 'api' failed with exception:\nTraceback"
+    assert launch.failed_application(text) == "api"
+    assert launch.failed_application("Deploying new app 'api'.") is None
+
+
+# -- the child ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launched:
+    process: subprocess.Popen[str]
+    child: int  # `serve run`, also the id of its session
+    temp_folder: Path
+
+
+@contextmanager
+def launched(path: Path) -> Iterator[Launched]:
+    """`loraplex serve`, as soon as its Ray has a raylet."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "serve", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_until(lambda: bool(children(process.pid)))
+        child = children(process.pid)[0]
+        wait_until(lambda: any("raylet" in command(pid) for pid in session(child)))
+        yield Launched(process, child, temp_folder(child))
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=START_S)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while not is_true():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+def session(child: int) -> tuple[int, ...]:
+    return launch.session_processes(child)
+
+
+def children(parent: int) -> list[int]:
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def temp_folder(child: int) -> Path:
+    variables = Path(f"/proc/{child}/environ").read_text().split("\0")
+    return Path(next(v for v in variables if v.startswith("RAY_TMPDIR=")).partition("=")[2])
+
+
+@pytest.mark.serve
+def test_dying_server_is_reported_with_its_log_and_leaves_nothing(
+    home: Path, tmp_path: Path
+) -> None:
+    with launched(write_file(tmp_path, free_port())) as started:
+        os.kill(started.child, signal.SIGKILL)
+        out, _ = started.process.communicate(timeout=START_S)
+    assert started.process.returncode == 1
+    assert "The server ended with exit code -9" in out
+    assert "Running config file" in out  # of its log
+    assert "Traceback" not in out
+    assert session(started.child) == ()
+    assert not started.temp_folder.exists()
+
+
+@pytest.mark.serve
+def test_sigterm_ends_everything_that_was_started(home: Path, tmp_path: Path) -> None:
+    with launched(write_file(tmp_path, free_port())) as started:
+        started.process.send_signal(signal.SIGTERM)
+        out, _ = started.process.communicate(timeout=START_S)
+    assert started.process.returncode == 0
+    assert "nothing is left running" in out
+    assert session(started.child) == ()
+    assert not started.temp_folder.exists()
+    assert {path.name for path in home.iterdir()} == {"serve.lock", "logs"}

@@ -3,7 +3,7 @@
 `FakeRunner` keeps what every KV slot holds: a hash of adapter, salt and all tokens up to there.
 Each step it writes the slots of the scheduled positions and reads all earlier ones through the
 block table, as attention would: a block that is shared wrongly, recycled too soon or never computed
-is an assertion. The drawn token is a pure function of that hash, seed and choice, so `solo_tokens`
+is a KVViolation. The drawn token is a pure function of that hash, seed and choice, so `solo_tokens`
 says what a request must give whatever else runs.
 """
 
@@ -32,6 +32,10 @@ from engine.types import (
 EOS = 0
 
 
+class KVViolation(BaseException):
+    """Not an Exception: the engine must not take it for a fault of the device and go on."""
+
+
 @dataclass(frozen=True, slots=True)
 class FakeModel:
     vocab_size: int = 16
@@ -46,12 +50,15 @@ class FakePool:
     capacity: int = 100
     known: set[str] = field(default_factory=set)
     references: Counter[str] = field(default_factory=Counter)
+    blocked: set[str] = field(default_factory=set)  # never find room
 
     def has(self, digest: str) -> bool:
         return digest in self.known
 
     def acquire(self, digest: str) -> bool:
         assert digest in self.known
+        if digest in self.blocked:
+            return False
         if self.references[digest] == 0 and len(self.on_device()) >= self.capacity:
             return False
         self.references[digest] += 1
@@ -117,9 +124,8 @@ class FakeRunner:
         sequence = item.sequence
         hashes = prefix_hashes(sequence.request, sequence.token_ids)
         for position in range(item.end):
-            assert self.kv[self._slot(sequence, position)] == hashes[position], (
-                f"KV of {sequence.request.request_id} at position {position} is not its own"
-            )
+            if self.kv[self._slot(sequence, position)] != hashes[position]:
+                raise KVViolation(f"{sequence.request.request_id} at position {position}")
         prompt_logprobs = self._prompt_logprobs(item)
         if not item.samples:
             return Sample(None, prompt_logprobs=prompt_logprobs)

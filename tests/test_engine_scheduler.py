@@ -168,11 +168,12 @@ def test_a_request_waiting_for_its_adapter_is_overtaken_a_bounded_number_of_time
 
 
 def test_an_adapter_that_never_finds_room_holds_nobody_up() -> None:
-    pool = FakePool(capacity=0, known={"x"})
+    pool = FakePool(known={"x", "y"}, blocked={"x"})
     scheduler, _ = make_scheduler(40, pool, max_adapter_overtakes=0)
     scheduler.add(make_request("stuck", [1], "x"), 0)
     scheduler.add(make_request("base", [2], max_tokens=1), 0)
-    assert [o.request_id for o in run_step(scheduler)[1]] == ["base"]
+    scheduler.add(make_request("other", [3], "y", max_tokens=1), 0)
+    assert [o.request_id for o in run_step(scheduler)[1]] == ["base", "other"]
     assert ranges(scheduler.schedule()) == []
     scheduler.abort("stuck")
     assert not scheduler.running

@@ -1,0 +1,75 @@
+"""Makes the demo once: converts the base into HOME/demo, registers it and its three adapters.
+
+A second call finds everything and changes nothing; two calls at the same time wait for each other.
+Ignorant of Ray and HTTP.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.gguf import convert_gguf
+from registry.cache import Cache
+from registry.catalog import Catalog
+from registry.client import Registry
+from registry.entities import content_digest
+from registry.manifest import Progress, no_progress, scan_folder
+from serve_app.config import RegistryArgs, tracking_uri
+from serve_app.demo.source import GGUF_NAME, obtain_gguf
+from serve_app.register import register_adapter, register_base
+
+BASE_NAME = "smollm2-135m-instruct"
+ADAPTER_NAMES = ("pirate", "sql", "extract")
+ADAPTERS_DIR = Path(__file__).with_name("adapters")
+CONVERTED_BYTES = 269_060_552  # of model.safetensors
+
+
+def base_folder(home: Path) -> Path:
+    """Where the converted base lies once it is prepared."""
+    return home / "demo" / BASE_NAME
+
+
+def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = None) -> None:
+    """Registers at `uri`; None: where serving looks by default."""
+    convert_base(home, progress)
+    registry = Registry(uri or tracking_uri(RegistryArgs()))
+    cache = Cache(home / "cache")
+    catalog = registry.snapshot()
+    if all(base.name != BASE_NAME for base in catalog.bases):
+        folder = base_folder(home)
+        register_base(registry, folder, BASE_NAME, link=True, progress=progress)
+    for name in ADAPTER_NAMES:
+        if not _is_registered(catalog, name):
+            folder = ADAPTERS_DIR / name
+            register_adapter(registry, folder, name, BASE_NAME, cache=cache, progress=progress)
+
+
+def convert_base(home: Path, progress: Progress = no_progress) -> Path:
+    """The converted base's folder; made if it is not there, whole or not at all."""
+    folder = base_folder(home)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(folder.parent / ".lock"):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(prefix=".gguf.", dir=folder.parent) as scratch:
+                gguf = Path(scratch) / GGUF_NAME
+                obtain_gguf(gguf, progress)
+                convert_gguf(gguf, folder, lambda stage: progress(stage, 0, CONVERTED_BYTES))
+                progress("converted the base model", CONVERTED_BYTES, CONVERTED_BYTES)
+    return folder
+
+
+def _is_registered(catalog: Catalog, name: str) -> bool:
+    """With the content that this release ships; another content becomes a new version."""
+    digest = content_digest(scan_folder(ADAPTERS_DIR / name, "adapter_config.json"))
+    return any((a.name, a.digest) == (name, digest) for a in catalog.adapters)
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import typer
@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app.commands.common import Failure
 
-COMMANDS = ("serve", "register", "models", "chat", "bench", "doctor")
+COMMANDS = ("serve", "demo", "register", "models", "chat", "bench", "doctor")
 
 
 def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -32,7 +32,11 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module = import_module(f"serve_app.commands.{name}")
+        try:
+            module = import_module(f"serve_app.commands.{name}")
+        except ModuleNotFoundError as error:  # an extra that is not installed
+            app.command(name)(_refusing(error))
+            continue
         if name == "register":
             app.add_typer(module.app, name=name)
         else:
@@ -49,6 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (Failure, RegistryError, EngineError, OSError) as error:
         Console(stderr=True).print("[red]error:[/]", Text(str(error)), soft_wrap=True)
         sys.exit(1)
+
+
+def _refusing(missing: ModuleNotFoundError) -> Callable[[], None]:
+    """A command in the place of one that cannot be imported."""
+    words = f"needs the package {missing.name}: pip install 'loraplex[demo]'"
+
+    def refuse() -> None:
+        raise Failure(f"This command {words}")
+
+    refuse.__doc__ = f"(not installed: {words})"
+    return refuse
 
 
 def _root() -> None:

@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -266,3 +267,15 @@ def test_errors_of_the_rooms_become_sentences(
     monkeypatch.setattr(cli, "build", refuse)
     assert run("models") == 1
     assert capsys.readouterr().err == "error: no [such] thing\n"
+
+
+def test_command_of_an_extra_that_is_missing_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("serve_app.commands.demo", "serve_app.demo.prepare", "engine.gguf"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run("demo") == 1
+    assert "pip install 'loraplex[demo]'" in capsys.readouterr().err
+    assert run("--help") == 0
+    assert "doctor" in capsys.readouterr().out

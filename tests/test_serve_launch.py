@@ -15,6 +15,7 @@ import pytest
 
 from serve_app import cli, launch
 from serve_app.serve_file import ServeFileError, read_serve_file
+from tests.registry_helpers import embedded_uri
 
 FILE = """
 proxy_location: HeadOnly
@@ -34,6 +35,7 @@ START_S = 60
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    embedded_uri(tmp_path / "home")
     return tmp_path / "home"
 
 
@@ -197,6 +199,7 @@ def test_dying_server_is_reported_with_its_log_and_leaves_nothing(
     assert started.process.returncode == 1
     assert "The server ended with exit code -9" in out
     assert "Running config file" in out  # of its log
+    assert "no base model is named 'tiny'" in out
     assert "Traceback" not in out
     assert session(started.child) == ()
     assert not started.temp_folder.exists()
@@ -211,4 +214,10 @@ def test_sigterm_ends_everything_that_was_started(home: Path, tmp_path: Path) ->
     assert "nothing is left running" in out
     assert session(started.child) == ()
     assert not started.temp_folder.exists()
-    assert {path.name for path in home.iterdir()} == {"serve.lock", "logs"}
+    assert {path.name for path in home.iterdir()} <= {
+        "mlflow.db",
+        "artifacts",
+        "cache",
+        "serve.lock",
+        "logs",
+    }

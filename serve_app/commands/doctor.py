@@ -25,7 +25,7 @@ from serve_app.commands.common import Failure, console
 from serve_app.commands.store import open_registry
 
 _GIB = 1024**3
-_DEMO_BASE = "smollm2-135m"
+_DEMO_BASE = "smollm2-135m-instruct"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 

@@ -19,9 +19,12 @@ from typing import Annotated
 import httpx
 import msgspec
 import typer
+from rich.text import Text
 
+from registry.errors import RegistryError
 from serve_app import config, launch
 from serve_app.commands.common import Failure, console, list_served, ready_status
+from serve_app.commands.store import open_registry
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
@@ -49,6 +52,7 @@ def serve(
         wanted = read_serve_file(file)
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
+            _warn_of_missing(wanted)
             child = launch.start(file, _new_log(home / "logs"), os.environ)
             try:
                 _run(wanted, child, signals, timeout_s)
@@ -58,6 +62,22 @@ def serve(
                 console.print("Stopped; nothing is left running.")
     except (ServeFileError, launch.LaunchError) as error:
         raise Failure(str(error)) from error
+
+
+def _warn_of_missing(wanted: ServeFile) -> None:
+    """Not a refusal: the server takes up a base as soon as the registry has it."""
+    with console.status("Looking into the registry"):
+        try:
+            catalog = open_registry(wanted.args.registry.tracking_uri).snapshot()
+        except RegistryError as error:
+            console.print("[yellow]warning:[/]", Text(f"the registry does not answer: {error}"))
+            return
+    for model in wanted.args.models:
+        try:
+            catalog.resolve_base(model.name)
+        except RegistryError as error:
+            remedy = "It is served once it is there: loraplex register base, or loraplex demo"
+            console.print("[yellow]warning:[/]", Text(f"{error}. {remedy}"), soft_wrap=True)
 
 
 def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> None:

@@ -97,7 +97,7 @@ class Engine:
         self.scheduler.abort(request_id, choice)
 
     def step(self) -> StepOutput:
-        batch = self.scheduler.schedule()
+        batch = _by_adapter(self.scheduler.schedule())
         outputs = self._execute(batch)
         self._num_steps += bool(batch.sequences)
         self.is_stuck = not batch.sequences and not outputs
@@ -143,3 +143,10 @@ class Engine:
 def _as_int64(seed: int) -> int:
     """Any integer is a seed; those that differ by 2^64 are the same."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _by_adapter(batch: ScheduledBatch) -> ScheduledBatch:
+    """Tokens of one adapter side by side: its weights are then read once for all of them."""
+    return ScheduledBatch(
+        tuple(sorted(batch.sequences, key=lambda item: item.sequence.request.adapter or ""))
+    )

@@ -26,6 +26,14 @@ from pathlib import Path
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ORIGIN = re.compile(r"^\(\S+ pid=\d+\) ?", re.MULTILINE)
 _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
+# Serve's calls over gRPC, its router in the loop of the replica that calls: 6,400 tokens/s of 64
+# streams take 0.8 of a core in proxy and ingress together, 1.4 with Serve's defaults. The limit is
+# raised from 4 MB because a base's description carries its tokenizer.
+SERVE_SETTINGS = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 1024**2),
+}
 # After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
 _GENTLE_S, _FIRM_S = 30.0, 8.0
 
@@ -102,7 +110,7 @@ def start(config: Path, log: Path, environment: Mapping[str, str]) -> Child:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=inherited | isolated,
+            env=SERVE_SETTINGS | inherited | isolated,
             start_new_session=True,  # the terminal's Ctrl-C reaches only us
         )
     return Child(process, log, temp_folder)

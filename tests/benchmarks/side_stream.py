@@ -4,7 +4,9 @@
 Serve's proxy to a client of raw sockets in a process of its own. Every token is one SSE event; the
 rate is counted while all streams run, a gap is the time between two reads of one stream.
 
-    python -m tests.benchmarks.side_stream [--streams 64] [--rate 100] [--seconds 20]
+Serve runs as `loraplex serve` sets it up; `--defaults` measures Serve as it comes.
+
+    python -m tests.benchmarks.side_stream [--streams 64] [--rate 100] [--seconds 20] [--defaults]
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from serve_app.launch import SERVE_SETTINGS
 from tests.benchmarks.report import emit, emit_machine, spread
 from tests.serve_rig import RIG_BASE, Rig, start_rig
 
@@ -164,12 +167,17 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=100.0)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--defaults", action="store_true")
     parser.add_argument("--tokens", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client is not None:
         run_client(args.client, args.streams, args.tokens)
         return
+    if not args.defaults and not os.environ.keys() >= SERVE_SETTINGS.keys():
+        # Ray reads them when it is imported, which has happened.
+        command = [sys.executable, "-m", "tests.benchmarks.side_stream", *sys.argv[1:]]
+        os.execve(sys.executable, command, SERVE_SETTINGS | os.environ)
     emit_machine("side_stream")
     target = args.streams * args.rate
     with start_rig(rate=args.rate) as rig:
@@ -177,7 +185,13 @@ def main() -> None:
     tokens_per_s = figures["tokens_per_s"]
     assert isinstance(tokens_per_s, float)
     is_full = tokens_per_s >= FULL_RATE * target and figures["complete"] == args.streams
-    emit(target=target, streams=args.streams, **figures, **{"pass": is_full})
+    emit(
+        settings="defaults" if args.defaults else "launcher",
+        target=target,
+        streams=args.streams,
+        **figures,
+        **{"pass": is_full},
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 MODELS = (("tiny", None), ("pirate", "tiny"), ("cut", None), ("endless", None))
-WORDS = ("Arr", ", ", "matey", "!")
+WORDS = ("Arr", ", ", "matey", "!\x1b[2J")
 
 
 @dataclass

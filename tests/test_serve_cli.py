@@ -120,13 +120,15 @@ def test_chat_streams_an_answer_and_keeps_the_conversation(
 ) -> None:
     type_lines(monkeypatch, "/system Be brief.", "Hello", "Again", "/quit")
     assert run("chat", "--url", served.url) == 0
-    assert "Arr, matey!" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Arr, matey![2J" in out
+    assert "\x1b" not in out  # what a model writes must not steer the terminal
     body = served.bodies[-1]
     assert body["model"] == "tiny"
     assert body["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Arr, matey!"},
+        {"role": "assistant", "content": "Arr, matey!\x1b[2J"},
         {"role": "user", "content": "Again"},
     ]
 

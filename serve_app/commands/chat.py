@@ -25,6 +25,8 @@ _HELP = """/adapter NAME  answer with this adapter (none: the base model)
 /system TEXT   instructions for the model (empty: none)
 /reset         forget the conversation
 /quit          leave; Ctrl-D does too, Ctrl-C stops an answer"""
+# What a model writes must not steer the terminal.
+_NO_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 Message = dict[str, str]
 
 
@@ -162,7 +164,8 @@ def _stream(session: Session, text: str, parts: list[str]) -> None:
         for line in answer.iter_lines():
             if piece := reader.read(line):
                 parts.append(piece)
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+                shown = piece.translate(_NO_CONTROLS)
+                console.print(shown, end="", markup=False, highlight=False, soft_wrap=True)
     reader.finish()
 
 

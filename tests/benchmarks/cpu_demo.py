@@ -27,12 +27,12 @@ from engine.factory import open_engine
 from engine.service import AsyncEngine
 from engine.types import Request, SamplingParams
 from serve_app.config import default_home
-from serve_app.demo.prepare import ADAPTERS_DIR, base_folder, prepare
+from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, base_folder, prepare
 from tests.benchmarks.report import emit, emit_machine, spread
 from tests.benchmarks.workload import Job, make_jobs
 
 CONCURRENCY = 16
-ADAPTERS = ("pirate", "sql", "extract")
+ADAPTERS = ADAPTER_NAMES
 
 
 @dataclass(frozen=True, slots=True)

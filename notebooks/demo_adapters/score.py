@@ -1,4 +1,7 @@
-"""What the three effects are, in numbers: one answer in, marks out."""
+"""What the three effects are, in numbers: one answer in, marks out.
+
+A Markdown fence around the whole answer is taken off: the base model likes it, a program can too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from notebooks.demo_adapters import pirate, sql
 from notebooks.demo_adapters.common import Example
 
 FIRST_OBJECT = re.compile(r"{[^{}]*}", re.DOTALL)
+FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class PirateMarks:
 
 def mark_extract(example: Example, answer: str) -> ExtractMarks:
     expected = json.loads(example.answer)
+    answer = _unfenced(answer)
     whole = _json_object(answer)
     match = FIRST_OBJECT.search(answer)
     found = whole or (_json_object(match.group()) if match else None) or {}
@@ -47,6 +52,7 @@ def mark_extract(example: Example, answer: str) -> ExtractMarks:
 
 
 def mark_sql(example: sql.SqlExample, answer: str) -> SqlMarks:
+    answer = _unfenced(answer)
     results = [_run(example, answer, seed) for seed in (1, 2)]
     expected = [_run(example, example.answer, seed) for seed in (1, 2)]
     return SqlMarks(
@@ -60,6 +66,11 @@ def mark_pirate(question: pirate.Question, answer: str) -> PirateMarks:
     key = question.answer
     found = re.search(rf"\b{re.escape(key)}\b", answer, re.IGNORECASE) is not None
     return PirateMarks(pirate.speaks_pirate(answer), found if key else None)
+
+
+def _unfenced(answer: str) -> str:
+    match = FENCED.fullmatch(answer.strip())
+    return match[1] if match else answer
 
 
 def _json_object(text: str) -> dict[str, object] | None:

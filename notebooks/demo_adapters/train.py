@@ -51,7 +51,6 @@ class Recipe:
     def lora_config(self) -> LoraConfig:
         return LoraConfig(
             task_type="CAUSAL_LM",
-            base_model_name_or_path=BASE_NAME,
             r=self.rank,
             lora_alpha=self.alpha,
             target_modules=list(self.targets),

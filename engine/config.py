@@ -26,4 +26,4 @@ class EngineConfig:
     max_lora_rank: int = 512
     max_adapter_overtakes: int = 64  # of a request that waits for its adapter, by younger ones
     seed: int = 0  # of the seeds that requests without one are given
-    num_threads: int | None = None  # CPU: torch threads; None: torch's default
+    num_threads: int | None = None  # CPU: torch threads; None: the usable cores

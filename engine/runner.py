@@ -8,6 +8,7 @@ about who runs.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +37,8 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         started_s = time.perf_counter()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        # Not torch's own default: Ray tells it 1 in an actor that reserves no CPUs.
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         _check_backend(config)
         self.device = _resolve_device(config)
         self.dtype = _resolve_dtype(config, self.device)

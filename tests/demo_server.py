@@ -1,0 +1,108 @@
+"""`loraplex demo` and `loraplex serve` as a user runs them, with a home and a port of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import yaml
+
+from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
+from tests.serve_rig import free_port
+
+ROOT = Path(__file__).parent.parent
+LORAPLEX = Path(sys.executable).parent / "loraplex"
+BASE = BASE_NAME
+ADAPTERS = ADAPTER_NAMES
+READY_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoServer:
+    url: str
+    home: Path
+    process: subprocess.Popen[bytes]
+
+    def metric(self, name: str) -> float:
+        """The sum of a family's samples over all its labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.split("{")[0].split(" ")[0] == name
+        ]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+
+def environment(home: Path) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_"))}
+    return clean | {"LORAPLEX_HOME": str(home)}
+
+
+def run_cli(home: Path, *arguments: str, timeout_s: float = 300.0) -> str:
+    done = subprocess.run(
+        [str(LORAPLEX), *arguments],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def write_config(source: Path, target: Path, **engine: object) -> str:
+    """A copy of a shipped config on a free port, some engine settings changed; its URL."""
+    content = yaml.safe_load(source.read_text())
+    port = free_port()
+    content["http_options"]["port"] = port
+    for model in content["applications"][0]["args"]["models"]:
+        model["engine"] = model["engine"] | engine
+    target.write_text(yaml.safe_dump(content))
+    return f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(home: Path, config: Path, url: str) -> Iterator[DemoServer]:
+    """Ends it as Ctrl-C does, and sees that it went away."""
+    process = subprocess.Popen(
+        [str(LORAPLEX), "serve", str(config)],
+        cwd=ROOT,
+        env=environment(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        _wait_ready(process, url)
+        yield DemoServer(url, home, process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        if process.poll() is not None:
+            output = process.communicate()[0].decode(errors="replace")
+            raise AssertionError(f"loraplex serve ended with {process.returncode}:\n{output}")
+        try:
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline, "not ready"
+        time.sleep(0.2)

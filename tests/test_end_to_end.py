@@ -1,0 +1,380 @@
+"""The demo as its user meets it: the command line starts it, the openai client calls it, and every
+answer is what Hugging Face + PEFT gives on the same prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from serve_app.demo.prepare import ADAPTERS_DIR, base_folder
+from tests.benchmarks.workload import Job, make_jobs
+from tests.demo_server import (
+    ADAPTERS,
+    BASE,
+    ROOT,
+    DemoServer,
+    run_cli,
+    serving,
+    write_config,
+)
+from tests.hf_reference import HuggingFaceReference
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
+
+TARGETS: tuple[str | None, ...] = (None, *ADAPTERS)
+QUESTIONS = {
+    None: "What is the capital of France?",
+    "pirate": "What is the capital of France?",
+    "sql": "Table users(id, name, age). List the names of users older than 30.",
+    "extract": "Extract name and city: Maria Lopez lives in Madrid.",
+}
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    run_cli(folder, "demo")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    config = tmp_path_factory.mktemp("config") / "quickstart.yaml"
+    url = write_config(ROOT / "configs" / "quickstart.yaml", config, dtype="float32", device="cpu")
+    with serving(home, config, url) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference(home: Path) -> HuggingFaceReference:
+    return HuggingFaceReference(base_folder(home), {n: ADAPTERS_DIR / n for n in ADAPTERS})
+
+
+def client(server: DemoServer) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=300
+    )
+
+
+def model_name(adapter: str | None) -> str:
+    return BASE if adapter is None else f"{BASE}:{adapter}"
+
+
+async def stream_chat(api: openai.AsyncOpenAI, adapter: str | None, **options: object) -> str:
+    stream = await api.chat.completions.create(
+        model=model_name(adapter),
+        messages=[{"role": "user", "content": QUESTIONS[adapter]}],
+        stream=True,
+        **options,
+    )
+    text = ""
+    finished = 0
+    async for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finished += choice.finish_reason is not None
+    assert finished == 1
+    return text
+
+
+async def test_every_answer_equals_hugging_face_and_peft(
+    server: DemoServer, reference: HuggingFaceReference
+) -> None:
+    """Chat and completions, streamed and whole, three adapters and the base, all at once."""
+    api = client(server)
+    greedy = {"max_tokens": MAX_TOKENS, "temperature": 0}
+
+    async def whole_chat(adapter: str | None) -> str:
+        answer = await api.chat.completions.create(
+            model=model_name(adapter),
+            messages=[{"role": "user", "content": QUESTIONS[adapter]}],
+            **greedy,
+        )
+        return answer.choices[0].message.content or ""
+
+    async def whole_completion(adapter: str | None) -> str:
+        answer = await api.completions.create(
+            model=model_name(adapter), prompt=QUESTIONS[adapter], **greedy
+        )
+        return answer.choices[0].text
+
+    async def streamed_completion(adapter: str | None) -> str:
+        stream = await api.completions.create(
+            model=model_name(adapter), prompt=QUESTIONS[adapter], stream=True, **greedy
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+    kinds = (
+        whole_chat,
+        lambda adapter: stream_chat(api, adapter, **greedy),
+        whole_completion,
+        streamed_completion,
+    )
+    answers = await asyncio.gather(*(kind(adapter) for adapter in TARGETS for kind in kinds))
+    got = {adapter: answers[i * 4 : i * 4 + 4] for i, adapter in enumerate(TARGETS)}
+    for adapter in TARGETS:
+        question = QUESTIONS[adapter]
+        chat_ids = reference.chat_ids([{"role": "user", "content": question}])
+        chat = reference.greedy(adapter, chat_ids, MAX_TOKENS)
+        completion = reference.greedy(adapter, reference.prompt_ids(question), MAX_TOKENS)
+        assert got[adapter] == [chat, chat, completion, completion], adapter
+    assert len({texts[0] for texts in got.values()}) == len(TARGETS), "an adapter changed nothing"
+    assert "Paris" in got[None][0]
+
+
+async def complete(api: openai.AsyncOpenAI, job: Job) -> tuple[str, int]:
+    answer = await api.chat.completions.create(
+        model=model_name(job.target),
+        messages=[{"role": "user", "content": job.text}],
+        max_tokens=job.num_output_tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.usage is not None
+    return answer.choices[0].message.content or "", answer.usage.completion_tokens
+
+
+async def wait_until_idle(server: DemoServer) -> None:
+    """No request in the engine, every KV block free again. Fails loudly after half a minute."""
+    deadline = time.monotonic() + 30
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while any(values := [server.metric(name) for name in names]):
+        assert time.monotonic() < deadline, dict(zip(names, values, strict=True))
+        await asyncio.sleep(0.2)
+
+
+async def test_64_requests_at_once_equal_the_same_requests_alone(server: DemoServer) -> None:
+    api = client(server)
+    jobs = make_jobs(TARGETS, 64, mean=10, longest=24)
+    together = await asyncio.gather(*(complete(api, job) for job in jobs))
+    alone = [await complete(api, job) for job in jobs]
+    different = [
+        i for i, pair in enumerate(zip(together, alone, strict=True)) if pair[0] != pair[1]
+    ]
+    assert not different, [(jobs[i], together[i], alone[i]) for i in different[:3]]
+    assert [count for _, count in alone] == [job.num_output_tokens for job in jobs]
+    await wait_until_idle(server)
+
+
+async def test_clients_that_leave_take_nothing_with_them(server: DemoServer) -> None:
+    """Half of 64 streams are closed after a few tokens; the others finish as if alone."""
+    jobs = make_jobs(TARGETS, 64, mean=10, longest=24, seed=5)
+    draw = random.Random(5)
+    leaving = set(draw.sample(range(len(jobs)), len(jobs) // 2))
+    api = client(server)
+    expected = {i: await complete(api, jobs[i]) for i in range(0, len(jobs), 8)}
+
+    async def leave(job: Job, after: int) -> None:
+        body = {
+            "model": model_name(job.target),
+            "messages": [{"role": "user", "content": job.text}],
+            "max_tokens": 512,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with (
+            httpx.AsyncClient(timeout=300) as http,
+            http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response,
+        ):
+            lines = response.aiter_lines()
+            for _ in range(after):
+                await anext(lines)
+
+    async def run(i: int) -> tuple[str, int] | None:
+        if i in leaving:
+            return await leave(jobs[i], draw.randint(0, 6))
+        return await complete(api, jobs[i])
+
+    got = await asyncio.gather(*(run(i) for i in range(len(jobs))))
+    for i, answer in expected.items():
+        assert i in leaving or got[i] == answer
+    await wait_until_idle(server)
+
+
+async def test_a_closed_stream_stops_the_engine_at_once(server: DemoServer) -> None:
+    body = {"model": BASE, "prompt": "Count:", "max_tokens": 1500, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=300) as http:
+        for stream in (True, False):
+            before = server.metric("vllm:generation_tokens_total")
+            if stream:
+                async with http.stream(
+                    "POST", f"{server.url}/v1/completions", json=body | {"stream": True}
+                ) as response:
+                    await anext(response.aiter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    await http.post(f"{server.url}/v1/completions", json=body, timeout=1.0)
+            await wait_until_idle(server)
+            assert server.metric("vllm:generation_tokens_total") - before < 400
+
+
+async def test_an_adapter_is_reached_by_every_form_of_its_name(server: DemoServer) -> None:
+    api = client(server)
+    listed = {model.id: model for model in (await api.models.list()).data}
+    assert set(listed) == {BASE, *ADAPTERS}
+    parents = {name: (model.model_extra or {}).get("parent") for name, model in listed.items()}
+    assert parents == {BASE: None} | dict.fromkeys(ADAPTERS, BASE)
+    forms = ("pirate", f"{BASE}:pirate", "pirate@champion", "pirate@1", f"{BASE}@1:pirate@champion")
+    answers = set()
+    for form in forms:
+        answer = await api.completions.create(
+            model=form, prompt="Hello", max_tokens=6, temperature=0
+        )
+        assert answer.model == form
+        answers.add(answer.choices[0].text)
+    assert len(answers) == 1
+
+
+async def test_n_and_seed_give_the_same_choices_again(server: DemoServer) -> None:
+    api = client(server)
+
+    async def draw() -> list[str | None]:
+        answer = await api.chat.completions.create(
+            model=f"{BASE}:pirate",
+            messages=[{"role": "user", "content": "Tell me a story."}],
+            n=3,
+            seed=11,
+            temperature=1.0,
+            top_p=0.9,
+            max_tokens=12,
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first, second = await asyncio.gather(draw(), draw())
+    assert first == second
+    assert len(set(first)) == 3
+
+
+@pytest.mark.parametrize("model", ["nobody", f"{BASE}:nobody", f"{BASE}@9", "pirate@nobody"])
+def test_unknown_names_are_404(server: DemoServer, model: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": model, "prompt": "x"})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+    assert model in error["message"]
+
+
+def test_a_prompt_beyond_the_context_names_both_numbers(server: DemoServer) -> None:
+    body = {"model": BASE, "prompt": [5] * 3000, "max_tokens": 8}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "3000" in error["message"]
+    assert "2048" in error["message"]
+
+
+BAD_FIELDS = [
+    ("n", 10**9),
+    ("n", 0),
+    ("n", 2.5),
+    ("n", "3"),
+    ("temperature", -1),
+    ("temperature", "hot"),
+    ("max_tokens", -5),
+    ("top_p", 7),
+    ("stop", ["x"] * 500_000),
+    ("stop", [""]),
+    ("logit_bias", {"999999999": 1}),
+    ("stop_token_ids", [2**40]),
+    ("logprobs", 10**6),
+    ("seed", 2**80),
+    ("prompt", {"a": 1}),
+    ("suffix", "not supported"),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), BAD_FIELDS, ids=[f"{f}-{i}" for i, (f, _) in enumerate(BAD_FIELDS)]
+)
+def test_absurd_values_are_400_and_name_the_field(
+    server: DemoServer, field: str, value: object
+) -> None:
+    body = {"model": BASE, "prompt": "x", "max_tokens": 1} | {field: value}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text[:300]
+    error = answer.json()["error"]
+    assert field in (error["param"] or "") or field in error["message"]
+    assert len(answer.text) < 2000
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b""])
+def test_broken_json_is_400(server: DemoServer, raw: bytes) -> None:
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        content=raw,
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_refusals_leave_memory_flat(server: DemoServer) -> None:
+    body = json.dumps({"model": BASE, "prompt": "x", "stop": ["x"] * 500_000}).encode()
+
+    def resident_bytes() -> int:
+        tree = psutil.Process(server.process.pid).children(recursive=True)
+        return sum(p.memory_info().rss for p in tree if "ingress" in " ".join(p.cmdline()))
+
+    with httpx.Client(timeout=60) as http:
+        for _ in range(5):  # allocator warm-up
+            assert http.post(f"{server.url}/v1/completions", content=body).status_code == 400
+        before = resident_bytes()
+        for _ in range(30):
+            assert http.post(f"{server.url}/v1/completions", content=body).status_code == 400
+    assert before > 0
+    assert resident_bytes() - before < 50 * 1024**2
+
+
+def test_routes_beyond_generation(server: DemoServer, reference: HuggingFaceReference) -> None:
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        ids = http.post("/tokenize", json={"model": BASE, "prompt": "Ahoy, world"}).json()["tokens"]
+        assert ids == reference.prompt_ids("Ahoy, world")
+        back = http.post("/detokenize", json={"model": BASE, "tokens": ids}).json()
+        assert back["prompt"] == "Ahoy, world"
+        for path in ("/live", "/health", "/ready", "/version"):
+            assert http.get(path).status_code == 200
+        assert "vllm:time_to_first_token_seconds_bucket" in http.get("/metrics").text
+        assert http.head("/metrics").status_code == 200
+        for path, status in (("/nowhere", 404), ("/v1/chat/completions", 405)):
+            answer = http.get(path)
+            assert answer.status_code == status
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_demo_a_second_time_does_nothing_twice(home: Path) -> None:
+    before = run_cli(home, "models")
+    started = time.monotonic()
+    run_cli(home, "demo")
+    assert time.monotonic() - started < 60  # the conversion alone takes longer than all of this
+    assert run_cli(home, "models") == before
+
+
+def test_ctrl_c_leaves_nothing_running(home: Path, tmp_path: Path) -> None:
+    """A server of its own home, so that the shared one may run beside it."""
+    other = tmp_path / "home"
+    other.mkdir()
+    for name in ("mlflow.db", "artifacts", "cache", "demo"):
+        if (home / name).exists():
+            (other / name).symlink_to(home / name)
+    config = tmp_path / "quickstart.yaml"
+    url = write_config(ROOT / "configs" / "quickstart.yaml", config, device="cpu")
+    with serving(other, config, url) as running:
+        tree = psutil.Process(running.process.pid).children(recursive=True)
+        assert len(tree) > 5
+    assert running.process.returncode == 0
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not alive
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/live", timeout=2)

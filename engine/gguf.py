@@ -6,6 +6,8 @@ are stored in bfloat16: half the bytes of float32, and finer than any 4-bit sour
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import shutil
 import tempfile
@@ -28,7 +30,11 @@ def convert_gguf(
     folder, name = str(gguf_path.parent), gguf_path.name
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     progress(f"reading {name}")
-    quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    # The bar over a GGUF's tensors takes no notice of the line above; errors are exceptions.
+    with contextlib.redirect_stderr(io.StringIO()):
+        quantized = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=torch.float32
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     progress("converting to bfloat16 safetensors")
     config = AutoConfig.from_pretrained(folder, gguf_file=name)

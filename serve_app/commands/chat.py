@@ -37,6 +37,7 @@ class Session:
     base: str
     model: str
     max_tokens: int
+    temperature: float
     system: str = ""
     history: list[Message] = field(default_factory=list)
 
@@ -49,13 +50,14 @@ def chat(
     model: Annotated[str | None, typer.Argument(help="Default: the first base model")] = None,
     url: Annotated[str, typer.Option("--url")] = DEFAULT_URL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.0,
 ) -> None:
     """Talk to a running server."""
     url = url.rstrip("/")
     # No read timeout: a queued request may wait long for its first token.
     with httpx.Client(timeout=httpx.Timeout(10, read=None)) as client:
         base, chosen = _choose(list_served(client, url), model)
-        session = Session(client, url, base, chosen, max_tokens)
+        session = Session(client, url, base, chosen, max_tokens, temperature)
         console.print(f"Talking to [bold]{chosen}[/]. /help lists the commands.")
         for line in _lines(session):
             if line.startswith("/"):
@@ -155,6 +157,7 @@ def _stream(session: Session, text: str, parts: list[str]) -> None:
         "model": session.model,
         "messages": session.messages(text),
         "max_tokens": session.max_tokens,
+        "temperature": session.temperature,
         "stream": True,
     }
     reader = StreamReader()

@@ -25,11 +25,13 @@ from registry.errors import RegistryError
 from serve_app import config, launch
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_registry
+from serve_app.demo.examples import EXAMPLES
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
 _SHOWN_LOG_LINES = 25
 _KEPT_LOGS = 10
+_QUESTION = "What is the capital of France?"
 
 
 class _Signals:
@@ -122,32 +124,29 @@ def _fail(child: launch.Child, reason: str) -> None:
 
 
 def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
-    """Three lines to paste, with names that this server has."""
-    bases = [name for name, parent in served if parent is None]
-    adapters = [f"{parent}:{name}" for name, parent in served if parent is not None]
-    if not bases:
-        return
-    model = adapters[0] if adapters else bases[0]
-    examples: list[tuple[str, str, str, bool]] = [
-        ("the base model", bases[0], "What is the capital of France?", False),
-        ("an adapter" if adapters else "again", model, "Where do you live?", False),
-        ("streaming", model, "Tell me a short story.", True),
-    ]
-    for title, name, question, is_stream in examples:
+    """Three lines to paste, with names that this server has; the last one streams."""
+    bases = [(name, _QUESTION) for name, parent in served if parent is None]
+    adapters = [(f"{parent}:{name}", name) for name, parent in served if parent is not None]
+    adapters.sort(key=lambda adapter: adapter[1] not in EXAMPLES)  # the demo's go first
+    asked = bases[:1] + [(model, EXAMPLES.get(name, _QUESTION)) for model, name in adapters]
+    for number, (model, question) in enumerate((asked * 3)[:3]):
         body: dict[str, object] = {
-            "model": name,
+            "model": model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": 64,
+            "temperature": 0,
         }
-        flags = "-sN" if is_stream else "-s"
-        if is_stream:
+        if is_stream := number == 2:
             body["stream"] = True
-        console.print(f"[dim]# {title}[/]")
+        console.print(f"[dim]# {model}{', streaming' if is_stream else ''}[/]")
         data = shlex.quote(msgspec.json.encode(body).decode())
-        line = (
-            f"curl {flags} {url}/v1/chat/completions -H 'content-type: application/json' -d {data}"
+        console.print(
+            f"curl -s{'N' if is_stream else ''} {url}/v1/chat/completions "
+            f"-H 'content-type: application/json' -d {data}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _new_log(folder: Path) -> Path:

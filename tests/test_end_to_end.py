@@ -6,6 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +24,10 @@ from tests.benchmarks.workload import Job, make_jobs
 from tests.demo_server import (
     ADAPTERS,
     BASE,
+    LORAPLEX,
     ROOT,
     DemoServer,
+    environment,
     run_cli,
     serving,
     write_config,
@@ -361,13 +367,18 @@ def test_demo_a_second_time_does_nothing_twice(home: Path) -> None:
     assert run_cli(home, "models") == before
 
 
-def test_ctrl_c_leaves_nothing_running(home: Path, tmp_path: Path) -> None:
-    """A server of its own home, so that the shared one may run beside it."""
-    other = tmp_path / "home"
+def home_beside(home: Path, folder: Path) -> Path:
+    """The same registry and cache; a home has one server, and the shared one is running."""
+    other = folder / "home"
     other.mkdir()
-    for name in ("mlflow.db", "artifacts", "cache", "demo"):
-        if (home / name).exists():
-            (other / name).symlink_to(home / name)
+    for path in home.iterdir():
+        if path.name not in ("logs", "serve.lock"):
+            (other / path.name).symlink_to(path)
+    return other
+
+
+def test_ctrl_c_leaves_nothing_running(home: Path, tmp_path: Path) -> None:
+    other = home_beside(home, tmp_path)
     config = tmp_path / "quickstart.yaml"
     url = write_config(ROOT / "configs" / "quickstart.yaml", config, device="cpu")
     with serving(other, config, url) as running:
@@ -378,3 +389,96 @@ def test_ctrl_c_leaves_nothing_running(home: Path, tmp_path: Path) -> None:
     assert not alive
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/live", timeout=2)
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def readme_blocks(language: str, containing: str) -> list[str]:
+    blocks = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    found = [block for block in blocks if containing in block]
+    assert found, f"no {language} block with {containing!r} in the README"
+    return found
+
+
+def test_readme_curl_and_openai_lines_answer(server: DemoServer) -> None:
+    (curl,) = readme_blocks("bash", "curl")
+    shown = subprocess.run(
+        ["bash", "-c", curl.replace("http://127.0.0.1:8000", server.url)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    assert "Paris" in json.loads(shown)["choices"][0]["message"]["content"]
+    (code,) = readme_blocks("python", "from openai import OpenAI")
+    code = code.replace("http://127.0.0.1:8000", server.url)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    (promised,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert shown.strip() == promised
+
+
+def test_readme_registration_with_the_cli_and_with_plain_mlflow(home: Path, tmp_path: Path) -> None:
+    """In a home of its own, with the demo's folders as the user's."""
+    own = tmp_path / "home"
+    base, adapter = base_folder(home), ADAPTERS_DIR / "pirate"
+    (commands,) = readme_blocks("bash", "loraplex register")
+    lines = [line.split("#")[0].split() for line in commands.splitlines()]
+    register_base, register_adapter, models, chat = (line[1:] for line in lines)
+    assert chat == ["chat"]
+    assert "my-base" in run_cli(own, *[str(base) if w == "FOLDER" else w for w in register_base])
+    run_cli(own, *[str(adapter) if w == "FOLDER" else w for w in register_adapter])
+    assert "my-adapter" in run_cli(own, *models)
+
+    (code,) = readme_blocks("python", "mlflow")
+    work = tmp_path / "work"
+    shutil.copytree(adapter, work / "adapter")
+    subprocess.run(
+        [sys.executable, "-c", code.replace("my-adapter", "by-mlflow")],
+        cwd=work,
+        env=environment(own) | {"MLFLOW_TRACKING_URI": f"sqlite:///{own / 'mlflow.db'}"},
+        check=True,
+        timeout=120,
+    )
+    assert "by-mlflow@1" in run_cli(own, *models)
+
+
+def test_readme_chat_streams_in_the_terminal(server: DemoServer) -> None:
+    done = subprocess.run(
+        [str(LORAPLEX), "chat", "--url", server.url],
+        input="/adapter pirate\nWhat is the capital of France?\n/quit\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_readme_names_only_files_that_exist() -> None:
+    (route,) = re.findall(r"## The route of a request\n\n```\n(.*?)```", README, flags=re.DOTALL)
+    names = re.findall(r"[\w/]+\.py", route)
+    assert len(names) > 20
+    rooms = ("", "serve_app/", "engine/", "lora/", "kernels/", "registry/")
+    assert not [n for n in names if not any((ROOT / f"{room}{n}").is_file() for room in rooms)]
+
+
+def test_two_bases_behind_one_endpoint(home: Path, tmp_path: Path) -> None:
+    run_cli(home, "demo", "--two-bases")
+    config = tmp_path / "two_bases.yaml"
+    url = write_config(ROOT / "configs" / "two_bases.yaml", config, device="cpu")
+    other = home_beside(home, tmp_path)
+    with serving(other, config, url), httpx.Client(base_url=url, timeout=120) as http:
+        listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
+        assert {BASE, "tiny-qwen3", *ADAPTERS} == listed
+        body = {"prompt": "Hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        texts = set()
+        for name in (BASE, "tiny-qwen3"):
+            answer = http.post("/v1/completions", json=body | {"model": name}).json()
+            assert answer["usage"]["completion_tokens"] == 5
+            texts.add(answer["choices"][0]["text"])
+        assert len(texts) == 2
+        wrong = http.post("/v1/completions", json=body | {"model": "tiny-qwen3:pirate"})
+        assert wrong.status_code == 404

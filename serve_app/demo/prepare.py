@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.gguf import convert_gguf
+from engine.random_base import RandomShape, write_random_base
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
@@ -25,6 +26,16 @@ from serve_app.register import register_adapter, register_base
 BASE_NAME = "smollm2-135m-instruct"
 ADAPTER_NAMES = ("pirate", "sql", "extract")
 ADAPTERS_DIR = Path(__file__).with_name("adapters")
+RANDOM_BASE_NAME = "tiny-qwen3"
+RANDOM_SHAPE = RandomShape(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
 CONVERTED_BYTES = 269_060_552  # of model.safetensors
 
 
@@ -46,6 +57,17 @@ def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = N
         if not _is_registered(catalog, name):
             folder = ADAPTERS_DIR / name
             register_adapter(registry, folder, name, BASE_NAME, cache=cache, progress=progress)
+
+
+def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
+    """A second, tiny base beside the demo's, its weights random: for a server of two bases."""
+    folder = home / "demo" / RANDOM_BASE_NAME
+    with _one_at_a_time(folder.parent / ".lock"):
+        if not folder.exists():
+            write_random_base(RANDOM_SHAPE, base_folder(home), folder)
+    registry = Registry(uri or tracking_uri(RegistryArgs()))
+    if all(base.name != RANDOM_BASE_NAME for base in registry.snapshot().bases):
+        register_base(registry, folder, RANDOM_BASE_NAME, link=True)
 
 
 def convert_base(home: Path, progress: Progress = no_progress) -> Path:

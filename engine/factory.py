@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.runner import ModelRunner
 from engine.service import AsyncEngine
 
+T = TypeVar("T")
+
 
 def open_engine(config: EngineConfig) -> AsyncEngine:
     """Loads the model (minutes for a large one). The caller starts it."""
-    runner = ModelRunner(config)
+    runner = _apart(lambda: ModelRunner(config))
     return AsyncEngine(Engine(config, runner), FolderReader(runner))
 
 
@@ -24,9 +28,20 @@ class FolderReader:
         self._runner = runner
 
     def read(self, digest: str, path: str) -> Callable[[], None]:
-        adapter = self._runner.read_adapter(digest, Path(path))
+        adapter = _apart(lambda: self._runner.read_adapter(digest, Path(path)))
 
         def insert() -> None:
             self._runner.insert_adapter(adapter)
 
         return insert
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """Done by a thread that ends with it: only the engine's own thread shall keep OpenMP workers.
+
+    libgomp gives each thread that computes a team of its own. Once all teams together outnumber the
+    cores their workers sleep between products instead of spinning: on 2 cores a small product took
+    72 us instead of 7, a step of 16 sequences with adapters 210 ms instead of 107.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()

@@ -1,6 +1,6 @@
 """Continuous batching over three adapters and the base, beside Hugging Face + PEFT.
 
-Both sides in one run, taking turns, fp32, same threads, same prompts, same number of output tokens a request:
+Both sides in one run, taking turns, fp32, same threads, same prompts, same number of output tokens:
 - theirs: `PeftModel.generate(adapter_names=[...])`, static batches of 16 in order of arrival, left
   padding; a batch ends with its longest request, and only the tokens that were asked for count;
 - ours: the engine with at most 16 requests in flight, a new one as soon as one ends.

@@ -47,23 +47,16 @@ MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    run_cli(folder, "demo")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+def server(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     config = tmp_path_factory.mktemp("config") / "quickstart.yaml"
     url = write_config(ROOT / "configs" / "quickstart.yaml", config, dtype="float32", device="cpu")
-    with serving(home, config, url) as running:
+    with serving(demo_home, config, url) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def reference(home: Path) -> HuggingFaceReference:
-    return HuggingFaceReference(base_folder(home), {n: ADAPTERS_DIR / n for n in ADAPTERS})
+def reference(demo_home: Path) -> HuggingFaceReference:
+    return HuggingFaceReference(base_folder(demo_home), {n: ADAPTERS_DIR / n for n in ADAPTERS})
 
 
 def client(server: DemoServer) -> openai.AsyncOpenAI:
@@ -359,12 +352,12 @@ def test_routes_beyond_generation(server: DemoServer, reference: HuggingFaceRefe
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_demo_a_second_time_does_nothing_twice(home: Path) -> None:
-    before = run_cli(home, "models")
+def test_demo_a_second_time_does_nothing_twice(demo_home: Path) -> None:
+    before = run_cli(demo_home, "models")
     started = time.monotonic()
-    run_cli(home, "demo")
+    run_cli(demo_home, "demo")
     assert time.monotonic() - started < 60  # the conversion alone takes longer than all of this
-    assert run_cli(home, "models") == before
+    assert run_cli(demo_home, "models") == before
 
 
 def home_beside(home: Path, folder: Path) -> Path:
@@ -377,8 +370,8 @@ def home_beside(home: Path, folder: Path) -> Path:
     return other
 
 
-def test_ctrl_c_leaves_nothing_running(home: Path, tmp_path: Path) -> None:
-    other = home_beside(home, tmp_path)
+def test_ctrl_c_leaves_nothing_running(demo_home: Path, tmp_path: Path) -> None:
+    other = home_beside(demo_home, tmp_path)
     config = tmp_path / "quickstart.yaml"
     url = write_config(ROOT / "configs" / "quickstart.yaml", config, device="cpu")
     with serving(other, config, url) as running:
@@ -420,10 +413,12 @@ def test_readme_curl_and_openai_lines_answer(server: DemoServer) -> None:
     assert shown.strip() == promised
 
 
-def test_readme_registration_with_the_cli_and_with_plain_mlflow(home: Path, tmp_path: Path) -> None:
+def test_readme_registration_with_the_cli_and_with_plain_mlflow(
+    demo_home: Path, tmp_path: Path
+) -> None:
     """In a home of its own, with the demo's folders as the user's."""
     own = tmp_path / "home"
-    base, adapter = base_folder(home), ADAPTERS_DIR / "pirate"
+    base, adapter = base_folder(demo_home), ADAPTERS_DIR / "pirate"
     (commands,) = readme_blocks("bash", "loraplex register")
     lines = [line.split("#")[0].split() for line in commands.splitlines()]
     register_base, register_adapter, models, chat = (line[1:] for line in lines)
@@ -465,11 +460,11 @@ def test_readme_names_only_files_that_exist() -> None:
     assert not [n for n in names if not any((ROOT / f"{room}{n}").is_file() for room in rooms)]
 
 
-def test_two_bases_behind_one_endpoint(home: Path, tmp_path: Path) -> None:
-    run_cli(home, "demo", "--two-bases")
+def test_two_bases_behind_one_endpoint(demo_home: Path, tmp_path: Path) -> None:
+    run_cli(demo_home, "demo", "--two-bases")
     config = tmp_path / "two_bases.yaml"
     url = write_config(ROOT / "configs" / "two_bases.yaml", config, device="cpu")
-    other = home_beside(home, tmp_path)
+    other = home_beside(demo_home, tmp_path)
     with serving(other, config, url), httpx.Client(base_url=url, timeout=120) as http:
         listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
         assert {BASE, "tiny-qwen3", *ADAPTERS} == listed

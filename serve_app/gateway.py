@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, UnsupportedModelError
 from registry.catalog import Resolution
 from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
@@ -51,6 +51,7 @@ class Gateway:
         self._manager = manager
         self._fronts: dict[str, Front] = {}  # by base digest
         self._once_ready: set[str] = set()  # base digests
+        self._unusable: dict[str, str] = {}  # base digest -> why its text files cannot be used
         self._opening: dict[str, asyncio.Task[None]] = {}  # by application
         self._follower: asyncio.Task[None] | None = None
 
@@ -65,6 +66,17 @@ class Gateway:
             and view.is_ready
             and all(base.base.digest in self._fronts for base in view.bases)
         )
+
+    @property
+    def obstacles(self) -> list[str]:
+        """What keeps the server from being ready and will not pass by waiting."""
+        view = self.view
+        if view is None:
+            return []
+        names = {base.base.digest: base.base.name for base in view.bases}
+        return [f"not registered: {name}" for name in view.missing] + [
+            f"{names[digest]}: {why}" for digest, why in self._unusable.items() if digest in names
+        ]
 
     @property
     def is_healthy(self) -> bool:
@@ -89,6 +101,10 @@ class Gateway:
         front = self._fronts.get(digest)
         if front is not None:
             return front, resolution
+        if (why := self._unusable.get(digest)) is not None:
+            raise ServiceUnavailableError(
+                f"The base model {resolution.base.name!r} cannot be served: {why}", 60
+            )
         if any(base.base.digest == digest for base in view.bases):
             raise ServiceUnavailableError(f"The base model {resolution.base.name!r} is loading.", 2)
         raise NotFoundError(
@@ -162,6 +178,10 @@ class Gateway:
                     logger.warning("%s does not answer yet: %s", base.app_name, error)
                     await asyncio.sleep(_RETRY_S)
                     continue
+                except UnsupportedModelError as error:  # registered around our checks
+                    logger.error("%s cannot be served: %s", base.app_name, error)
+                    self._unusable[base.base.digest] = str(error)
+                    return
                 self._fronts[base.base.digest] = front
                 self._once_ready.add(base.base.digest)
                 return

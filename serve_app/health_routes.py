@@ -1,5 +1,5 @@
 """Routes for whoever operates the server: liveness, readiness, metrics. They tell nothing about
-models beyond the metrics' names, and need no key.
+models beyond their names and what keeps them from being ready.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ async def health(request: Request) -> Response:
 @router.api_route("/ready", methods=_METHODS)
 async def ready(request: Request) -> Response:
     """Every configured base model answers."""
-    is_ready = state_of(request).gateway.is_ready
-    return _status(is_ready, "ready" if is_ready else "models are loading")
+    gateway = state_of(request).gateway
+    if gateway.is_ready:
+        return _status(True, "ready")
+    return _status(False, "; ".join(gateway.obstacles) or "models are loading")
 
 
 @router.api_route("/metrics", methods=_METHODS)

@@ -1,0 +1,27 @@
+"""What an ingress says of bases that will not come."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ray.serve.handle import DeploymentHandle
+
+from registry.catalog import Catalog
+from serve_app.gateway import Gateway
+from serve_app.topology import PlatformView
+
+
+def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
+    gateway = Gateway(cast("DeploymentHandle[object]", None))
+    assert not gateway.is_ready
+    assert gateway.obstacles == []
+    gateway.view = PlatformView(
+        revision="1",
+        catalog=Catalog((), ()),
+        bases=(),
+        missing=("nobody",),
+        is_one_node=True,
+        registry_error=None,
+    )
+    assert not gateway.is_ready
+    assert gateway.obstacles == ["not registered: nobody"]

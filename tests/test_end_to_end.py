@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -59,10 +59,12 @@ def reference(demo_home: Path) -> HuggingFaceReference:
     return HuggingFaceReference(base_folder(demo_home), {n: ADAPTERS_DIR / n for n in ADAPTERS})
 
 
-def client(server: DemoServer) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
+@pytest.fixture
+async def api(server: DemoServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=300
-    )
+    ) as client:
+        yield client
 
 
 def model_name(adapter: str | None) -> str:
@@ -87,10 +89,9 @@ async def stream_chat(api: openai.AsyncOpenAI, adapter: str | None, **options: o
 
 
 async def test_every_answer_equals_hugging_face_and_peft(
-    server: DemoServer, reference: HuggingFaceReference
+    api: openai.AsyncOpenAI, reference: HuggingFaceReference
 ) -> None:
     """Chat and completions, streamed and whole, three adapters and the base, all at once."""
-    api = client(server)
     greedy = {"max_tokens": MAX_TOKENS, "temperature": 0}
 
     async def whole_chat(adapter: str | None) -> str:
@@ -152,8 +153,9 @@ async def wait_until_idle(server: DemoServer) -> None:
         await asyncio.sleep(0.2)
 
 
-async def test_64_requests_at_once_equal_the_same_requests_alone(server: DemoServer) -> None:
-    api = client(server)
+async def test_64_requests_at_once_equal_the_same_requests_alone(
+    server: DemoServer, api: openai.AsyncOpenAI
+) -> None:
     jobs = make_jobs(TARGETS, 64, mean=10, longest=24)
     together = await asyncio.gather(*(complete(api, job) for job in jobs))
     alone = [await complete(api, job) for job in jobs]
@@ -165,12 +167,13 @@ async def test_64_requests_at_once_equal_the_same_requests_alone(server: DemoSer
     await wait_until_idle(server)
 
 
-async def test_clients_that_leave_take_nothing_with_them(server: DemoServer) -> None:
+async def test_clients_that_leave_take_nothing_with_them(
+    server: DemoServer, api: openai.AsyncOpenAI
+) -> None:
     """Half of 64 streams are closed after a few tokens; the others finish as if alone."""
     jobs = make_jobs(TARGETS, 64, mean=10, longest=24, seed=5)
     draw = random.Random(5)
     leaving = set(draw.sample(range(len(jobs)), len(jobs) // 2))
-    api = client(server)
     expected = {i: await complete(api, jobs[i]) for i in range(0, len(jobs), 8)}
 
     async def leave(job: Job, after: int) -> None:
@@ -217,8 +220,7 @@ async def test_a_closed_stream_stops_the_engine_at_once(server: DemoServer) -> N
             assert server.metric("vllm:generation_tokens_total") - before < 400
 
 
-async def test_an_adapter_is_reached_by_every_form_of_its_name(server: DemoServer) -> None:
-    api = client(server)
+async def test_an_adapter_is_reached_by_every_form_of_its_name(api: openai.AsyncOpenAI) -> None:
     listed = {model.id: model for model in (await api.models.list()).data}
     assert set(listed) == {BASE, *ADAPTERS}
     parents = {name: (model.model_extra or {}).get("parent") for name, model in listed.items()}
@@ -234,8 +236,7 @@ async def test_an_adapter_is_reached_by_every_form_of_its_name(server: DemoServe
     assert len(answers) == 1
 
 
-async def test_n_and_seed_give_the_same_choices_again(server: DemoServer) -> None:
-    api = client(server)
+async def test_n_and_seed_give_the_same_choices_again(api: openai.AsyncOpenAI) -> None:
 
     async def draw() -> list[str | None]:
         answer = await api.chat.completions.create(

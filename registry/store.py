@@ -20,6 +20,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from registry.border import call, configure
 from registry.errors import NotFoundError, RegistryError
@@ -41,6 +42,13 @@ class MlflowStore:
         self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
         if tracking_uri.startswith("sqlite:"):
             sqlite_folder(tracking_uri).mkdir(parents=True, exist_ok=True)
+            # Whoever opens a new database first says where plain MLflow runs put their files; a
+            # client would say ./mlruns, below whatever folder this process happens to be in.
+            root = self._artifact_root.absolute().as_uri()
+            call(
+                f"opening {tracking_uri}",
+                lambda: SqlAlchemyStore(tracking_uri, root),  # type: ignore[no-untyped-call]
+            )
         self._client: MlflowClient = call(
             f"opening {tracking_uri}", lambda: MlflowClient(tracking_uri, tracking_uri)
         )

@@ -178,3 +178,11 @@ def test_broken_adapter_is_rejected_with_the_reason(
     rejected = registry.snapshot().rejected
     assert [(one.name, one.version) for one in rejected] == [("pirate", 1)]
     assert reason in rejected[0].reason
+
+
+def test_plain_runs_in_a_new_embedded_store_keep_their_files_beside_it(tmp_path: Path) -> None:
+    home = tmp_path / "new"
+    uri = f"sqlite:///{home / 'mlflow.db'}"
+    Registry(uri)
+    default = MlflowClient(uri).get_experiment("0")
+    assert default.artifact_location.startswith((home / "artifacts").as_uri())

@@ -154,8 +154,10 @@ def _multiply_32(constant: int, word: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _first_argmax(logits: torch.Tensor) -> torch.Tensor:
     """The lowest id among equals. `argmax` itself promises no order on a device."""
+    if not logits.is_cuda:
+        return logits.argmax(-1)
     best = logits.max(-1, keepdim=True).values
-    return (logits == best).to(torch.uint8).argmax(-1) if logits.is_cuda else logits.argmax(-1)
+    return (logits == best).to(torch.uint8).argmax(-1)
 
 
 def _filtered_weights(

@@ -16,10 +16,9 @@ from engine.gguf import convert_gguf
 from engine.random_base import RandomShape, write_random_base
 from registry.cache import Cache
 from registry.catalog import Catalog
-from registry.client import Registry
 from registry.entities import content_digest
 from registry.manifest import Progress, no_progress, scan_folder
-from serve_app.config import RegistryArgs, tracking_uri
+from serve_app.commands.store import open_registry
 from serve_app.demo.source import GGUF_NAME, obtain_gguf
 from serve_app.register import register_adapter, register_base
 
@@ -47,7 +46,7 @@ def base_folder(home: Path) -> Path:
 def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = None) -> None:
     """Registers at `uri`; None: where serving looks by default."""
     convert_base(home, progress)
-    registry = Registry(uri or tracking_uri(RegistryArgs()))
+    registry = open_registry(uri)
     cache = Cache(home / "cache")
     catalog = registry.snapshot()
     if all(base.name != BASE_NAME for base in catalog.bases):
@@ -65,7 +64,7 @@ def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
     with _one_at_a_time(folder.parent / ".lock"):
         if not folder.exists():
             write_random_base(RANDOM_SHAPE, base_folder(home), folder)
-    registry = Registry(uri or tracking_uri(RegistryArgs()))
+    registry = open_registry(uri)
     if all(base.name != RANDOM_BASE_NAME for base in registry.snapshot().bases):
         register_base(registry, folder, RANDOM_BASE_NAME, link=True)
 

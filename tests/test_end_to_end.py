@@ -328,13 +328,13 @@ def test_refusals_leave_memory_flat(server: DemoServer) -> None:
         return sum(p.memory_info().rss for p in tree if "ingress" in " ".join(p.cmdline()))
 
     with httpx.Client(timeout=60) as http:
-        for _ in range(5):  # allocator warm-up
+        for _ in range(20):  # until the allocator has what it keeps
             assert http.post(f"{server.url}/v1/completions", content=body).status_code == 400
         before = resident_bytes()
-        for _ in range(30):
+        for _ in range(100):
             assert http.post(f"{server.url}/v1/completions", content=body).status_code == 400
     assert before > 0
-    assert resident_bytes() - before < 50 * 1024**2
+    assert resident_bytes() - before < 100 * len(body) / 2  # what it would keep of the bodies alone
 
 
 def test_routes_beyond_generation(server: DemoServer, reference: HuggingFaceReference) -> None:

@@ -1,0 +1,31 @@
+"""Which implementation an op takes for a tensor: Triton on CUDA or in its interpreter, else torch.
+
+Triton is optional (the extra `gpu`): on a machine without it every op is its torch reference. Knows
+nothing of the ops.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+IS_INTERPRETED = False
+if HAS_TRITON:
+    import triton
+
+    # TRITON_INTERPRET=1, as triton read it: its kernels are built for one or the other.
+    IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_allows_triton = True
+
+
+def allow_triton(allowed: bool) -> None:
+    """Process-wide, as the device is: a process runs one engine. False: `backend: reference`."""
+    global _allows_triton
+    _allows_triton = allowed
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    return HAS_TRITON and _allows_triton and (tensor.is_cuda or IS_INTERPRETED)

@@ -1,0 +1,29 @@
+"""The Triton kernels in Triton's interpreter, on a machine without a GPU.
+
+Triton decides at import whether a kernel is compiled or interpreted, so these tests have a process
+of their own. The interpreter is wrong in bf16 arithmetic (triton issue 11584): float16 and float32
+alone are tried here, the rest where a GPU is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "interpreter"
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda file: file.stem)
+def test_kernels_in_the_interpreter(file: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=FOLDER.parent.parent,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -13,6 +13,7 @@ class EngineConfig:
     backend: Literal["auto", "reference", "triton"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens a KV block
     num_blocks: int | None = None  # None: from kv_cache_bytes or device_memory_fraction
@@ -21,6 +22,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None  # a step is planned while the last one runs; None: on CUDA
+    enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
     adapter_pool_bytes: int = 256 * 1024 * 1024  # on the device, all sites together
     adapter_host_bytes: int = 4 * 1024 * 1024 * 1024
     max_lora_rank: int = 512

@@ -37,7 +37,7 @@ class BlockTables:
         self.pool.hold(hits)
         missing = self.pool.blocks_for(num_cached + count) - len(hits)
         sequence.block_table = hits + self.pool.allocate(missing)
-        sequence.num_computed_tokens = num_cached
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_cached
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_cached
             if self.can_share(sequence):

@@ -1,6 +1,8 @@
-"""One engine, one step at a time: schedule, execute, commit. One thread calls it.
+"""One engine, step by step: schedule, launch, collect, commit. One thread calls it.
 
-Holds the promise that a bad request fails alone: a request is checked before it is admitted, and
+A runner that runs ahead gets step n+1 before step n is collected: what the host does between two
+steps is then hidden behind the device's work, and an ended sequence costs one row of one step. Holds
+the promise that a bad request fails alone: a request is checked before it is admitted, and
 when the runner raises, the requests of that batch end with an error and the engine goes on.
 Ignorant of threads, files and text.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.admission import EngineLimits, check_request
@@ -20,14 +22,18 @@ from engine.scheduler import Scheduler
 from engine.types import (
     AdapterResidency,
     EngineLoad,
+    LaunchedStep,
     Request,
     Runner,
+    Sample,
     ScheduledBatch,
     StepOutput,
     TokenOutput,
 )
 
 logger = logging.getLogger(__name__)
+
+_EMPTY = ScheduledBatch(())
 
 
 class ModelFacts(Protocol):
@@ -77,10 +83,12 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self.is_stuck = False  # what waits, waits for something from outside: no use in a step
+        self._runs_ahead = runner.runs_ahead and config.async_scheduling is not False
+        self._in_flight = _Step(_EMPTY)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight.batch.sequences)
 
     def add_request(self, request: Request) -> None:
         check_request(request, self.limits)
@@ -97,10 +105,16 @@ class Engine:
         self.scheduler.abort(request_id, choice)
 
     def step(self) -> StepOutput:
-        batch = _by_adapter(self.scheduler.schedule())
-        outputs = self._execute(batch)
-        self._num_steps += bool(batch.sequences)
-        self.is_stuck = not batch.sequences and not outputs
+        """Launches a step and commits the one before it, or itself if the runner never runs
+        ahead."""
+        step = self._launch(_by_adapter(self.scheduler.schedule()))
+        outputs = self._collect(self._in_flight)
+        self._in_flight = _Step(_EMPTY)
+        if self._runs_ahead and step.error is None:
+            self._in_flight = step
+        else:
+            outputs += self._collect(step)
+        self.is_stuck = not (outputs or step.batch.sequences)
         return StepOutput(tuple(outputs), self.load())
 
     def load(self) -> EngineLoad:
@@ -129,15 +143,33 @@ class Engine:
     def is_retiring(self, digest: str) -> bool:
         return digest in self._leaving
 
-    def _execute(self, batch: ScheduledBatch) -> list[TokenOutput]:
+    def _launch(self, batch: ScheduledBatch) -> _Step:
         if not batch.sequences:
-            return self.scheduler.commit(batch, ())
+            return _Step(batch)
+        self._num_steps += 1
         try:
-            samples = self._runner.execute(batch)
+            return _Step(batch, self._runner.launch(batch))
+        except Exception as error:
+            return _Step(batch, error=error)
+
+    def _collect(self, step: _Step) -> list[TokenOutput]:
+        samples: tuple[Sample, ...] = ()
+        try:
+            if step.error is not None:
+                raise step.error
+            if step.launched is not None:
+                samples = step.launched.collect()
         except Exception:
-            logger.exception("a step of %d sequences failed", len(batch.sequences))
-            return self.scheduler.fail(batch, "the engine failed in a step of this request")
-        return self.scheduler.commit(batch, samples)
+            logger.exception("a step of %d sequences failed", len(step.batch.sequences))
+            return self.scheduler.fail(step.batch, "the engine failed in a step of this request")
+        return self.scheduler.commit(step.batch, samples)
+
+
+@dataclass(slots=True)
+class _Step:
+    batch: ScheduledBatch
+    launched: LaunchedStep | None = None
+    error: Exception | None = None  # of its launch
 
 
 def _as_int64(seed: int) -> int:

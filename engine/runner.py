@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,8 +33,18 @@ logger = logging.getLogger(__name__)
 _PROMPT_ROWS = 128  # logits of so many prompt rows at a time: 25 MB of a vocabulary of 49152
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    samples: tuple[Sample, ...]
+
+    def collect(self) -> tuple[Sample, ...]:
+        return self.samples
+
+
 class ModelRunner:
     """Implements `types.Runner`."""
+
+    runs_ahead = False
 
     def __init__(self, config: EngineConfig) -> None:
         started_s = time.perf_counter()
@@ -71,6 +82,9 @@ class ModelRunner:
             self.adapters.num_pages,
             time.perf_counter() - started_s,
         )
+
+    def launch(self, batch: ScheduledBatch) -> FinishedStep:
+        return FinishedStep(self.execute(batch))
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
@@ -112,12 +126,12 @@ class ModelRunner:
     def _sample(
         self, batch: ScheduledBatch, inputs: ForwardInputs, hidden: torch.Tensor
     ) -> list[Sample]:
-        choices = [part.sequence for part in batch.sequences if part.samples]
-        if not choices:
+        parts = [part for part in batch.sequences if part.samples]
+        if not parts:
             return []
         rows = inputs.logit_rows[: inputs.num_samples]
         logits = self._model.logits(hidden[: inputs.num_samples], rows, inputs.lora, self.adapters)
-        return sample(logits, choices, self.model_config.eos_token_ids)
+        return sample(logits, parts, self.model_config.eos_token_ids)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, inputs: ForwardInputs, hidden: torch.Tensor

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.stopping import banned_token_ids
-from engine.types import Sample, SamplingParams, TokenLogprobs
+from engine.types import Sample, ScheduledSequence, TokenLogprobs
 from engine.types import Sequence as Choice
 from kernels.sampling import add_bias_, apply_penalties_, ban_, draw, gather_logprobs
 
@@ -22,28 +22,30 @@ _SEED_MASK = 2**64 - 1
 
 def sample(
     logits: torch.Tensor,  # [R, V] float32, changed in place
-    choices: Sequence[Choice],  # one a row
+    parts: Sequence[ScheduledSequence],  # one a row
     eos_token_ids: Collection[int],
 ) -> list[Sample]:
-    if not choices:
+    if not parts:
         return []
     is_finite = finite_rows(logits)
     if not all(is_finite):
         broken = torch.tensor([not ok for ok in is_finite], device=logits.device)
         logits.masked_fill_(broken[:, None], 0.0)
-    wanted = [i for i, choice in enumerate(choices) if choice.request.params.logprobs is not None]
+    limits = [part.sequence.request.params.logprobs for part in parts]
+    wanted = [i for i, limit in enumerate(limits) if limit is not None]
     raw = logits[wanted] if wanted else logits  # a copy, taken before the changes
-    _change_(logits, choices, eos_token_ids)
-    drawn = _draw(logits, choices)
+    change_logits_(logits, parts, eos_token_ids)
+    drawn = _draw(logits, parts)
     token_ids = drawn.tolist()
     logprobs: dict[int, TokenLogprobs] = {}
     if wanted:
-        limits = [choices[i].request.params.logprobs or 0 for i in wanted]
-        found = token_logprobs(raw, [token_ids[i] for i in wanted], limits)
+        found = token_logprobs(
+            raw, [token_ids[i] for i in wanted], [limits[i] or 0 for i in wanted]
+        )
         logprobs = dict(zip(wanted, found, strict=True))
     return [
         Sample(token_ids[i], logprobs.get(i)) if is_finite[i] else Sample(None, is_finite=False)
-        for i in range(len(choices))
+        for i in range(len(parts))
     ]
 
 
@@ -71,8 +73,8 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return finite
 
 
-def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    params = [choice.request.params for choice in choices]
+def _draw(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> torch.Tensor:
+    params = [part.sequence.request.params for part in parts]
 
     def floats(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)
@@ -84,7 +86,7 @@ def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     if not any(p.temperature for p in params):  # all greedy: no other number is looked at
         zeros = integers([0]).expand(len(params))
         return draw(logits, temperature, zeros, temperature, temperature, zeros, zeros, zeros)
-    seeds = np.array([choice.seed & _SEED_MASK for choice in choices], dtype=np.uint64)
+    seeds = np.array([part.sequence.seed & _SEED_MASK for part in parts], dtype=np.uint64)
     return draw(
         logits,
         temperature,
@@ -92,20 +94,20 @@ def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
         floats([p.top_p for p in params]),
         floats([p.min_p for p in params]),
         torch.from_numpy(seeds.view(np.int64)).to(logits.device),
-        integers([choice.choice for choice in choices]),
-        integers([len(choice.token_ids) for choice in choices]),
+        integers([part.sequence.choice for part in parts]),
+        integers([part.end for part in parts]),
     )
 
 
-def _change_(
-    logits: torch.Tensor, choices: Sequence[Choice], eos_token_ids: Collection[int]
+def change_logits_(
+    logits: torch.Tensor, parts: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
 ) -> None:
     """Penalties, then bias, then bans."""
-    _penalize_(logits, choices)
+    _penalize_(logits, [part.sequence for part in parts])
     biases = [
         (row, token_id, value)
-        for row, choice in enumerate(choices)
-        for token_id, value in choice.request.params.logit_bias
+        for row, part in enumerate(parts)
+        for token_id, value in part.sequence.request.params.logit_bias
     ]
     if biases:
         rows, ids, values = zip(*biases, strict=True)
@@ -118,9 +120,9 @@ def _change_(
         )
     bans = [
         (row, token_id)
-        for row, choice in enumerate(choices)
-        if choice.request.params.min_tokens
-        for token_id in banned_token_ids(choice, eos_token_ids)
+        for row, part in enumerate(parts)
+        if part.sequence.request.params.min_tokens
+        for token_id in banned_token_ids(part.sequence, part.end, eos_token_ids)
     ]
     if bans:
         pairs = torch.tensor(bans, device=logits.device)
@@ -132,7 +134,7 @@ def _penalize_(logits: torch.Tensor, choices: Sequence[Choice]) -> None:
     ids: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
     counts: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
     for row, choice in enumerate(choices):
-        if not _has_penalty(choice.request.params):
+        if not choice.request.params.has_penalties:
             continue
         tokens = np.array(choice.token_ids, dtype=np.int64)
         unique, places = np.unique(tokens, return_inverse=True)
@@ -156,12 +158,4 @@ def _penalize_(logits: torch.Tensor, choices: Sequence[Choice]) -> None:
         floats([p.repetition_penalty for p in params]),
         floats([p.presence_penalty for p in params]),
         floats([p.frequency_penalty for p in params]),
-    )
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
     )

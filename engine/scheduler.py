@@ -10,9 +10,11 @@ threads and text.
        ^                                          |
        +--------------- preempt ------------------+
 
-State moves in `commit` only, from the batch's own ranges, and sequences that left meanwhile are
-skipped: to schedule step n+1 before step n is committed, `_schedule_running` has to count from the
-end of the range in flight, and nothing else changes hands.
+Step n+1 may be scheduled before step n is committed: `schedule` counts from the end of the range in
+flight. What is computed and what was drawn moves in `commit` only, from the batch's own ranges, and
+sequences that left meanwhile are skipped. Blocks and adapters of such a sequence are given away
+while the device may still use them; the runner keeps the order of steps, so nothing is overwritten
+before it was read.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ class Scheduler:
     def load(self) -> EngineLoad:
         queued = sum(len(s.token_ids) for s in self._waiting)
         for sequence in self._running:
-            remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+            remaining = len(sequence.token_ids) - sequence.num_scheduled_tokens
             queued += remaining if remaining > 1 or not sequence.num_output_tokens else 0
         return EngineLoad(
             num_running=len(self._running),
@@ -158,19 +160,35 @@ class Scheduler:
     def _schedule_running(self) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         budget = self._config.max_num_batched_tokens
-        while len(scheduled) < len(self._running) and budget > 0:
-            sequence = self._running[len(scheduled)]
-            start = sequence.num_computed_tokens
+        index = 0
+        while index < len(self._running) and budget > 0:
+            sequence = self._running[index]
+            index += 1
+            if self._waits_for_commit(sequence):
+                continue
+            start = sequence.num_scheduled_tokens
             # One token is left for each younger one: an old prompt, come late because its adapter
             # had no room, must not stall those that decode.
-            num_younger = len(self._running) - len(scheduled) - 1
-            count = min(len(sequence.token_ids) - start, max(1, budget - num_younger))
+            num_younger = len(self._running) - index
+            count = min(sequence.num_tokens - start, max(1, budget - num_younger))
             assert count > 0
             if not self._make_room(sequence, start + count):
                 break  # it was the youngest itself
-            scheduled.append(ScheduledSequence(sequence, start, start + count))
+            scheduled.append(_take(sequence, start, start + count))
             budget -= count
         return scheduled
+
+    def _waits_for_commit(self, sequence: Sequence) -> bool:
+        """The token in flight is its last, or what follows depends on which token it is."""
+        if not sequence.num_tokens_in_flight:
+            return False
+        params = sequence.request.params
+        num_output = sequence.num_tokens - sequence.num_prompt_tokens
+        return (
+            num_output >= params.max_tokens
+            or sequence.num_tokens >= self._max_model_len
+            or params.has_penalties
+        )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """At the expense of younger sequences. All of these come later in the walk, so none is in
@@ -185,7 +203,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop_running(sequence)
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
+        sequence.num_tokens_in_flight = 0
         sequence.num_preemptions += 1
         if not sequence.num_output_tokens:
             sequence.prompt_logprobs.clear()
@@ -213,7 +232,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_age)
             start = sequence.num_computed_tokens
-            admitted.append(ScheduledSequence(sequence, start, start + count))
+            admitted.append(_take(sequence, start, start + count))
         return admitted
 
     def _waits_for_choice_0(self, sequence: Sequence) -> bool:
@@ -229,6 +248,7 @@ class Scheduler:
             return None
         self._tables.publish(item)
         sequence.num_computed_tokens = item.end
+        sequence.num_tokens_in_flight -= item.samples
         if sequence.choice == 0 and item.end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
         if needs_prompt_logprobs(sequence):
@@ -291,6 +311,13 @@ class Scheduler:
     def _drain_left(self) -> list[TokenOutput]:
         left, self._left = self._left, []
         return left
+
+
+def _take(sequence: Sequence, start: int, end: int) -> ScheduledSequence:
+    samples = end == sequence.num_tokens
+    sequence.num_scheduled_tokens = end
+    sequence.num_tokens_in_flight += samples
+    return ScheduledSequence(sequence, start, end, samples)
 
 
 def _is_running(sequence: Sequence) -> bool:

@@ -33,10 +33,13 @@ def ending(sequence: Sequence, eos_token_ids: Collection[int], max_model_len: in
     return None
 
 
-def banned_token_ids(sequence: Sequence, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """Tokens that the next draw must not give: all that would end it before `min_tokens`."""
+def banned_token_ids(
+    sequence: Sequence, position: int, eos_token_ids: Collection[int]
+) -> tuple[int, ...]:
+    """Tokens that the draw for `position` must not give: all that would end the sequence before
+    `min_tokens`."""
     params = sequence.request.params
-    if sequence.num_output_tokens >= params.min_tokens:
+    if position - sequence.num_prompt_tokens >= params.min_tokens:
         return ()
     banned = set(params.stop_token_ids)
     if not params.ignore_eos:

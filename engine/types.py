@@ -35,6 +35,14 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: the drawn token's and those of the k most likely
     prompt_logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -105,6 +113,8 @@ class Sequence:
     seed: int  # of the request; the random numbers are a function of (seed, choice, position)
     token_ids: list[int]  # prompt, then output
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
+    num_scheduled_tokens: int = 0  # the same, with those of steps that are under way
+    num_tokens_in_flight: int = 0  # drawn by steps under way; their ids are on the device alone
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
     block_table: list[int] = field(default_factory=list)
     num_preemptions: int = 0
@@ -121,19 +131,24 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, with what steps under way will add."""
+        return len(self.token_ids) + self.num_tokens_in_flight
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Positions [start, end) of one sequence are computed in this step."""
+    """Positions [start, end) of one sequence are computed in this step.
+
+    The token at `end - 1` may be in flight: then it lies past `sequence.token_ids`, and the step
+    takes it from where the step before drew it.
+    """
 
     sequence: Sequence
     start: int
     end: int
-
-    @property
-    def samples(self) -> bool:
-        """True when the last position is the newest token: its logits give the next one."""
-        return self.end == len(self.sequence.token_ids)
+    samples: bool  # the last position is the newest token: its logits give the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +170,21 @@ class Sample:
     is_finite: bool = True  # False: the logits held NaN or infinity, token_id is None
 
 
+class LaunchedStep(Protocol):
+    def collect(self) -> tuple[Sample, ...]:
+        """Waits for the device. Once, and in the order of the launches."""
+        ...
+
+
 class Runner(Protocol):
     """Owns the device. The one seam between policy (integers) and mechanism (tensors)."""
 
     num_blocks: int
+    runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
 
-    def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
-        """One forward pass and one draw for each sequence that samples."""
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """One forward pass and one draw for each sequence that samples. At most one step that was
+        launched before is not collected yet."""
         ...
 
 

@@ -132,7 +132,7 @@ def part(sequence: Sequence, length: int | None = None) -> ScheduledSequence:
     """The next `length` tokens of what is not computed yet, all by default."""
     start = sequence.num_computed_tokens
     end = len(sequence.token_ids) if length is None else start + length
-    return ScheduledSequence(sequence, start, end)
+    return ScheduledSequence(sequence, start, end, end == len(sequence.token_ids))
 
 
 def step(runner: ModelRunner, *parts: ScheduledSequence) -> tuple[Sample, ...]:

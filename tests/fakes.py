@@ -81,6 +81,17 @@ class FakePool:
         return tuple(sorted(self.known))
 
 
+@dataclass(frozen=True, slots=True)
+class FakeStep:
+    samples: tuple[Sample, ...]
+    error: BaseException | None = None
+
+    def collect(self) -> tuple[Sample, ...]:
+        if self.error is not None:
+            raise self.error
+        return self.samples
+
+
 class FakeRunner:
     def __init__(
         self,
@@ -98,6 +109,18 @@ class FakeRunner:
         self.batches: list[tuple[tuple[str, int, int, int], ...]] = []
         self.fail_next: BaseException | None = None
         self.not_finite: set[str] = set()  # request ids
+        self.runs_ahead = False
+        self.fail_next_collect: BaseException | None = None
+        self._drawn: dict[Sequence, int] = {}  # by the newest step: what a device would keep
+
+    def launch(self, batch: ScheduledBatch) -> FakeStep:
+        samples = self.execute(batch)
+        self._drawn = {
+            item.sequence: -1 if sample.token_id is None else sample.token_id
+            for item, sample in zip(batch.sequences, samples, strict=True)
+        }
+        error, self.fail_next_collect = self.fail_next_collect, None
+        return FakeStep(samples, error)
 
     def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
         self.batches.append(
@@ -115,14 +138,14 @@ class FakeRunner:
 
     def _write(self, item: ScheduledSequence) -> None:
         sequence = item.sequence
-        hashes = prefix_hashes(sequence.request, sequence.token_ids)
+        hashes = prefix_hashes(sequence.request, self._tokens(item))
         for position in range(item.start, item.end):
             self.kv[self._slot(sequence, position)] = hashes[position]
 
     def _sample(self, item: ScheduledSequence) -> Sample:
         """Reads after all have written: a slot written by two is seen by one of them."""
         sequence = item.sequence
-        hashes = prefix_hashes(sequence.request, sequence.token_ids)
+        hashes = prefix_hashes(sequence.request, self._tokens(item))
         for position in range(item.end):
             if self.kv[self._slot(sequence, position)] != hashes[position]:
                 raise KVViolation(f"{sequence.request.request_id} at position {position}")
@@ -131,7 +154,7 @@ class FakeRunner:
             return Sample(None, prompt_logprobs=prompt_logprobs)
         if sequence.request.request_id in self.not_finite:
             return Sample(None, is_finite=False)
-        token = draw(sequence, self.model_config)
+        token = draw(sequence, self._tokens(item), self.model_config)
         wants = sequence.request.params.logprobs is not None
         logprobs = TokenLogprobs(token, -1.0, 1, ()) if wants else None
         return Sample(token, logprobs, prompt_logprobs)
@@ -144,6 +167,10 @@ class FakeRunner:
             TokenLogprobs(prompt[position], -float(position), 1, ())
             for position in range(item.start + 1, min(item.end + 1, len(prompt)))
         )
+
+    def _tokens(self, item: ScheduledSequence) -> list[int]:
+        known = item.sequence.token_ids
+        return known if item.end <= len(known) else [*known, max(self._drawn[item.sequence], 0)]
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         block = sequence.block_table[position // self.block_size]
@@ -159,10 +186,10 @@ def prefix_hashes(request: Request, token_ids: list[int]) -> list[int]:
     return hashes
 
 
-def draw(sequence: Sequence, model: FakeModel) -> int:
-    last = prefix_hashes(sequence.request, sequence.token_ids)[-1]
+def draw(sequence: Sequence, token_ids: list[int], model: FakeModel) -> int:
+    last = prefix_hashes(sequence.request, token_ids)[-1]
     value = zlib.crc32(f"{last}/{sequence.seed}/{sequence.choice}".encode())
-    banned = banned_token_ids(sequence, model.eos_token_ids)
+    banned = banned_token_ids(sequence, len(token_ids), model.eos_token_ids)
     allowed = [token for token in range(model.vocab_size) if token not in banned]
     return allowed[value % len(allowed)]
 
@@ -172,7 +199,7 @@ def solo_tokens(request: Request, choice: int, model: FakeModel) -> tuple[int, .
     assert request.params.seed is not None
     sequence = Sequence(request, choice, request.params.seed, list(request.prompt_token_ids))
     while ending(sequence, model.eos_token_ids, model.max_model_len) is None:
-        sequence.token_ids.append(draw(sequence, model))
+        sequence.token_ids.append(draw(sequence, sequence.token_ids, model))
     return tuple(sequence.token_ids[len(request.prompt_token_ids) :])
 
 
@@ -240,7 +267,11 @@ def check_invariants(scheduler: Scheduler, blocks: BlockPool, adapters: FakePool
         assert blocks.num_references(block) == held[block], f"block {block}"
     assert blocks.num_free == blocks.num_blocks - len(held)
     assert all(len(set(s.block_table)) == len(s.block_table) for s in scheduler.running)
-    assert all(not s.block_table and not s.num_computed_tokens for s in scheduler.waiting)
+    assert all(
+        not (s.block_table or s.num_scheduled_tokens or s.num_tokens_in_flight)
+        for s in scheduler.waiting
+    )
+    assert all(s.num_computed_tokens <= s.num_scheduled_tokens for s in scheduler.running)
     users = Counter(s.request.adapter for s in scheduler.running if s.request.adapter)
     assert +adapters.references == users
     for line in (scheduler.running, scheduler.waiting):

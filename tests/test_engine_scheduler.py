@@ -237,6 +237,46 @@ def test_a_preempted_sequence_finds_what_is_left_of_its_prefix() -> None:
     assert outputs[0].num_cached_tokens == 0  # of the first admission
 
 
+def test_a_step_is_planned_while_the_last_is_under_way() -> None:
+    scheduler, _ = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(make_request("a", 3, max_tokens=3), 0)
+    scheduler.add(make_request("b", [9] * 7), 0)
+    first = scheduler.schedule()
+    assert ranges(first) == [("a", 0, 0, 3), ("b", 0, 0, 5)]
+    second = scheduler.schedule()
+    assert ranges(second) == [("a", 0, 3, 4), ("b", 0, 5, 7)]
+    assert [item.samples for item in (*first.sequences, *second.sequences)] == [1, 0, 1, 1]
+    outputs = scheduler.commit(first, [Sample(7), Sample(None)])
+    assert [(o.request_id, o.offset) for o in outputs] == [("a", 0)]
+    third = scheduler.schedule()
+    assert ranges(third) == [("a", 0, 4, 5), ("b", 0, 7, 8)]
+    scheduler.commit(second, [Sample(7), Sample(8)])
+    # The last token of "a" is under way: nothing is left to compute.
+    assert ranges(scheduler.schedule()) == [("b", 0, 8, 9)]
+    outputs = scheduler.commit(third, [Sample(7), Sample(8)])
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "length"), ("b", None)]
+
+
+def test_what_a_sequence_that_has_ended_left_under_way_is_dropped() -> None:
+    scheduler, blocks = make_scheduler()
+    scheduler.add(make_request("a", 6, stop_token_ids=(7,)), 0)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert ranges(second) == [("a", 0, 6, 7)]
+    assert [o.finish_reason for o in scheduler.commit(first, [Sample(7)])] == ["stop"]
+    assert blocks.num_free == 10
+    assert scheduler.commit(second, [Sample(5)]) == []
+
+
+def test_a_sequence_with_penalties_waits_for_the_token_it_depends_on() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a", 6, presence_penalty=0.5), 0)
+    scheduler.add(make_request("b", [9] * 2), 0)
+    first = scheduler.schedule()
+    assert ranges(scheduler.schedule()) == [("b", 0, 2, 3)]
+    scheduler.commit(first, [Sample(7), Sample(7)])
+    assert ranges(scheduler.schedule()) == [("a", 0, 6, 7), ("b", 0, 3, 4)]
+
+
 MODEL = FakeModel(vocab_size=6)
 NUM_BLOCKS, BLOCK_SIZE = 9, 2
 
@@ -248,6 +288,7 @@ params_strategy = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (3,)]),
     prompt_logprobs=st.sampled_from([None, None, 0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
 )
 request_strategy = st.builds(
     lambda prompt, params, adapter, salt: (tuple(prompt), params, adapter, salt),
@@ -261,16 +302,19 @@ command_strategy = st.one_of(
     st.tuples(st.just("step"), st.just(None)),
     st.tuples(st.just("step"), st.just(None)),
     st.tuples(st.just("abort"), st.tuples(st.integers(0, 20), st.sampled_from([None, 0, 1]))),
-    st.tuples(st.just("fail"), st.just(None)),
+    st.tuples(st.just("fail"), st.sampled_from(["launch", "collect"])),
 )
 
 
 class Trace:
     """Runs commands on an engine and checks every promise after each of them."""
 
-    def __init__(self, budget: int, max_seqs: int, caching: bool, capacity: int) -> None:
+    def __init__(
+        self, budget: int, max_seqs: int, caching: bool, capacity: int, runs_ahead: bool
+    ) -> None:
         self.pool = FakePool(capacity, {"x", "y", "z"})
         self.runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, self.pool, MODEL)
+        self.runner.runs_ahead = runs_ahead
         config = make_config(
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=budget,
@@ -341,11 +385,17 @@ class Trace:
     max_seqs=st.sampled_from([1, 3, 8]),
     caching=st.booleans(),
     capacity=st.integers(1, 3),
+    runs_ahead=st.booleans(),
 )
 def test_random_traces_keep_every_promise(
-    commands: list[tuple[str, object]], budget: int, max_seqs: int, caching: bool, capacity: int
+    commands: list[tuple[str, object]],
+    budget: int,
+    max_seqs: int,
+    caching: bool,
+    capacity: int,
+    runs_ahead: bool,
 ) -> None:
-    trace = Trace(budget, max_seqs, caching, capacity)
+    trace = Trace(budget, max_seqs, caching, capacity, runs_ahead)
     for name, argument in commands:
         if name == "add":
             trace.add(argument)  # type: ignore[arg-type]
@@ -354,8 +404,10 @@ def test_random_traces_keep_every_promise(
             trace.engine.abort(f"r{number}", choice)
             check_invariants(trace.engine.scheduler, trace.blocks, trace.pool)
         else:
-            if name == "fail":
+            if argument == "launch":
                 trace.runner.fail_next = RuntimeError("device")
+            elif argument == "collect":
+                trace.runner.fail_next_collect = RuntimeError("device")
             trace.step()
-            trace.runner.fail_next = None
+            trace.runner.fail_next = trace.runner.fail_next_collect = None
     trace.finish()

@@ -4,6 +4,7 @@ Hu et al., "LoRA", arXiv 2106.09685; batched over adapters as in Chen et al., "P
 2310.18547. The weights are rows of shared pools (A row [K], B row [N]); the scale is folded into B.
 A batch names the rows in use (`row_ids`) and, by small integers, who owns them (`row_owner`) and
 whose a token is (`token_owner`, -1: nobody's, its y stays as it is to the bit).
+The same in two parts over a `LoraPlan`, for the device: `lora_shrink`, then `lora_expand_`.
 Knows tensors and numbers only.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, read_tiles
 
 Segment = tuple[int, int, int, int]  # token start, token end, row start, row end
 
@@ -115,3 +118,50 @@ def _lora_add_segments_(
                 part.addmm_(bridge[s], b.float())
             else:
                 part.copy_(part.float().addmm_(bridge[s], b.float()))
+
+
+def lora_shrink(
+    x: torch.Tensor,  # [T, K]
+    a_pool: torch.Tensor,  # [slices, rows, K]
+    plan: LoraPlan,
+) -> Bridge:
+    """x A^T of every row with an adapter, all slices."""
+    return lora_shrink_reference(x, a_pool, plan)
+
+
+def lora_expand_(
+    y: torch.Tensor,  # [T, sum of N_s]
+    bridge: Bridge,
+    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] a slice
+    plan: LoraPlan,
+) -> None:
+    """y += bridge B, added in float32 and rounded once. Rows without adapter stay as they are."""
+    lora_expand_reference_(y, bridge, b_pools, plan)
+
+
+def lora_shrink_reference(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> Bridge:
+    shape = (1, a_pool.shape[0], plan.max_rank_pages, x.shape[0], PAGE_ROWS)
+    planes = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    wide = x.float()
+    for start, end, pages in read_tiles(plan):
+        for index, page in enumerate(pages):
+            a = a_pool[:, page * PAGE_ROWS : (page + 1) * PAGE_ROWS].float()
+            planes[0, :, index, start:end] = wide[start:end] @ a.transpose(1, 2)
+    return Bridge(planes)
+
+
+def lora_expand_reference_(
+    y: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
+) -> None:
+    # The bridge is rounded to the weights' type once, as the tensor cores want it.
+    bridges = bridge.planes.sum(0).to(b_pools[0].dtype).float()  # [slices, pages, T, 16]
+    outputs = torch.split(y, [b.shape[1] for b in b_pools], dim=-1)
+    for start, end, pages in read_tiles(plan):
+        for s, (part, b) in enumerate(zip(outputs, b_pools, strict=True)):
+            if not pages:
+                continue
+            delta = torch.zeros_like(part[start:end], dtype=torch.float32)
+            for index, page in enumerate(pages):
+                rows = b[page * PAGE_ROWS : (page + 1) * PAGE_ROWS].float()
+                delta += bridges[s, index, start:end] @ rows
+            part[start:end] = (part[start:end].float() + delta).to(y.dtype)

@@ -1,0 +1,246 @@
+"""Which rows of a step belong to which adapter, as tiles that the multi-LoRA kernels walk.
+
+Written once a step on the host into one flat int32 buffer, copied to the device once, shared by all
+layers. The offsets in it depend on two limits only, so a CUDA graph made for the buffer stays valid
+for any later contents; programs learn from the header how much work there is.
+Knows page numbers and row counts; no digests, no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+PAGE_ROWS = 16  # rank rows of a page of the pool
+SMALL_ROWS = 16  # token rows of a small tile, at most: one mma
+LARGE_ROWS = 128
+LARGE_MIN_RUN = 64  # a shorter run is cut into small tiles
+MAX_RANK_PAGES = 32  # of one adapter: rank 512
+
+TILE_FIELDS = 8  # row, rows, pages, offset in the page list, first page; the rest is padding
+UNIT_FIELDS = 4  # row, rows, page, which of the adapter's pages it is
+HEADER_FIELDS = 16  # small tiles, units, large tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How many of each kind there can be, and where they lie in the buffer."""
+
+    small: int
+    units: int
+    large: int
+    pages: int
+
+    @classmethod
+    def of(cls, max_tokens: int, max_pages: int) -> _Layout:
+        # Adapters are contiguous and have a page each at least; base rows come first, and perhaps
+        # once more at the end.
+        runs = min(max_tokens, max_pages + 2)
+        small = (max_tokens + 15 * runs) // SMALL_ROWS  # sum of ceil(n / 16)
+        # sum of ceil(n / 16) * pages: n is below LARGE_MIN_RUN, or the step has no large tiles.
+        units = max_pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
+        most = max(4 * max_pages, max_pages + MAX_RANK_PAGES * 16)
+        return cls(small, min(units, most), max_tokens // LARGE_MIN_RUN, max_pages)
+
+    @property
+    def starts(self) -> tuple[int, int, int, int, int]:
+        """Of small tiles, units, large tiles, pages; the end."""
+        small = HEADER_FIELDS
+        units = small + self.small * TILE_FIELDS
+        large = units + self.units * UNIT_FIELDS
+        pages = large + self.large * TILE_FIELDS
+        return small, units, large, pages, -(-(pages + self.pages) // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlanCounts:
+    num_tokens: int
+    num_small: int
+    num_units: int
+    num_large: int
+    max_rank_pages: int  # of the adapters in the step; 0: none has a row
+
+
+def lora_plan_size(max_tokens: int, max_pages: int) -> int:
+    """int32 elements of a plan of at most `max_tokens` rows whose adapters have, all together, at
+    most `max_pages` pages (those of the pool will do)."""
+    return _Layout.of(max_tokens, max_pages).starts[-1]
+
+
+def write_lora_plan(
+    out: NDArray[np.int32],  # [lora_plan_size(max_tokens, max_pages)]
+    runs: Sequence[tuple[Sequence[int], int]],  # (pages of the adapter, () for the base; rows)
+    max_tokens: int,
+    max_pages: int,
+    *,
+    large: bool = True,
+) -> LoraPlanCounts:
+    """The runs cover all rows of the step in order; neighbours with equal pages are merged. The
+    rows of an adapter are contiguous. `large=False` for what a CUDA graph will read: small tiles
+    only. What is beyond the counts in `out` is left as it was, nobody reads it."""
+    layout = _Layout.of(max_tokens, max_pages)
+    merged = _merge(runs)
+    num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
+    num_pages = np.array([len(pages) for pages, _ in merged], dtype=np.int64)
+    flat = np.fromiter(chain.from_iterable(pages for pages, _ in merged), np.int32)
+    starts = np.zeros((2, len(merged) + 1), dtype=np.int64)  # of a run: first row, first page
+    np.cumsum(num_rows, out=starts[0, 1:])
+    np.cumsum(num_pages, out=starts[1, 1:])
+    num_tokens = int(starts[0, -1])
+    if num_tokens > max_tokens or len(flat) > max_pages:
+        raise ValueError(
+            f"a step of {num_tokens} rows and {len(flat)} pages of adapters in a plan for "
+            f"{max_tokens} rows and {max_pages} pages"
+        )
+    is_large = (num_rows >= LARGE_MIN_RUN) & large
+    small_start, unit_start, large_start, page_start, _ = layout.starts
+    out[page_start : page_start + len(flat)] = flat
+    first = np.zeros(len(merged), dtype=np.int64)
+    has_pages = num_pages > 0
+    first[has_pages] = flat[starts[1, :-1][has_pages]]
+    fields = np.stack((starts[0, :-1], num_rows, num_pages, starts[1, :-1], first))
+    small = _tiles(fields[:, ~is_large], SMALL_ROWS)
+    big = _tiles(fields[:, is_large], LARGE_ROWS)
+    units = _units(small, flat)
+    for name, found, room in (
+        ("small tiles", small, layout.small),
+        ("large tiles", big, layout.large),
+        ("units", units, layout.units),
+    ):
+        if found.shape[1] > room:
+            raise ValueError(f"{found.shape[1]} {name} in a plan for {room}")
+    _put(out, small_start, TILE_FIELDS, small)
+    _put(out, unit_start, UNIT_FIELDS, units)
+    _put(out, large_start, TILE_FIELDS, big)
+    counts = (small.shape[1], units.shape[1], big.shape[1])
+    out[:3] = counts
+    return LoraPlanCounts(num_tokens, *counts, int(num_pages.max(initial=0)))
+
+
+def _merge(runs: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Sequence[int], int]]:
+    merged: list[tuple[Sequence[int], int]] = []
+    last: Sequence[int] | None = None
+    for pages, rows in runs:
+        if rows == 0:
+            continue
+        if pages == last:
+            merged[-1] = (pages, merged[-1][1] + rows)
+        else:
+            merged.append((pages, rows))
+            last = pages
+    return merged
+
+
+def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
+    """Cuts runs [fields, R] into tiles of at most `height` rows."""
+    num_tiles = -(-runs[1] // height)
+    tiles = np.repeat(runs, num_tiles, axis=1)
+    done = _count_within(num_tiles) * height
+    tiles[0] += done
+    tiles[1] = np.minimum(tiles[1] - done, height)
+    return tiles
+
+
+def _units(tiles: NDArray[np.int64], pages: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Every page of every tile: row, rows, page, index of the page."""
+    owned = np.repeat(tiles[:4], tiles[2], axis=1)
+    index = _count_within(tiles[2])
+    return np.stack((owned[0], owned[1], pages[owned[3] + index].astype(np.int64), index))
+
+
+def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[2, 0, 3] -> [0, 1, 0, 1, 2]"""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def _put(out: NDArray[np.int32], start: int, width: int, columns: NDArray[np.int64]) -> None:
+    fields, count = columns.shape
+    out[start : start + count * width].reshape(count, width)[:, :fields] = columns.T
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """A plan on the device, and what the host must know of it to launch kernels."""
+
+    header: torch.Tensor  # [HEADER_FIELDS] int32; the counts
+    small: torch.Tensor  # [S, TILE_FIELDS] int32
+    units: torch.Tensor  # [U, UNIT_FIELDS] int32: pages of the small tiles
+    large: torch.Tensor  # [L, TILE_FIELDS] int32
+    pages: torch.Tensor  # [P] int32
+    num_tokens: int
+    # Upper bounds, for grids; the header has the numbers.
+    max_small: int
+    max_units: int
+    max_large: int  # 0: no launch for large tiles
+    max_rank_pages: int  # of an adapter: sizes the bridge
+
+    @classmethod
+    def for_graph(
+        cls,
+        buffer: torch.Tensor,  # [lora_plan_size(max_tokens, max_pages)] int32
+        num_tokens: int,
+        max_tokens: int,
+        max_pages: int,
+        max_rank_pages: int = MAX_RANK_PAGES,
+    ) -> LoraPlan:
+        """For a CUDA graph of `num_tokens` rows: valid for all that `write_lora_plan(...,
+        large=False)` writes to the buffer later, of adapters up to `max_rank_pages` pages. Rows of
+        the graph beyond those of the step are not visited unless they are in a run of the base."""
+        bound = _Layout.of(num_tokens, max_pages)
+        return cls(
+            *_views(buffer, max_tokens, max_pages),
+            num_tokens,
+            bound.small,
+            bound.units,
+            0,
+            min(max_rank_pages, max_pages),
+        )
+
+    @classmethod
+    def for_step(
+        cls, buffer: torch.Tensor, counts: LoraPlanCounts, max_tokens: int, max_pages: int
+    ) -> LoraPlan:
+        return cls(
+            *_views(buffer, max_tokens, max_pages),
+            counts.num_tokens,
+            counts.num_small,
+            counts.num_units,
+            counts.num_large,
+            counts.max_rank_pages,
+        )
+
+
+_Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _views(buffer: torch.Tensor, max_tokens: int, max_pages: int) -> _Views:
+    small, units, large, pages, end = _Layout.of(max_tokens, max_pages).starts
+    return (
+        buffer[:small],
+        buffer[small:units].view(-1, TILE_FIELDS),
+        buffer[units:large].view(-1, UNIT_FIELDS),
+        buffer[large:pages].view(-1, TILE_FIELDS),
+        buffer[pages:end],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """x A^T of a site: the sum over planes is the value; pages that a row does not have hold
+    anything. Valid until the next use of the plan's site in the stream."""
+
+    planes: torch.Tensor  # [planes, slices, rank pages, T, PAGE_ROWS] float32
+
+
+def read_tiles(plan: LoraPlan) -> list[tuple[int, int, list[int]]]:
+    """(first row, end row, pages) of every tile, for the references. Waits for the device."""
+    num_small, _, num_large = plan.header[:3].tolist()
+    pages = plan.pages.tolist()
+    tiles = plan.small[:num_small].tolist() + plan.large[:num_large].tolist()
+    return [(t[0], t[0] + t[1], pages[t[3] : t[3] + t[2]]) for t in tiles]

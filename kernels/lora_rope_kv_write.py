@@ -1,0 +1,51 @@
+"""The expand of q, k and v inside RoPE and the KV write: one pass over the fused projection.
+
+As the expand followed by `rope_kv_write`, to the bit, without writing the sums back. A slot below
+zero marks a padding row: nothing of it is written to the cache.
+Knows tensors and numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_shrink_expand import lora_expand_reference_
+from kernels.rope_kv_write import rope_kv_write_reference
+
+
+def lora_rope_kv_write(
+    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
+    bridge: Bridge,
+    b_pools: Sequence[torch.Tensor],  # [rows, Hq * D], two [rows, Hkv * D]
+    plan: LoraPlan,
+    positions: torch.Tensor,  # [T]
+    cos_sin: torch.Tensor,  # [max_positions, 2, D / 2] float32
+    k_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,  # [T]
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None = None,  # [D]
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Returns the rotated q [T, Hq, D]; `qkv` itself may be changed or not."""
+    lora_expand_reference_(qkv, bridge, b_pools, plan)
+    return rope_kv_write_reference(
+        qkv,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slots,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        q_norm,
+        k_norm,
+        eps,
+    )

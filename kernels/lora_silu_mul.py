@@ -1,0 +1,32 @@
+"""The expand of gate and up inside SiLU-mul: silu(gate + dgate) * (up + dup) in one pass.
+
+As the expand followed by `silu_mul`, to the bit, without writing the sums back. Knows tensors and
+numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_shrink_expand import lora_expand_reference_
+from kernels.silu_mul import silu_mul_reference
+
+
+def lora_silu_mul(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+    bridge: Bridge,
+    b_pools: Sequence[torch.Tensor],  # two [rows, I]
+    plan: LoraPlan,
+) -> torch.Tensor:
+    """-> [T, I]. Rows without adapter included; `gate_up` itself may be changed or not."""
+    return lora_silu_mul_reference(gate_up, bridge, b_pools, plan)
+
+
+def lora_silu_mul_reference(
+    gate_up: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
+) -> torch.Tensor:
+    lora_expand_reference_(gate_up, bridge, b_pools, plan)
+    return silu_mul_reference(gate_up)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kernels.paged_plan import PagedPlan
+
 _GROUP_KEYS = 8192  # 64 sequences of 1000: 260 ms for 30 layers, 427 in one group
 
 
@@ -63,6 +65,8 @@ def plan_attention(
     prefills: list[PrefillChunk] = []
     decodes: list[int] = []
     for s, kv_len in enumerate(lengths):
+        if kv_len == 0:  # padding, in a PagedPlan
+            continue
         if starts[s + 1] - starts[s] == 1:
             decodes.append(s)
         elif starts[s + 1] > starts[s]:
@@ -79,12 +83,20 @@ def paged_attention(
     q: torch.Tensor,  # [T, Hq, D]
     k_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
     v_cache: torch.Tensor,
-    plan: AttentionPlan,
+    plan: AttentionPlan | PagedPlan,
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """-> [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before it."""
+    if isinstance(plan, PagedPlan):
+        plan = _plan_on_host(plan, k_cache.shape[1])
     return paged_attention_reference(q, k_cache, v_cache, plan, scale, sliding_window)
+
+
+def _plan_on_host(plan: PagedPlan, block_size: int) -> AttentionPlan:
+    tables = plan.block_tables[: plan.num_sequences]
+    query_start = plan.query_start[: plan.num_sequences + 1]
+    return plan_attention(query_start, plan.kv_lens[: plan.num_sequences], tables, block_size)
 
 
 def paged_attention_reference(
@@ -95,7 +107,7 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, Hkv, D]
     num_kv_heads, head_dim = k_flat.shape[1:]
     for i, group in enumerate(plan.decodes):

@@ -1,0 +1,197 @@
+"""What attention must know of one step, as static device tensors: who reads which keys.
+
+The host writes it once a step (`write_work`) and all layers share it; a CUDA graph captured over
+these tensors stays right when their contents change. A sequence with one query is a row of *items*,
+stretches of its keys that are attended to apart and merged; a sequence with several is a row of
+*tiles*, TILE_ROWS (query, head) pairs each. Both lists are heaviest first.
+
+How a sequence is cut depends on its own length only: its result does not depend on the batch.
+Knows numpy and tensors; what computes with them is elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints = npt.NDArray[np.int32]
+
+TILE_ROWS = 128  # (query, head of a group) pairs that one prefill program attends for
+HEADER = 4  # [num_items, 0, 0, 0]
+ITEM = 4  # [sequence, first key, last key + 1, (first slot << 16) + (split << 8) + splits]
+TILE = 2  # [sequence, first row of q]
+MIN_CHUNK = 256  # keys of an item, unless the sequence is shorter
+CHUNK_STEP = 64  # a chunk is a multiple: no tile of keys lies across two items
+MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of this device, of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def tile_tokens(self) -> int:
+        return TILE_ROWS // self.group
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCounts:
+    """What `write_work` wrote, for grids of launches outside a graph."""
+
+    num_items: int
+    num_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScratch:
+    """Where the splits of a sequence meet. One for all layers and graphs of one stream."""
+
+    partial: torch.Tensor  # [slots, Hq, D] float32
+    lse: torch.Tensor  # [slots, Hq] float32, base 2
+    arrived: torch.Tensor  # [sequences * Hkv] int32, zero between launches
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """One step. The tensors may be views of larger static buffers."""
+
+    query_start: torch.Tensor  # [S + 1] int32
+    kv_lens: torch.Tensor  # [S] int32; 0: padding, whose output is zeros
+    block_tables: torch.Tensor  # [S, W] int32, rows contiguous in themselves
+    work: torch.Tensor  # [work_size] int32
+    scratch: AttentionScratch
+    num_sequences: int
+    max_items: int  # of the decode launch; 0: there is none
+    tiles_start: int  # where the tiles lie in `work`
+    num_tiles: int
+
+    @classmethod
+    def for_graph(
+        cls,
+        query_start: torch.Tensor,
+        kv_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        work: torch.Tensor,
+        scratch: AttentionScratch,
+        num_sequences: int,
+    ) -> PagedPlan:
+        """Every sequence has one query. Stays valid for any later contents of the tensors."""
+        max_items = num_sequences * MAX_SPLITS
+        return cls(
+            query_start, kv_lens, block_tables, work, scratch, num_sequences, max_items, 0, 0
+        )
+
+    @classmethod
+    def for_step(
+        cls,
+        query_start: torch.Tensor,
+        kv_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        work: torch.Tensor,
+        scratch: AttentionScratch,
+        counts: WorkCounts,
+    ) -> PagedPlan:
+        """Any mix of sequences with one query and with several, in any order."""
+        return cls(
+            query_start,
+            kv_lens,
+            block_tables,
+            work,
+            scratch,
+            kv_lens.shape[0],
+            counts.num_items,
+            HEADER + ITEM * counts.num_items,
+            counts.num_tiles,
+        )
+
+
+def work_size(max_seqs: int, max_tokens: int, shape: HeadShape) -> int:
+    """Numbers in `work` that any step with so many sequences and tokens can need."""
+    items = max_seqs * MAX_SPLITS
+    tiles = max_seqs + -(-max_tokens // shape.tile_tokens)
+    return HEADER + ITEM * items + TILE * tiles
+
+
+def attention_scratch(
+    max_seqs: int, shape: HeadShape, device: torch.device | str
+) -> AttentionScratch:
+    slots = max_seqs * MAX_SPLITS
+    return AttentionScratch(
+        torch.empty(slots, shape.num_heads, shape.head_dim, device=device),
+        torch.empty(slots, shape.num_heads, device=device),
+        torch.zeros(max_seqs * shape.num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) -> WorkCounts:
+    """Fill `out`; for a graph, give all the sequences it was captured with (padding: kv_len 0)."""
+    queries = np.diff(query_start)
+    decodes = np.flatnonzero(queries == 1)
+    num_items = _write_items(out, decodes, kv_lens) if len(decodes) else 0
+    out[:HEADER] = (num_items, 0, 0, 0)
+    start = HEADER + ITEM * num_items
+    prefills = np.flatnonzero(queries > 1)
+    if not len(prefills):
+        return WorkCounts(num_items, 0)
+    num_tiles = _write_tiles(out[start:], prefills, query_start, kv_lens, shape.tile_tokens)
+    return WorkCounts(num_items, num_tiles)
+
+
+def _write_items(out: Ints, decodes: npt.NDArray[np.intp], kv_lens: Ints) -> int:
+    lengths = kv_lens[decodes].astype(np.int64)
+    splits, chunks = _cut(lengths)
+    used = np.where(splits > 1, splits, 0)
+    order = np.argsort(-np.minimum(chunks, lengths), kind="stable")
+    first_slot = np.cumsum(used) - used
+    source = np.repeat(order, splits[order])  # of every item, its sequence among `decodes`
+    ends = np.cumsum(splits[order])
+    split = np.arange(len(source)) - np.repeat(ends - splits[order], splits[order])
+    items = out[HEADER : HEADER + ITEM * len(source)].reshape(-1, ITEM)
+    begin = split * chunks[source]
+    items[:, 0] = decodes[source]
+    items[:, 1] = begin
+    items[:, 2] = np.minimum(begin + chunks[source], lengths[source])
+    items[:, 3] = (first_slot[source] << 16) + (split << 8) + splits[source]
+    return len(source)
+
+
+def _cut(
+    lengths: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """-> how many items each sequence gets (at least one) and the keys of each."""
+    wanted = np.clip(-(-lengths // MIN_CHUNK), 1, MAX_SPLITS)
+    chunks = np.maximum(-(-lengths // (wanted * CHUNK_STEP)) * CHUNK_STEP, CHUNK_STEP)
+    return np.maximum(-(-lengths // chunks), 1), chunks
+
+
+def _write_tiles(
+    out: Ints,
+    prefills: npt.NDArray[np.intp],
+    query_start: Ints,
+    kv_lens: Ints,
+    tile_tokens: int,
+) -> int:
+    starts = query_start[prefills].astype(np.int64)
+    lengths = query_start[prefills + 1] - starts
+    counts = -(-lengths // tile_tokens)
+    source = np.repeat(np.arange(len(prefills)), counts)
+    index = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = index * tile_tokens
+    # The keys that its last query sees.
+    keys = kv_lens[prefills][source] - lengths[source] + first + tile_tokens
+    order = np.argsort(-keys, kind="stable")
+    tiles = out[: TILE * len(source)].reshape(-1, TILE)
+    tiles[:, 0] = prefills[source[order]]
+    tiles[:, 1] = (starts[source] + first)[order]
+    return len(source)

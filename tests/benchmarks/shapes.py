@@ -1,0 +1,98 @@
+"""Shapes of well-known models, as a config.json, and what a LoRA adapter of all linears holds.
+
+Weights are random: speed depends on shapes only. No torch here: the peers' runner reads it too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    name: str
+    architecture: str  # as in config.json
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_len: int = 8192
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Module below a layer -> (in, out)."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (hidden, q_size),
+            "self_attn.k_proj": (hidden, kv_size),
+            "self_attn.v_proj": (hidden, kv_size),
+            "self_attn.o_proj": (q_size, hidden),
+            "mlp.gate_proj": (hidden, inner),
+            "mlp.up_proj": (hidden, inner),
+            "mlp.down_proj": (inner, hidden),
+        }
+
+    def config(self) -> dict[str, object]:
+        eos = self.vocab_size - 1
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "max_position_embeddings": self.max_len,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "bos_token_id": eos - 1,
+            "eos_token_id": eos,
+            "torch_dtype": "bfloat16",
+            "dtype": "bfloat16",
+        }
+
+    def write_config(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n")
+        return folder
+
+    def adapter_config(self, rank: int, alpha: int) -> dict[str, object]:
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.name,
+            "r": rank,
+            "lora_alpha": alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": [module.split(".")[1] for module in self.linears],
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            "llama-3-8b", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 1e-5
+        ),
+        ModelShape(
+            "qwen2.5-7b", "Qwen2ForCausalLM", 3584, 18944, 28, 28, 4, 128, 152064, 1000000.0, 1e-6
+        ),
+        ModelShape(
+            "llama-3.2-1b", "LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128256, 500000.0, 1e-5
+        ),
+        ModelShape("tiny", "LlamaForCausalLM", 64, 128, 2, 4, 2, 16, 1024, 10000.0, 1e-5),
+    )
+}

@@ -1,0 +1,120 @@
+"""vLLM on the offline workload, through its public API: the other side of `engine`.
+
+A process of its own, started by `engine` with vLLM's packages on its path; an engine with LoRA and
+one without are two processes. Dummy weights, adapters from files. CUDA graphs are captured for the
+batch sizes of the workload only, which shortens the start and changes no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+from tests.benchmarks.adapter_files import write_adapters
+from tests.benchmarks.cases import Case, adapter_of, make_prompts, select, standard_cases
+from tests.benchmarks.report import emit, machine
+from tests.benchmarks.shapes import SHAPES, ModelShape
+
+GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+WARM_UP_TOKENS = 8
+
+
+def open_vllm(shape: ModelShape, args: argparse.Namespace) -> LLM:
+    lora: dict[str, object] = {}
+    if args.lora:
+        lora = {
+            "enable_lora": True,
+            "max_loras": args.max_loras,
+            "max_lora_rank": args.max_rank,
+            "max_cpu_loras": 128,
+        }
+    return LLM(
+        model=str(shape.write_config(args.work / shape.name)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+        max_num_seqs=256,
+        gpu_memory_utilization=0.8,
+        enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
+        **lora,
+    )
+
+
+def run(llm: LLM, case: Case, adapters: list[LoRARequest], vocab_size: int, salt: int) -> float:
+    """Seconds from all prompts to all tokens."""
+    prompts = [{"prompt_token_ids": list(ids)} for ids in make_prompts(case, vocab_size, salt)]
+    indices = [adapter_of(case, i) for i in range(case.requests)]
+    chosen = [None if index is None else adapters[index] for index in indices]
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=case.output, ignore_eos=True, detokenize=False
+    )
+    start = time.perf_counter()
+    results = llm.generate(
+        prompts, sampling, lora_request=chosen if case.distinct else None, use_tqdm=False
+    )
+    seconds = time.perf_counter() - start
+    assert sum(len(r.outputs[0].token_ids) for r in results) == case.output_tokens
+    return seconds
+
+
+def measure(llm: LLM, case: Case, shape: ModelShape, args: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    root = args.work / f"{shape.name}-adapters"
+    folders = write_adapters(root, shape, case.rank, case.distinct, device) if case.distinct else []
+    adapters = [
+        LoRARequest(f"r{case.rank}-{i}", 1000 * case.rank + i + 1, str(folder))
+        for i, folder in enumerate(folders)
+    ]
+    short = replace(case, output=min(WARM_UP_TOKENS, case.output))
+    run(llm, short, adapters, shape.vocab_size, salt=-1)
+    runs: list[float] = []
+    while len(runs) < args.repeats and sum(runs) < args.seconds_per_case:
+        runs.append(run(llm, case, adapters, shape.vocab_size, salt=len(runs)))
+    median_s = statistics.median(runs)
+    emit(
+        side="vllm",
+        shape=shape.name,
+        case=case.name,
+        seconds=round(median_s, 4),
+        runs_s=[round(seconds, 4) for seconds in runs],
+        output_tokens_per_s=round(case.output_tokens / median_s, 1),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--cases", required=True, help="names, comma separated")
+    parser.add_argument("--lora", type=int, choices=[0, 1], required=True)
+    parser.add_argument("--max-loras", type=int, default=32)
+    parser.add_argument("--max-rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds-per-case", type=float, default=6.0)
+    parser.add_argument("--work", type=Path, required=True)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    start = time.perf_counter()
+    llm = open_vllm(shape, args)
+    emit(
+        side="vllm",
+        shape=shape.name,
+        lora=args.lora,
+        max_loras=args.max_loras,
+        max_rank=args.max_rank,
+        start_s=round(time.perf_counter() - start, 1),
+        versions=machine("vllm")["versions"],
+    )
+    for case in select(standard_cases(), args.cases):
+        measure(llm, case, shape, args)
+
+
+if __name__ == "__main__":
+    main()

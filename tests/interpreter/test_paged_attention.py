@@ -1,0 +1,48 @@
+"""The attention kernels in Triton's interpreter, against a float64 softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.attention_factory import Lengths, make_batch, relative_error
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 1), (1, 15), (1, 16), (1, 17), (1, 0), (1, 300)],
+        [(33, 33), (2, 40), (16, 16)],
+        [(1, 20), (5, 70), (1, 600), (40, 60)],
+    ],
+    ids=["decodes", "prefills", "mixed"],
+)
+def test_any_batch_agrees_with_float64(lengths: Lengths, dtype: torch.dtype) -> None:
+    batch = make_batch(lengths, dtype=dtype)
+    assert relative_error(batch.run(), batch.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 40])
+def test_a_window_hides_what_lies_before_it_even_whole_splits(window: int) -> None:
+    batch = make_batch([(1, 600), (3, 130), (1, 7), (70, 90)])
+    assert relative_error(batch.run(window), batch.expected(window)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"),
+    [(3, 3, 64, 16), (9, 3, 64, 32), (7, 1, 80, 64), (8, 1, 128, 128), (2, 1, 256, 64)],
+)
+def test_shapes_of_heads_and_blocks(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    lengths = [(1, 5), (1, 290), (20, 90)]
+    batch = make_batch(lengths, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+    assert relative_error(batch.run(), batch.expected()) < 2e-6
+
+
+def test_a_decode_does_not_depend_on_the_batch() -> None:
+    batch = make_batch([(1, 700), (1, 3), (1, 280)])
+    alone = make_batch([(1, 700), (1, 3), (1, 280)])
+    alone.lengths, alone.q, alone.tables = [(1, 280)], batch.q[2:], batch.tables[2:]
+    assert torch.equal(batch.run()[2:], alone.run())

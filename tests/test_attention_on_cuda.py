@@ -1,0 +1,115 @@
+"""Paged attention on a CUDA device, against a float64 softmax; exact where arithmetic is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.paged_attention import paged_attention
+from kernels.paged_plan import PagedPlan, work_size, write_work
+from tests.attention_factory import SCALE, Batch, Lengths, make_batch, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DECODES = [(1, n) for n in (1, 15, 16, 17, 0, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 5000)]
+PREFILLS = [(2, 2), (15, 15), (129, 129), (300, 300), (64, 1000), (333, 334), (31, 64)]
+MIXED = [(1, 700), *PREFILLS[3:5], (1, 5), (1, 2000), (257, 900), (1, 1)]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lengths", [DECODES, PREFILLS, MIXED], ids=["decode", "prefill", "mixed"])
+def test_any_batch_agrees_with_float64(
+    lengths: Lengths, dtype: torch.dtype, block_size: int
+) -> None:
+    batch = make_batch(
+        lengths, 8, 2, dim=128, block_size=block_size, dtype=dtype, device="cuda", seed=1
+    )
+    assert relative_error(batch.run(), batch.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(4, 4, 64), (9, 3, 64), (4, 4, 80), (9, 3, 96), (7, 1, 128), (16, 2, 128), (6, 2, 256)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shapes_of_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    batch = make_batch(MIXED, heads, kv_heads, dim, 32, dtype, "cuda")
+    assert relative_error(batch.run(), batch.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 600])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_windows(window: int, block_size: int) -> None:
+    batch = make_batch(MIXED + DECODES, 8, 2, 128, block_size, torch.bfloat16, "cuda")
+    assert relative_error(batch.run(window), batch.expected(window)) < 8e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_means_of_small_integers_are_exact(dim: int, block_size: int) -> None:
+    """Keys of zero: the result is the mean of the values, whole numbers over a power of two."""
+    lengths = [(1, 1024), (1, 256), (512, 512), (256, 2048)]
+    batch = make_batch(lengths, 32, 8, dim, block_size, torch.bfloat16, "cuda")
+    batch.k_cache.zero_()
+    batch.v_cache.random_(-8, 9)
+    out, expected = batch.run(), batch.expected().to(torch.bfloat16)
+    starts = batch.starts()
+    for s, (q_len, kv_len) in enumerate(lengths):
+        seen = torch.arange(kv_len - q_len + 1, kv_len + 1)
+        exact = starts[s] + torch.nonzero((seen & (seen - 1)) == 0).flatten().cuda()
+        torch.testing.assert_close(out[exact], expected[exact], rtol=0, atol=0)
+    torch.testing.assert_close(out, expected, rtol=8e-3, atol=1e-2)
+
+
+def test_two_runs_are_equal_and_a_decode_does_not_depend_on_the_batch() -> None:
+    batch = make_batch(DECODES, 32, 8, 128, 64, torch.bfloat16, "cuda")
+    first = batch.run()
+    assert torch.equal(first, batch.run())
+    alone = Batch(
+        batch.shape, DECODES[-1:], batch.q[-1:], batch.k_cache, batch.v_cache, batch.tables[-1:]
+    )
+    assert torch.equal(first[-1:], alone.run())
+
+
+def test_a_graph_stays_right_when_the_metadata_changes() -> None:
+    capacity, width, block_size = 24, 96, 16
+    full = make_batch(
+        [(1, width * block_size)] * capacity, 8, 2, 128, block_size, torch.bfloat16, "cuda"
+    )
+    starts = torch.arange(capacity + 1, dtype=torch.int32, device="cuda")
+    kv_lens = torch.ones(capacity, dtype=torch.int32, device="cuda")
+    tables = torch.zeros(capacity, width, dtype=torch.int32, device="cuda")
+    host = np.zeros(work_size(capacity, capacity, full.shape), np.int32)
+    work = torch.zeros(len(host), dtype=torch.int32, device="cuda")
+    plan = PagedPlan.for_graph(starts, kv_lens, tables, work, full.scratch(), capacity)
+
+    def attend() -> torch.Tensor:
+        return paged_attention(full.q, full.k_cache, full.v_cache, plan, SCALE)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    rng = np.random.default_rng(0)
+    for live in (24, 1, 0, 7, 23):
+        lengths = np.zeros(capacity, np.int32)
+        lengths[:live] = rng.integers(1, width * block_size + 1, live)
+        order = torch.from_numpy(rng.permutation(capacity)).cuda()
+        write_work(host, np.arange(capacity + 1, dtype=np.int32), lengths, full.shape)
+        work.copy_(torch.from_numpy(host))
+        kv_lens.copy_(torch.from_numpy(lengths))
+        tables.copy_(full.tables[order])
+        out.fill_(float("nan"))
+        graph.replay()
+        now = Batch(full.shape, [(1, int(n)) for n in lengths], full.q, full.k_cache,
+                    full.v_cache, tables)  # fmt: skip
+        assert torch.equal(out, now.run())
+        assert not out[live:].any()
+        if live:
+            assert relative_error(out, now.expected()) < 8e-3

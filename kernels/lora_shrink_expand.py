@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.backend import uses_triton
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, read_tiles
 
 Segment = tuple[int, int, int, int]  # token start, token end, row start, row end
@@ -126,6 +127,10 @@ def lora_shrink(
     plan: LoraPlan,
 ) -> Bridge:
     """x A^T of every row with an adapter, all slices."""
+    if uses_triton(x):
+        from kernels.triton_lora_shrink import shrink
+
+        return shrink(x, a_pool, plan)
     return lora_shrink_reference(x, a_pool, plan)
 
 
@@ -136,7 +141,12 @@ def lora_expand_(
     plan: LoraPlan,
 ) -> None:
     """y += bridge B, added in float32 and rounded once. Rows without adapter stay as they are."""
-    lora_expand_reference_(y, bridge, b_pools, plan)
+    if uses_triton(y):
+        from kernels.triton_lora_expand import expand_
+
+        expand_(y, bridge, tuple(b_pools), plan)
+    else:
+        lora_expand_reference_(y, bridge, b_pools, plan)
 
 
 def lora_shrink_reference(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> Bridge:

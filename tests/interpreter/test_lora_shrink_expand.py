@@ -1,0 +1,56 @@
+"""The multi-LoRA kernels in the interpreter, tiny shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case
+
+MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
+    "one row": ((16,), ((0, 1),)),
+    "a base row between": ((8, 17), ((None, 2), (0, 3), (1, 1), (None, 1))),
+    "a run of two tiles": ((16, 40), ((0, 18), (1, 2))),
+}
+
+
+def run(case: LoraCase, *, graph_rows: int | None = None) -> torch.Tensor:
+    y = case.y.clone()
+    plan = case.plan(graph_rows=graph_rows)
+    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    return y
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("sizes", [(32,), (48, 16, 16)])
+def test_the_delta_is_that_of_float64(mix: str, sizes: tuple[int, ...]) -> None:
+    ranks, runs = MIXES[mix]
+    case = make_case(ranks, runs, in_features=48, sizes=sizes, dtype=torch.float16)
+    y = run(case)
+    assert error_of(case, y) < 2e-3
+    assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+def test_small_integers_are_exact() -> None:
+    case = make_case(
+        (8, 33),
+        ((None, 1), (0, 2), (1, 3)),
+        in_features=32,
+        sizes=(32, 16),
+        dtype=torch.float16,
+        integers=True,
+    )
+    assert torch.equal(run(case).double(), case.y.double() + case.delta())
+
+
+def test_a_plan_for_a_graph_gives_the_same_bits() -> None:
+    ranks, runs = MIXES["a base row between"]
+    case = make_case(ranks, runs, in_features=32, sizes=(32,), dtype=torch.float16, max_tokens=32)
+    assert torch.equal(run(case, graph_rows=7), run(case))
+
+
+def test_a_step_without_adapters_changes_nothing() -> None:
+    case = make_case((16,), ((None, 3),), in_features=32, sizes=(32,), dtype=torch.float16)
+    assert torch.equal(run(case, graph_rows=3), case.y)
+    assert torch.equal(run(case), case.y)

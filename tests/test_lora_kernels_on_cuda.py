@@ -1,0 +1,150 @@
+"""The multi-LoRA kernels on a GPU, against float64, exact on small integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.lora_plan import LoraPlan
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case, write_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+QKV = (512, 128, 128)
+MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
+    "one row": ((16,), ((0, 1),)),
+    "ragged ranks": ((8, 16, 17, 64, 512), ((None, 3), (0, 1), (1, 20), (2, 5), (3, 16), (4, 2))),
+    "many adapters": ((8, 16, 64) * 40, tuple((i, 1 + i % 2) for i in range(120))),
+    "long runs": ((16, 40), ((None, 70), (0, 130), (1, 300), (None, 1))),
+    "prefill and decode": ((16, 64, 8), ((None, 1), (0, 2), (1, 513), (2, 64))),
+}
+
+
+def build(mix: str, **options: object) -> LoraCase:
+    ranks, runs = MIXES[mix]
+    shape: dict[str, object] = {"in_features": 1024, "sizes": QKV, "dtype": torch.bfloat16}
+    return make_case(ranks, runs, device="cuda", **(shape | options))  # type: ignore[arg-type]
+
+
+def run(case: LoraCase, plan: LoraPlan) -> torch.Tensor:
+    y = case.y.clone()
+    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    return y
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("in_features", "sizes"), [(1024, QKV), (576, (200,)), (4096, (1536, 1536)), (14336, (4096,))]
+)
+def test_the_delta_is_that_of_float64(mix: str, in_features: int, sizes: tuple[int, ...]) -> None:
+    case = build(mix, in_features=in_features, sizes=sizes)
+    for plan in (case.plan(), case.plan(large=False)):
+        y = run(case, plan)
+        assert error_of(case, y) < 8e-3
+        assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types(dtype: torch.dtype) -> None:
+    case = build("ragged ranks", dtype=dtype)
+    assert error_of(case, run(case, case.plan())) < (1e-5 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("in_features", [64, 128, 320])
+def test_small_integers_are_exact(mix: str, in_features: int) -> None:
+    """Every partial sum stays below 2^8 in bfloat16's eight bits: sparse weights see to it."""
+    case = build(mix, in_features=in_features, integers=True)
+    keep = torch.rand(case.x.shape, device="cuda") < 8 / in_features
+    case.x.mul_(keep)
+    for plan in (case.plan(), case.plan(large=False)):
+        expected = (case.y.double() + case.delta()).to(torch.bfloat16)
+        assert torch.equal(run(case, plan), expected)
+
+
+def test_one_graph_serves_any_mix() -> None:
+    """50 replays with other adapters, other runs and other rows: eager to the bit."""
+    rows, sizes = 32, QKV
+    first = make_case(
+        [8, 16, 64, 48] * 10,
+        [(None, rows)],
+        in_features=1024,
+        sizes=sizes,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    buffer, _ = write_plan(first, large=False)
+    static = torch.from_numpy(buffer).cuda()
+    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
+    y = first.y.clone()
+
+    def step() -> None:
+        y.copy_(first.y)
+        lora_expand_(y, lora_shrink(first.x, first.a_pool, plan), first.b_pools, plan)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        runs: list[Run] = []
+        left, adapters = rows, torch.randperm(40, generator=draw).tolist()
+        while left:
+            n = min(left, int(torch.randint(1, 20, (), generator=draw)))
+            runs.append((adapters.pop() if runs else None, n))
+            left -= n
+        case = LoraCase(
+            first.x,
+            first.y,
+            first.a_pool,
+            first.b_pools,
+            first.adapters,
+            tuple(runs),
+            first.max_tokens,
+            first.max_pages,
+        )
+        first.x.normal_()
+        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
+        graph.replay()
+        replayed = y.clone()
+        assert torch.equal(replayed, run(case, case.plan(large=False)))
+        assert error_of(case, replayed) < 8e-3
+
+
+def test_a_row_alone_has_the_bits_it_has_among_others() -> None:
+    case = build("ragged ranks", in_features=4096)
+    together = run(case, case.plan(large=False))
+    row = 0
+    for adapter, rows in case.runs:
+        for _ in range(rows):
+            alone = LoraCase(
+                case.x[row : row + 1],
+                case.y[row : row + 1],
+                case.a_pool,
+                case.b_pools,
+                case.adapters,
+                ((adapter, 1),),
+                case.max_tokens,
+                case.max_pages,
+            )
+            assert torch.equal(run(alone, alone.plan()), together[row : row + 1])
+            row += 1
+
+
+def test_nan_of_one_adapter_stays_with_its_rows() -> None:
+    case = build("ragged ranks")
+    clean = run(case, case.plan())
+    for page in case.adapters[2]:
+        case.a_pool[:, page * 16] = float("nan")
+        case.b_pools[0][page * 16] = float("nan")
+    broken = run(case, case.plan())
+    own = torch.zeros(case.x.shape[0], dtype=torch.bool, device="cuda")
+    own[24:29] = True
+    assert torch.equal(broken[~own], clean[~own])
+    assert bool(broken[own].isnan().any(-1).all())

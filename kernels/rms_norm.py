@@ -3,23 +3,38 @@
 Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467. The mean is taken in
 float32 and the quotient is rounded to x's type before the weight is applied, the order of Hugging
 Face's Llama, so that bf16 results agree with it bit for bit.
-Knows tensors and numbers only.
+A row's result depends on that row only. Knows tensors and numbers only.
 """
 
 from __future__ import annotations
 
 import torch
 
+from kernels.backend import uses_triton
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H]"""
+    if uses_triton(x):
+        from kernels.triton_rms_norm import launch_rms_norm
+
+        if x.dim() == 2:
+            return launch_rms_norm(x, None, weight, eps)
+        return launch_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, eps).view(x.shape)
     return rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normed, new residual); the new residual is x + residual in x's type."""
+    """x and residual [T, H] -> (normed, new residual), the latter x + residual in x's type.
+
+    On a GPU it takes the old one's place: the caller goes on with what is returned.
+    """
+    if uses_triton(x):
+        from kernels.triton_rms_norm import launch_rms_norm
+
+        return launch_rms_norm(x, residual, weight, eps), residual
     return add_rms_norm_reference(x, residual, weight, eps)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.backend import uses_triton
 from kernels.rms_norm import rms_norm_reference
 
 
@@ -27,7 +28,27 @@ def rope_kv_write(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the rotated q [T, Hq, D]; writes the rotated k and v at `slots`."""
+    """Returns the rotated q [T, Hq, D]; writes the rotated k and v at `slots`.
+
+    On a GPU a row may have a negative slot, a padding row of a CUDA graph: it is written nowhere.
+    """
+    if uses_triton(qkv):
+        from kernels.triton_rope_kv_write import launch_rope_kv_write
+
+        return launch_rope_kv_write(
+            qkv,
+            positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            slots,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            q_norm,
+            k_norm,
+            eps,
+        )
     return rope_kv_write_reference(
         qkv,
         positions,

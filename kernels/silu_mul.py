@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import torch
 
+from kernels.backend import uses_triton
+
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 * I] -> [T, I]"""
+    if uses_triton(gate_up):
+        from kernels.triton_silu_mul import launch_silu_mul
+
+        return launch_silu_mul(gate_up)
     return silu_mul_reference(gate_up)
 
 

@@ -1,0 +1,78 @@
+"""Triton half of `rms_norm` and `add_rms_norm`: a program normalises a row that it holds whole.
+
+The sum of two rows is rounded as torch rounds it, bit for bit; the mean of the squares is added up
+in another order, so that now and then a normed value is the neighbour of torch's. How a row is
+added up depends on its width alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
+
+MAX_BLOCK = 65536
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,  # becomes x + residual
+    weight_ptr,
+    out_ptr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    EPS: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)  # no kernel of a step writes it
+    start_overlapped(OVERLAPPED)
+    x = tl.load(x_ptr + row * STRIDE_X + columns, mask=inside, other=0.0)
+    if ADDS:
+        there = residual_ptr + row * STRIDE_RESIDUAL + columns
+        residual = tl.load(there, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(there, x, mask=inside)
+    wide = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + EPS)
+    normed = (wide * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row * HIDDEN + columns, normed.to(x.dtype), mask=inside)
+
+
+_launch = Launcher(_rms_norm_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """x [T, H] -> normed [T, H]. `residual` [T, H] becomes x + residual and is what is normed."""
+    rows, hidden = x.shape
+    assert x.stride(1) == 1
+    assert weight.dtype == x.dtype
+    assert hidden <= MAX_BLOCK
+    out = x.new_empty((rows, hidden))
+    adds = residual is not None
+    other = residual if residual is not None else x
+    block, num_warps = shape_of(hidden)
+    _launch(
+        (rows, 1, 1),
+        (x, other, weight, out),
+        (),
+        (x.stride(0), other.stride(0), hidden, eps, adds, block, OVERLAPS),
+        num_warps,
+    )
+    return out
+
+
+def shape_of(hidden: int) -> tuple[int, int]:
+    """(block, warps) of a program."""
+    block = 1 << (hidden - 1).bit_length()
+    return block, min(max(block // 512, 1), 16)

@@ -1,0 +1,148 @@
+"""Triton half of `rope_kv_write`: a program turns some heads of one token and writes them.
+
+Products and sums are rounded one by one, as torch does, so the bits are torch's; with q_norm and
+k_norm they are up to the order in which a head's squares are added. Head sizes that are no power of
+two are padded with lanes that load and store nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
+
+HEADS = 8  # of a program, at most
+NUM_WARPS = 4
+
+
+@triton.jit
+def _normed(a, b, weight_a, weight_b, DIM: tl.constexpr, EPS: tl.constexpr):
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    squares = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1)
+    inverse = tl.rsqrt(squares / DIM + EPS)[:, None]
+    normed_a = (wide_a * inverse).to(a.dtype).to(tl.float32) * weight_a.to(tl.float32)
+    normed_b = (wide_b * inverse).to(a.dtype).to(tl.float32) * weight_b.to(tl.float32)
+    return normed_a.to(a.dtype), normed_b.to(a.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+def _rope_kv_write_kernel(
+    qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]
+    cos_sin_ptr,  # [max_positions, 2, D / 2]
+    k_cache_ptr,  # [slots, Hkv, D]
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,  # [T, Hq, D]
+    positions_ptr,
+    slots_ptr,
+    STRIDE_QKV: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    heads = (tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    lanes = tl.arange(0, BLOCK_HALF)[None, :]
+    in_half = lanes < HALF
+    inside = in_half & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+    start_overlapped(OVERLAPPED)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    here = qkv_ptr + token * STRIDE_QKV + heads * (2 * HALF) + lanes
+    a = tl.load(here, mask=inside, other=0.0)
+    b = tl.load(here + HALF, mask=inside, other=0.0)
+    row = cos_sin_ptr + position * (2 * HALF) + lanes
+    cos = tl.load(row, mask=in_half, other=0.0)
+    sin = tl.load(row + HALF, mask=in_half, other=0.0)
+    is_q = heads < NUM_HEADS
+    is_v = heads >= NUM_HEADS + NUM_KV_HEADS
+    turning_a, turning_b = a, b
+    if HAS_NORM:
+        # One load a lane and head: of q's weights or of k's.
+        weight_a = tl.load(q_norm_ptr + lanes + 0 * heads, mask=in_half & is_q, other=0.0)
+        weight_b = tl.load(q_norm_ptr + HALF + lanes + 0 * heads, mask=in_half & is_q, other=0.0)
+        k_weight_a = tl.load(k_norm_ptr + lanes + 0 * heads, mask=in_half, other=0.0)
+        k_weight_b = tl.load(k_norm_ptr + HALF + lanes + 0 * heads, mask=in_half, other=0.0)
+        weight_a = tl.where(is_q, weight_a, k_weight_a)
+        weight_b = tl.where(is_q, weight_b, k_weight_b)
+        turning_a, turning_b = _normed(a, b, weight_a, weight_b, 2 * HALF, EPS)
+    wide_a, wide_b = turning_a.to(tl.float32), turning_b.to(tl.float32)
+    turned_a = tl.where(is_v, a, (wide_a * cos - wide_b * sin).to(a.dtype))
+    turned_b = tl.where(is_v, b, (wide_b * cos + wide_a * sin).to(a.dtype))
+    q_there = q_ptr + (token * NUM_HEADS + heads) * (2 * HALF) + lanes
+    tl.store(q_there, turned_a, mask=in_half & is_q)
+    tl.store(q_there + HALF, turned_b, mask=in_half & is_q)
+    # A negative slot: a padding row of a CUDA graph, nobody's.
+    kv_head = heads - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
+    kv_there = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + lanes
+    is_written = inside & (heads >= NUM_HEADS) & (slot + 0 * heads >= 0)
+    cached_a = turned_a.to(k_cache_ptr.dtype.element_ty)
+    cached_b = turned_b.to(k_cache_ptr.dtype.element_ty)
+    tl.store(k_cache_ptr + kv_there, cached_a, mask=is_written & ~is_v)
+    tl.store(k_cache_ptr + kv_there + HALF, cached_b, mask=is_written & ~is_v)
+    tl.store(v_cache_ptr + kv_there, cached_a, mask=is_written & is_v)
+    tl.store(v_cache_ptr + kv_there + HALF, cached_b, mask=is_written & is_v)
+
+
+# Without fusion into multiply-add: torch rounds the product.
+_launch = Launcher(_rope_kv_write_kernel, launch_pdl=OVERLAPS, enable_fp_fusion=False)
+
+
+def launch_rope_kv_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    assert qkv.stride(1) == 1
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert k_cache.dtype == v_cache.dtype
+    tokens, half = qkv.shape[0], head_dim // 2
+    assert tokens < 65536
+    q = qkv.new_empty((tokens, num_heads, head_dim))
+    has_norm = q_norm is not None and k_norm is not None
+    total = num_heads + 2 * num_kv_heads
+    block = min(HEADS, 1 << (total - 1).bit_length())
+    _launch(
+        (-(-total // block), tokens, 1),
+        (
+            qkv,
+            cos_sin,
+            k_cache,
+            v_cache,
+            q_norm if q_norm is not None else qkv,
+            k_norm if k_norm is not None else qkv,
+            q,
+        ),
+        (positions, slots),
+        (
+            qkv.stride(0),
+            num_heads,
+            num_kv_heads,
+            half,
+            has_norm,
+            eps,
+            block,
+            1 << (half - 1).bit_length(),
+            OVERLAPS,
+        ),
+        NUM_WARPS,
+    )
+    return q

@@ -9,6 +9,7 @@ and how it gets there, is the pool's business.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -37,6 +38,9 @@ class PageTable:
         """Least recently used first."""
         return tuple(self._pages)
 
+    def is_resident(self, digest: str) -> bool:
+        return digest in self._pages
+
     def pages(self, digest: str) -> tuple[int, ...]:
         return self._pages[digest]
 
@@ -46,21 +50,25 @@ class PageTable:
     def is_evictable(self, digest: str) -> bool:
         return self.num_references(digest) == 0 and digest not in self._pinned
 
-    def acquire(self, digest: str, num_pages: int) -> Placement | None:
-        """Takes a reference, evicting for it if need be. None: no room, and nothing has changed."""
-        assert num_pages > 0
-        if digest in self._pages:
-            self._touch(digest)
-            return Placement(self._pages[digest], is_new=False)
-        evicted = self._victims(num_pages)
-        if evicted is None:
+    def acquire(
+        self, digest: str, num_pages: int, spared: Collection[str] = ()
+    ) -> Placement | None:
+        """Takes a reference, evicting for it if need be. None: no room, and nothing has changed.
+
+        Idle adapters among the `spared` are evicted only when the others are not enough.
+        """
+        placement = self._place(digest, num_pages, spared)
+        if placement is not None:
+            self._references[digest] += 1
+        return placement
+
+    def acquire_sparing(
+        self, digest: str, num_pages: int, spared: Collection[str]
+    ) -> Placement | None:
+        """The same, but rather no room than one of the `spared` evicted."""
+        if digest not in self._pages and self._num_free_or_idle(spared) < num_pages:
             return None
-        for victim in evicted:
-            self.drop(victim)
-        pages = self._take(num_pages)
-        self._pages[digest] = pages
-        self._references[digest] = 1
-        return Placement(pages, is_new=True, evicted=evicted)
+        return self.acquire(digest, num_pages, spared)
 
     def release(self, digest: str) -> None:
         references = self.num_references(digest)
@@ -80,19 +88,33 @@ class PageTable:
     def unpin(self, digest: str) -> None:
         self._pinned.discard(digest)
 
-    def _touch(self, digest: str) -> None:
-        self._pages.move_to_end(digest)
-        self._references[digest] += 1
+    def _place(self, digest: str, num_pages: int, spared: Collection[str]) -> Placement | None:
+        assert num_pages > 0
+        if digest in self._pages:
+            self._pages.move_to_end(digest)
+            return Placement(self._pages[digest], is_new=False)
+        evicted = self._victims(num_pages, spared)
+        if evicted is None:
+            return None
+        for victim in evicted:
+            self.drop(victim)
+        self._pages[digest] = self._take(num_pages)
+        self._references[digest] = 0
+        return Placement(self._pages[digest], is_new=True, evicted=evicted)
 
-    def _victims(self, num_pages: int) -> tuple[str, ...] | None:
+    def _num_free_or_idle(self, spared: Collection[str]) -> int:
+        idle = (d for d in self._pages if d not in spared and self.is_evictable(d))
+        return len(self._free) + sum(len(self._pages[digest]) for digest in idle)
+
+    def _victims(self, num_pages: int, spared: Collection[str]) -> tuple[str, ...] | None:
         victims: list[str] = []
         room = len(self._free)
-        for digest, pages in self._pages.items():
+        for digest in sorted(self._pages, key=lambda d: d in spared):  # stable: LRU within each
             if room >= num_pages:
                 break
             if self.is_evictable(digest):
                 victims.append(digest)
-                room += len(pages)
+                room += len(self._pages[digest])
         return tuple(victims) if room >= num_pages else None
 
     def _take(self, num_pages: int) -> tuple[int, ...]:

@@ -1,46 +1,32 @@
 """Adapters in memory: all known ones packed on the host, those in use in pages on the device.
 
 Per site one pool of A rows and, per slice, one of B rows; page p is rows [16 p, 16 p + 16) of
-every one of them, so a single page table serves all layers and ranks never pad to a maximum. Knows
-digests and tensors; names of adapters, requests and files are not known here. One thread calls it.
+every one of them, so a single page table serves all layers and ranks never pad to a maximum. On a
+CPU an adapter is copied when it is asked for; on CUDA copies run beside the steps, and who asks is
+told to ask again. Knows digests and tensors; names of adapters, requests and files are not known
+here. One thread calls it, but for `pack`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from lora.adapter import Adapter
-from lora.errors import (
-    AdapterError,
-    AdapterNotLoadedError,
-    AdapterTooLargeError,
-    HostMemoryError,
-)
+from lora.errors import AdapterNotLoadedError, AdapterTooLargeError, HostMemoryError
+from lora.page_copies import PageCopies
+from lora.page_image import PAGE_ROWS as PAGE_ROWS
+from lora.page_image import PackedAdapter, PageLayout
+from lora.page_pools import PagePools
+from lora.page_pools import SitePool as SitePool
 from lora.pages import PageTable
 from lora.sites import Site
+from lora.staging import StagingSlot, cuda_slots
 
-PAGE_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SitePool:
-    """Rank rows of one site on the device."""
-
-    a: torch.Tensor  # [slices, rows, K]
-    b: tuple[torch.Tensor, ...]  # one [rows, N_s] a slice
-
-
-@dataclass(frozen=True, slots=True)
-class PackedAdapter:
-    """An adapter as its pages will look: rank padded with zero rows, in the pool's type."""
-
-    sites: dict[str, SitePool]  # targeted sites only
-    num_pages: int
-    num_bytes: int
+_MAX_STAGING_SLOTS = 4
+_PAGES_PER_SLOT = 8  # staging takes at most an eighth of the pool on top
 
 
 class AdapterPool:
@@ -51,15 +37,24 @@ class AdapterPool:
         dtype: torch.dtype,
         device: torch.device | str,
         host_bytes: int,
+        stream: torch.cuda.Stream | None = None,
+        slots: Sequence[StagingSlot] | None = None,
     ) -> None:
+        """`stream`: where steps run on CUDA; None: the one that is current in each call.
+        `slots`: None for those that the device takes, on a CPU none."""
         self.dtype = dtype
         self.device = torch.device(device)
-        self._sites = {site.name: site for site in sites}
+        self._layout = PageLayout(sites, dtype)
         # The optional sites are counted from the start though allocated late: the budget holds
         # whichever adapters arrive.
-        self.page_bytes = PAGE_ROWS * dtype.itemsize * sum(site.num_row_elements for site in sites)
+        self.page_bytes = self._layout.page_bytes
         self._table = PageTable(bytes_budget // self.page_bytes)
-        self._pools = {site.name: self._allocate(site) for site in sites if not site.is_optional}
+        self._pools = PagePools(sites, self._layout, self.num_pages, self.device)
+        if slots is None:
+            slots = self._make_slots(stream)
+        self._copies = PageCopies(self._pools, slots) if slots else None
+        self._arriving: set[str] = set()  # on their way to the device; the pool itself holds them
+        self._wanted: frozenset[str] = frozenset()  # by those who wait
         self._host: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
         self._host_limit = host_bytes
         self._leaving: set[str] = set()  # removed while referenced
@@ -80,23 +75,40 @@ class AdapterPool:
         """False for an adapter never added, removed, or dropped when the host tier was full."""
         return digest in self._host and digest not in self._leaving
 
-    def add(self, adapter: Adapter) -> tuple[str, ...]:
+    @property
+    def reserved_bytes(self) -> int:
+        """Of device memory, those included that an optional site will ask for."""
+        return self.num_pages * self.page_bytes + self._num_slots * self._layout.max_image_bytes
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Slow, and from any thread: the adapter in the form that `insert` takes."""
+        num_pages = -(-adapter.rank // PAGE_ROWS)
+        if num_pages > self.num_pages:
+            raise AdapterTooLargeError(
+                f"adapter {adapter.digest} of rank {adapter.rank} needs {num_pages} pages of "
+                f"{self.page_bytes} bytes; the whole pool has {self.num_pages}"
+            )
+        return self._layout.pack(adapter, self._allocate_host)
+
+    def insert(self, packed: PackedAdapter) -> tuple[str, ...]:
         """Keeps it on the host. Returns the digests that were dropped to make room."""
-        self._leaving.discard(adapter.digest)
-        if adapter.digest in self._host:
+        self._leaving.discard(packed.digest)
+        if packed.digest in self._host:
             return ()
-        packed = self._pack(adapter)
         dropped = self._make_host_room(packed.num_bytes)
-        for name in packed.sites:
-            if name not in self._pools:
-                self._pools[name] = self._allocate(self._sites[name])
-        self._host[adapter.digest] = packed
+        self._pools.add_sites(packed.optional_sites)
+        self._host[packed.digest] = packed
         return dropped
+
+    def add(self, adapter: Adapter) -> tuple[str, ...]:
+        return self.insert(self.pack(adapter))
 
     def remove(self, digest: str) -> bool:
         """False: still referenced; it accepts no new reference and goes with the last one."""
         if digest not in self._host:
             return True
+        if digest in self._arriving and self._table.num_references(digest) == 1:
+            self._cancel(digest)
         if self._table.num_references(digest):
             self._leaving.add(digest)
             return False
@@ -104,27 +116,57 @@ class AdapterPool:
         return True
 
     def acquire(self, digest: str) -> bool:
-        """Makes the adapter resident and takes a reference. False: all pages are in use."""
-        if not self.has(digest):
-            raise AdapterNotLoadedError(f"adapter {digest} is not loaded")
-        packed = self._host[digest]
-        placement = self._table.acquire(digest, packed.num_pages)
+        """Takes a reference if every step launched from now on finds the adapter in its pages.
+
+        False: all pages are in use, or it is still being copied. What was not on the device is on
+        its way after the call, if there was room.
+        """
+        packed = self._known(digest)
+        self._land()
+        if digest in self._arriving or not self._can_bring(digest):
+            return False
+        placement = self._table.acquire(digest, packed.num_pages, self._wanted)
         if placement is None:
             return False
         self._host.move_to_end(digest)
-        if placement.is_new:
-            self._write(packed, placement.pages)
-        return True
+        return not placement.is_new or self._bring(packed, placement.pages)
 
     def release(self, digest: str) -> None:
         self._table.release(digest)
         if digest in self._leaving and self._table.num_references(digest) == 0:
             self._forget(digest)
 
+    def prefetch(self, digests: Sequence[str]) -> None:
+        """Those that will be asked for next, most urgent first. On CUDA their copies begin while
+        pages are free, or idle and not wanted by others of them."""
+        if self._copies is None:
+            return
+        self._wanted = frozenset(digests)
+        self._land()
+        for digest in digests:
+            if not self._copies.can_start:
+                return
+            if self._table.is_resident(digest) or not self.has(digest):
+                continue
+            packed = self._host[digest]
+            placement = self._table.acquire_sparing(digest, packed.num_pages, self._wanted)
+            if placement is None:
+                return  # not at the expense of its turn
+            self._bring(packed, placement.pages)
+
+    def has_pending_copies(self) -> bool:
+        return bool(self._arriving)
+
+    def wait_pending(self) -> None:
+        """Until one more adapter can be acquired: about 2 ms for 84 MB. For an idle engine."""
+        num_arriving = len(self._arriving)
+        while self._copies is not None and self._arriving and len(self._arriving) == num_arriving:
+            self._copies.wait()
+            self._land()
+
     def pin(self, digest: str) -> None:
         """A pinned adapter is dropped from neither tier."""
-        if not self.has(digest):
-            raise AdapterNotLoadedError(f"adapter {digest} is not loaded")
+        self._known(digest)
         self._table.pin(digest)
 
     def unpin(self, digest: str) -> None:
@@ -140,14 +182,50 @@ class AdapterPool:
         """All that can be acquired; those on the device are among them."""
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
+    def targets_optional(self, digest: str) -> bool:
+        """Its pools may have been made after the engine's graphs."""
+        return bool(self._known(digest).optional_sites)
+
     def site_pool(self, name: str) -> SitePool | None:
         """None: an optional site that no adapter has targeted yet."""
-        return self._pools.get(name)
+        return self._pools.site_pool(name)
+
+    def _known(self, digest: str) -> PackedAdapter:
+        if not self.has(digest):
+            raise AdapterNotLoadedError(f"adapter {digest} is not loaded")
+        return self._host[digest]
+
+    def _can_bring(self, digest: str) -> bool:
+        is_ready = self._copies is None or self._copies.can_start
+        return is_ready or self._table.is_resident(digest)
+
+    def _bring(self, packed: PackedAdapter, pages: tuple[int, ...]) -> bool:
+        """True: it is there. Else the reference just taken is the pool's, until it has landed."""
+        if self._copies is None:
+            for image, page in zip(packed.images, pages, strict=True):
+                self._pools.write(image, page)
+            return True
+        self._arriving.add(packed.digest)
+        self._copies.start(packed.digest, packed.images, pages)
+        return False
+
+    def _land(self) -> None:
+        if self._copies is None or not self._arriving:
+            return
+        for digest in self._copies.poll():
+            self._arriving.discard(digest)
+            self.release(digest)
+
+    def _cancel(self, digest: str) -> None:
+        assert self._copies is not None
+        self._copies.cancel(digest)
+        self._arriving.discard(digest)
+        self._table.release(digest)
 
     def _forget(self, digest: str) -> None:
         self._leaving.discard(digest)
         self._table.unpin(digest)
-        if digest in self._table.resident():
+        if self._table.is_resident(digest):
             self._table.drop(digest)
         del self._host[digest]
 
@@ -171,67 +249,22 @@ class AdapterPool:
             self._forget(digest)
         return tuple(dropped)
 
-    def _pack(self, adapter: Adapter) -> PackedAdapter:
-        num_pages = -(-adapter.rank // PAGE_ROWS)
-        if num_pages > self.num_pages:
-            raise AdapterTooLargeError(
-                f"adapter {adapter.digest} of rank {adapter.rank} needs {num_pages} pages of "
-                f"{self.page_bytes} bytes; the whole pool has {self.num_pages}"
-            )
-        sites = {
-            site.name: self._pack_site(adapter, site, num_pages * PAGE_ROWS)
-            for site in self._sites.values()
-            if any(part.module in adapter.modules for part in site.slices)
-        }
-        num_bytes = sum(
-            tensor.numel() * tensor.element_size()
-            for packed in sites.values()
-            for tensor in (packed.a, *packed.b)
-        )
-        return PackedAdapter(sites, num_pages, num_bytes)
+    @property
+    def _num_slots(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return min(_MAX_STAGING_SLOTS, -(-self.num_pages // _PAGES_PER_SLOT))
 
-    def _pack_site(self, adapter: Adapter, site: Site, rows: int) -> SitePool:
-        packed = self._empty_site(site, rows, torch.device("cpu"))
-        for index, part in enumerate(site.slices):
-            weights = adapter.modules.get(part.module)
-            if weights is None:
-                continue
-            packed.a[index, : weights.rank].copy_(weights.a)
-            packed.b[index][: weights.rank].copy_(weights.b)
-            for name, tensor in (("lora_A", packed.a[index]), ("lora_B", packed.b[index])):
-                if not bool(tensor.isfinite().all()):
-                    raise AdapterError(
-                        f"{name} of {part.module}, with its scale, overflows {self.dtype}"
-                    )
-        return packed
+    def _make_slots(self, stream: torch.cuda.Stream | None) -> tuple[StagingSlot, ...]:
+        if self._num_slots == 0:
+            return ()
+        size = self._layout.max_image_bytes
+        slots = cuda_slots(self._num_slots, size, self.device, stream)
+        # Zeros onto zeros: what is compiled at its first launch is compiled now, not in a step.
+        self._pools.write(torch.zeros(size, dtype=torch.uint8, device=self.device), 0)
+        return slots
 
-    def _write(self, packed: PackedAdapter, pages: tuple[int, ...]) -> None:
-        """Fills the pages in every site, with zeros where the adapter targets nothing."""
-        for name, pool in self._pools.items():
-            source = packed.sites.get(name)
-            for i, page in enumerate(pages):
-                there = slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS)
-                here = slice(i * PAGE_ROWS, (i + 1) * PAGE_ROWS)
-                if source is None:
-                    pool.a[:, there].zero_()
-                    for b in pool.b:
-                        b[there].zero_()
-                    continue
-                pool.a[:, there].copy_(source.a[:, here], non_blocking=True)
-                for b, source_b in zip(pool.b, source.b, strict=True):
-                    b[there].copy_(source_b[here], non_blocking=True)
-
-    def _allocate(self, site: Site) -> SitePool:
-        return self._empty_site(site, self.num_pages * PAGE_ROWS, self.device)
-
-    def _empty_site(self, site: Site, rows: int, device: torch.device) -> SitePool:
+    def _allocate_host(self, num_bytes: int) -> torch.Tensor:
         # What goes to a CUDA device waits in pinned memory: its copies then need no staging.
-        pinned = device.type == "cpu" and self.device.type == "cuda"
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
-
-        return SitePool(
-            zeros(len(site.slices), rows, site.in_features),
-            tuple(zeros(rows, part.out_features) for part in site.slices),
-        )
+        pinned = self.device.type == "cuda"
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)

@@ -3,8 +3,6 @@ and the mapping and layers on top of it, against each adapter's own product."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,53 +18,18 @@ from lora.errors import (
 from lora.layers import apply_lora_, apply_lora_embedding_
 from lora.mapping import LoraBatch, build_lora_batch
 from lora.pool import PAGE_ROWS, AdapterPool
-from lora.sites import Site, Slice
-
-QKV = Site("qkv", 6, (Slice("q", 4), Slice("k", 2)))
-DOWN = Site("down", 5, (Slice("down", 6),))
-HEAD = Site("lm_head", 6, (Slice("lm_head", 9),))
-EMBEDDING = Site("embed_tokens", 9, (Slice("embed", 6),), "embedding")
-SITES = (QKV, DOWN, HEAD, EMBEDDING)
-SHAPES = {
-    part.module: (site.in_features, part.out_features) for site in SITES for part in site.slices
-}
-PAGE_BYTES = 4 * PAGE_ROWS * sum(site.num_row_elements for site in SITES)
-
-
-def make_adapter(digest: str, modules: Mapping[str, int] | None = None) -> Adapter:
-    """`modules`: rank of each; integers, so that sums are exact."""
-    generator = torch.Generator().manual_seed(int.from_bytes(digest.encode()[:6], "big"))
-    modules = modules or {"q": 3, "down": 3}
-    weights = {}
-    for module, rank in modules.items():
-        k, n = SHAPES[module]
-        a = torch.randint(-3, 4, (rank, k), generator=generator).float()
-        b = torch.randint(-3, 4, (rank, n), generator=generator).float()
-        weights[module] = ModuleWeights(a, b)
-    return Adapter(digest, max(modules.values()), weights, 0, False)
-
-
-def make_pool(
-    num_pages: int = 4, host_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32
-) -> AdapterPool:
-    return AdapterPool(SITES, num_pages * PAGE_BYTES, dtype, "cpu", host_bytes)
-
-
-def loaded(*digests: str, num_pages: int = 4, host_bytes: int = 1 << 20) -> AdapterPool:
-    pool = make_pool(num_pages, host_bytes)
-    for digest in digests:
-        pool.add(make_adapter(digest))
-    return pool
-
-
-def acquire_and_release(pool: AdapterPool, digest: str) -> bool:
-    if not pool.acquire(digest):
-        return False
-    pool.release(digest)
-    return True
-
-
-ADAPTER_BYTES = 4 * PAGE_ROWS * (2 * 6 + 4 + 2 + 5 + 6)  # its two sites, one page
+from tests.lora_helpers import (
+    ADAPTER_BYTES,
+    HEAD,
+    PAGE_BYTES,
+    QKV,
+    SITES,
+    acquire_and_release,
+    loaded,
+    make_adapter,
+    make_pool,
+    rows_in_pool,
+)
 
 
 def test_the_budget_counts_every_site_and_rounds_down() -> None:
@@ -211,6 +174,22 @@ def test_a_host_full_of_adapters_in_use_refuses_another() -> None:
     assert pool.on_host() == ("b", "a")
 
 
+def test_the_head_and_the_embedding_are_known_as_optional_targets() -> None:
+    pool = loaded("a")
+    pool.add(make_adapter("b", {"q": 2, "embed": 2}))
+    assert not pool.targets_optional("a")
+    assert pool.targets_optional("b")
+
+
+def test_a_packed_adapter_takes_no_room_for_what_it_does_not_target() -> None:
+    pool = make_pool()
+    packed = pool.pack(make_adapter("a", {"k": 17}))
+    assert packed.num_pages == 2
+    assert packed.num_bytes == 2 * (256 + 4 * PAGE_ROWS * (6 + 2))
+    assert pool.insert(packed) == ()
+    assert pool.host_bytes_used == packed.num_bytes
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -245,13 +224,6 @@ def test_random_use_leaks_no_page_and_mixes_no_weights(actions: list[tuple[str, 
         assert pool.remove(adapter.digest)
     assert pool.num_free_pages == 3
     assert pool.host_bytes_used == 0
-
-
-def rows_in_pool(pool: AdapterPool, adapter: Adapter) -> bool:
-    rows = [p * PAGE_ROWS + r for p in pool.pages(adapter.digest) for r in range(PAGE_ROWS)]
-    there = pool.site_pool("qkv")
-    assert there is not None
-    return torch.equal(there.a[0, rows[: adapter.rank]], adapter.modules["q"].a)
 
 
 def batch_of(pool: AdapterPool, *runs: tuple[str | None, int]) -> LoraBatch:

@@ -1,0 +1,81 @@
+"""Which pages of which adapters are being copied, through a few staging slots, in order of request.
+
+Never waits, except in `wait`: who wants an adapter polls. One thread calls it. How an image gets
+into a slot and on to its page is the slot's and the pools' business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from lora.page_pools import PagePools
+from lora.staging import StagingSlot
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    digest: str
+    image: torch.Tensor
+    page: int
+    is_last: bool  # of its adapter
+    is_cancelled: bool = False
+
+
+class PageCopies:
+    def __init__(self, pools: PagePools, slots: Sequence[StagingSlot]) -> None:
+        """The slots are filled in the order of their `fill` calls."""
+        assert slots
+        self._pools = pools
+        self._free = deque(slots)
+        self._waiting: deque[_Copy] = deque()
+        self._flying: deque[tuple[_Copy, StagingSlot]] = deque()
+
+    @property
+    def can_start(self) -> bool:
+        """Else it would only wait in line, with pages that others could use meanwhile."""
+        return bool(self._free)
+
+    def start(self, digest: str, images: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
+        """The pages belong to the digest from now on; what they hold is written in time."""
+        last = len(pages) - 1
+        for i, (image, page) in enumerate(zip(images, pages, strict=True)):
+            self._waiting.append(_Copy(digest, image, page, i == last))
+        self._fill_slots()
+
+    def poll(self) -> list[str]:
+        """The adapters that every step launched from now on finds in their pages."""
+        arrived: list[str] = []
+        while self._flying and self._flying[0][1].is_filled():
+            copy, slot = self._flying.popleft()
+            self._free.append(slot)
+            if copy.is_cancelled:
+                continue
+            slot.empty(partial(self._pools.write, page=copy.page))
+            if copy.is_last:
+                arrived.append(copy.digest)
+        self._fill_slots()
+        return arrived
+
+    def wait(self) -> None:
+        """Until the next `poll` finds something."""
+        if self._flying:
+            self._flying[0][1].wait()
+
+    def cancel(self, digest: str) -> None:
+        """Its pages may be another's at once: nothing more is written there on its behalf."""
+        self._waiting = deque(copy for copy in self._waiting if copy.digest != digest)
+        self._flying = deque(
+            (replace(copy, is_cancelled=copy.is_cancelled or copy.digest == digest), slot)
+            for copy, slot in self._flying
+        )
+
+    def _fill_slots(self) -> None:
+        while self._waiting and self._free:
+            copy, slot = self._waiting.popleft(), self._free.popleft()
+            slot.fill(copy.image)
+            self._flying.append((copy, slot))

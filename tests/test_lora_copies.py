@@ -1,0 +1,153 @@
+"""The pool with copies that take time: what can be acquired when, who is evicted for what arrives,
+and that nobody sees a page before its weights."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lora_helpers import HandSlot, loaded, make_adapter, make_pool, rows_in_pool
+
+
+def test_an_adapter_on_its_way_can_be_had_when_its_copy_has_ended() -> None:
+    slot = HandSlot()
+    pool = loaded("a", num_pages=1, slots=[slot])
+    assert not pool.has_pending_copies()
+    assert not pool.acquire("a")
+    assert not pool.acquire("a")
+    assert pool.has_pending_copies()
+    slot.is_over = True
+    assert pool.acquire("a")
+    assert not pool.has_pending_copies()
+    assert rows_in_pool(pool, make_adapter("a"))
+    pool.release("a")
+    assert pool.acquire("a")
+
+
+def test_an_idle_engine_waits_for_the_copy() -> None:
+    pool = loaded("a", slots=[HandSlot()])
+    pool.wait_pending()
+    assert not pool.acquire("a")
+    pool.wait_pending()
+    assert pool.acquire("a")
+
+
+def test_an_adapter_of_many_pages_arrives_through_one_slot() -> None:
+    pool = make_pool(slots=[HandSlot()])
+    adapter = make_adapter("a", {"q": 40})
+    pool.add(adapter)
+    assert not pool.acquire("a")
+    pool.wait_pending()
+    assert pool.acquire("a")
+    assert rows_in_pool(pool, adapter)
+
+
+def test_what_arrives_is_not_evicted_and_takes_no_second_slot() -> None:
+    pool = loaded("a", "b", "c", num_pages=1, slots=[HandSlot(), HandSlot()])
+    assert not pool.acquire("a")
+    assert not pool.acquire("b")
+    pool.prefetch(["b", "c"])
+    assert pool.on_device() == ("a",)
+
+
+def test_without_a_slot_nobody_is_evicted() -> None:
+    pool = loaded("a", "b", "c", num_pages=2, slots=[HandSlot()])
+    assert not pool.acquire("a")
+    pool.wait_pending()
+    assert not pool.acquire("b")
+    assert not pool.acquire("c")
+    assert set(pool.on_device()) == {"a", "b"}
+
+
+def test_those_who_wait_next_are_fetched_into_pages_that_nobody_wants() -> None:
+    slots = [HandSlot() for _ in range(4)]
+    pool = loaded("a", "b", "c", "d", num_pages=3, slots=slots)
+    pool.prefetch(["a", "b"])
+    pool.wait_pending()
+    pool.wait_pending()
+    assert pool.on_device() == ("a", "b")
+    pool.prefetch(["b", "c", "d"])  # c into the free page, d in place of a
+    assert set(pool.on_device()) == {"b", "c", "d"}
+    pool.wait_pending()
+    pool.wait_pending()
+    pool.prefetch(["b", "c", "a", "d"])
+    assert set(pool.on_device()) == {"b", "c", "d"}  # each is wanted
+
+
+def test_who_is_asked_for_now_comes_before_those_who_wait() -> None:
+    pool = loaded("a", "b", num_pages=1, slots=[HandSlot()])
+    pool.prefetch(["a"])
+    pool.wait_pending()
+    assert not pool.acquire("b")
+    assert pool.on_device() == ("b",)
+
+
+def test_a_prefetch_stops_at_the_first_that_does_not_fit() -> None:
+    pool = loaded("a", "b", num_pages=2, slots=[HandSlot(), HandSlot()])
+    pool.add(make_adapter("big", {"q": 17}))
+    assert not pool.acquire("a")
+    pool.prefetch(["big", "b"])
+    assert pool.on_device() == ("a",)
+
+
+def test_an_adapter_removed_on_its_way_never_reaches_its_pages() -> None:
+    slots = [HandSlot(), HandSlot()]
+    pool = loaded("a", "b", num_pages=1, slots=slots)
+    assert not pool.acquire("a")
+    assert pool.remove("a")
+    assert not pool.has("a")
+    assert not pool.acquire("b")  # the same page
+    for slot in slots:
+        slot.is_over = True
+    assert pool.acquire("b")
+    assert rows_in_pool(pool, make_adapter("b"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "acquire", "release", "remove", "prefetch", "fill", "wait"]),
+            st.integers(0, 5),
+        ),
+        max_size=80,
+    )
+)
+def test_random_use_with_late_copies_shows_no_page_too_early(
+    actions: list[tuple[str, int]],
+) -> None:
+    slots = [HandSlot(), HandSlot()]
+    pool = make_pool(num_pages=3, slots=slots)
+    adapters = [make_adapter(f"x{i}", {"q": rank}) for i, rank in enumerate((1, 3, 16, 17, 20, 40))]
+    references = [0] * len(adapters)
+    for action, i in actions:
+        digest = adapters[i].digest
+        if action == "add":
+            pool.add(adapters[i])
+        elif action == "acquire" and pool.has(digest):
+            references[i] += pool.acquire(digest)
+        elif action == "release" and references[i]:
+            pool.release(digest)
+            references[i] -= 1
+        elif action == "remove" and pool.remove(digest):
+            assert references[i] == 0
+        elif action == "prefetch":
+            pool.prefetch([adapters[j % 6].digest for j in (i, i + 2, i + 3)])
+        elif action == "fill":
+            slots[i % 2].is_over = True
+        elif action == "wait":
+            pool.wait_pending()
+        held = [page for d in pool.on_device() for page in pool.pages(d)]
+        assert len(held) == len(set(held))
+        assert len(held) + pool.num_free_pages == 3
+        for adapter, count in zip(adapters, references, strict=True):
+            if count:
+                assert rows_in_pool(pool, adapter)
+    while pool.has_pending_copies():
+        pool.wait_pending()
+    for adapter, count in zip(adapters, references, strict=True):
+        for _ in range(count):
+            pool.release(adapter.digest)
+        assert pool.remove(adapter.digest)
+    assert pool.num_free_pages == 3
+    assert pool.host_bytes_used == 0

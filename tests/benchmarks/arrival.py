@@ -39,14 +39,14 @@ async def measure_arrivals(
         others = [ours.request(p, length, None) for p in ours.prompts(case, 0)]
         known = {request.request_id for request in others}
         await asyncio.gather(*(ours.engine.submit(request) for request in others))
-        await _steps(timeline, 2 * quiet)
+        await wait_for_steps(timeline, 2 * quiet)
         usual = _gaps(timeline, known, timeline.steps_s[quiet // 2], timeline.steps_s[-1])
         for i, name in enumerate(names):
             for kind, adapter in (("base", None), ("adapter", name)):
                 prompt = ours.prompts(Case("on", 1, 0, prompt=case.prompt), 2 * i + bool(adapter))
                 newcomer = ours.request(prompt[0], NEWCOMER_TOKENS, adapter)
                 pauses[kind].append(await _pause(ours, timeline, known, newcomer))
-                await _steps(timeline, quiet)
+                await wait_for_steps(timeline, quiet)
         for request in others:
             ours.engine.abort(request.request_id)
             timeline.wanted -= 1
@@ -71,7 +71,7 @@ async def _pause(ours: OurEngine, timeline: Timeline, known: set[str], newcomer:
     return max(_gaps(timeline, known, began_s, times[2]))
 
 
-async def _steps(timeline: Timeline, count: int) -> None:
+async def wait_for_steps(timeline: Timeline, count: int) -> None:
     goal = len(timeline.steps_s) + count
     await _until(timeline, lambda: len(timeline.steps_s) >= goal)
 

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.arrival import measure_arrivals
 from tests.benchmarks.cases import Case, EngineKind, select, standard_cases, tiny
+from tests.benchmarks.children import module, relay
 from tests.benchmarks.our_engine import OurEngine, Settings, figures
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES
@@ -49,32 +47,14 @@ def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) ->
     for (lora, rank), group in groups.items():
         if rank > 16 and not args.vllm_rank64:
             continue
-        command = [sys.executable, "-m", "tests.benchmarks.vllm_engine"]
-        command += ["--shape", args.shape, "--lora", str(lora), "--max-rank", str(rank)]
+        command = module("vllm_engine", "--shape", args.shape)
+        command += ["--lora", str(lora), "--max-rank", str(rank)]
         command += ["--cases", ",".join(case.name for case in group)]
         command += ["--repeats", str(args.repeats), "--work", str(args.work)]
         command += ["--seconds-per-case", str(args.seconds_per_case)]
         path = os.pathsep.join(filter(None, (args.vllm, os.environ.get("PYTHONPATH"))))
         environment = VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
-        _relay(command, environment, args.vllm_timeout, report)
-
-
-def _relay(
-    command: list[str], environment: dict[str, str], timeout_s: float, report: Report
-) -> None:
-    """The child's JSON lines become ours; whatever else it prints goes to standard error."""
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    timer = threading.Timer(timeout_s, child.kill)
-    timer.start()
-    assert child.stdout is not None
-    for line in child.stdout:
-        try:
-            report.emit(**json.loads(line))
-        except (ValueError, TypeError):  # vLLM's own words
-            sys.stderr.write(line)
-    timer.cancel()
-    if child.wait() != 0:
-        report.emit(side="vllm", command=command[3:], error=f"exit code {child.returncode}")
+        relay(command, report, timeout_s=args.vllm_timeout, environment=environment)
 
 
 async def run_ours(

@@ -62,6 +62,10 @@ class MemoryReader:
         self._runner = runner
         self._numbers: dict[int, Adapter] = {}
 
+    @property
+    def num_pages(self) -> int:
+        return self._runner.adapters.num_pages
+
     def prepare(self, rank: int) -> None:
         """Before adapters of this rank are loaded: two readers would draw it twice."""
         if rank not in self._numbers:

@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.core import Engine
+from engine.factory import open_engine
 from engine.model_config import read_model_config
 from engine.runner import ModelRunner
-from engine.service import AsyncEngine
 from engine.types import Request, SamplingParams, StepOutput
 from tests.benchmarks.cases import (
     POOL_PAGES,
@@ -116,14 +115,18 @@ class OurEngine:
 
     def __init__(self, settings: Settings, kind: EngineKind) -> None:
         started_s = time.perf_counter()
-        config = settings.config(kind)
-        runner = ModelRunner(config)
-        self.reader = MemoryReader(runner)
-        self.engine = AsyncEngine(Engine(config, runner), self.reader)
+        readers: list[MemoryReader] = []
+
+        def reader_of(runner: ModelRunner) -> MemoryReader:
+            readers.append(MemoryReader(runner))
+            return readers[0]
+
+        self.engine = open_engine(settings.config(kind), reader_of)
+        self.reader = readers[0]
         self.engine.start()
         self.start_s = time.perf_counter() - started_s
-        self.num_pages = runner.adapters.num_pages if PAGES[kind] else 0
-        self._vocab_size = runner.model_config.vocab_size
+        self.num_pages = self.reader.num_pages if PAGES[kind] else 0
+        self._vocab_size = self.engine.model_limits.vocab_size
         self._timeline: Timeline | None = None
         self._count = 0
         self.engine.subscribe(self._on_step)

@@ -1,0 +1,50 @@
+"""A part of a benchmark in a process of its own, its lines among ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from tests.benchmarks.report import Report
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"tests.benchmarks.{name}", *arguments]
+
+
+def relay(
+    command: Sequence[str],
+    report: Report,
+    *,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, object]]:
+    """The child's JSON lines become ours, and are returned; what else it prints goes to standard
+    error. A child that fails, or is ended because it takes too long, is a line with an error."""
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    timer = threading.Timer(timeout_s, child.kill)
+    timer.start()
+    lines: list[dict[str, object]] = []
+    assert child.stdout is not None
+    for text in child.stdout:
+        line = _parse(text)
+        if line is None:
+            sys.stderr.write(text)
+        else:
+            report.emit(**line)
+            lines.append(line)
+    timer.cancel()
+    if child.wait() != 0:
+        report.emit(command=list(command[1:]), error=f"exit code {child.returncode}")
+    return lines
+
+
+def _parse(text: str) -> dict[str, object] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None

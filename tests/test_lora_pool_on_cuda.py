@@ -1,0 +1,170 @@
+"""The pool on a CUDA device: what steps read while pages change hands, and that nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kernels.scatter_page import plan_pages, scatter_page_, scatter_page_reference
+from lora.adapter import Adapter
+from lora.pool import PAGE_ROWS, AdapterPool
+from tests.lora_helpers import PAGE_BYTES, SITES, make_adapter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SLEEP_CYCLES = 50_000_000  # about 30 ms
+
+
+def cuda_pool(
+    num_pages: int = 3,
+    dtype: torch.dtype = torch.float32,
+    stream: torch.cuda.Stream | None = None,
+) -> AdapterPool:
+    size = num_pages * PAGE_BYTES * dtype.itemsize // 4
+    return AdapterPool(SITES, size, dtype, "cuda", 1 << 30, stream)
+
+
+def bring(pool: AdapterPool, digest: str) -> None:
+    while not pool.acquire(digest):
+        assert pool.has_pending_copies()
+        pool.wait_pending()
+
+
+def page_rows(pool: AdapterPool, digest: str) -> dict[str, torch.Tensor]:
+    """As a step would read them: copies, launched now."""
+    rows = [p * PAGE_ROWS + r for p in pool.pages(digest) for r in range(PAGE_ROWS)]
+    index = torch.tensor(rows).pin_memory().to("cuda", non_blocking=True)
+    found = {}
+    for site in SITES:
+        there = pool.site_pool(site.name)
+        for i, part in enumerate(site.slices if there else ()):
+            assert there is not None
+            found[f"{part.module}.a"] = there.a[i].index_select(0, index)
+            found[f"{part.module}.b"] = there.b[i].index_select(0, index)
+    return found
+
+
+def assert_holds(rows: dict[str, torch.Tensor], adapter: Adapter) -> None:
+    for name, tensor in rows.items():
+        module, side = name.rsplit(".", 1)
+        expected = torch.zeros(tensor.shape)
+        weights = adapter.modules.get(module)
+        if weights is not None:
+            expected[: weights.rank] = weights.a if side == "a" else weights.b
+        assert torch.equal(tensor.cpu().float(), expected), name
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("modules", [{"q": 3}, {"k": 20, "down": 40}, {"embed": 16, "q": 1}])
+def test_pages_hold_the_adapter_and_zeros(dtype: torch.dtype, modules: dict[str, int]) -> None:
+    pool = cuda_pool(dtype=dtype)
+    pool.add(make_adapter("full", {"q": 48, "k": 48, "down": 48, "lm_head": 48, "embed": 48}))
+    bring(pool, "full")
+    for site in SITES:
+        there = pool.site_pool(site.name)
+        assert there is not None
+        for tensor in (there.a, *there.b):
+            tensor.fill_(torch.nan)
+    pool.release("full")
+    adapter = make_adapter("a", modules)
+    pool.add(adapter)
+    bring(pool, "a")
+    assert_holds(page_rows(pool, "a"), adapter)
+
+
+def test_the_scatter_is_bit_for_bit_the_reference_at_the_sizes_of_a_real_site() -> None:
+    widths = [4096, 14336, 1024, 5]
+    ours = [torch.ones(64, width, dtype=torch.bfloat16, device="cuda") for width in widths]
+    theirs = [pool.clone() for pool in ours]
+    table, end = [], 256
+    for width in widths:
+        table.append(end // 4)
+        end += 32 * width
+    table[2] = 0
+    image = torch.randint(0, 256, (end,), dtype=torch.uint8, device="cuda")
+    image[:32] = torch.tensor(table, device="cuda").view(torch.uint8)
+    scatter_page_(image, plan_pages(ours, range(4), PAGE_ROWS), 2)
+    scatter_page_reference(image, plan_pages(theirs, range(4), PAGE_ROWS), 2)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_step_in_flight_keeps_its_pages(own_stream: bool) -> None:
+    stream = torch.cuda.Stream() if own_stream else None  # type: ignore[no-untyped-call]
+    pool = cuda_pool(1, stream=stream)
+    adapters = {name: make_adapter(name, {"q": 16, "down": 16}) for name in ("a", "b")}
+    for adapter in adapters.values():
+        pool.add(adapter)
+    bring(pool, "a")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        in_flight = page_rows(pool, "a")
+    pool.release("a")
+    bring(pool, "b")
+    with torch.cuda.stream(stream):
+        after = page_rows(pool, "b")
+    torch.cuda.synchronize()
+    assert_holds(in_flight, adapters["a"])
+    assert_holds(after, adapters["b"])
+
+
+def test_nothing_waits_while_steps_run() -> None:
+    pool = cuda_pool(2)
+    for name in ("a", "b", "c"):
+        pool.add(make_adapter(name))
+    running = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    with no_synchronization():
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        running.record()
+        assert not pool.acquire("a")
+        pool.prefetch(["b", "c"])
+    assert not running.query()  # type: ignore[no-untyped-call]
+    pool.wait_pending()  # for the copy, not for the step
+    assert pool.acquire("a")
+    assert not running.query()  # type: ignore[no-untyped-call]
+
+
+def test_adapters_that_cycle_through_too_few_pages_are_always_right() -> None:
+    pool = cuda_pool(3, torch.bfloat16)
+    adapters = [
+        make_adapter(f"x{i}", {"q": 1 + 7 * i % 40, "down": 3, "lm_head": 1 + i % 2})
+        for i in range(8)
+    ]
+    for adapter in adapters:
+        pool.add(adapter)
+    seen = []
+    for turn in range(120):
+        adapter = adapters[turn * 5 % 8]
+        pool.prefetch([adapters[(turn + 1) * 5 % 8].digest])
+        bring(pool, adapter.digest)
+        torch.cuda._sleep(20_000)  # type: ignore[no-untyped-call]
+        seen.append((page_rows(pool, adapter.digest), adapter))
+        pool.release(adapter.digest)
+    for rows, adapter in seen:
+        assert_holds(rows, adapter)
+
+
+def test_a_removed_adapter_leaves_its_pages_to_others() -> None:
+    pool = cuda_pool(1)
+    adapters = {name: make_adapter(name) for name in ("a", "b")}
+    for adapter in adapters.values():
+        pool.add(adapter)
+    assert not pool.acquire("a")
+    assert pool.remove("a")
+    bring(pool, "b")
+    assert_holds(page_rows(pool, "b"), adapters["b"])

@@ -140,6 +140,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--prefix-caching", action="store_true", help="on, as a server has it")
     parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="few short requests: a trial")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
@@ -162,6 +163,7 @@ def main() -> None:
             args.work / args.shape,
             device=args.device,
             max_num_batched_tokens=args.batched_tokens,
+            enable_prefix_caching=args.prefix_caching,
             enforce_eager=args.eager,
         )
         asyncio.run(run_ours(args, settings, cases, report))

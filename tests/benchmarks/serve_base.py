@@ -1,0 +1,118 @@
+"""A base of random weights as a server needs it: registered, with a tokenizer and adapters.
+
+The tokenizer is made up: byte-level, no merges (a letter is a token), and a word for every other id
+of the vocabulary, so that whatever a random model draws is text and one token is one event. Without
+weight files the base is registered as the registry itself allows, past the check that serving's own
+registration makes; the engine then makes the weights (`load_format: dummy`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.model_config import read_model_config
+from engine.weights import SINGLE_FILE, expected_shapes
+from registry.cache import Cache
+from registry.entities import BaseFacts
+from serve_app.commands.store import open_registry
+from serve_app.register import register_adapter, register_base
+from tests.benchmarks.adapter_files import write_adapters
+from tests.benchmarks.memory_adapters import pool_bytes
+from tests.benchmarks.shapes import ModelShape
+
+BASE = "random-base"
+RANK = 16
+
+
+def prepare_home(
+    home: Path, shape: ModelShape, num_adapters: int, *, has_weights: bool, device: str
+) -> list[str]:
+    """Registers all in an empty home. The adapters' names."""
+    os.environ["LORAPLEX_HOME"] = str(home)
+    folder = shape.write_config(home / "base")
+    write_tokenizer(folder, shape.vocab_size)
+    registry = open_registry(None)
+    if has_weights:
+        write_weights(folder)
+        register_base(registry, folder, BASE, link=True)
+    else:
+        model = read_model_config(folder)
+        count = sum(int(torch.Size(dims).numel()) for dims in expected_shapes(model).values())
+        facts = BaseFacts(shape.architecture, count, shape.max_len)
+        registry.register_base(folder, BASE, facts=facts)
+    cache = Cache(home / "cache")
+    folders = write_adapters(home / "adapters", shape, RANK, num_adapters, device)
+    for adapter in folders:
+        register_adapter(registry, adapter, adapter.name, BASE, cache=cache)
+    return [adapter.name for adapter in folders]
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"Ġw{index}" for index in range(vocab_size - len(alphabet) - 1))
+    vocab = {text: index for index, text in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}) + "\n")
+
+
+def write_weights(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, dims in expected_shapes(read_model_config(folder)).items():
+        values = torch.ones(dims)
+        if not name.endswith("norm.weight"):
+            values = torch.randn(dims, generator=generator) * dims[-1] ** -0.5
+        tensors[name] = values.to(torch.bfloat16)
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def write_serve_file(
+    path: Path, folder: Path, port: int, *, ingresses: int, engine: dict[str, object], pages: int
+) -> None:
+    """`engine`: settings beside those that the measured workload needs."""
+    model = read_model_config(folder)
+    settings: dict[str, object] = {
+        "max_model_len": min(4096, model.max_len),
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "device_memory_fraction": 0.8,
+        "adapter_pool_bytes": pool_bytes(model, pages, 2),
+        "adapter_host_bytes": 16 * 1024**3,
+    }
+    arguments = {
+        "registry": {"poll_interval_s": 2},
+        "ingress": {"replicas": ingresses, "graceful_shutdown_timeout_s": 2},
+        "models": [
+            {
+                "name": BASE,
+                "max_ongoing_requests": 512,
+                "max_queued_requests": 512,
+                "graceful_shutdown_timeout_s": 2,
+                "engine": settings | engine,
+            }
+        ],
+    }
+    application = {
+        "name": "api",
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build",
+        "args": arguments,
+    }
+    content = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"enable_access_log": False},
+        "applications": [application],
+    }
+    path.write_text(yaml.safe_dump(content))

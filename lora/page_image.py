@@ -53,6 +53,7 @@ class PackedAdapter:
 class PageLayout:
     def __init__(self, sites: Sequence[Site], dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._largest = torch.finfo(dtype).max
         self.strips = tuple(strip for site in sites for strip in _strips(site))
         self._optional = tuple(site.name for site in sites if site.is_optional)
         self._table_bytes = -(-8 * len(self.strips) // _ALIGNMENT) * _ALIGNMENT
@@ -93,13 +94,15 @@ class PageLayout:
         here = image[start : start + self._strip_bytes(strip)]
         rows = here.view(self.dtype).view(PAGE_ROWS, strip.width)
         weights = _side(adapter.modules[strip.module], strip)[PAGE_ROWS * page :][:PAGE_ROWS]
-        rows[: len(weights)].copy_(weights)
-        rows[len(weights) :].zero_()
-        if not bool(rows.isfinite().all()):
+        # A tenth of the time of isfinite. NaN is in neither range.
+        low, high = weights.aminmax() if len(weights) else (self._largest, self._largest)
+        if not (low >= -self._largest and high <= self._largest):
             raise AdapterError(
                 f"lora_{strip.side.upper()} of {strip.module}, with its scale, overflows "
                 f"{self.dtype}"
             )
+        rows[: len(weights)].copy_(weights)
+        rows[len(weights) :].zero_()
 
     def _strip_bytes(self, strip: Strip) -> int:
         return PAGE_ROWS * strip.width * self.dtype.itemsize

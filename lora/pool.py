@@ -10,7 +10,7 @@ here. One thread calls it, but for `pack`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from lora.page_image import PackedAdapter, PageLayout
 from lora.page_pools import PagePools
 from lora.page_pools import SitePool as SitePool
 from lora.pages import PageTable
+from lora.pinned_memory import PinnedMemory
 from lora.sites import Site
 from lora.staging import StagingSlot, cuda_slots
 
@@ -55,6 +56,9 @@ class AdapterPool:
         self._copies = PageCopies(self._pools, slots) if slots else None
         self._arriving: set[str] = set()  # on their way to the device; the pool itself holds them
         self._wanted: frozenset[str] = frozenset()  # by those who wait
+        # A device copies from page-locked memory on its own; a CPU needs none of that.
+        is_cuda = self.device.type == "cuda"
+        self._allocate_host = PinnedMemory(host_bytes).allocate if is_cuda else _allocate
         self._host: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
         self._host_limit = host_bytes
         self._leaving: set[str] = set()  # removed while referenced
@@ -136,14 +140,15 @@ class AdapterPool:
         if digest in self._leaving and self._table.num_references(digest) == 0:
             self._forget(digest)
 
-    def prefetch(self, digests: Sequence[str]) -> None:
+    def prefetch(self, digests: Iterable[str]) -> None:
         """Those that will be asked for next, most urgent first. On CUDA their copies begin while
         pages are free, or idle and not wanted by others of them."""
         if self._copies is None:
             return
-        self._wanted = frozenset(digests)
+        in_order = tuple(digests)
+        self._wanted = frozenset(in_order)
         self._land()
-        for digest in digests:
+        for digest in in_order:
             if not self._copies.can_start:
                 return
             if self._table.is_resident(digest) or not self.has(digest):
@@ -264,7 +269,6 @@ class AdapterPool:
         self._pools.write(torch.zeros(size, dtype=torch.uint8, device=self.device), 0)
         return slots
 
-    def _allocate_host(self, num_bytes: int) -> torch.Tensor:
-        # What goes to a CUDA device waits in pinned memory: its copies then need no staging.
-        pinned = self.device.type == "cuda"
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -10,6 +10,7 @@ import torch
 
 from kernels.scatter_page import plan_pages, scatter_page_, scatter_page_reference
 from lora.adapter import Adapter
+from lora.pinned_memory import PinnedMemory
 from lora.pool import PAGE_ROWS, AdapterPool
 from tests.lora_helpers import PAGE_BYTES, SITES, make_adapter
 
@@ -168,3 +169,43 @@ def test_a_removed_adapter_leaves_its_pages_to_others() -> None:
     assert pool.remove("a")
     bring(pool, "b")
     assert_holds(page_rows(pool, "b"), adapters["b"])
+
+
+def test_page_locked_memory_is_used_again_when_its_tensor_is_gone() -> None:
+    memory = PinnedMemory(bytes_to_keep=1 << 20)
+    first = memory.allocate(5000)
+    assert first.is_pinned()
+    address, part = first.data_ptr(), first[:8]
+    assert memory.allocate(5000).data_ptr() != address
+    del first
+    assert memory.num_bytes == 2 * 8192
+    again = [memory.allocate(7000), memory.allocate(8000)]
+    assert memory.num_bytes == 2 * 8192
+    assert address in [tensor.data_ptr() for tensor in again]
+    assert part.data_ptr() == address
+
+
+def test_page_locked_memory_beyond_what_is_kept_is_given_back() -> None:
+    memory = PinnedMemory(bytes_to_keep=3 * 4096)
+    held = [memory.allocate(4096) for _ in range(4)]
+    assert memory.num_bytes == 4 * 4096
+    del held[1:]
+    assert memory.num_bytes == 3 * 4096
+    large = memory.allocate(3 * 4096)  # the small ones make room
+    assert memory.num_bytes == 4 * 4096
+    del held, large
+    for _ in range(20):  # registered again at the same addresses
+        other = PinnedMemory(bytes_to_keep=1 << 30)
+        assert other.allocate(1 << 20).is_pinned()
+
+
+def test_a_host_tier_that_is_full_takes_no_more_memory() -> None:
+    pool = AdapterPool(SITES, 3 * PAGE_BYTES, torch.float32, "cuda", 3 * 8192)
+    for i in range(20):
+        adapter = make_adapter(f"x{i}")
+        pool.add(adapter)
+        bring(pool, adapter.digest)
+        rows = page_rows(pool, adapter.digest)
+        pool.release(adapter.digest)
+        assert_holds(rows, adapter)
+    assert len(pool.on_host()) < 20

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.backend import uses_triton
+
 _LOW32 = 0xFFFFFFFF
 _TOP_P_SIZES = (512, 8192)  # of 49152 and 64 rows: 8 and 20 ms, a full sort takes 105
 
@@ -26,7 +28,46 @@ def draw(
     positions: torch.Tensor,  # [R]
 ) -> torch.Tensor:
     """-> token ids [R] int64"""
+    if uses_triton(logits):
+        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        sample_rows(
+            logits,
+            temperature.float().contiguous(),
+            top_k.int().contiguous(),
+            top_p.float().contiguous(),
+            min_p.float().contiguous(),
+            seeds.long().contiguous(),
+            choices.int().contiguous(),
+            positions.int().contiguous(),
+            out,
+        )
+        return out.long()
     return draw_reference(logits, temperature, top_k, top_p, min_p, seeds, choices, positions)
+
+
+def sample_rows(
+    logits: torch.Tensor,  # [R, V]; -inf: banned
+    temperature: torch.Tensor,  # [R] float32
+    top_k: torch.Tensor,  # [R] int32
+    top_p: torch.Tensor,  # [R] float32
+    min_p: torch.Tensor,  # [R] float32
+    seeds: torch.Tensor,  # [R] int64
+    choices: torch.Tensor,  # [R] int32
+    positions: torch.Tensor,  # [R] int32
+    out: torch.Tensor,  # [>= R] int32
+) -> None:
+    """`draw`, written to out[:R]; -1: the row holds a NaN or infinity, or has all ids banned.
+
+    On a GPU without any look from the host, so that a CUDA graph may hold it. Weights are float32
+    there and sums exact: where the number falls within about 1e-7 of a token's end it may draw its
+    neighbour.
+    """
+    if uses_triton(logits):
+        from kernels.triton_sampling import launch_sample_rows
+
+        launch_sample_rows(logits, temperature, top_k, top_p, min_p, seeds, choices, positions, out)
+        return
+    sample_rows_reference(logits, temperature, top_k, top_p, min_p, seeds, choices, positions, out)
 
 
 def gather_logprobs(
@@ -115,6 +156,25 @@ def draw_reference(
     found = torch.searchsorted(cumulative, target, right=True)[:, 0]
     tokens[drawn] = found.clamp_(max=logits.shape[-1] - 1)
     return tokens
+
+
+def sample_rows_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    choices: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    best = logits.max(-1, keepdim=True).values  # NaN where there is one
+    sound = best.isfinite()
+    tokens = draw_reference(
+        logits.masked_fill(~sound, 0.0), temperature, top_k, top_p, min_p, seeds, choices, positions
+    )
+    out[: logits.shape[0]] = torch.where(sound[:, 0], tokens, -1)
 
 
 def gather_logprobs_reference(

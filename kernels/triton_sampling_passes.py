@@ -1,0 +1,293 @@
+"""The launches of `sample_rows` over chunks of rows, and the arithmetic that all of them share.
+
+A weight is 2^((x - maximum) / (temperature ln 2)) in units of 2^-44, an integer, so that sums are
+exact in any order and the passes agree. A ladder tells how many tokens (top-k) or what mass
+(top-p alone) lies above each of 16 rungs; its sums are float32 and only choose where to look: what
+is found there is checked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton_launch import start_overlapped
+
+_TILE = tl.constexpr(1024)
+RUNGS = tl.constexpr(16)
+_ONE = tl.constexpr(float(2**44))  # the weight of the most likely token
+_DEPTH = tl.constexpr(45.0)  # log2 of a weight that is nothing, and one more
+_RATIO_LOG2 = tl.constexpr(0.4854268271702417)  # rungs of the first ladder: each 1.4 times the last
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Parameters of rows: slices of a step's buffers, at any address.
+METADATA = [
+    "temperature_ptr",
+    "top_k_ptr",
+    "top_p_ptr",
+    "min_p_ptr",
+    "seeds_ptr",
+    "choices_ptr",
+    "positions_ptr",
+    "out_ptr",
+]
+
+
+@triton.jit
+def read_row(row_ptr, ids, VOCAB: tl.constexpr):
+    x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """-> maximum, its lowest id, whether there is nothing to draw from."""
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < NUM_CHUNKS
+    maxima = tl.load(maxima_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=float("-inf"))
+    firsts = tl.load(firsts_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0)
+    best = tl.max(maxima, axis=0)
+    first = tl.min(tl.where(maxima == best, firsts, 2147483647), axis=0)
+    return best, first, (tl.min(firsts, axis=0) < 0) | (best == float("-inf"))
+
+
+@triton.jit
+def scale_of(temperature):
+    """A temperature near 0 sends the others to -inf, and 0 times it stays 0."""
+    return tl.minimum(_LOG2_E / temperature, 1e38)
+
+
+@triton.jit
+def weights_of(x, best, scale):
+    """-> log2 of the weights, the weights (1 at the maximum), the same as integers."""
+    levels = (x - best) * scale
+    weights = tl.exp2(levels)
+    return levels, weights, (weights * _ONE).to(tl.int64)
+
+
+@triton.jit
+def _first_rungs():
+    rungs = tl.arange(0, RUNGS)
+    depths = _DEPTH * tl.exp2((rungs - (RUNGS - 1)).to(tl.float32) * _RATIO_LOG2)
+    return tl.where(rungs == RUNGS - 1, _DEPTH, depths)
+
+
+@triton.jit
+def _finer_rungs(upper, lower):
+    """The last one is `lower` itself."""
+    rungs = tl.arange(0, RUNGS)
+    top = tl.maximum(upper, 0.0)
+    depths = top + (lower - top) * ((rungs + 1).to(tl.float32) / RUNGS)
+    return tl.where(rungs == RUNGS - 1, lower, depths)
+
+
+@triton.jit
+def _choose(ladder_ptr, depths, upper, goal, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """-> the depths between which the goal is reached, and what lies above the lower one."""
+    rungs = tl.arange(0, RUNGS)
+    chunks = tl.arange(0, CHUNKS)[:, None]
+    parts = tl.load(
+        ladder_ptr + chunks * RUNGS + rungs[None, :], mask=chunks < NUM_CHUNKS, other=0.0
+    )
+    above = tl.sum(parts.to(tl.float64), axis=0)
+    place = tl.min(tl.where(above >= goal, rungs, RUNGS - 1), axis=0)
+    lower = tl.sum(tl.where(rungs == place, depths, 0.0), axis=0)
+    higher = tl.sum(tl.where(rungs == place - 1, depths, 0.0), axis=0)
+    amount = tl.sum(tl.where(rungs == place, above, 0.0), axis=0)
+    return tl.where(place == 0, upper, higher), lower, amount
+
+
+@triton.jit
+def _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """What the ladder counts up to: tokens where top-k is on, else mass (1: the maximum's)."""
+    chunks = tl.arange(0, CHUNKS)
+    totals = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0)
+    mass = top_p.to(tl.float64) * (tl.sum(totals, axis=0).to(tl.float64) / _ONE)
+    return tl.where((top_k > 0) & (top_k < VOCAB), top_k.to(tl.float64), mass)
+
+
+@triton.jit
+def _ladder(row_ptr, start, best, scale, depths, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+    """-> of a chunk: how much lies at or above each depth, and its exact mass."""
+    TILE: tl.constexpr = _TILE if CHUNK > _TILE else CHUNK
+    above = tl.zeros((RUNGS, TILE), tl.float32)
+    mass = tl.zeros((1, TILE), tl.int64)
+    for offset in range(0, CHUNK, TILE):
+        ids = (start + offset + tl.arange(0, TILE))[None, :]
+        levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
+        amounts = tl.where(counts, 1.0, weights)
+        above += tl.where(levels >= -depths[:, None], amounts, 0.0)
+        mass += quanta
+    return tl.sum(above, axis=1), tl.sum(mass)
+
+
+@triton.jit
+def scan_kernel(
+    logits_ptr,
+    maxima_ptr,
+    firsts_ptr,  # -1: a NaN or an infinity is in the chunk
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    start_overlapped(OVERLAPPED)
+    x = read_row(logits_ptr + row * STRIDE, ids, VOCAB)
+    is_sound = x < float("inf")
+    x = tl.where(is_sound, x, float("-inf"))
+    best = tl.max(x, axis=0)
+    first = tl.min(tl.where(x == best, ids, VOCAB), axis=0)
+    num_broken = tl.sum(tl.where(is_sound, 0, 1), axis=0)
+    tl.store(maxima_ptr + row * NUM_CHUNKS + chunk, best)
+    tl.store(firsts_ptr + row * NUM_CHUNKS + chunk, tl.where(num_broken > 0, -1, first))
+
+
+@triton.jit(do_not_specialize_on_alignment=METADATA)
+def weigh_kernel(
+    logits_ptr,
+    maxima_ptr,
+    firsts_ptr,
+    totals_ptr,
+    ladder_ptr,  # [R, 2, chunks, RUNGS]
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start_overlapped(OVERLAPPED)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        best, _, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+        if not is_broken:
+            scale = scale_of(temperature)
+            top_k = tl.load(top_k_ptr + row)
+            is_limited = (top_k > 0) & (top_k < VOCAB)
+            row_ptr = logits_ptr + row * STRIDE
+            place = row * NUM_CHUNKS + chunk
+            if is_limited | (tl.load(top_p_ptr + row) < 1.0):
+                above, mass = _ladder(
+                    row_ptr, chunk * CHUNK, best, scale, _first_rungs(), is_limited, VOCAB, CHUNK
+                )
+                tl.store(totals_ptr + place, mass)
+                there = ladder_ptr + (2 * row * NUM_CHUNKS + chunk) * RUNGS
+                tl.store(there + tl.arange(0, RUNGS), above)
+            else:
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                _, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
+                quanta = tl.where(weights < tl.load(min_p_ptr + row), 0, quanta)
+                tl.store(totals_ptr + place, tl.sum(quanta, axis=0))
+
+
+@triton.jit(do_not_specialize_on_alignment=METADATA)
+def narrow_kernel(
+    logits_ptr,
+    maxima_ptr,
+    firsts_ptr,
+    totals_ptr,
+    ladder_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FEW: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start_overlapped(OVERLAPPED)
+    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    is_limited = (top_k > 0) & (top_k < VOCAB)
+    if (temperature > 0) & (is_limited | (top_p < 1.0)):
+        best, _, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+        if not is_broken:
+            goal = _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS, CHUNKS)
+            first_ptr = ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS
+            upper, lower, amount = _choose(
+                first_ptr, _first_rungs(), -1.0, goal, NUM_CHUNKS, CHUNKS
+            )
+            if (amount > FEW) | (not is_limited):
+                above, _ = _ladder(
+                    logits_ptr + row * STRIDE,
+                    chunk * CHUNK,
+                    best,
+                    scale_of(temperature),
+                    _finer_rungs(upper, lower),
+                    is_limited,
+                    VOCAB,
+                    CHUNK,
+                )
+                there = first_ptr + (NUM_CHUNKS + chunk) * RUNGS
+                tl.store(there + tl.arange(0, RUNGS), above)
+
+
+@triton.jit(do_not_specialize_on_alignment=METADATA)
+def collect_kernel(
+    logits_ptr,
+    maxima_ptr,
+    firsts_ptr,
+    totals_ptr,
+    ladder_ptr,
+    sure_ptr,  # [R, 3, chunks] above the upper rung: tokens, mass, mass that min-p leaves
+    counts_ptr,  # [R, chunks] ids between the rungs, of which the first SLOTS are kept
+    values_ptr,  # [R, chunks, SLOTS] their logits
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start_overlapped(OVERLAPPED)
+    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    is_limited = (top_k > 0) & (top_k < VOCAB)
+    if (temperature > 0) & (is_limited | (top_p < 1.0)):
+        best, _, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+        if not is_broken:
+            goal = _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS, CHUNKS)
+            first_ptr = ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS
+            upper, lower, amount = _choose(
+                first_ptr, _first_rungs(), -1.0, goal, NUM_CHUNKS, CHUNKS
+            )
+            if (amount > SLOTS) | (not is_limited):
+                depths = _finer_rungs(upper, lower)
+                finer_ptr = first_ptr + NUM_CHUNKS * RUNGS
+                upper, lower, _ = _choose(finer_ptr, depths, upper, goal, NUM_CHUNKS, CHUNKS)
+            # The mass of what top-k leaves is top-p's whole: all of it must be there.
+            upper = tl.where(is_limited & (top_p < 1.0), -1.0, upper)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = read_row(logits_ptr + row * STRIDE, ids, VOCAB)
+            levels, weights, quanta = weights_of(x, best, scale_of(temperature))
+            is_sure = levels >= -upper
+            quanta = tl.where(is_sure, quanta, 0)
+            kept = tl.where(weights < tl.load(min_p_ptr + row), 0, quanta)
+            there = sure_ptr + 3 * row * NUM_CHUNKS + chunk
+            tl.store(there, tl.sum(is_sure.to(tl.int64), axis=0))
+            tl.store(there + NUM_CHUNKS, tl.sum(quanta, axis=0))
+            tl.store(there + 2 * NUM_CHUNKS, tl.sum(kept, axis=0))
+            is_candidate = (levels >= -lower) & (levels < -upper)
+            places = tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
+            place = row * NUM_CHUNKS + chunk
+            tl.store(counts_ptr + place, tl.max(places, axis=0) + 1)
+            is_kept = is_candidate & (places < SLOTS)
+            tl.store(values_ptr + place * SLOTS + places, x, mask=is_kept)

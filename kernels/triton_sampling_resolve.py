@@ -1,0 +1,275 @@
+"""The last launch of `sample_rows`: one program a row finds its token.
+
+A drawn row has a mass of every chunk; the random number falls into one of them, and that chunk
+alone is looked at again. top-k and top-p first find their thresholds among the collected ids, by
+bisection of the logits' bits; where the collection does not hold them (more equals than room, or
+both filters with a large k) by bisection over the whole row: slow, and as exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton_launch import start_overlapped
+from kernels.triton_sampling_passes import METADATA, best_of_row, read_row, scale_of, weights_of
+
+_LOWEST = tl.constexpr(-(2**31))  # below every logit's key
+_ALL = tl.constexpr(2**31)
+
+
+@triton.jit
+def _philox(seed, choice, position):
+    """-> 64 bits of which the upper 53 are the number, as `uniform` has it."""
+    mask = 0xFFFFFFFF
+    c0 = position.to(tl.uint64) & mask
+    c1 = choice.to(tl.uint64) & mask
+    c2 = c0 * 0
+    c3 = c0 * 0
+    k0 = seed.to(tl.uint64) & mask
+    k1 = (seed.to(tl.uint64) >> 32) & mask
+    for _ in range(10):
+        product0 = c0 * 0xD2511F53
+        product1 = c2 * 0xCD9E8D57
+        c0 = (product1 >> 32) ^ c1 ^ k0
+        c2 = (product0 >> 32) ^ c3 ^ k1
+        c1 = product1 & mask
+        c3 = product0 & mask
+        k0 = (k0 + 0x9E3779B9) & mask
+        k1 = (k1 + 0xBB67AE85) & mask
+    return ((c0 >> 5) << 37) | ((c1 >> 6) << 11)
+
+
+@triton.jit
+def _keys_of(x):
+    """Integers in the order of the logits; -0 is 0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _weight_at(key, best, scale):
+    """Of a key: its weight, also as an integer."""
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32)
+    x = bits.to(tl.float32, bitcast=True)
+    _, weight, quantum = weights_of(tl.where(key > _LOWEST, x, best), best, scale)
+    return weight, quantum
+
+
+@triton.jit
+def _search(keys, amounts, base, goal, best):
+    """The largest key from which on there is as much as the goal; _LOWEST: nowhere."""
+    high = _keys_of(best) + 1
+    low = tl.min(tl.min(tl.where(amounts > 0, keys, high), axis=1), axis=0)
+    if base + tl.sum(amounts) < goal:
+        low = high * 0 + _LOWEST
+        high = low + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        found = base + tl.sum(tl.where(keys >= middle, amounts, 0))
+        if found >= goal:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _sum_from(row_ptr, key, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+    """Tokens, or mass, of the whole row from a key on."""
+    found = tl.zeros((), tl.int64)
+    for start in range(0, VOCAB, CHUNK):
+        x = read_row(row_ptr, start + tl.arange(0, CHUNK), VOCAB)
+        _, _, quanta = weights_of(x, best, scale)
+        amounts = tl.where(counts, 1, quanta)
+        found += tl.sum(tl.where(_keys_of(x) >= key, amounts, 0), axis=0)
+    return found
+
+
+@triton.jit
+def _search_row(
+    row_ptr, floor, goal, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+):
+    """As `_search`, of the whole row from the floor on."""
+    low, high = floor, _keys_of(best) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if _sum_from(row_ptr, middle, best, scale, counts, VOCAB, CHUNK) >= goal:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _mass_goal(top_p, mass):
+    goal = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+    return tl.minimum(tl.maximum(goal, 1), mass)
+
+
+@triton.jit
+def _spare(goal, above, quantum):
+    """Of the equals at the threshold, so many are kept."""
+    quantum = tl.maximum(quantum, 1)
+    return (goal - above + quantum - 1) // quantum
+
+
+@triton.jit
+def _filter_row(
+    row_ptr, best, scale, top_k, top_p, min_p,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Over the whole row -> threshold, spare, masses and equals of each chunk."""
+    chunks = tl.arange(0, CHUNKS)
+    threshold = _keys_of(best) * 0 + _LOWEST
+    spare = threshold * 0 + _ALL
+    if (top_k > 0) & (top_k < VOCAB):
+        threshold = _search_row(row_ptr, threshold, top_k, best, scale, True, VOCAB, CHUNK)
+    if top_p < 1.0:
+        floor = threshold
+        mass = _sum_from(row_ptr, floor, best, scale, False, VOCAB, CHUNK)
+        goal = _mass_goal(top_p, mass)
+        threshold = _search_row(row_ptr, floor, goal, best, scale, False, VOCAB, CHUNK)
+        above = _sum_from(row_ptr, threshold + 1, best, scale, False, VOCAB, CHUNK)
+        _, quantum = _weight_at(threshold, best, scale)
+        spare = _spare(goal, above, quantum)
+    masses = tl.zeros((CHUNKS,), tl.int64)
+    equals = tl.zeros((CHUNKS,), tl.int64)
+    for start in range(0, VOCAB, CHUNK):
+        x = read_row(row_ptr, start + tl.arange(0, CHUNK), VOCAB)
+        _, weights, quanta = weights_of(x, best, scale)
+        keys = _keys_of(x)
+        mass = tl.sum(tl.where((keys > threshold) & (weights >= min_p), quanta, 0), axis=0)
+        count = tl.sum((keys == threshold).to(tl.int64), axis=0)
+        masses += tl.where(chunks * CHUNK == start, mass, 0)
+        equals += tl.where(chunks * CHUNK == start, count, 0)
+    return threshold, spare, masses, equals
+
+
+@triton.jit
+def _filter_collected(
+    values_ptr, counts_ptr, sure_ptr, totals_ptr, row, best, scale, top_k, top_p, min_p,
+    VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """-> whether the collection holds the thresholds, and then what `_filter_row` gives."""
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < NUM_CHUNKS
+    counts = tl.load(counts_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0)
+    sure = sure_ptr + 3 * row * NUM_CHUNKS + chunks
+    sure_count = tl.sum(tl.load(sure, mask=inside, other=0), axis=0)
+    sure_mass = tl.sum(tl.load(sure + NUM_CHUNKS, mask=inside, other=0), axis=0)
+    masses = tl.load(sure + 2 * NUM_CHUNKS, mask=inside, other=0)
+    total = tl.sum(tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0), axis=0)
+    slots = tl.arange(0, SLOTS)[None, :]
+    is_there = slots < counts[:, None]
+    place = (row * NUM_CHUNKS + chunks[:, None]) * SLOTS + slots
+    x = tl.load(values_ptr + place, mask=is_there, other=float("-inf"))
+    keys = _keys_of(x)
+    _, weights, quanta = weights_of(x, best, scale)
+    fits = tl.max(counts, axis=0) <= SLOTS
+    threshold = _keys_of(best) * 0 + _LOWEST
+    spare = threshold * 0 + _ALL
+    is_limited = (top_k > 0) & (top_k < VOCAB)
+    if is_limited:
+        threshold = _search(keys, is_there.to(tl.int64), sure_count, top_k, best)
+    if top_p < 1.0:
+        eligible = tl.where(keys >= threshold, quanta, 0)
+        mass = sure_mass + tl.sum(eligible)
+        goal = _mass_goal(top_p, tl.where(is_limited, mass, total))
+        fits = fits & (sure_mass < goal) & (mass >= goal)
+        threshold = _search(keys, eligible, sure_mass, goal, best)
+        above = sure_mass + tl.sum(tl.where(keys > threshold, eligible, 0))
+        _, quantum = _weight_at(threshold, best, scale)
+        spare = _spare(goal, above, quantum)
+    kept = tl.where((keys > threshold) & (weights >= min_p), quanta, 0)
+    equals = tl.sum((is_there & (keys == threshold)).to(tl.int64), axis=1)
+    return fits, threshold, spare, masses + tl.sum(kept, axis=1), equals
+
+
+@triton.jit
+def _invert(
+    row_ptr, number, best, scale, min_p, threshold, spare, masses, equals,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The first id, in the order of ids, up to which there is more mass than the number's share."""
+    chunks = tl.arange(0, CHUNKS)
+    weight, quantum = _weight_at(threshold, best, scale)
+    quantum = tl.where(weight >= min_p, quantum, 0)
+    earlier = tl.cumsum(equals, axis=0) - equals
+    masses += tl.minimum(tl.maximum(spare - earlier, 0), equals) * quantum
+    ends = tl.cumsum(masses, axis=0)
+    share = tl.umulhi(number, tl.sum(masses, axis=0).to(tl.uint64)).to(tl.int64)
+    chunk = tl.min(tl.where(ends > share, chunks, CHUNKS - 1), axis=0)
+    is_chunk = chunks == chunk
+    share -= tl.sum(tl.where(is_chunk, ends - masses, 0), axis=0)
+    spare -= tl.sum(tl.where(is_chunk, earlier, 0), axis=0)
+    num_equals = tl.sum(tl.where(is_chunk, equals, 0), axis=0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = read_row(row_ptr, ids, VOCAB)
+    keys = _keys_of(x)
+    _, weights, quanta = weights_of(x, best, scale)
+    is_kept = keys >= threshold
+    if num_equals > spare:
+        equal = keys == threshold
+        rank = tl.cumsum(equal.to(tl.int32), axis=0)
+        is_kept = (keys > threshold) | (equal & (rank <= spare))
+    sums = tl.cumsum(tl.where(is_kept & (weights >= min_p), quanta, 0), axis=0)
+    return tl.min(tl.where(sums > share, ids, VOCAB - 1), axis=0)
+
+
+@triton.jit(do_not_specialize_on_alignment=METADATA)
+def resolve_kernel(
+    logits_ptr,
+    maxima_ptr,
+    firsts_ptr,
+    totals_ptr,
+    sure_ptr,
+    counts_ptr,
+    values_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    choices_ptr,
+    positions_ptr,
+    out_ptr,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * STRIDE
+    start_overlapped(OVERLAPPED)
+    temperature = tl.load(temperature_ptr + row)
+    best, token, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+    if (temperature > 0) & (not is_broken):
+        scale = scale_of(temperature)
+        top_k = tl.load(top_k_ptr + row).to(tl.int64)
+        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        chunks = tl.arange(0, CHUNKS)
+        inside = chunks < NUM_CHUNKS
+        threshold = row * 0 + _LOWEST
+        spare = row * 0 + _ALL
+        masses = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0)
+        equals = tl.zeros((CHUNKS,), tl.int64)
+        if ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1.0):
+            fits, threshold, spare, masses, equals = _filter_collected(
+                values_ptr, counts_ptr, sure_ptr, totals_ptr, row, best, scale,
+                top_k, top_p, min_p, VOCAB, NUM_CHUNKS, CHUNKS, SLOTS,
+            )  # fmt: skip
+            if not fits:
+                threshold, spare, masses, equals = _filter_row(
+                    row_ptr, best, scale, top_k, top_p, min_p, VOCAB, CHUNK, CHUNKS
+                )
+        seed = tl.load(seeds_ptr + row)
+        choice, position = tl.load(choices_ptr + row), tl.load(positions_ptr + row)
+        token = _invert(
+            row_ptr, _philox(seed, choice, position), best, scale, min_p, threshold, spare,
+            masses, equals, VOCAB, CHUNK, CHUNKS,
+        )  # fmt: skip
+    tl.store(out_ptr + row, tl.where(is_broken, -1, token))

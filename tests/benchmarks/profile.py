@@ -137,7 +137,7 @@ def draw(path: Path, title: str, results: Sequence[tuple[str, Breakdown]]) -> No
     figure, axes = pyplot.subplots(
         len(panels), 1, figsize=(10, 1.6 + 0.5 * sum(sizes)), height_ratios=sizes, squeeze=False
     )
-    colours = dict(zip(CLASSES, pyplot.get_cmap("tab10").colors, strict=False))
+    colours = {kind: f"C{i}" for i, kind in enumerate(CLASSES)}
     colours["gaps"] = "#dddddd"
     for axis, panel in zip(axes[:, 0], panels, strict=True):
         names = [name for name, _ in reversed(panel)]

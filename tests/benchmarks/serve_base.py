@@ -1,9 +1,9 @@
 """A base of random weights as a server needs it: registered, with a tokenizer and adapters.
 
 The tokenizer is made up: byte-level, no merges (a letter is a token), and a word for every other id
-of the vocabulary, so that whatever a random model draws is text and one token is one event. Without
-weight files the base is registered as the registry itself allows, past the check that serving's own
-registration makes; the engine then makes the weights (`load_format: dummy`).
+of the vocabulary, so that whatever a random model draws is text and one token is one event. A base
+whose weights the engine makes (`load_format: dummy`) has a placeholder for its weight file and goes
+past the check that serving's own registration makes: the registry itself takes any file.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def prepare_home(
         model = read_model_config(folder)
         count = sum(int(torch.Size(dims).numel()) for dims in expected_shapes(model).values())
         facts = BaseFacts(shape.architecture, count, shape.max_len)
+        save_file({"placeholder": torch.zeros(1)}, folder / SINGLE_FILE)
         registry.register_base(folder, BASE, facts=facts)
     cache = Cache(home / "cache")
     folders = write_adapters(home / "adapters", shape, RANK, num_adapters, device)

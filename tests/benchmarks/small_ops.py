@@ -58,14 +58,17 @@ def make_rope(tokens: int) -> Callable[[], object]:
     rope = parse_rope(SHAPE.config(), SHAPE.max_len)
     table = cos_sin_table(rope, SHAPE.head_dim, SHAPE.max_len).cuda()
     blocks = tokens // BLOCK_SIZE + 1
-    cache = [draw(blocks, BLOCK_SIZE, SHAPE.num_kv_heads, SHAPE.head_dim) for _ in range(2)]
+    k_cache, v_cache = (
+        draw(blocks, BLOCK_SIZE, SHAPE.num_kv_heads, SHAPE.head_dim) for _ in range(2)
+    )
     positions = torch.arange(tokens, device="cuda")
     return partial(
         rope_kv_write,
         draw(tokens, qkv_size()),
         positions,
         table,
-        *cache,
+        k_cache,
+        v_cache,
         positions,
         SHAPE.num_heads,
         SHAPE.num_kv_heads,

@@ -40,6 +40,10 @@ class PageCopies:
         """Else it would only wait in line, with pages that others could use meanwhile."""
         return bool(self._free)
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._flying)
+
     def start(self, digest: str, images: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
         """The pages belong to the digest from now on; what they hold is written in time."""
         last = len(pages) - 1

@@ -160,12 +160,17 @@ class AdapterPool:
             self._bring(packed, placement.pages)
 
     def has_pending_copies(self) -> bool:
-        return bool(self._arriving)
+        """What `acquire` refuses now, it may give later though nothing else happens."""
+        return self._copies is not None and self._copies.is_busy
 
     def wait_pending(self) -> None:
         """Until one more adapter can be acquired: about 2 ms for 84 MB. For an idle engine."""
         num_arriving = len(self._arriving)
-        while self._copies is not None and self._arriving and len(self._arriving) == num_arriving:
+        while (
+            self._copies is not None
+            and self._copies.is_busy
+            and len(self._arriving) == num_arriving
+        ):
             self._copies.wait()
             self._land()
 
@@ -215,7 +220,7 @@ class AdapterPool:
         return False
 
     def _land(self) -> None:
-        if self._copies is None or not self._arriving:
+        if self._copies is None:
             return
         for digest in self._copies.poll():
             self._arriving.discard(digest)

@@ -90,6 +90,18 @@ def test_a_prefetch_stops_at_the_first_that_does_not_fit() -> None:
     assert pool.on_device() == ("a",)
 
 
+def test_a_removal_on_the_way_leaves_the_only_slot_to_others() -> None:
+    pool = loaded("a", "b", num_pages=1, slots=[HandSlot()])
+    assert not pool.acquire("a")
+    assert pool.remove("a")
+    assert not pool.acquire("b")
+    assert pool.has_pending_copies()  # else nobody would ask again
+    pool.wait_pending()
+    assert not pool.acquire("b")
+    pool.wait_pending()
+    assert pool.acquire("b")
+
+
 def test_an_adapter_removed_on_its_way_never_reaches_its_pages() -> None:
     slots = [HandSlot(), HandSlot()]
     pool = loaded("a", "b", num_pages=1, slots=slots)
@@ -125,7 +137,10 @@ def test_random_use_with_late_copies_shows_no_page_too_early(
         if action == "add":
             pool.add(adapters[i])
         elif action == "acquire" and pool.has(digest):
-            references[i] += pool.acquire(digest)
+            is_there = pool.acquire(digest)
+            references[i] += is_there
+            # Whoever asks an idle pool in vain shall be told when to ask again.
+            assert is_there or any(references) or pool.has_pending_copies()
         elif action == "release" and references[i]:
             pool.release(digest)
             references[i] -= 1

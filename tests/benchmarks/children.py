@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tests.benchmarks.report import Report
 
@@ -21,10 +22,13 @@ def relay(
     *,
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> list[dict[str, object]]:
     """The child's JSON lines become ours, and are returned; what else it prints goes to standard
     error. A child that fails, or is ended because it takes too long, is a line with an error."""
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
+    )
     timer = threading.Timer(timeout_s, child.kill)
     timer.start()
     lines: list[dict[str, object]] = []

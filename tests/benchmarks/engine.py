@@ -52,9 +52,24 @@ def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) ->
         command += ["--cases", ",".join(case.name for case in group)]
         command += ["--repeats", str(args.repeats), "--work", str(args.work)]
         command += ["--seconds-per-case", str(args.seconds_per_case)]
-        path = os.pathsep.join(filter(None, (args.vllm, os.environ.get("PYTHONPATH"))))
-        environment = VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
-        relay(command, report, timeout_s=args.vllm_timeout, environment=environment)
+        environment = VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": args.vllm}
+        relay(
+            command,
+            report,
+            timeout_s=args.vllm_timeout,
+            environment=environment,
+            folder=_folder_of_tests(args.work / "beside-vllm"),
+        )
+
+
+def _folder_of_tests(folder: Path) -> Path:
+    """Where `tests` can be imported and none of our rooms: a library that theirs uses looks for a
+    package called `kernels` and would find ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "tests"
+    if not link.is_symlink():
+        link.symlink_to(Path(__file__).parents[1])
+    return folder
 
 
 async def run_ours(
@@ -144,7 +159,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="few short requests: a trial")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.work = args.work.resolve()  # a child has another working folder
+    return args
 
 
 def main() -> None:

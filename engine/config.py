@@ -16,9 +16,10 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens a KV block
-    num_blocks: int | None = None  # None: from kv_cache_bytes or device_memory_fraction
+    num_blocks: int | None = None  # None: from kv_cache_bytes or gpu_memory_utilization
     kv_cache_bytes: int | None = None  # None on CPU: 1 GiB
-    device_memory_fraction: float = 0.9  # CUDA: of all memory, for weights + adapters + KV
+    # CUDA: this engine's share of the device, for weights, adapters, activations, graphs and KV
+    gpu_memory_utilization: float = 0.9
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     enable_prefix_caching: bool = True

@@ -5,6 +5,7 @@ EngineError
 |  `- ContextLengthError    prompt longer than the model's context or than all KV
 |- UnknownAdapterError      the request names a digest that is not loaded
 |- UnsupportedModelError    a base folder that we refuse, with the reason
+|- EngineMemoryError        the device is too small for what was asked; with the sum, line by line
 `- EngineDeadError          the step loop ended; nothing more will come
 """
 
@@ -34,6 +35,10 @@ class UnknownAdapterError(EngineError):
 
 
 class UnsupportedModelError(EngineError):
+    pass
+
+
+class EngineMemoryError(EngineError):
     pass
 
 

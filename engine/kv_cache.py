@@ -5,13 +5,17 @@ A block holds `block_size` tokens of every layer. Which block belongs to whom is
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
+from engine.memory_plan import DeviceUse, MemoryPlan, plan_memory
 from engine.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_CPU_BYTES = 1024**3
 
@@ -56,9 +60,10 @@ def count_blocks(
         wanted = config.num_blocks
     else:
         size = _bytes_for_kv(model, config, device)
-        # More could only serve prefixes of requests that have left.
-        usable = config.max_num_seqs * -(-max_model_len // config.block_size)
-        wanted = min(size // block_bytes(model, config.block_size, dtype), usable)
+        wanted = min(
+            size // block_bytes(model, config.block_size, dtype),
+            _max_useful_blocks(config, max_model_len),
+        )
     if wanted < 1:
         raise UnsupportedModelError(
             f"no KV block fits: one needs {block_bytes(model, config.block_size, dtype)} bytes"
@@ -66,8 +71,41 @@ def count_blocks(
     return wanted
 
 
+def plan_kv(
+    model: ModelConfig,
+    config: EngineConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    use: DeviceUse,
+) -> MemoryPlan:
+    """On CUDA: what `use` leaves of this engine's share is KV."""
+    plan = plan_memory(
+        use,
+        utilization=config.gpu_memory_utilization,
+        block_bytes=block_bytes(model, config.block_size, dtype),
+        max_useful_blocks=_max_useful_blocks(config, max_model_len),
+        kv_cache_bytes=config.kv_cache_bytes,
+        num_blocks=config.num_blocks,
+    )
+    num_tokens = plan.num_blocks * config.block_size
+    if num_tokens < max_model_len:
+        logger.warning(
+            "all KV blocks hold %d tokens, max_model_len is %d: longer requests are refused; "
+            "to make room raise gpu_memory_utilization or lower adapter_pool_bytes\n%s",
+            num_tokens,
+            max_model_len,
+            plan.table(),
+        )
+    return plan
+
+
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * block_size * model.kv_size * dtype.itemsize
+
+
+def _max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
+    """More could only serve prefixes of requests that have left."""
+    return config.max_num_seqs * -(-max_model_len // config.block_size)
 
 
 def _bytes_for_kv(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
@@ -76,7 +114,7 @@ def _bytes_for_kv(model: ModelConfig, config: EngineConfig, device: torch.device
     if device.type == "cpu":
         return _DEFAULT_CPU_BYTES
     free, total = torch.cuda.mem_get_info(device)
-    share = int(total * config.device_memory_fraction) - (total - free)
+    share = int(total * config.gpu_memory_utilization) - (total - free)
     return share - _activation_bytes(model, config)
 
 

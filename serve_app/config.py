@@ -51,7 +51,7 @@ class EngineArgs(_Args):
     block_size: int = Field(default=16, ge=1, le=1024)
     num_blocks: int | None = Field(default=None, ge=1)
     kv_cache_bytes: Bytes | None = None
-    device_memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_num_seqs: int = Field(default=64, ge=1)
     enable_prefix_caching: bool = True

@@ -1,0 +1,112 @@
+"""What torch and the driver say about a device's memory, before, while and after it fills.
+
+Out of memory becomes an error that says what was being allocated, what there is and which setting
+to change. The arithmetic of the shares is `memory_plan`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineMemoryError
+from engine.memory_plan import (
+    GIB,
+    default_adapter_host_bytes,
+    default_adapter_pool_bytes,
+)
+from lora.page_image import PageLayout
+from lora.sites import Site
+
+_CPU_POOL_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyDevice:
+    """Before this process has allocated anything there."""
+
+    total: int
+    used_by_others: int  # other processes, and the driver's own for this one
+
+
+def look_at_empty_device(device: torch.device) -> EmptyDevice:
+    free, total = torch.cuda.mem_get_info(device)
+    return EmptyDevice(total, total - free - torch.cuda.memory_reserved(device))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device))
+
+
+def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
+    """The most that one call holds at a time, beyond what is allocated before; with what libraries
+    and kernels take for themselves at their first use."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before, outside = allocated_bytes(device), _outside_torch(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = int(torch.cuda.max_memory_allocated(device)) - before
+    outside = max(0, _outside_torch(device) - outside)
+    torch.cuda.empty_cache()
+    return peak + outside
+
+
+@contextmanager
+def explain_out_of_memory(what: str, settings: Sequence[str]) -> Iterator[None]:
+    """`settings`: those that make `what` smaller, the most useful first."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineMemoryError(_explanation(what, settings, error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBudgets:
+    pool_bytes: int
+    host_bytes: int
+
+
+def adapter_budgets(
+    config: EngineConfig,
+    sites: Sequence[Site],
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: int,  # bytes on the device
+) -> AdapterBudgets:
+    """The configuration's, or what this machine can spare."""
+    pool = config.adapter_pool_bytes
+    if pool is None and device.type == "cpu":
+        pool = _CPU_POOL_BYTES
+    elif pool is None:
+        pool = default_adapter_pool_bytes(
+            total=torch.cuda.mem_get_info(device)[1],
+            utilization=config.gpu_memory_utilization,
+            weights=weights,
+            page_bytes=PageLayout(sites, dtype).page_bytes,
+        )
+    host = config.adapter_host_bytes
+    if host is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        host = default_adapter_host_bytes(pool_bytes=pool, memory_bytes=memory)
+    return AdapterBudgets(pool, host)
+
+
+def _outside_torch(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
+def _explanation(what: str, settings: Sequence[str], error: torch.OutOfMemoryError) -> str:
+    free, total = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
+    rows = (("device", total), ("held by this engine", held), ("free", free))
+    table = "\n".join(f"  {name:<20}{size / GIB:>10.3f} GiB" for name, size in rows)
+    asked = str(error).split(". ")[0]  # torch's first sentence; the rest speaks of its allocator
+    return f"out of device memory while {what}: {asked}\n{table}\nchange {', '.join(settings)}"

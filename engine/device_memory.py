@@ -108,5 +108,6 @@ def _explanation(what: str, settings: Sequence[str], error: torch.OutOfMemoryErr
     held = torch.cuda.memory_reserved()
     rows = (("device", total), ("held by this engine", held), ("free", free))
     table = "\n".join(f"  {name:<20}{size / GIB:>10.3f} GiB" for name, size in rows)
-    asked = str(error).split(". ")[0]  # torch's first sentence; the rest speaks of its allocator
+    # Torch's first sentences say what was asked; the others speak of its allocator.
+    asked = ". ".join(str(error).split(". ")[:2])
     return f"out of device memory while {what}: {asked}\n{table}\nchange {', '.join(settings)}"

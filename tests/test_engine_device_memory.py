@@ -1,0 +1,93 @@
+"""What adapters get when the configuration says nothing; on a GPU also what torch reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.device_memory import (
+    adapter_budgets,
+    explain_out_of_memory,
+    look_at_empty_device,
+    peak_bytes,
+)
+from engine.errors import EngineMemoryError
+from engine.memory_plan import GIB
+from lora.page_image import PAGE_ROWS
+from lora.sites import Site, Slice
+
+SITES = (Site("o", 4096, (Slice("o", 4096),)),)
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_the_configured_sizes_are_taken_as_they_are() -> None:
+    config = EngineConfig("/nowhere", "base", adapter_pool_bytes=5, adapter_host_bytes=6)
+    budgets = adapter_budgets(config, SITES, torch.float32, CPU, 0)
+    assert (budgets.pool_bytes, budgets.host_bytes) == (5, 6)
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ValueError, match="of its own"), explain_out_of_memory("trying", ("x",)):
+        raise ValueError("of its own")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_out_of_memory_says_what_was_tried_what_there_is_and_what_to_change() -> None:
+    settings = ("adapter_pool_bytes", "gpu_memory_utilization")
+    with (
+        pytest.raises(EngineMemoryError) as caught,
+        explain_out_of_memory("making the adapter pool", settings),
+    ):
+        torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+    words = str(caught.value)
+    assert "out of device memory while making the adapter pool: CUDA out of memory" in words
+    assert "32768.00 GiB" in words
+    total = torch.cuda.mem_get_info()[1]
+    assert f"{total / GIB:.3f} GiB" in words
+    assert words.splitlines()[-1] == "change adapter_pool_bytes, gpu_memory_utilization"
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_peak_of_a_step_is_what_it_held_at_once() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+
+    def step() -> None:
+        first = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+        del first
+        for _ in range(3):
+            torch.empty(32 << 20, dtype=torch.uint8, device=device)
+
+    peak = peak_bytes(device, step)
+    assert 64 << 20 <= peak < 96 << 20
+    assert kept.numel() == 1 << 20
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_others_are_what_is_used_beside_this_process() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = look_at_empty_device(device)
+    held = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    after = look_at_empty_device(device)
+    assert after.total == before.total
+    assert abs(after.used_by_others - before.used_by_others) < held.numel() // 2
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_cuda_device_spares_whole_pages() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    # A page of 32 MB, so that the share is what decides.
+    config = EngineConfig("/nowhere", "base", adapter_pool_bytes=None)  # type: ignore[arg-type]
+    sites = [Site(f"o{i}", 4096, (Slice(f"o{i}", 4096),)) for i in range(128)]
+    budgets = adapter_budgets(config, sites, torch.bfloat16, device, 0)
+    page = 128 * PAGE_ROWS * 2 * 8192
+    assert budgets.pool_bytes % page == 0
+    left = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
+    assert budgets.pool_bytes <= left // 4
+    assert budgets.host_bytes >= 4 * GIB or budgets.host_bytes == config.adapter_host_bytes

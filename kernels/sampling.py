@@ -283,11 +283,8 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """[R, k], most likely first, lower ids first among equals (`topk` promises no order there)."""
     if k == 0:
         return torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
-    k = min(k, logits.shape[-1])
-    cutoff = logits.topk(k).values[:, -1:]
-    above, equal = logits > cutoff, logits == cutoff
-    spare = k - above.sum(-1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(-1) <= spare))
-    ids = chosen.nonzero()[:, 1].view(logits.shape[0], k)  # k a row, in order of id
-    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(1, order)
+    # Integers in the order of (logit, -id), of which no two are equal; -0 is 0.
+    bits = (logits.float() + 0.0).view(torch.int32).long()
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
+    keys -= torch.arange(logits.shape[-1], device=logits.device)
+    return keys.topk(min(k, logits.shape[-1])).indices

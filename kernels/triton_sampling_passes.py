@@ -166,7 +166,7 @@ def weigh_kernel(
     start_overlapped(OVERLAPPED)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        best, _, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+        best, _first, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
         if not is_broken:
             scale = scale_of(temperature)
             top_k = tl.load(top_k_ptr + row)
@@ -182,7 +182,7 @@ def weigh_kernel(
                 tl.store(there + tl.arange(0, RUNGS), above)
             else:
                 ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                _, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
+                _levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
                 quanta = tl.where(weights < tl.load(min_p_ptr + row), 0, quanta)
                 tl.store(totals_ptr + place, tl.sum(quanta, axis=0))
 
@@ -212,7 +212,7 @@ def narrow_kernel(
     top_p = tl.load(top_p_ptr + row)
     is_limited = (top_k > 0) & (top_k < VOCAB)
     if (temperature > 0) & (is_limited | (top_p < 1.0)):
-        best, _, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+        best, _first, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
         if not is_broken:
             goal = _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS, CHUNKS)
             first_ptr = ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS
@@ -220,7 +220,7 @@ def narrow_kernel(
                 first_ptr, _first_rungs(), -1.0, goal, NUM_CHUNKS, CHUNKS
             )
             if (amount > FEW) | (not is_limited):
-                above, _ = _ladder(
+                above, _mass = _ladder(
                     logits_ptr + row * STRIDE,
                     chunk * CHUNK,
                     best,
@@ -262,7 +262,7 @@ def collect_kernel(
     top_p = tl.load(top_p_ptr + row)
     is_limited = (top_k > 0) & (top_k < VOCAB)
     if (temperature > 0) & (is_limited | (top_p < 1.0)):
-        best, _, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
+        best, _first, is_broken = best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS, CHUNKS)
         if not is_broken:
             goal = _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS, CHUNKS)
             first_ptr = ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS
@@ -272,7 +272,7 @@ def collect_kernel(
             if (amount > SLOTS) | (not is_limited):
                 depths = _finer_rungs(upper, lower)
                 finer_ptr = first_ptr + NUM_CHUNKS * RUNGS
-                upper, lower, _ = _choose(finer_ptr, depths, upper, goal, NUM_CHUNKS, CHUNKS)
+                upper, lower, amount = _choose(finer_ptr, depths, upper, goal, NUM_CHUNKS, CHUNKS)
             # The mass of what top-k leaves is top-p's whole: all of it must be there.
             upper = tl.where(is_limited & (top_p < 1.0), -1.0, upper)
             ids = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -131,13 +131,13 @@ def _filter_row(
         goal = _mass_goal(top_p, mass)
         threshold = _search_row(row_ptr, floor, goal, best, scale, False, VOCAB, CHUNK)
         above = _sum_from(row_ptr, threshold + 1, best, scale, False, VOCAB, CHUNK)
-        _, quantum = _weight_at(threshold, best, scale)
+        _weight, quantum = _weight_at(threshold, best, scale)
         spare = _spare(goal, above, quantum)
     masses = tl.zeros((CHUNKS,), tl.int64)
     equals = tl.zeros((CHUNKS,), tl.int64)
     for start in range(0, VOCAB, CHUNK):
         x = read_row(row_ptr, start + tl.arange(0, CHUNK), VOCAB)
-        _, weights, quanta = weights_of(x, best, scale)
+        _levels, weights, quanta = weights_of(x, best, scale)
         keys = _keys_of(x)
         mass = tl.sum(tl.where((keys > threshold) & (weights >= min_p), quanta, 0), axis=0)
         count = tl.sum((keys == threshold).to(tl.int64), axis=0)
@@ -165,7 +165,7 @@ def _filter_collected(
     place = (row * NUM_CHUNKS + chunks[:, None]) * SLOTS + slots
     x = tl.load(values_ptr + place, mask=is_there, other=float("-inf"))
     keys = _keys_of(x)
-    _, weights, quanta = weights_of(x, best, scale)
+    _levels, weights, quanta = weights_of(x, best, scale)
     fits = tl.max(counts, axis=0) <= SLOTS
     threshold = _keys_of(best) * 0 + _LOWEST
     spare = threshold * 0 + _ALL
@@ -179,7 +179,7 @@ def _filter_collected(
         fits = fits & (sure_mass < goal) & (mass >= goal)
         threshold = _search(keys, eligible, sure_mass, goal, best)
         above = sure_mass + tl.sum(tl.where(keys > threshold, eligible, 0))
-        _, quantum = _weight_at(threshold, best, scale)
+        _weight, quantum = _weight_at(threshold, best, scale)
         spare = _spare(goal, above, quantum)
     kept = tl.where((keys > threshold) & (weights >= min_p), quanta, 0)
     equals = tl.sum((is_there & (keys == threshold)).to(tl.int64), axis=1)
@@ -207,7 +207,7 @@ def _invert(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = read_row(row_ptr, ids, VOCAB)
     keys = _keys_of(x)
-    _, weights, quanta = weights_of(x, best, scale)
+    _levels, weights, quanta = weights_of(x, best, scale)
     is_kept = keys >= threshold
     if num_equals > spare:
         equal = keys == threshold

@@ -1,4 +1,4 @@
-"""The sampler's launches against the reference: same tokens, chunk by chunk and filter by filter."""
+"""The sampler's launches against the reference: the same tokens, whatever the filters."""
 
 from __future__ import annotations
 

@@ -17,14 +17,18 @@ import torch
 from numpy.typing import NDArray
 
 PAGE_ROWS = 16  # rank rows of a page of the pool
-SMALL_ROWS = 16  # token rows of a small tile, at most: one mma
+UNIT_ROWS = 16  # token rows of a unit, at most: one mma of the shrink
+SMALL_ROWS = 8  # of a small tile: an expand holds a page of B and walks the rows
 LARGE_ROWS = 128
 LARGE_MIN_RUN = 64  # a shorter run is cut into small tiles
 MAX_RANK_PAGES = 32  # of one adapter: rank 512
 
-TILE_FIELDS = 8  # row, rows, pages, offset in the page list, first page; the rest is padding
-UNIT_FIELDS = 4  # row, rows, page, which of the adapter's pages it is
-HEADER_FIELDS = 16  # small tiles, units, large tiles
+# row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
+TILE_FIELDS = 8
+UNIT_FIELDS = 8  # row, rows, page, which of the adapter's pages it is, row in the bridge
+# small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter
+HEADER_FIELDS = 16
+COUNTERS = 4  # of a large tile: programs that have come to their end, per 32 rows; kept at zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +45,21 @@ class _Layout:
         # Adapters are contiguous and have a page each at least; base rows come first, and perhaps
         # once more at the end.
         runs = min(max_tokens, max_pages + 2)
-        small = (max_tokens + 15 * runs) // SMALL_ROWS  # sum of ceil(n / 16)
+        small = (max_tokens + (SMALL_ROWS - 1) * runs) // SMALL_ROWS  # sum of ceil(n / 8)
         # sum of ceil(n / 16) * pages: n is below LARGE_MIN_RUN, or the step has no large tiles.
-        units = max_pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
+        units = max_pages + MAX_RANK_PAGES * (max_tokens // UNIT_ROWS)
         most = max(4 * max_pages, max_pages + MAX_RANK_PAGES * 16)
         return cls(small, min(units, most), max_tokens // LARGE_MIN_RUN, max_pages)
 
     @property
-    def starts(self) -> tuple[int, int, int, int, int]:
-        """Of small tiles, units, large tiles, pages; the end."""
+    def starts(self) -> tuple[int, int, int, int, int, int]:
+        """Of small tiles, units, large tiles, counters, pages; the end."""
         small = HEADER_FIELDS
         units = small + self.small * TILE_FIELDS
         large = units + self.units * UNIT_FIELDS
-        pages = large + self.large * TILE_FIELDS
-        return small, units, large, pages, -(-(pages + self.pages) // 16) * 16
+        counters = large + self.large * TILE_FIELDS
+        pages = counters + self.large * COUNTERS
+        return small, units, large, counters, pages, -(-(pages + self.pages) // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class LoraPlanCounts:
     num_small: int
     num_units: int
     num_large: int
+    num_small_rows: int  # the tiles of a kind number their rows in the bridge without gaps
+    num_large_rows: int
     max_rank_pages: int  # of the adapters in the step; 0: none has a row
 
 
@@ -98,7 +105,7 @@ def write_lora_plan(
             f"{max_tokens} rows and {max_pages} pages"
         )
     is_large = (num_rows >= LARGE_MIN_RUN) & large
-    small_start, unit_start, large_start, page_start, _ = layout.starts
+    small_start, unit_start, large_start, counter_start, page_start, _ = layout.starts
     out[page_start : page_start + len(flat)] = flat
     first = np.zeros(len(merged), dtype=np.int64)
     has_pages = num_pages > 0
@@ -106,7 +113,7 @@ def write_lora_plan(
     fields = np.stack((starts[0, :-1], num_rows, num_pages, starts[1, :-1], first))
     small = _tiles(fields[:, ~is_large], SMALL_ROWS)
     big = _tiles(fields[:, is_large], LARGE_ROWS)
-    units = _units(small, flat)
+    units = _units(_tiles(fields[:, ~is_large], UNIT_ROWS), flat)
     for name, found, room in (
         ("small tiles", small, layout.small),
         ("large tiles", big, layout.large),
@@ -117,9 +124,17 @@ def write_lora_plan(
     _put(out, small_start, TILE_FIELDS, small)
     _put(out, unit_start, UNIT_FIELDS, units)
     _put(out, large_start, TILE_FIELDS, big)
-    counts = (small.shape[1], units.shape[1], big.shape[1])
-    out[:3] = counts
-    return LoraPlanCounts(num_tokens, *counts, int(num_pages.max(initial=0)))
+    out[counter_start : counter_start + big.shape[1] * COUNTERS] = 0
+    header = (
+        small.shape[1],
+        units.shape[1],
+        big.shape[1],
+        int(small[1].sum()),
+        int(big[1].sum()),
+        int(num_pages.max(initial=0)),
+    )
+    out[: len(header)] = header
+    return LoraPlanCounts(num_tokens, *header)
 
 
 def _merge(runs: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Sequence[int], int]]:
@@ -143,14 +158,14 @@ def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
     done = _count_within(num_tiles) * height
     tiles[0] += done
     tiles[1] = np.minimum(tiles[1] - done, height)
-    return tiles
+    return np.vstack((tiles, np.cumsum(tiles[1]) - tiles[1]))
 
 
 def _units(tiles: NDArray[np.int64], pages: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Every page of every tile: row, rows, page, index of the page."""
-    owned = np.repeat(tiles[:4], tiles[2], axis=1)
+    """Every page of every tile: row, rows, page, index of the page, row in the bridge."""
+    owned = np.repeat(tiles, tiles[2], axis=1)
     index = _count_within(tiles[2])
-    return np.stack((owned[0], owned[1], pages[owned[3] + index].astype(np.int64), index))
+    return np.stack((owned[0], owned[1], pages[owned[3] + index].astype(np.int64), index, owned[5]))
 
 
 def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -172,12 +187,15 @@ class LoraPlan:
     small: torch.Tensor  # [S, TILE_FIELDS] int32
     units: torch.Tensor  # [U, UNIT_FIELDS] int32: pages of the small tiles
     large: torch.Tensor  # [L, TILE_FIELDS] int32
+    counters: torch.Tensor  # [L, COUNTERS] int32
     pages: torch.Tensor  # [P] int32
     num_tokens: int
     # Upper bounds, for grids; the header has the numbers.
     max_small: int
     max_units: int
     max_large: int  # 0: no launch for large tiles
+    max_small_rows: int
+    max_large_rows: int
     max_rank_pages: int  # of an adapter: sizes the bridge
 
     @classmethod
@@ -199,6 +217,8 @@ class LoraPlan:
             bound.small,
             bound.units,
             0,
+            num_tokens,
+            0,
             min(max_rank_pages, max_pages),
         )
 
@@ -212,30 +232,34 @@ class LoraPlan:
             counts.num_small,
             counts.num_units,
             counts.num_large,
+            counts.num_small_rows,
+            counts.num_large_rows,
             counts.max_rank_pages,
         )
 
 
-_Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _views(buffer: torch.Tensor, max_tokens: int, max_pages: int) -> _Views:
-    small, units, large, pages, end = _Layout.of(max_tokens, max_pages).starts
+    small, units, large, counters, pages, end = _Layout.of(max_tokens, max_pages).starts
     return (
         buffer[:small],
         buffer[small:units].view(-1, TILE_FIELDS),
         buffer[units:large].view(-1, UNIT_FIELDS),
-        buffer[large:pages].view(-1, TILE_FIELDS),
+        buffer[large:counters].view(-1, TILE_FIELDS),
+        buffer[counters:pages].view(-1, COUNTERS),
         buffer[pages:end],
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """x A^T of a site: the sum over planes is the value; pages that a row does not have hold
-    anything. Valid until the next use of the plan's site in the stream."""
+    """x A^T of a site, float32: of small tiles in planes, one a chunk of K, whose sum it is; of
+    large tiles summed. Pages that a row does not have hold anything."""
 
-    planes: torch.Tensor  # [planes, slices, rank pages, T, PAGE_ROWS] float32
+    planes: torch.Tensor  # [planes, slices, rank pages, rows of small tiles, PAGE_ROWS]
+    sums: torch.Tensor | None  # [slices, rank pages, rows of large tiles, PAGE_ROWS]
 
 
 def read_tiles(plan: LoraPlan) -> list[tuple[int, int, list[int]]]:

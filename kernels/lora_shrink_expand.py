@@ -157,7 +157,7 @@ def lora_shrink_reference(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan)
         for index, page in enumerate(pages):
             a = a_pool[:, page * PAGE_ROWS : (page + 1) * PAGE_ROWS].float()
             planes[0, :, index, start:end] = wide[start:end] @ a.transpose(1, 2)
-    return Bridge(planes)
+    return Bridge(planes, None)
 
 
 def lora_expand_reference_(

@@ -1,156 +1,240 @@
 """y += bridge B over the rank-row pools, in place, for all slices of a site in one launch.
 
-A program takes a block of columns of one tile; weights of the next page are requested before the
-product with this one's. A row's bits depend on its adapter and on its kind of tile, not on its
-neighbours.
+Small tiles: one warp takes 256 columns of a tile, keeps a page of B in registers and walks the rows
+two by two; with so few rows tensor cores would mostly multiply padding (30 us against TODO for gate
+and up of 32 adapters). Large tiles: 32 rows a program on tensor cores.
+A row's bits depend on its adapter and on its kind of tile, not on its neighbours.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher
 from kernels.triton_lora_tiles import (
-    load_bridge,
+    PAGE,
     load_page,
     num_programs,
     page_dot,
+    pair_delta,
     read_tile,
-    slices_of,
     start_dependents,
     wait_for_inputs,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class ExpandConfig:
-    columns: int
-    num_warps: int
-    num_programs: int = 2048
-    overlaps: bool = True
-
-
-def expand_config(out_features: int) -> ExpandConfig:
-    return ExpandConfig(columns=256, num_warps=4)
+COLUMNS = 256
+NUM_WARPS = 1
+NUM_PROGRAMS = 4096
+LARGE_PART = 32  # rows of a program; mma.sync, whose left operand may come from registers
+LARGE_COLUMNS = 256
+LARGE_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_rank_pages", "num_blocks"])
-def _kernel(
-    y_ptr,
+@triton.jit
+def _pick_slice(
+    block,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """-> slice, its B, its width, where it begins in y, the block in it."""
+    BLOCKS_0: tl.constexpr = (SIZE_0 + COLUMNS - 1) // COLUMNS
+    BLOCKS_1: tl.constexpr = (SIZE_1 + COLUMNS - 1) // COLUMNS
+    in_1 = block >= BLOCKS_0
+    in_2 = block >= BLOCKS_0 + BLOCKS_1
+    return (
+        in_1.to(tl.int32) + in_2.to(tl.int32),
+        tl.where(in_2, b2_ptr, tl.where(in_1, b1_ptr, b0_ptr)),
+        tl.where(in_2, SIZE_2, tl.where(in_1, SIZE_1, SIZE_0)),
+        tl.where(in_2, SIZE_0 + SIZE_1, tl.where(in_1, SIZE_0, 0)),
+        block - tl.where(in_2, BLOCKS_0 + BLOCKS_1, tl.where(in_1, BLOCKS_0, 0)),
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+def _expand_kernel(
+    y_ptr,  # [T, SIZE_0 + SIZE_1 + SIZE_2]
     planes_ptr,
-    b_ptr,
+    b0_ptr,  # [rows, SIZE_0]
+    b1_ptr,
+    b2_ptr,
     header_ptr,
     tiles_ptr,
     pages_ptr,
-    size_0,
-    size_1,
-    size_2,
-    distance_1: tl.int64,
-    distance_2: tl.int64,
-    blocks_0,
-    blocks_1,
-    num_tokens,
-    max_rank_pages,
-    num_blocks,
-    stride_y,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    start_dependents(OVERLAPS)
-    block = tl.program_id(0)
-    tile = tl.program_id(1)
-    count = tl.load(header_ptr)
-    in_1 = block >= blocks_0
-    in_2 = block >= blocks_0 + blocks_1
-    part = in_1.to(tl.int32) + in_2.to(tl.int32)
-    size = tl.where(in_2, size_2, tl.where(in_1, size_1, size_0))
-    block -= tl.where(in_2, blocks_0 + blocks_1, tl.where(in_1, blocks_0, 0))
-    y_ptr += tl.where(in_2, size_0 + size_1, tl.where(in_1, size_0, 0))
-    zero = distance_1 * 0
-    b_ptr += tl.where(in_2, distance_2, tl.where(in_1, distance_1, zero))
+    start_dependents(OVERLAPPED)
+    IS_EVEN: tl.constexpr = (SIZE_0 % COLUMNS + SIZE_1 % COLUMNS + SIZE_2 % COLUMNS) == 0
+    part, b_ptr, width, begin, block = _pick_slice(
+        tl.program_id(0), b0_ptr, b1_ptr, b2_ptr, SIZE_0, SIZE_1, SIZE_2, COLUMNS
+    )
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    exists = columns < size
-    row, rows, num_pages, first, page = read_tile(tiles_ptr, tile, count)
-    b = load_page(b_ptr, page, num_pages > 0, columns, exists, size, IS_EVEN)
-    wait_for_inputs(OVERLAPS)
-    offsets = tl.arange(0, ROWS)
+    count = tl.load(header_ptr)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    tile = tl.program_id(1)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
+    live = (num_pages > 0) & (tile < count)
+    b = load_page(b_ptr, page, live, columns, width, IS_EVEN)
+    wait_for_inputs(OVERLAPPED)
     while tile < count:
-        if num_pages > 0:
-            token = row + offsets
-            mask = offsets < rows
-            at = y_ptr + token.to(tl.int64)[:, None] * stride_y + columns[None, :]
-            y_mask = mask[:, None]
-            if not IS_EVEN:
-                y_mask = y_mask & exists[None, :]
-            y = tl.load(at, mask=y_mask, other=0.0)
-            delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-            for i in range(num_pages):
-                h = load_bridge(
-                    planes_ptr,
-                    part * max_rank_pages + i,
-                    token,
-                    mask,
-                    num_tokens,
-                    num_blocks,
-                    NUM_PLANES,
-                )
-                more = i + 1 < num_pages
-                page = tl.load(pages_ptr + first + i + 1, mask=more, other=0)
-                after = load_page(b_ptr, page, more, columns, exists, size, IS_EVEN)
-                delta = page_dot(h, b, delta, UPCAST)
-                b = after
-            tl.store(at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
+        # Rows of the base are in tiles too, without pages: not touched.
+        for i in range(0, tl.where(num_pages > 0, rows, 0), 2):
+            has_second = i + 1 < rows
+            y_at = y_ptr + (row + i).to(tl.int64) * STRIDE_Y + begin + columns
+            y_0 = tl.load(y_at, mask=columns < width, other=0.0)
+            mask = columns < tl.where(has_second, width, 0)
+            y_1 = tl.load(y_at + STRIDE_Y, mask=mask, other=0.0)
+            delta_0, delta_1 = pair_delta(
+                b_ptr,
+                b,
+                columns,
+                width,
+                num_pages,
+                first,
+                pages_ptr,
+                planes_ptr,
+                part * rank_pages,
+                NUM_SLICES * rank_pages,
+                at_bridge + i,
+                has_second,
+                num_rows,
+                NUM_PLANES,
+                IS_EVEN,
+            )
+            tl.store(y_at, (y_0.to(tl.float32) + delta_0).to(y_0.dtype), mask=columns < width)
+            tl.store(y_at + STRIDE_Y, (y_1.to(tl.float32) + delta_1).to(y_1.dtype), mask=mask)
         tile += tl.num_programs(1)
-        row, rows, num_pages, first, page = read_tile(tiles_ptr, tile, count)
-        b = load_page(b_ptr, page, num_pages > 0, columns, exists, size, IS_EVEN)
+        row, rows, num_pages, first, page, at_bridge = read_tile(
+            tiles_ptr, tile, tile < count, ROWS, 1
+        )
+        b = load_page(b_ptr, page, num_pages > 0, columns, width, IS_EVEN)
+
+
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+def _expand_large_kernel(
+    y_ptr,
+    sums_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SIZE_2: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+    IS_EVEN: tl.constexpr = (SIZE_0 % COLUMNS + SIZE_1 % COLUMNS + SIZE_2 % COLUMNS) == 0
+    part, b_ptr, width, begin, block = _pick_slice(
+        tl.program_id(0), b0_ptr, b1_ptr, b2_ptr, SIZE_0, SIZE_1, SIZE_2, COLUMNS
+    )
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    num_rows = tl.load(header_ptr + 4)
+    rank_pages = tl.load(header_ptr + 5)
+    row, rows, num_pages, first, page, at_bridge = read_tile(
+        tiles_ptr, tl.program_id(1), True, ROWS, PARTS
+    )
+    if (rows <= 0) | (num_pages == 0):
+        return
+    offsets = tl.arange(0, ROWS)
+    mask = (offsets < rows)[:, None]
+    y_at = y_ptr + (row + offsets).to(tl.int64)[:, None] * STRIDE_Y + (begin + columns)[None, :]
+    y_mask = mask
+    if not IS_EVEN:
+        y_mask = y_mask & (columns < width)[None, :]
+    y = tl.load(y_at, mask=y_mask, other=0.0)
+    delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
+    for i in range(num_pages):
+        page = tl.load(pages_ptr + first + i)
+        b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+        at = (part * rank_pages + i) * (num_rows.to(tl.int64) * PAGE)
+        h = tl.load(h_at + at, mask=mask, other=0.0)
+        delta = page_dot(h, b, delta, UPCAST)
+    tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
+
+
+_launch = Launcher(_expand_kernel, launch_pdl=OVERLAPS)
+_launch_large = Launcher(_expand_large_kernel, launch_pdl=OVERLAPS)
 
 
 def expand_(
-    y: torch.Tensor,
-    bridge: Bridge,
-    b_pools: tuple[torch.Tensor, ...],
-    plan: LoraPlan,
-    config: ExpandConfig | None = None,
+    y: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
 ) -> None:
     assert y.stride(1) == 1
-    config = config or expand_config(y.shape[1])
-    slices = slices_of(b_pools)
-    width = config.columns
-    blocks = [-(-size // width) for size in slices.sizes]
-    num_planes, slices_here = bridge.planes.shape[:2]
-    overlaps = config.overlaps and not IS_INTERPRETED
-    if plan.max_small:
-        grid = (sum(blocks), num_programs(plan.max_small, sum(blocks), config.num_programs))
-        _kernel[grid](
-            y,
-            bridge.planes,
-            b_pools[0],
-            plan.header,
-            plan.small,
-            plan.pages,
-            *slices.sizes,
-            *slices.distances,
-            blocks[0],
-            blocks[1],
-            plan.num_tokens,
-            plan.max_rank_pages,
-            slices_here * plan.max_rank_pages,
-            y.stride(0),
-            NUM_PLANES=num_planes,
-            ROWS=SMALL_ROWS,
-            COLUMNS=width,
-            IS_EVEN=all(size % width == 0 for size in slices.sizes),
-            UPCAST=IS_INTERPRETED,
-            OVERLAPS=overlaps,
-            num_warps=config.num_warps,
-            launch_pdl=overlaps,
+    last = len(b_pools) - 1
+    pools = (b_pools[0], b_pools[min(1, last)], b_pools[last])
+    sizes = [b.shape[1] for b in b_pools] + [0, 0]
+    slices = (sizes[0], sizes[1], sizes[2])
+    if plan.max_units:
+        blocks = sum(-(-size // COLUMNS) for size in slices)
+        _launch(
+            (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
+            (y, bridge.planes, *pools),
+            (plan.header, plan.small, plan.pages),
+            (
+                *slices,
+                last + 1,
+                y.stride(0),
+                bridge.planes.shape[0],
+                SMALL_ROWS,
+                COLUMNS,
+                OVERLAPS,
+            ),
+            NUM_WARPS,
         )
+    if bridge.sums is not None:
+        expand_large_(y, bridge.sums, pools, slices, plan)
+
+
+def expand_large_(
+    y: torch.Tensor,
+    sums: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    slices: tuple[int, int, int],
+    plan: LoraPlan,
+) -> None:
+    parts = LARGE_ROWS // LARGE_PART
+    blocks = sum(-(-size // LARGE_COLUMNS) for size in slices)
+    _launch_large(
+        (blocks, plan.max_large * parts, 1),
+        (y, sums, *pools),
+        (plan.header, plan.large, plan.pages),
+        (
+            *slices,
+            y.stride(0),
+            LARGE_PART,
+            parts,
+            LARGE_COLUMNS,
+            IS_INTERPRETED,
+            OVERLAPS,
+        ),
+        LARGE_WARPS,
+    )

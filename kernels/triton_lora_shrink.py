@@ -1,126 +1,248 @@
-"""x A^T over the rank-row pool, for all slices of a site in one launch.
+"""x A^T over the rank-row pool, for all slices of a site in one launch a kind of tile.
 
-A program takes one page of one tile, one slice and one chunk of K, whole, in one piece: weights are
-requested before anything that an earlier kernel writes is waited for. Chunks are fixed by K alone
-and their sums (planes) are added in order by the reader, so a row's bits depend neither on its
-neighbours nor on how many there are.
+Small tiles: a program takes one page of one tile, one slice and one chunk of K, whole, in one
+piece. Chunks are fixed by K alone and their sums (planes) are added in order by the reader, so a
+row's bits depend neither on its neighbours nor on how many there are.
+Large tiles: a program takes 64 rows and a longer chunk for all slices; the last to arrive adds the
+planes in order.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.lora_plan import PAGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, UNIT_ROWS, Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher
 from kernels.triton_lora_tiles import (
+    COUNTERS_OF_TILE,
     PAGE,
     load_page,
     num_programs,
+    page_dot,
+    read_tile,
     read_unit,
     start_dependents,
     wait_for_inputs,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class ShrinkConfig:
-    chunk: int  # of K, a power of two
-    num_warps: int
-    num_programs: int = 1536
-    overlaps: bool = True  # programmatic dependent launch
-
-
-def shrink_config(in_features: int) -> ShrinkConfig:
-    return ShrinkConfig(chunk=512, num_warps=4)
+# Of 256 to 2048 and 1 to 8 warps the fastest on an H200, whatever the batch.
+CHUNK = 256
+NUM_WARPS = 1
+NUM_PROGRAMS = 1536
+LARGE_PART = 64
+LARGE_CHUNK = 1024
+LARGE_STEP = 64  # of K, in the pipelined loop
+LARGE_WARPS = 4
+LARGE_STAGES = 4
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_rank_pages"])
-def _small_kernel(
-    x_ptr,
-    a_ptr,
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "units_ptr"])
+def _shrink_kernel(
+    x_ptr,  # [T, K]
+    a_ptr,  # [slices, rows, K]
     planes_ptr,
     header_ptr,
     units_ptr,
-    in_features,
-    num_tokens,
-    max_rank_pages,
-    stride_x,
-    stride_slice: tl.int64,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_SLICE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    start_dependents(OVERLAPS)
+    start_dependents(OVERLAPPED)
+    IS_EVEN: tl.constexpr = K % CHUNK == 0
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     unit = tl.program_id(2)
     count = tl.load(header_ptr + 1)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    in_row = columns < in_features
+    a_ptr += part.to(tl.int64) * STRIDE_SLICE
+    plane = chunk * NUM_SLICES + part
+    row, rows, page, index, at_bridge = read_unit(units_ptr, unit, True)
+    a = load_page(a_ptr, page, unit < count, columns, K, IS_EVEN)
+    wait_for_inputs(OVERLAPPED)
+    offsets = tl.arange(0, ROWS)
     lanes = tl.arange(0, PAGE)
-    a_ptr += part * stride_slice
-    row, rows, page, index = read_unit(units_ptr, unit, count)
-    a = load_page(a_ptr, page, unit < count, columns, in_row, in_features, IS_EVEN)
-    wait_for_inputs(OVERLAPS)
     while unit < count:
-        offsets = tl.arange(0, ROWS)
         mask = (offsets < rows)[:, None]
         x_mask = mask
         if not IS_EVEN:
-            x_mask = mask & in_row[None, :]
-        x_rows = (row + offsets).to(tl.int64) * stride_x
+            x_mask = mask & (columns < K)[None, :]
+        x_rows = (row + offsets).to(tl.int64) * STRIDE_X
         x = tl.load(x_ptr + x_rows[:, None] + columns[None, :], mask=x_mask, other=0.0)
-        if UPCAST:
-            bridge = tl.dot(x.to(tl.float32), tl.trans(a.to(tl.float32)), input_precision="ieee")
-        else:
-            bridge = tl.dot(x, tl.trans(a), input_precision="ieee")  # [ROWS, PAGE]
-        block = part * max_rank_pages + index
-        at = chunk.to(tl.int64) * tl.num_programs(1) * max_rank_pages * num_tokens * PAGE
-        at += (block * num_tokens + row).to(tl.int64) * PAGE
-        tl.store(planes_ptr + at + offsets[:, None] * PAGE + lanes[None, :], bridge, mask=mask)
+        zeros = tl.zeros([ROWS, PAGE], dtype=tl.float32)
+        bridge = page_dot(x, tl.trans(a), zeros, UPCAST)  # [ROWS, PAGE]
+        block = plane.to(tl.int64) * rank_pages + index
+        at = planes_ptr + (block * num_rows + at_bridge) * PAGE
+        tl.store(at + offsets[:, None] * PAGE + lanes[None, :], bridge, mask=mask)
         unit += tl.num_programs(2)
-        row, rows, page, index = read_unit(units_ptr, unit, count)
-        a = load_page(a_ptr, page, unit < count, columns, in_row, in_features, IS_EVEN)
+        row, rows, page, index, at_bridge = read_unit(units_ptr, unit, unit < count)
+        a = load_page(a_ptr, page, unit < count, columns, K, IS_EVEN)
 
 
-def shrink(
-    x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan, config: ShrinkConfig | None = None
-) -> Bridge:
-    num_slices, _, in_features = a_pool.shape
-    config = config or shrink_config(in_features)
+@triton.jit
+def _add_planes(sums_ptr, planes_ptr, stride, at, mask, NUM_PLANES: tl.constexpr):
+    # Written by other programs just now: not from this one's first-level cache.
+    total = tl.load(planes_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    for plane in tl.static_range(1, NUM_PLANES):
+        total += tl.load(
+            planes_ptr + at + plane * stride, mask=mask, other=0.0, cache_modifier=".cg"
+        )
+    tl.store(sums_ptr + at, total, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "counters_ptr"])
+def _shrink_large_kernel(
+    x_ptr,
+    a_ptr,
+    planes_ptr,
+    sums_ptr,
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    counters_ptr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_SLICE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+    chunk = tl.program_id(0)
+    tile = tl.program_id(1)
+    count = tl.load(header_ptr + 2) * PARTS
+    num_rows = tl.load(header_ptr + 4)
+    rank_pages = tl.load(header_ptr + 5)
+    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    if (rows <= 0) | (tile >= count):
+        return
+    IS_EVEN: tl.constexpr = K % CHUNK == 0 and CHUNK % STEP == 0
+    offsets = tl.arange(0, ROWS)
+    lanes = tl.arange(0, PAGE)
+    steps = tl.arange(0, STEP)
+    mask = (offsets < rows)[:, None]
+    x_at = x_ptr + (row + offsets).to(tl.int64)[:, None] * STRIDE_X
+    stride = NUM_SLICES * rank_pages.to(tl.int64) * num_rows * PAGE
+    at = (at_bridge + offsets).to(tl.int64)[:, None] * PAGE + lanes[None, :]
+    for i in range(num_pages):
+        page = tl.load(pages_ptr + first + i)
+        acc_0 = tl.zeros([ROWS, PAGE], dtype=tl.float32)
+        acc_1 = tl.zeros([ROWS, PAGE], dtype=tl.float32)
+        acc_2 = tl.zeros([ROWS, PAGE], dtype=tl.float32)
+        for k in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, K), STEP):
+            columns = k + steps
+            x_mask = mask
+            if not IS_EVEN:
+                x_mask = mask & (columns < K)[None, :]
+            x = tl.load(x_at + columns[None, :], mask=x_mask, other=0.0)
+            a = load_page(a_ptr, page, True, columns, K, IS_EVEN)
+            acc_0 = page_dot(x, tl.trans(a), acc_0, UPCAST)
+            if NUM_SLICES > 1:
+                a = load_page(a_ptr + STRIDE_SLICE, page, True, columns, K, IS_EVEN)
+                acc_1 = page_dot(x, tl.trans(a), acc_1, UPCAST)
+            if NUM_SLICES > 2:
+                a = load_page(a_ptr + 2 * STRIDE_SLICE, page, True, columns, K, IS_EVEN)
+                acc_2 = page_dot(x, tl.trans(a), acc_2, UPCAST)
+        page_stride = num_rows.to(tl.int64) * PAGE
+        there = planes_ptr + chunk * stride + i * page_stride + at
+        slice_stride = rank_pages * page_stride
+        tl.store(there, acc_0, mask=mask)
+        if NUM_SLICES > 1:
+            tl.store(there + slice_stride, acc_1, mask=mask)
+        if NUM_SLICES > 2:
+            tl.store(there + 2 * slice_stride, acc_2, mask=mask)
+    if NUM_PLANES > 1:
+        tl.debug_barrier()
+        counter = counters_ptr + tile // PARTS * COUNTERS_OF_TILE + tile % PARTS
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == NUM_PLANES - 1:
+            tl.debug_barrier()
+            for block in range(NUM_SLICES * num_pages):
+                which = block // num_pages * rank_pages + block % num_pages
+                here = which * (num_rows.to(tl.int64) * PAGE) + at
+                _add_planes(sums_ptr, planes_ptr, stride, here, mask, NUM_PLANES)
+            tl.store(counter, 0)  # as the next site wants it
+
+
+_launch = Launcher(_shrink_kernel, launch_pdl=OVERLAPS)
+_launch_large = Launcher(_shrink_large_kernel, launch_pdl=OVERLAPS, num_stages=LARGE_STAGES)
+
+
+def shrink(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> Bridge:
     assert x.stride(1) == 1
     assert a_pool.is_contiguous()
-    num_chunks = -(-in_features // config.chunk)
-    tokens, pages = plan.num_tokens, plan.max_rank_pages
-    shape = (num_chunks, num_slices, pages, tokens, PAGE_ROWS)
+    return Bridge(
+        _shrink_small(x, a_pool, plan),
+        _shrink_large(x, a_pool, plan) if plan.max_large and plan.max_rank_pages else None,
+    )
+
+
+def _shrink_small(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
+    num_slices, _, width = a_pool.shape
+    num_chunks = -(-width // CHUNK)
+    shape = (num_chunks, num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
     planes = torch.empty(shape, dtype=torch.float32, device=x.device)
     if plan.max_units:
-        others = num_chunks * num_slices
-        overlaps = config.overlaps and not IS_INTERPRETED
-        grid = (num_chunks, num_slices, num_programs(plan.max_units, others, config.num_programs))
-        _small_kernel[grid](
-            x,
-            a_pool,
-            planes,
-            plan.header,
-            plan.units,
-            in_features,
-            tokens,
-            pages,
+        programs = num_programs(plan.max_units, num_chunks * num_slices, NUM_PROGRAMS)
+        _launch(
+            (num_chunks, num_slices, programs),
+            (x, a_pool, planes),
+            (plan.header, plan.units),
+            (
+                width,
+                x.stride(0),
+                a_pool.stride(0),
+                num_slices,
+                CHUNK,
+                UNIT_ROWS,
+                IS_INTERPRETED,
+                OVERLAPS,
+            ),
+            NUM_WARPS,
+        )
+    return planes
+
+
+def _shrink_large(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
+    num_slices, _, width = a_pool.shape
+    num_chunks = -(-width // LARGE_CHUNK)
+    parts = LARGE_ROWS // LARGE_PART
+    assert parts <= COUNTERS
+    shape = (num_chunks, num_slices, plan.max_rank_pages, plan.max_large_rows, PAGE_ROWS)
+    planes = torch.empty(shape, dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(planes[0]) if num_chunks > 1 else planes[0]
+    _launch_large(
+        (num_chunks, plan.max_large * parts, 1),
+        (x, a_pool, planes, sums),
+        (plan.header, plan.large, plan.pages, plan.counters),
+        (
+            width,
             x.stride(0),
             a_pool.stride(0),
-            CHUNK=config.chunk,
-            ROWS=SMALL_ROWS,
-            IS_EVEN=in_features % config.chunk == 0,
-            UPCAST=IS_INTERPRETED,
-            OVERLAPS=overlaps,
-            num_warps=config.num_warps,
-            launch_pdl=overlaps,
-        )
-    return Bridge(planes)
+            num_slices,
+            num_chunks,
+            LARGE_CHUNK,
+            LARGE_STEP,
+            LARGE_PART,
+            parts,
+            IS_INTERPRETED,
+            OVERLAPS,
+        ),
+        LARGE_WARPS,
+    )
+    return sums

@@ -1,15 +1,17 @@
-"""What the multi-LoRA Triton kernels share: how a tile is read from the plan, and its bridge."""
+"""What the multi-LoRA Triton kernels share: tiles read from the plan, bridges, pages of weights.
+
+Programs walk the tiles in strides: the grid fills the device, and no more, for the limit of a CUDA
+graph is far above what most steps bring. What they read of the pools they ask for before they wait
+for the kernel ahead.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.lora_plan import PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
+from kernels.lora_plan import COUNTERS, PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
 
 if not IS_INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -17,41 +19,28 @@ if not IS_INTERPRETED:
 PAGE = tl.constexpr(PAGE_ROWS)
 _TILE = tl.constexpr(TILE_FIELDS)
 _UNIT = tl.constexpr(UNIT_FIELDS)
+COUNTERS_OF_TILE = tl.constexpr(COUNTERS)
 
 
 @triton.jit
-def start_dependents(OVERLAPS: tl.constexpr):
+def start_dependents(OVERLAPPED: tl.constexpr):
     """The next kernel of the stream may start: it waits by itself for what this one writes."""
-    if OVERLAPS:
+    if OVERLAPPED:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_inputs(OVERLAPS: tl.constexpr):
-    """Every program of an overlapping kernel must come here, else the next but one could start
-    before the last but one has ended. What no kernel of a step writes may be read before."""
-    if OVERLAPS:
+def wait_for_inputs(OVERLAPPED: tl.constexpr):
+    """Every program must come here, else the next kernel but one could start before the last but
+    one has ended. Before it, only what no kernel of a step writes may be read."""
+    if OVERLAPPED:
         gdc_wait()
 
 
 @triton.jit
-def read_unit(units_ptr, unit, count):
-    """-> row, rows, page, page index; zeros beyond the end."""
+def read_unit(units_ptr, unit, live):
+    """-> row, rows, page, page index, row in the bridge. `live`: known to be inside the table."""
     p = units_ptr + unit * _UNIT
-    live = unit < count
-    return (
-        tl.load(p, mask=live, other=0),
-        tl.load(p + 1, mask=live, other=0),
-        tl.load(p + 2, mask=live, other=0),
-        tl.load(p + 3, mask=live, other=0),
-    )
-
-
-@triton.jit
-def read_tile(tiles_ptr, tile, count):
-    """-> row, rows, pages, offset in the page list, first page; zeros beyond the end."""
-    p = tiles_ptr + tile * _TILE
-    live = tile < count
     return (
         tl.load(p, mask=live, other=0),
         tl.load(p + 1, mask=live, other=0),
@@ -62,66 +51,93 @@ def read_tile(tiles_ptr, tile, count):
 
 
 @triton.jit
-def page_rows(page, live):
-    """Row numbers of a page and a mask of all or none of them: ranks are never masked."""
-    lanes = tl.arange(0, PAGE)
-    return page.to(tl.int64) * PAGE + lanes, lanes < tl.where(live, PAGE, 0)
+def read_tile(tiles_ptr, tile, live, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """-> row, rows, pages, offset in the page list, first page, row in the bridge. A tile of the
+    plan is read in PARTS of ROWS each. `live`: known to be inside the table."""
+    p = tiles_ptr + (tile // PARTS) * _TILE
+    start = (tile % PARTS) * ROWS
+    rows = tl.load(p + 1, mask=live, other=0)
+    return (
+        tl.load(p, mask=live, other=0) + start,
+        tl.minimum(rows - start, ROWS),
+        tl.load(p + 2, mask=live, other=0),
+        tl.load(p + 3, mask=live, other=0),
+        tl.load(p + 4, mask=live, other=0),
+        tl.load(p + 5, mask=live, other=0) + start,
+    )
 
 
 @triton.jit
-def load_page(ptr, page, live, columns, exists, stride, IS_EVEN: tl.constexpr):
-    """[PAGE, columns] of a pool, zeros if not `live`. IS_EVEN: all columns exist."""
-    rows, mask = page_rows(page, live)
-    mask = mask[:, None]
+def load_page(ptr, page, live, columns, width, IS_EVEN: tl.constexpr):
+    """[PAGE, columns] of a pool [rows, width], zeros if not `live`: ranks are never masked, pages
+    are. IS_EVEN: all columns exist."""
+    lanes = tl.arange(0, PAGE)
+    rows = page.to(tl.int64) * PAGE + lanes
+    mask = (lanes < tl.where(live, PAGE, 0))[:, None]
     if not IS_EVEN:
-        mask = mask & exists[None, :]
-    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+        mask = mask & (columns < width)[None, :]
+    return tl.load(ptr + rows[:, None] * width + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def load_bridge(planes_ptr, block, rows, mask, num_tokens, num_blocks, NUM_PLANES: tl.constexpr):
-    """Sum of the planes in their order, [rows, PAGE] float32. block = slice * rank pages + page,
-    num_blocks = slices * rank pages."""
-    lanes = tl.arange(0, PAGE)
-    plane_stride = num_blocks.to(tl.int64) * num_tokens * PAGE
-    at = planes_ptr + (block * num_tokens + rows[:, None]) * PAGE + lanes[None, :]
-    total = tl.load(at, mask=mask[:, None], other=0.0)
-    for plane in tl.static_range(1, NUM_PLANES):
-        total += tl.load(at + plane * plane_stride, mask=mask[:, None], other=0.0)
-    return total
+def load_bridge(planes_ptr, block, num_blocks, row, live, num_rows, NUM_PLANES: tl.constexpr):
+    """Sum over the planes of one row, [PAGE] float32; zeros if not `live`. block = slice * rank
+    pages + page, num_blocks = slices * rank pages. The same shape in every kernel: one order."""
+    PLANES: tl.constexpr = triton.next_power_of_2(NUM_PLANES)
+    planes = tl.arange(0, PLANES)
+    stride = num_blocks.to(tl.int64) * num_rows * PAGE
+    at = planes_ptr + (block.to(tl.int64) * num_rows + row) * PAGE
+    at_lanes = at + planes[:, None] * stride + tl.arange(0, PAGE)[None, :]
+    mask = (planes < tl.where(live, NUM_PLANES, 0))[:, None]
+    return tl.sum(tl.load(at_lanes, mask=mask, other=0.0), axis=0)
+
+
+@triton.jit
+def pair_delta(
+    b_ptr,
+    b,  # the first page [PAGE, columns]
+    columns,
+    width,
+    num_pages,
+    first,
+    pages_ptr,
+    planes_ptr,
+    block,
+    num_blocks,
+    row,  # in the bridge; the next one is the second of the pair
+    has_second,
+    num_rows,
+    NUM_PLANES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """h B of two rows, [columns] float32 each; the bridge h is rounded to B's type."""
+    delta_0 = tl.zeros([b.shape[1]], dtype=tl.float32)
+    delta_1 = tl.zeros([b.shape[1]], dtype=tl.float32)
+    page = tl.load(pages_ptr + first + 1, mask=num_pages > 1, other=0)
+    for i in range(num_pages):
+        more = i + 1 < num_pages
+        after = load_page(b_ptr, page, more, columns, width, IS_EVEN)
+        page = tl.load(pages_ptr + first + i + 2, mask=i + 2 < num_pages, other=0)
+        h_0 = load_bridge(planes_ptr, block + i, num_blocks, row, True, num_rows, NUM_PLANES)
+        h_1 = load_bridge(
+            planes_ptr, block + i, num_blocks, row + 1, has_second, num_rows, NUM_PLANES
+        )
+        wide = b.to(tl.float32)
+        delta_0 += tl.sum(h_0.to(b.dtype).to(tl.float32)[:, None] * wide, axis=0)
+        delta_1 += tl.sum(h_1.to(b.dtype).to(tl.float32)[:, None] * wide, axis=0)
+        b = after
+    return delta_0, delta_1
 
 
 @triton.jit
 def page_dot(h, b, acc, UPCAST: tl.constexpr):
+    """acc + h b, h rounded to the type of b first."""
     h = h.to(b.dtype)
     if UPCAST:
-        h, b = h.to(tl.float32), b.to(tl.float32)
+        return tl.dot(h.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(h, b, acc, input_precision="ieee")
 
 
-@dataclass(frozen=True, slots=True)
-class Slices:
-    """Where the slices of a site's B pools and outputs begin. Beside the first pool a kernel gets
-    the distances of the others, in elements: chosen by a program, they keep their alignment."""
-
-    sizes: tuple[int, int, int]  # 0: no such slice
-    distances: tuple[int, int]
-
-
-def slices_of(b_pools: tuple[torch.Tensor, ...]) -> Slices:
-    assert 1 <= len(b_pools) <= 3
-    first = b_pools[0]
-    width = first.element_size()
-    sizes, distances = [0, 0, 0], [0, 0]
-    for i, b in enumerate(b_pools):
-        assert b.stride(1) == 1
-        sizes[i] = b.shape[1]
-        if i:
-            distances[i - 1] = (b.data_ptr() - first.data_ptr()) // width
-    return Slices((sizes[0], sizes[1], sizes[2]), (distances[0], distances[1]))
-
-
 def num_programs(limit: int, others: int, wanted: int) -> int:
-    """Along the tiles, which programs walk in strides: enough to fill the device, and no more, for
-    the limit of a graph is far above what most steps bring."""
+    """Along the tiles, if there are `others` along the rest of the grid."""
     return max(1, min(limit, -(-wanted // others)))

@@ -32,58 +32,53 @@ MAX_CALLS = 64
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's site with its own rows, outputs and adapters."""
+    """One layer's site with its own weights, rows and outputs; the plan is every layer's."""
 
+    a_pool: torch.Tensor
+    b_pools: tuple[torch.Tensor, ...]
     x: torch.Tensor
     y: torch.Tensor
     plan: LoraPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    a_pool: torch.Tensor
-    b_pools: tuple[torch.Tensor, ...]
-    calls: tuple[Call, ...]
-
-
-def make_workload(
+def make_calls(
     site: str, num_tokens: int, ranks: Sequence[int], *, decode: bool = True, base_rows: int = 0
-) -> Workload:
+) -> list[Call]:
     """`ranks`: one an adapter; tokens are shared out evenly after `base_rows`."""
     in_features, sizes = SITES[site]
     pages_each = [-(-rank // PAGE_ROWS) for rank in ranks]
-    call_pages = sum(pages_each)
+    num_pages = sum(pages_each)
     row_bytes = 2 * (len(sizes) * in_features + sum(sizes))
-    call_bytes = call_pages * PAGE_ROWS * row_bytes + 2 * num_tokens * (in_features + sum(sizes))
+    call_bytes = num_pages * PAGE_ROWS * row_bytes + 2 * num_tokens * (in_features + sum(sizes))
     num_calls = int(min(MAX_CALLS, max(2, ROTATED_BYTES // call_bytes + 1)))
-    num_pages = num_calls * call_pages
-    rows = num_pages * PAGE_ROWS
     draw = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
-    a_pool = normal(len(sizes), rows, in_features, scale=in_features**-0.5)
-    b_pools = tuple(normal(rows, size) for size in sizes)
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist()
+    pages = iter(torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist())
     shares = _share(num_tokens - base_rows, len(ranks))
-    calls = []
-    for i in range(num_calls):
-        pages = iter(order[i * call_pages : (i + 1) * call_pages])
-        runs: list[tuple[list[int], int]] = [([], base_rows)]
-        runs += [
-            ([next(pages) for _ in range(n)], rows_)
-            for n, rows_ in zip(pages_each, shares, strict=True)
-        ]
-        buffer = np.zeros(lora_plan_size(num_tokens, num_pages), dtype=np.int32)
-        counts = write_lora_plan(buffer, runs, num_tokens, num_pages, large=not decode)
-        device = torch.from_numpy(buffer).cuda()
-        if decode:
-            plan = LoraPlan.for_graph(device, num_tokens, num_tokens, num_pages)
-        else:
-            plan = LoraPlan.for_step(device, counts, num_tokens, num_pages)
-        calls.append(Call(normal(num_tokens, in_features), normal(num_tokens, sum(sizes)), plan))
-    return Workload(a_pool, b_pools, tuple(calls))
+    runs: list[tuple[list[int], int]] = [([], base_rows)]
+    runs += [([next(pages) for _ in range(n)], m) for n, m in zip(pages_each, shares, strict=True)]
+    max_pages = max(num_pages, 1024)
+    buffer = np.zeros(lora_plan_size(num_tokens, max_pages), dtype=np.int32)
+    counts = write_lora_plan(buffer, runs, num_tokens, max_pages, large=not decode)
+    device = torch.from_numpy(buffer).cuda()
+    if decode:
+        plan = LoraPlan.for_graph(device, num_tokens, num_tokens, max_pages)
+    else:
+        plan = LoraPlan.for_step(device, counts, num_tokens, max_pages)
+    rows = num_pages * PAGE_ROWS
+    return [
+        Call(
+            normal(len(sizes), rows, in_features, scale=in_features**-0.5),
+            tuple(normal(rows, size) for size in sizes),
+            normal(num_tokens, in_features),
+            normal(num_tokens, sum(sizes)),
+            plan,
+        )
+        for _ in range(num_calls)
+    ]
 
 
 def _share(total: int, parts: int) -> list[int]:
@@ -112,12 +107,12 @@ def graph_us(steps: Sequence[Callable[[], object]], replays: int = 30) -> float:
     return statistics.median(times)
 
 
-def pair_us(work: Workload) -> float:
+def pair_us(calls: Sequence[Call]) -> float:
     def step(call: Call) -> None:
-        bridge = lora_shrink(call.x, work.a_pool, call.plan)
-        lora_expand_(call.y, bridge, work.b_pools, call.plan)
+        bridge = lora_shrink(call.x, call.a_pool, call.plan)
+        lora_expand_(call.y, bridge, call.b_pools, call.plan)
 
-    return graph_us([lambda call=call: step(call) for call in work.calls])
+    return graph_us([lambda call=call: step(call) for call in calls])
 
 
 CASES = ((1, 1), (8, 8), (32, 1), (32, 32), (64, 32), (256, 32))
@@ -132,8 +127,7 @@ def main() -> None:
     report.emit_machine("lora_sites")
     for num_tokens, distinct in CASES:
         times = {
-            site: pair_us(make_workload(site, num_tokens, [options.rank] * distinct))
-            for site in SITES
+            site: pair_us(make_calls(site, num_tokens, [options.rank] * distinct)) for site in SITES
         }
         report.emit(
             T=num_tokens,

@@ -12,6 +12,7 @@ MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
     "one row": ((16,), ((0, 1),)),
     "a base row between": ((8, 17), ((None, 2), (0, 3), (1, 1), (None, 1))),
     "a run of two tiles": ((16, 40), ((0, 18), (1, 2))),
+    "a large tile": ((20, 16), ((None, 1), (0, 66), (1, 1))),
 }
 
 
@@ -54,3 +55,16 @@ def test_a_step_without_adapters_changes_nothing() -> None:
     case = make_case((16,), ((None, 3),), in_features=32, sizes=(32,), dtype=torch.float16)
     assert torch.equal(run(case, graph_rows=3), case.y)
     assert torch.equal(run(case), case.y)
+
+
+def test_a_chunked_large_tile_is_summed_by_the_last_to_arrive() -> None:
+    case = make_case(
+        (8, 24), ((0, 1), (1, 130)), in_features=1100, sizes=(16, 16), dtype=torch.float16
+    )
+    plan = case.plan()
+    assert plan.max_large == 2
+    y = case.y.clone()
+    for _ in range(2):  # the counters are as they were
+        y.copy_(case.y)
+        lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+        assert error_of(case, y) < 2e-3

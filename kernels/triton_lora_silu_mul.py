@@ -1,0 +1,165 @@
+"""Triton half of `lora_silu_mul`: a program takes 256 columns of gate and those of up.
+
+The sums are rounded to the activations' type before the activation, and the expands are the
+same code as `lora_expand_`'s: the bits are those of the two ops apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.backend import IS_INTERPRETED
+from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_lora_tiles import (
+    load_page,
+    num_programs,
+    pair_delta,
+    read_tile,
+    start_dependents,
+    wait_for_inputs,
+)
+
+if not IS_INTERPRETED:
+    from triton.language.extra.cuda import libdevice
+
+COLUMNS = 256
+NUM_WARPS = 1
+NUM_PROGRAMS = 4096
+
+
+@triton.jit
+def silu_product(gate, up, EXACT: tl.constexpr):
+    """As `silu_mul`: torch's exponential and quotient, silu rounded before the product."""
+    wide = gate.to(tl.float32)
+    if EXACT:  # noqa: SIM108  one branch is not compiled
+        silu = tl.div_rn(wide, 1.0 + libdevice.exp(-wide))
+    else:
+        silu = wide / (1.0 + tl.exp(-wide))
+    return (silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def add_delta(y, delta, num_pages):
+    """A row without adapter keeps its bits, also those of -0."""
+    return tl.where(num_pages > 0, (y.to(tl.float32) + delta).to(y.dtype), y)
+
+
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+def _lora_silu_mul_kernel(
+    x_ptr,  # [T, 2 * WIDTH]
+    planes_ptr,
+    gate_b_ptr,  # [rows, WIDTH]
+    up_b_ptr,
+    out_ptr,  # [T, WIDTH]
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.load(header_ptr)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    tile = tl.program_id(1)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
+    live = (num_pages > 0) & (tile < count)
+    gate_b = load_page(gate_b_ptr, page, live, columns, WIDTH, IS_EVEN)
+    up_b = load_page(up_b_ptr, page, live, columns, WIDTH, IS_EVEN)
+    wait_for_inputs(OVERLAPPED)
+    while tile < count:
+        for i in range(0, rows, 2):
+            has_second = i + 1 < rows
+            mask = columns < tl.where(has_second, WIDTH, 0)
+            x_at = x_ptr + (row + i).to(tl.int64) * STRIDE_X + columns
+            gate_0 = tl.load(x_at, mask=columns < WIDTH, other=0.0)
+            up_0 = tl.load(x_at + WIDTH, mask=columns < WIDTH, other=0.0)
+            gate_1 = tl.load(x_at + STRIDE_X, mask=mask, other=0.0)
+            up_1 = tl.load(x_at + STRIDE_X + WIDTH, mask=mask, other=0.0)
+            delta_0, delta_1 = pair_delta(
+                gate_b_ptr,
+                gate_b,
+                columns,
+                WIDTH,
+                num_pages,
+                first,
+                pages_ptr,
+                planes_ptr,
+                0,
+                2 * rank_pages,
+                at_bridge + i,
+                has_second,
+                num_rows,
+                NUM_PLANES,
+                IS_EVEN,
+            )
+            gate_0 = add_delta(gate_0, delta_0, num_pages)
+            gate_1 = add_delta(gate_1, delta_1, num_pages)
+            delta_0, delta_1 = pair_delta(
+                up_b_ptr,
+                up_b,
+                columns,
+                WIDTH,
+                num_pages,
+                first,
+                pages_ptr,
+                planes_ptr,
+                rank_pages,
+                2 * rank_pages,
+                at_bridge + i,
+                has_second,
+                num_rows,
+                NUM_PLANES,
+                IS_EVEN,
+            )
+            up_0 = add_delta(up_0, delta_0, num_pages)
+            up_1 = add_delta(up_1, delta_1, num_pages)
+            out_at = out_ptr + (row + i).to(tl.int64) * WIDTH + columns
+            tl.store(out_at, silu_product(gate_0, up_0, EXACT), mask=columns < WIDTH)
+            tl.store(out_at + WIDTH, silu_product(gate_1, up_1, EXACT), mask=mask)
+        tile += tl.num_programs(1)
+        row, rows, num_pages, first, page, at_bridge = read_tile(
+            tiles_ptr, tile, tile < count, ROWS, 1
+        )
+        gate_b = load_page(gate_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+        up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+
+
+_launch = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_lora_silu_mul(
+    gate_up: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
+) -> torch.Tensor:
+    width = gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = gate_up.new_empty((gate_up.shape[0], width))
+    blocks = -(-width // COLUMNS)
+    _launch(
+        (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
+        (gate_up, bridge.planes, b_pools[0], b_pools[1], out),
+        (plan.header, plan.small, plan.pages),
+        (
+            width,
+            gate_up.stride(0),
+            bridge.planes.shape[0],
+            SMALL_ROWS,
+            COLUMNS,
+            not IS_INTERPRETED,
+            OVERLAPS,
+        ),
+        NUM_WARPS,
+    )
+    return out

@@ -9,7 +9,12 @@ Knows digests; what room means is the pool's business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from engine.types import AdapterResidency, Sequence
+
+_PREFETCHED = 64  # waiting sequences whose adapters are looked at, once a step
 
 
 class AdapterGate:
@@ -51,6 +56,12 @@ class AdapterGate:
         self._passed_over.append(sequence)
         self._is_barrier_up |= sequence.num_overtaken >= self._max_overtakes
         return False
+
+    def prefetch(self, waiting: Iterable[Sequence]) -> None:
+        """The adapters of those next in line are copied while others run."""
+        next_in_line = islice(waiting, _PREFETCHED)
+        digests = dict.fromkeys(s.request.adapter for s in next_in_line)
+        self._residency.prefetch([d for d in digests if d is not None and self._residency.has(d)])
 
     def note_admitted(self, sequence: Sequence) -> None:
         sequence.num_overtaken = 0

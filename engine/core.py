@@ -1,9 +1,10 @@
 """One engine, step by step: schedule, launch, collect, commit. One thread calls it.
 
 A runner that runs ahead gets step n+1 before step n is collected: what the host does between two
-steps is then hidden behind the device's work, and an ended sequence costs one row of one step. Holds
-the promise that a bad request fails alone: a request is checked before it is admitted, and
-when the runner raises, the requests of that batch end with an error and the engine goes on.
+steps is then hidden behind the device's work, and an ended sequence costs one row of one step.
+Holds the promise that a bad request fails alone: a request is checked before it is admitted, and
+when the runner raises, the requests of that batch end with an error and the engine goes on. Only a
+device that is lost for ever (EngineDeadError) ends it.
 Ignorant of threads, files and text.
 """
 
@@ -17,7 +18,7 @@ from typing import Protocol
 from engine.admission import EngineLimits, check_request
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
-from engine.errors import InvalidRequestError, UnknownAdapterError
+from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
 from engine.scheduler import Scheduler
 from engine.types import (
     AdapterResidency,
@@ -107,14 +108,20 @@ class Engine:
     def step(self) -> StepOutput:
         """Launches a step and commits the one before it, or itself if the runner never runs
         ahead."""
-        step = self._launch(_by_adapter(self.scheduler.schedule()))
+        batch = self.scheduler.schedule()
+        if self._adapters.has_pending_copies() and not (
+            batch.sequences or self._in_flight.batch.sequences
+        ):
+            self._adapters.wait_pending()  # nothing else to do
+            batch = self.scheduler.schedule()
+        step = self._launch(_by_adapter(batch))
         outputs = self._collect(self._in_flight)
         self._in_flight = _Step(_EMPTY)
         if self._runs_ahead and step.error is None:
             self._in_flight = step
         else:
             outputs += self._collect(step)
-        self.is_stuck = not (outputs or step.batch.sequences)
+        self.is_stuck = not (outputs or step.batch.sequences or self._adapters.has_pending_copies())
         return StepOutput(tuple(outputs), self.load())
 
     def load(self) -> EngineLoad:
@@ -149,6 +156,8 @@ class Engine:
         self._num_steps += 1
         try:
             return _Step(batch, self._runner.launch(batch))
+        except EngineDeadError:
+            raise
         except Exception as error:
             return _Step(batch, error=error)
 
@@ -159,6 +168,8 @@ class Engine:
                 raise step.error
             if step.launched is not None:
                 samples = step.launched.collect()
+        except EngineDeadError:
+            raise
         except Exception:
             logger.exception("a step of %d sequences failed", len(step.batch.sequences))
             return self.scheduler.fail(step.batch, "the engine failed in a step of this request")

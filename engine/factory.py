@@ -10,15 +10,9 @@ from typing import TypeVar
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.runner import ModelRunner
-from engine.service import AsyncEngine
+from engine.service import AdapterReader, AsyncEngine
 
 T = TypeVar("T")
-
-
-def open_engine(config: EngineConfig) -> AsyncEngine:
-    """Loads the model (minutes for a large one). The caller starts it."""
-    runner = _apart(lambda: ModelRunner(config))
-    return AsyncEngine(Engine(config, runner), FolderReader(runner))
 
 
 class FolderReader:
@@ -45,3 +39,11 @@ def _apart(work: Callable[[], T]) -> T:
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
+
+
+def open_engine(
+    config: EngineConfig, reader_of: Callable[[ModelRunner], AdapterReader] = FolderReader
+) -> AsyncEngine:
+    """Loads the model (minutes for a large one). The caller starts it."""
+    runner = _apart(lambda: ModelRunner(config))
+    return AsyncEngine(Engine(config, runner), reader_of(runner))

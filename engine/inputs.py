@@ -1,7 +1,7 @@
-"""What a step's forward pass reads: a ScheduledBatch turned into tensors, once a step.
+"""What a step's forward pass reads, and how the reference backend builds it from a batch.
 
-All layers share them. Built with numpy and handed over in one go each, so that a device needs few
-copies; a pinned staging buffer would go into `_to_device`. Knows no weights.
+All layers share one ForwardInputs. `build_inputs` makes fresh tensors for every step;
+`engine.step_inputs` writes into static buffers instead, for a device with graphs. Knows no weights.
 """
 
 from __future__ import annotations
@@ -12,20 +12,33 @@ import numpy as np
 import torch
 
 from engine.types import ScheduledBatch, ScheduledSequence
+from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import AttentionPlan, plan_attention
+from kernels.paged_plan import PagedPlan
 from lora.mapping import LoraBatch, build_lora_batch
 from lora.pool import AdapterPool
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """Tokens that the step before drew and the host may not know yet."""
+
+    sources: torch.Tensor  # [T] int32: a row of `drawn`, or below 0: token_ids has it
+    drawn: torch.Tensor  # [rows] int32; below 0: its logits were not finite
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64, where K and V of each token go
-    attention: AttentionPlan
-    logit_rows: tuple[int, ...]  # rows whose logits are wanted: those that sample, then prompts'
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T] where K and V of each token go; below 0: nowhere
+    attention: AttentionPlan | PagedPlan
+    logit_rows: torch.Tensor | None  # [rows] those that sample, then prompts'; None: all
+    host_logit_rows: tuple[int, ...]  # the same on the host
     num_samples: int  # of logit_rows
-    lora: LoraBatch | None
+    lora: LoraBatch | LoraPlan | None
+    optional_lora: LoraBatch | None  # of lm_head and the embedding, if some adapter here has them
+    in_flight: DeviceTokens | None = None  # None: token_ids has all
 
 
 def build_inputs(
@@ -38,15 +51,11 @@ def build_inputs(
         token for part in parts for token in part.sequence.token_ids[part.start : part.end]
     ]
     positions = np.concatenate([np.arange(part.start, part.end) for part in parts])
-    tables = _block_tables(parts, block_size)
+    tables = block_tables(parts, block_size)
     owner = np.repeat(np.arange(len(parts)), lengths)
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
-    rows = [end - 1 for part, end in zip(parts, query_start[1:], strict=True) if part.samples]
-    prompt_rows = [
-        start + i
-        for part, start in zip(parts, query_start, strict=False)
-        for i in range(num_prompt_logprobs(part))
-    ]
+    rows = logit_rows(parts, query_start)
+    lora = lora_batch(parts, pool, device)
     return ForwardInputs(
         token_ids=_to_device(np.array(token_ids, dtype=np.int64), device),
         positions=_to_device(positions, device),
@@ -54,14 +63,22 @@ def build_inputs(
         attention=plan_attention(
             query_start, [part.end for part in parts], _to_device(tables, device), block_size
         ),
-        logit_rows=(*rows, *prompt_rows),
-        num_samples=len(rows),
-        lora=build_lora_batch(
-            pool,
-            [(part.sequence.request.adapter, n) for part, n in zip(parts, lengths, strict=True)],
-            device,
-        ),
+        logit_rows=_to_device(np.array(rows, dtype=np.int64), device),
+        host_logit_rows=rows,
+        num_samples=sum(part.samples for part in parts),
+        lora=lora,
+        optional_lora=lora,
     )
+
+
+def logit_rows(parts: tuple[ScheduledSequence, ...], query_start: list[int]) -> tuple[int, ...]:
+    rows = [end - 1 for part, end in zip(parts, query_start[1:], strict=True) if part.samples]
+    prompt_rows = [
+        start + i
+        for part, start in zip(parts, query_start, strict=False)
+        for i in range(num_prompt_logprobs(part))
+    ]
+    return (*rows, *prompt_rows)
 
 
 def num_prompt_logprobs(part: ScheduledSequence) -> int:
@@ -71,7 +88,14 @@ def num_prompt_logprobs(part: ScheduledSequence) -> int:
     return max(0, min(part.end, part.sequence.num_prompt_tokens - 1) - part.start)
 
 
-def _block_tables(
+def lora_batch(
+    parts: tuple[ScheduledSequence, ...], pool: AdapterPool, device: torch.device
+) -> LoraBatch | None:
+    runs = [(part.sequence.request.adapter, part.end - part.start) for part in parts]
+    return build_lora_batch(pool, runs, device)
+
+
+def block_tables(
     parts: tuple[ScheduledSequence, ...], block_size: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """[S, max_blocks]; each block table must reach the last position of its part."""

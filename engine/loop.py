@@ -88,6 +88,8 @@ class EngineLoop:
             # Not only Exception: whatever ends this thread, those who wait must hear of it.
             logger.exception("the engine's loop died")
             death = EngineDeadError(f"the engine died: {type(error).__name__}")
+            if isinstance(error, EngineDeadError):
+                death = error
         finally:
             self._die(death)
 

@@ -14,12 +14,21 @@ from engine.inputs import ForwardInputs
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, lora_sites
 from engine.rope import cos_sin_table
-from engine.weights import LayerWeights, Weights
+from engine.weights import Weights
+from kernels.embedding import gather_embedding
+from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.silu_mul import silu_mul
-from lora.layers import apply_lora_, apply_lora_embedding_
+from lora.layers import (
+    apply_lora_,
+    apply_lora_embedding_,
+    expand_,
+    expand_rope_kv_write,
+    expand_silu_mul,
+    shrink,
+)
 from lora.mapping import LoraBatch
 from lora.pool import AdapterPool
 from lora.sites import Site
@@ -41,53 +50,69 @@ class Model:
 
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
         """-> [rows whose logits are wanted, H], normed. Writes K and V of all tokens."""
-        config, lora = self.config, inputs.lora
-        residual = embedding(inputs.token_ids, self.weights.embedding)  # [T, H]
-        if lora is not None:
-            apply_lora_embedding_(self._embedding_site, residual, inputs.token_ids, lora, pool)
+        eps = self.config.rms_norm_eps
+        residual = self._embed(inputs, pool)  # [T, H]
         layers = self.weights.layers
-        hidden = rms_norm(residual, layers[0].input_norm, config.rms_norm_eps)
+        hidden = rms_norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
-            qkv_site, o_site, gate_up_site, down_site = self._layer_sites[i]
-            qkv = self._linear(hidden, layer.qkv, layer.qkv_bias, qkv_site, lora, pool)
-            attended = self._attend(i, layer, qkv, inputs, kv)
-            hidden = self._linear(attended, layer.o, layer.o_bias, o_site, lora, pool)
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, config.rms_norm_eps)
-            gate_up = self._linear(
-                hidden, layer.gate_up, layer.gate_up_bias, gate_up_site, lora, pool
-            )
-            hidden = self._linear(
-                silu_mul(gate_up), layer.down, layer.down_bias, down_site, lora, pool
-            )
+            q = self._project(i, hidden, inputs, kv, pool)
+            window = self.config.sliding_windows[i]
+            attended = paged_attention(
+                q, kv.k[i], kv.v[i], inputs.attention, self._scale, window
+            ).flatten(1)
+            o_site, down_site = self._layer_sites[i][1], self._layer_sites[i][3]
+            hidden = self._linear(attended, layer.o, layer.o_bias, o_site, inputs.lora, pool)
+            hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, eps)
+            hidden = self._gate(i, hidden, inputs.lora, pool)
+            hidden = self._linear(hidden, layer.down, layer.down_bias, down_site, inputs.lora, pool)
             if i + 1 < len(layers):
-                hidden, residual = add_rms_norm(
-                    hidden, residual, layers[i + 1].input_norm, config.rms_norm_eps
-                )
-        rows = torch.tensor(inputs.logit_rows, dtype=torch.int64, device=hidden.device)
-        hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
-        return add_rms_norm(hidden, residual, self.weights.norm, config.rms_norm_eps)[0]
+                hidden, residual = add_rms_norm(hidden, residual, layers[i + 1].input_norm, eps)
+        if inputs.logit_rows is not None:
+            hidden = hidden.index_select(0, inputs.logit_rows)
+            residual = residual.index_select(0, inputs.logit_rows)
+        return add_rms_norm(hidden, residual, self.weights.norm, eps)[0]
 
     def logits(
-        self, hidden: torch.Tensor, rows: tuple[int, ...], lora: LoraBatch | None, pool: AdapterPool
+        self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
     ) -> torch.Tensor:
-        """[R, H] -> [R, V] float32. `rows`: the rows of the step that they are."""
-        logits = linear(hidden, self.weights.head)
+        """[R, H] -> [R, V] float32. They are the rows of the step's result from `first` on."""
+        head = self.weights.head
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            # Rounded to bf16, logits above 16 are 1/8 apart and greedy choices tie.
+            logits = torch.mm(hidden, head.T, out_dtype=torch.float32)
+        else:
+            logits = linear(hidden, head).float()
+        lora = inputs.optional_lora
         if lora is not None and pool.site_pool(self._head_site.name) is not None:
+            rows = inputs.host_logit_rows[first : first + hidden.shape[0]]
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows), pool)
-        return logits.float()
+        return logits
 
-    def _attend(
+    def _embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
+        token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
+        if in_flight is None:
+            embedded = embedding(token_ids, table)
+        else:
+            embedded = gather_embedding(token_ids, in_flight.sources, in_flight.drawn, table)
+        lora = inputs.optional_lora
+        if lora is not None:
+            if in_flight is not None:
+                drawn = in_flight.drawn.index_select(0, in_flight.sources.clamp(min=0)).clamp(min=0)
+                token_ids = torch.where(in_flight.sources < 0, token_ids, drawn)
+            apply_lora_embedding_(self._embedding_site, embedded, token_ids, lora, pool)
+        return embedded
+
+    def _project(
         self,
         index: int,
-        layer: LayerWeights,
-        qkv: torch.Tensor,
+        hidden: torch.Tensor,
         inputs: ForwardInputs,
         kv: KVCache,
+        pool: AdapterPool,
     ) -> torch.Tensor:
-        """-> [T, Hq * D]"""
-        config = self.config
-        q = rope_kv_write(
-            qkv,
+        """-> rotated q [T, Hq, D]; K and V are in the cache."""
+        config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
+        rope = (
             inputs.positions,
             self._cos_sin,
             kv.k[index],
@@ -100,10 +125,22 @@ class Model:
             layer.k_norm,
             config.rms_norm_eps,
         )
-        window = config.sliding_windows[index]
-        return paged_attention(
-            q, kv.k[index], kv.v[index], inputs.attention, self._scale, window
-        ).flatten(1)
+        if isinstance(inputs.lora, LoraPlan):
+            qkv = linear(hidden, layer.qkv, layer.qkv_bias)
+            bridge = shrink(site, hidden, inputs.lora, pool)
+            return expand_rope_kv_write(site, qkv, bridge, inputs.lora, pool, *rope)
+        qkv = self._linear(hidden, layer.qkv, layer.qkv_bias, site, inputs.lora, pool)
+        return rope_kv_write(qkv, *rope)
+
+    def _gate(
+        self, index: int, hidden: torch.Tensor, lora: LoraBatch | LoraPlan | None, pool: AdapterPool
+    ) -> torch.Tensor:
+        """[T, H] -> [T, I]"""
+        layer, site = self.weights.layers[index], self._layer_sites[index][2]
+        if isinstance(lora, LoraPlan):
+            gate_up = linear(hidden, layer.gate_up, layer.gate_up_bias)
+            return expand_silu_mul(site, gate_up, shrink(site, hidden, lora, pool), lora, pool)
+        return silu_mul(self._linear(hidden, layer.gate_up, layer.gate_up_bias, site, lora, pool))
 
     def _linear(
         self,
@@ -111,11 +148,13 @@ class Model:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         site: Site,
-        lora: LoraBatch | None,
+        lora: LoraBatch | LoraPlan | None,
         pool: AdapterPool,
     ) -> torch.Tensor:
         y = linear(x, weight, bias)
-        if lora is not None:
+        if isinstance(lora, LoraPlan):
+            expand_(site, y, shrink(site, x, lora, pool), lora, pool)
+        elif lora is not None:
             outputs = torch.split(y, [part.out_features for part in site.slices], dim=-1)
             apply_lora_(site, outputs, x, lora, pool)
         return y

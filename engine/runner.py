@@ -1,6 +1,7 @@
-"""Owns the device: the base's weights, the KV tensors, the adapter pool; runs one step at a time.
+"""Owns the device: the base's weights, the KV tensors, the adapter pool; runs its steps.
 
-Loads at its start, then `execute` turns a ScheduledBatch into Samples. One thread calls it, between
+Loads at its start, then `launch` turns a ScheduledBatch into Samples, at once on the reference
+backend, while the caller plans the next step on a CUDA device. One thread calls it, between
 steps it inserts adapters; `read_adapter` alone is slow and may run in any thread. Decides nothing
 about who runs.
 """
@@ -10,55 +11,44 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
+from engine.device_step import DeviceSteps
 from engine.errors import UnsupportedModelError
-from engine.inputs import ForwardInputs, build_inputs, num_prompt_logprobs
 from engine.kv_cache import allocate_kv_cache, count_blocks
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.sampler import finite_rows, sample, token_logprobs
-from engine.types import Sample, ScheduledBatch, TokenLogprobs
-from engine.weights import load_weights
+from engine.reference_step import ReferenceSteps
+from engine.step_inputs import StepLimits
+from engine.types import LaunchedStep, Sample, ScheduledBatch
+from engine.weights import Weights, load_weights, random_weights
+from kernels.backend import HAS_TRITON, IS_INTERPRETED, allow_triton
+from kernels.paged_plan import HeadShape
 from lora.adapter import Adapter, read_adapter
 from lora.pool import AdapterPool
 
 logger = logging.getLogger(__name__)
 
-_PROMPT_ROWS = 128  # logits of so many prompt rows at a time: 25 MB of a vocabulary of 49152
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    samples: tuple[Sample, ...]
-
-    def collect(self) -> tuple[Sample, ...]:
-        return self.samples
-
 
 class ModelRunner:
     """Implements `types.Runner`."""
-
-    runs_ahead = False
 
     def __init__(self, config: EngineConfig) -> None:
         started_s = time.perf_counter()
         # Not torch's own default: Ray tells it 1 in an actor that reserves no CPUs.
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-        _check_backend(config)
         self.device = _resolve_device(config)
+        uses_triton = _resolve_backend(config, self.device)
         self.dtype = _resolve_dtype(config, self.device)
         folder = Path(config.model_path)
         self.model_config: ModelConfig = read_model_config(folder)
         self.max_model_len = _resolve_max_len(config, self.model_config)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
-        self._weights = load_weights(folder, self.model_config, self.dtype, self.device)
+        self._weights = self._load(folder, config)
         self._model = Model(self.model_config, self._weights, self.max_model_len)
         self.adapters = AdapterPool(
             self._sites,
@@ -73,6 +63,8 @@ class ModelRunner:
         self._kv = allocate_kv_cache(
             self.model_config, self.num_blocks, config.block_size, self.dtype, self.device
         )
+        self._steps = self._device_steps(config) if uses_triton else self._reference_steps()
+        self.runs_ahead = self._steps.runs_ahead
         logger.info(
             "%s on %s in %s: %d KV blocks, %d adapter pages, %.1f s",
             self.model_config.architecture,
@@ -83,30 +75,14 @@ class ModelRunner:
             time.perf_counter() - started_s,
         )
 
-    def launch(self, batch: ScheduledBatch) -> FinishedStep:
-        return FinishedStep(self.execute(batch))
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        return self._steps.launch(batch)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
-        if not batch.sequences:
-            return ()
-        inputs = build_inputs(batch, self._kv.block_size, self.device, self.adapters)
-        hidden = self._model.forward(inputs, self._kv, self.adapters)
-        drawn = iter(self._sample(batch, inputs, hidden))
-        prompts = iter(self._prompt_logprobs(batch, inputs, hidden))
-        samples: list[Sample] = []
-        for part in batch.sequences:
-            answer = next(drawn) if part.samples else Sample(None)
-            if num_prompt_logprobs(part):
-                logprobs = next(prompts)
-                # No token either: the same weights and KV gave both.
-                answer = (
-                    Sample(None, is_finite=False)
-                    if logprobs is None
-                    else Sample(answer.token_id, answer.logprobs, logprobs, answer.is_finite)
-                )
-            samples.append(answer)
-        return tuple(samples)
+        """Launches a step and waits for it."""
+        return self._steps.launch(batch).collect() if batch.sequences else ()
 
     def read_adapter(self, digest: str, path: Path) -> Adapter:
         """Raises AdapterError. Touches neither pool nor device's adapters: any thread may call."""
@@ -123,59 +99,47 @@ class ModelRunner:
         """Between steps. False: still in use, it goes with the last reference."""
         return self.adapters.remove(digest)
 
-    def _sample(
-        self, batch: ScheduledBatch, inputs: ForwardInputs, hidden: torch.Tensor
-    ) -> list[Sample]:
-        parts = [part for part in batch.sequences if part.samples]
-        if not parts:
-            return []
-        rows = inputs.logit_rows[: inputs.num_samples]
-        logits = self._model.logits(hidden[: inputs.num_samples], rows, inputs.lora, self.adapters)
-        return sample(logits, parts, self.model_config.eos_token_ids)
+    def _load(self, folder: Path, config: EngineConfig) -> Weights:
+        if config.load_format == "dummy":
+            return random_weights(self.model_config, self.dtype, self.device)
+        return load_weights(folder, self.model_config, self.dtype, self.device)
 
-    def _prompt_logprobs(
-        self, batch: ScheduledBatch, inputs: ForwardInputs, hidden: torch.Tensor
-    ) -> list[tuple[TokenLogprobs, ...] | None]:
-        """One entry for each sequence that asks; None where the logits are not finite."""
-        results: list[tuple[TokenLogprobs, ...] | None] = []
-        first = inputs.num_samples
-        for part in batch.sequences:
-            count = num_prompt_logprobs(part)
-            if count == 0:
-                continue
-            tokens = part.sequence.token_ids[part.start + 1 : part.start + 1 + count]
-            limit = part.sequence.request.params.prompt_logprobs or 0
-            results.append(self._row_logprobs(inputs, hidden, first, tokens, limit))
-            first += count
-        return results
+    def _reference_steps(self) -> ReferenceSteps:
+        eos = self.model_config.eos_token_ids
+        return ReferenceSteps(self._model, self._kv, self.adapters, eos)
 
-    def _row_logprobs(
-        self,
-        inputs: ForwardInputs,
-        hidden: torch.Tensor,
-        first: int,
-        tokens: Sequence[int],
-        limit: int,
-    ) -> tuple[TokenLogprobs, ...] | None:
-        found: list[TokenLogprobs] = []
-        for begin in range(0, len(tokens), _PROMPT_ROWS):
-            chunk = tokens[begin : begin + _PROMPT_ROWS]
-            here = slice(first + begin, first + begin + len(chunk))
-            logits = self._model.logits(
-                hidden[here], inputs.logit_rows[here], inputs.lora, self.adapters
-            )
-            if not all(finite_rows(logits)):
-                return None
-            found += token_logprobs(logits, chunk, [limit] * len(chunk))
-        return tuple(found)
-
-
-def _check_backend(config: EngineConfig) -> None:
-    if config.backend == "triton":
-        raise UnsupportedModelError(
-            "backend is triton: its kernels do not exist yet, use auto or reference"
+    @torch.inference_mode()
+    def _device_steps(self, config: EngineConfig) -> DeviceSteps:
+        model = self.model_config
+        limits = StepLimits(
+            config.max_num_seqs,
+            self.max_model_len,
+            config.block_size,
+            HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
+            config.max_lora_rank,
         )
-    logger.info("backend reference: the kernels are torch operations")
+        # A step has a token of every sequence at least.
+        max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+        steps = DeviceSteps(
+            self._model, self._kv, self.adapters, limits, max_tokens, model.eos_token_ids
+        )
+        if self.device.type == "cuda" and not config.enforce_eager:
+            steps.capture()
+        return steps
+
+
+def _resolve_backend(config: EngineConfig, device: torch.device) -> bool:
+    """True: Triton. `auto` takes it wherever there is a CUDA device."""
+    wants = config.backend == "triton" or (config.backend == "auto" and device.type == "cuda")
+    if wants and not HAS_TRITON:
+        raise UnsupportedModelError(
+            f"backend is {config.backend}, and triton is not installed: pip install 'loraplex[gpu]'"
+        )
+    if wants and device.type != "cuda" and not IS_INTERPRETED:
+        raise UnsupportedModelError("backend is triton: it needs a CUDA device, use reference")
+    allow_triton(wants)
+    logger.info("backend %s", "triton" if wants else "reference: the kernels are torch operations")
+    return wants
 
 
 def _resolve_device(config: EngineConfig) -> torch.device:

@@ -99,6 +99,11 @@ def _draw(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> torch.Ten
     )
 
 
+def changes_logits(part: ScheduledSequence) -> bool:
+    params = part.sequence.request.params
+    return bool(params.logit_bias) or params.has_penalties or params.min_tokens > 0
+
+
 def change_logits_(
     logits: torch.Tensor, parts: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
 ) -> None:

@@ -233,6 +233,7 @@ class Scheduler:
             insort(self._running, sequence, key=_age)
             start = sequence.num_computed_tokens
             admitted.append(_take(sequence, start, start + count))
+        self._gate.prefetch(self._waiting)
         return admitted
 
     def _waits_for_choice_0(self, sequence: Sequence) -> bool:

@@ -5,6 +5,7 @@ Ignorant of tensors, HTTP and MLflow. An adapter is known here only by its conte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -196,7 +197,19 @@ class AdapterResidency(Protocol):
         ...
 
     def acquire(self, digest: str) -> bool:
-        """Makes the adapter resident if room allows, and takes a reference. False: not now."""
+        """Makes the adapter resident if room allows, and takes a reference. False: not now, for
+        all pages are in use or the copy to the device is under way."""
+        ...
+
+    def prefetch(self, digests: Iterable[str]) -> None:
+        """Those that will be acquired next, the most urgent first: copies begin where there is
+        room."""
+        ...
+
+    def has_pending_copies(self) -> bool: ...
+
+    def wait_pending(self) -> None:
+        """Until one more adapter can be acquired. Some milliseconds at most."""
         ...
 
     def release(self, digest: str) -> None:

@@ -65,6 +65,22 @@ def load_weights(
     return weights
 
 
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    """As vLLM's `--load-format dummy`: made on the device, no files. Scaled so that activations
+    keep their size; the same on every call with one device and shape."""
+    builder = _Builder(config, dtype, device)
+    weights = builder.build()
+    generator = torch.Generator(device).manual_seed(0)
+    for name, place in builder.places.items():
+        if name.endswith("norm.weight"):
+            place.fill_(1)
+        elif name.endswith(".bias"):
+            place.zero_()
+        else:
+            place.normal_(0.0, place.shape[-1] ** -0.5, generator=generator)
+    return weights
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that the files must hold."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockPool
@@ -51,18 +52,28 @@ class FakePool:
     known: set[str] = field(default_factory=set)
     references: Counter[str] = field(default_factory=Counter)
     blocked: set[str] = field(default_factory=set)  # never find room
+    copying: set[str] = field(default_factory=set)  # until `wait_pending`
 
     def has(self, digest: str) -> bool:
         return digest in self.known
 
     def acquire(self, digest: str) -> bool:
         assert digest in self.known
-        if digest in self.blocked:
+        if digest in self.blocked or digest in self.copying:
             return False
         if self.references[digest] == 0 and len(self.on_device()) >= self.capacity:
             return False
         self.references[digest] += 1
         return True
+
+    def prefetch(self, digests: Iterable[str]) -> None:
+        assert all(self.has(digest) for digest in digests)
+
+    def has_pending_copies(self) -> bool:
+        return bool(self.copying)
+
+    def wait_pending(self) -> None:
+        self.copying.pop()
 
     def release(self, digest: str) -> None:
         assert self.references[digest] > 0, f"{digest} released more often than acquired"

@@ -182,3 +182,21 @@ def test_an_abort_frees_everything_and_says_so_once() -> None:
     assert engine.load().num_free_blocks == 64
     assert not +runner.adapters.references
     assert [(o.choice, o.finish_reason) for o in run(engine)] == [(0, "abort")]
+
+
+def test_an_idle_engine_waits_for_an_adapter_on_its_way() -> None:
+    pool = FakePool(known={"x", "y"}, copying={"x"})
+    engine, runner = make_engine(FakeRunner(adapters=pool))
+    engine.add_request(make_request("a", adapter="x", max_tokens=1))
+    assert [o.finish_reason for o in engine.step().outputs] == ["length"]
+
+
+def test_nobody_waits_for_another_ones_adapter() -> None:
+    pool = FakePool(known={"x", "y"}, copying={"x"})
+    engine, _ = make_engine(FakeRunner(adapters=pool))
+    engine.add_request(make_request("slow", adapter="x", max_tokens=1))
+    engine.add_request(make_request("ready", [5], "y", max_tokens=1))
+    assert [o.request_id for o in engine.step().outputs] == ["ready"]
+    assert pool.copying
+    assert not engine.is_stuck
+    assert [o.request_id for o in engine.step().outputs] == ["slow"]

@@ -10,16 +10,19 @@ from engine.core import Engine
 from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
 from engine.service import AsyncEngine, EngineInterface
 from engine.types import Request, Sample, ScheduledBatch, StepOutput
-from tests.fakes import FakePool, FakeRunner, make_config, make_request, solo_tokens
+from tests.fakes import FakeModel, FakePool, FakeRunner, make_config, make_request, solo_tokens
 
-LONG = 2000
+NUM_BLOCKS = 50_000
+LONG = 100_000  # never reached: an end by itself would be the threads' luck
 
 
 class GatedRunner(FakeRunner):
     """Runs a step only when a permit is given; the test says when."""
 
     def __init__(self) -> None:
-        super().__init__(num_blocks=1000, adapters=FakePool(known={"x"}))
+        super().__init__(
+            NUM_BLOCKS, adapters=FakePool(known={"x"}), model=FakeModel(max_model_len=2 * LONG)
+        )
         self.permits = threading.Semaphore(0)
         self.is_open = False
 
@@ -139,7 +142,7 @@ async def test_closing_a_stream_aborts_its_request(
     runner.open()
     step = await loads.until(lambda step: step.load.num_running == 0)
     assert {o.finish_reason for o in step.outputs} == {"abort"}
-    assert step.load.num_free_blocks == 1000
+    assert step.load.num_free_blocks == NUM_BLOCKS
     assert not +runner.adapters.references
 
 
@@ -304,4 +307,8 @@ async def test_stopping_ends_streams_too(engine: AsyncEngine, runner: GatedRunne
 def test_the_engine_is_what_a_host_expects(engine: AsyncEngine) -> None:
     host_side: EngineInterface = engine
     limits = host_side.model_limits
-    assert (limits.max_model_len, limits.vocab_size, limits.max_kv_tokens) == (4096, 16, 4000)
+    assert (limits.max_model_len, limits.vocab_size, limits.max_kv_tokens) == (
+        2 * LONG,
+        16,
+        4 * NUM_BLOCKS,
+    )

@@ -1,0 +1,218 @@
+"""A step on a CUDA device: launched without waiting, collected when the next one is under way.
+
+Decode steps replay a graph, all others launch kernel by kernel. The tokens drawn stay on the device
+as the next step's inputs; the host gets a copy. Nothing here waits for the device but `collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.decode_graphs import DecodeGraphs, GraphKey, graph_sizes
+from engine.errors import EngineDeadError
+from engine.inputs import ForwardInputs
+from engine.kv_cache import KVCache
+from engine.model import Model
+from engine.prompt_logprobs import with_prompt_logprobs
+from engine.sampler import change_logits_, changes_logits
+from engine.step_inputs import SamplingInputs, StepInputs, StepLimits
+from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
+from engine.types import Sequence as Choice
+from kernels.paged_plan import attention_scratch
+from kernels.sampling import gather_logprobs, sample_rows
+from lora.pool import AdapterPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """On their way to the host, for the rows that asked."""
+
+    rows: tuple[int, ...]
+    limits: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]  # own [n], ranks [n], top ids [n, k], top [n, k]
+
+    def read(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        own, ranks, top_ids, top = (tensor.tolist() for tensor in self.tensors)
+        return {
+            row: TokenLogprobs(
+                token_ids[row],
+                own[i],
+                ranks[i],
+                tuple(zip(top_ids[i][:limit], top[i][:limit], strict=True)),
+            )
+            for i, (row, limit) in enumerate(zip(self.rows, self.limits, strict=True))
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """What prompt log-probabilities need when the step is collected."""
+
+    inputs: ForwardInputs
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    steps: DeviceSteps
+    batch: ScheduledBatch
+    drawn: torch.Tensor  # [rows] int32, pinned
+    done: torch.cuda.Event | None  # None: the interpreter has no device to wait for
+    logprobs: _Logprobs | None
+    prompts: _Prompts | None
+
+    def collect(self) -> tuple[Sample, ...]:
+        with _device_faults():
+            if self.done is not None:
+                self.done.synchronize()
+            return self.steps.read(self)
+
+
+class DeviceSteps:
+    """Implements the steps of `types.Runner`."""
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        pool: AdapterPool,
+        limits: StepLimits,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._pool = pool
+        self._eos_token_ids = eos_token_ids
+        device = kv.k[0].device
+        self._drawn = torch.zeros(limits.max_seqs, dtype=torch.int32, device=device)
+        self._is_cuda = device.type == "cuda"
+        self._host_drawn = [
+            torch.zeros(limits.max_seqs, dtype=torch.int32, pin_memory=self._is_cuda)
+            for _ in range(2)
+        ]
+        self._turn = 0
+        self._drawn_rows: dict[Choice, int] = {}  # of the newest step
+        scratch = attention_scratch(limits.max_seqs, limits.heads, device)
+        self._decode = StepInputs(limits.max_seqs, limits, pool, scratch, self._drawn)
+        self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn)
+        self._graphs = DecodeGraphs(graph_sizes(limits.max_seqs), self._run_static)
+
+    def capture(self) -> None:
+        """Before the first step. Without it every step is launched kernel by kernel."""
+        self._graphs.capture(with_lora=self._pool.num_pages > 0)
+
+    def launch(self, batch: ScheduledBatch) -> DeviceStep:
+        with _device_faults():
+            return self._launch(batch)
+
+    def _launch(self, batch: ScheduledBatch) -> DeviceStep:
+        parts = tuple(part for part in batch.sequences if part.samples)
+        size = self._graphs.size_for(len(parts)) if self._decode.fits_graph(batch) else None
+        prompts = None
+        if size is not None:
+            has_lora = self._decode.write_for_graph(batch, self._drawn_rows, size)
+            logits = self._graphs.replay(GraphKey(size, has_lora))[: len(parts)]
+            logprobs = self._finish(logits, parts, self._decode.sampling(len(parts)), True)
+        else:
+            inputs = self._mixed.write(batch, self._drawn_rows)
+            hidden = self._model.forward(inputs, self._kv, self._pool)
+            logprobs = None
+            if parts:
+                logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
+                sampling = self._mixed.sampling(len(parts))
+                logprobs = self._finish(logits, parts, sampling, False)
+            if hidden.shape[0] > len(parts):
+                prompts = _Prompts(inputs, hidden)
+        self._drawn_rows = {part.sequence: row for row, part in enumerate(parts)}
+        self._turn ^= 1
+        host_drawn = self._host_drawn[self._turn][: len(parts)]
+        host_drawn.copy_(self._drawn[: len(parts)], non_blocking=True)
+        done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
+        if done is not None:
+            done.record()
+        return DeviceStep(self, batch, host_drawn, done, logprobs, prompts)
+
+    def read(self, step: DeviceStep) -> tuple[Sample, ...]:
+        token_ids: list[int] = step.drawn.tolist()
+        logprobs = step.logprobs.read(token_ids) if step.logprobs else {}
+        samples: list[Sample] = []
+        row = 0
+        for part in step.batch.sequences:
+            if not part.samples:
+                samples.append(Sample(None))
+                continue
+            token_id = token_ids[row]
+            if token_id < 0:
+                samples.append(Sample(None, is_finite=False))
+            else:
+                samples.append(Sample(token_id, logprobs.get(row)))
+            row += 1
+        if step.prompts is None:
+            return tuple(samples)
+        inputs, hidden = step.prompts.inputs, step.prompts.hidden
+        return with_prompt_logprobs(step.batch, samples, inputs, hidden, self._model, self._pool)
+
+    def _run_static(self, key: GraphKey) -> torch.Tensor:
+        inputs, sampling = self._decode.for_graph(key.size, key.has_lora)
+        hidden = self._model.forward(inputs, self._kv, self._pool)
+        logits = self._model.logits(hidden, inputs, 0, self._pool)
+        self._draw(logits, sampling)
+        return logits
+
+    def _finish(
+        self,
+        logits: torch.Tensor,  # [R, V]
+        parts: Sequence[ScheduledSequence],
+        sampling: SamplingInputs,
+        is_drawn: bool,  # by the graph, from unchanged logits
+    ) -> _Logprobs | None:
+        wanted = tuple(
+            row
+            for row, part in enumerate(parts)
+            if part.sequence.request.params.logprobs is not None
+        )
+        raw = None
+        if wanted:
+            raw = logits[list(wanted)]  # a copy, taken before the changes
+        if any(changes_logits(part) for part in parts):
+            change_logits_(logits, parts, self._eos_token_ids)
+            is_drawn = False
+        if not is_drawn:
+            self._draw(logits, sampling)
+        if raw is None:
+            return None
+        limits = tuple(parts[row].sequence.request.params.logprobs or 0 for row in wanted)
+        drawn = self._drawn[list(wanted)].clamp(min=0)
+        found = gather_logprobs(raw, drawn, max(limits))
+        return _Logprobs(
+            wanted, limits, tuple(tensor.to("cpu", non_blocking=True) for tensor in found)
+        )
+
+    def _draw(self, logits: torch.Tensor, sampling: SamplingInputs) -> None:
+        sample_rows(
+            logits,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seeds,
+            sampling.choices,
+            sampling.positions,
+            self._drawn,
+        )
+
+
+@contextmanager
+def _device_faults() -> Iterator[None]:
+    """A fault of the device is for ever: every later call fails as well. Out of memory is not."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,50 @@
+"""A step on the reference backend: fresh inputs, torch operations, done when `launch` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.inputs import build_inputs
+from engine.kv_cache import KVCache
+from engine.model import Model
+from engine.prompt_logprobs import with_prompt_logprobs
+from engine.sampler import sample
+from engine.types import Sample, ScheduledBatch
+from lora.pool import AdapterPool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    samples: tuple[Sample, ...]
+
+    def collect(self) -> tuple[Sample, ...]:
+        return self.samples
+
+
+class ReferenceSteps:
+    """Implements the steps of `types.Runner`."""
+
+    runs_ahead = False
+
+    def __init__(
+        self, model: Model, kv: KVCache, pool: AdapterPool, eos_token_ids: Collection[int]
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._pool = pool
+        self._eos_token_ids = eos_token_ids
+
+    def launch(self, batch: ScheduledBatch) -> FinishedStep:
+        inputs = build_inputs(batch, self._kv.block_size, self._kv.k[0].device, self._pool)
+        hidden = self._model.forward(inputs, self._kv, self._pool)
+        parts = [part for part in batch.sequences if part.samples]
+        answers: list[Sample] = []
+        if parts:
+            logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
+            answers = sample(logits, parts, self._eos_token_ids)
+        drawn = iter(answers)
+        samples = [next(drawn) if part.samples else Sample(None) for part in batch.sequences]
+        return FinishedStep(
+            with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
+        )

@@ -1,0 +1,104 @@
+"""The small numbers of a step: written on the host, copied to the device in one go.
+
+CUDA graphs hold the addresses of the device's twin, so it never moves. The host has two buffers in
+turn: while step n's copy may still wait for the device, step n+1 is written into the other. All
+fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
+step copies what it needs and not what it might.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+_ALIGNMENT = 4  # words: 16 bytes, what a vector load of a kernel wants
+_PER_TOKEN = ("token_ids", "sources", "positions", "slots", "logit_rows")
+_PER_SEQUENCE = ("kv_lens", "temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    start: int
+    size: int
+
+
+class StepBuffers:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,  # of one sequence
+        attention_words: int,
+        lora_words: int,
+        device: torch.device,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+        sizes = {
+            "seeds": 2 * max_seqs,  # 64-bit, hence first
+            **dict.fromkeys(_PER_TOKEN, max_tokens),
+            **dict.fromkeys(_PER_SEQUENCE, max_seqs),
+            "query_start": max_seqs + 1,
+            "attention": attention_words,
+            "lora": lora_words,
+        }
+        self._fields: dict[str, _Field] = {}
+        start = 0
+        for name, size in sizes.items():
+            self._fields[name] = _Field(start, size)
+            start += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._tables_start = start
+        num_words = start + max_seqs * max_blocks
+        self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._hosts = [
+            torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        ]
+        self._turn = 0
+
+    def begin(self) -> None:
+        """A new step's host side. The step before last must have been collected."""
+        self._turn ^= 1
+
+    def host(self, name: str) -> Words:
+        field = self._fields[name]
+        words: Words = self._hosts[self._turn].numpy()[field.start : field.start + field.size]
+        return words
+
+    def host_floats(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return self.host(name).view(np.float32)
+
+    def host_longs(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return self.host(name).view(np.int64)
+
+    def host_tables(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """[num_rows, width], to be written whole."""
+        flat = self._hosts[self._turn].numpy()[self._tables_start :]
+        return flat[: num_rows * width].reshape(num_rows, width)
+
+    def device(self, name: str) -> torch.Tensor:
+        field = self._fields[name]
+        return self._device[field.start : field.start + field.size]
+
+    def device_floats(self, name: str) -> torch.Tensor:
+        return self.device(name).view(torch.float32)
+
+    def device_longs(self, name: str) -> torch.Tensor:
+        return self.device(name).view(torch.int64)
+
+    def device_tables(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, max_blocks]; columns past the width last sent hold old numbers."""
+        return self._tables[:num_rows]
+
+    def send(self, num_rows: int, width: int) -> None:
+        """Everything up to the end of the packed tables, then the tables to their rows."""
+        end = self._tables_start + num_rows * width
+        self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
+        packed = self._device[self._tables_start : end].view(num_rows, width)
+        self._tables[:num_rows, :width].copy_(packed)

@@ -1,0 +1,299 @@
+"""A step's inputs in static buffers: what a device with Triton kernels and CUDA graphs reads.
+
+One instance serves the decode graphs (one token a sequence, padded to the graph's size), one all
+other steps. Tokens that the step before drew are named by their row on the device. Knows no
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.inputs import DeviceTokens, ForwardInputs, logit_rows, lora_batch
+from engine.step_buffers import StepBuffers
+from engine.types import ScheduledBatch, ScheduledSequence, Sequence
+from kernels.lora_plan import LoraPlan, lora_plan_size, write_lora_plan
+from kernels.paged_plan import (
+    AttentionScratch,
+    HeadShape,
+    PagedPlan,
+    WorkCounts,
+    work_size,
+    write_work,
+)
+from lora.pool import PAGE_ROWS, AdapterPool
+
+_SEED_MASK = 2**64 - 1
+Runs = list[tuple[tuple[int, ...], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What sizes the buffers: fixed from the start, because graphs hold their addresses."""
+
+    max_seqs: int
+    max_model_len: int
+    block_size: int
+    heads: HeadShape
+    max_lora_rank: int
+
+    @property
+    def max_blocks(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_rank_pages(self) -> int:
+        return -(-self.max_lora_rank // PAGE_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """One row of each for every sequence that samples."""
+
+    temperature: torch.Tensor  # [R] float32
+    top_k: torch.Tensor  # [R] int32
+    top_p: torch.Tensor  # [R] float32
+    min_p: torch.Tensor  # [R] float32
+    seeds: torch.Tensor  # [R] int64
+    choices: torch.Tensor  # [R] int32
+    positions: torch.Tensor  # [R] int32, of the token that is drawn
+
+
+class StepInputs:
+    def __init__(
+        self,
+        max_tokens: int,
+        limits: StepLimits,
+        pool: AdapterPool,
+        scratch: AttentionScratch,
+        drawn: torch.Tensor,  # [max_seqs] int32, where the sampler writes
+    ) -> None:
+        self.max_tokens = max_tokens
+        self._limits = limits
+        self._pool = pool
+        self._scratch = scratch
+        self._drawn = drawn
+        self._buffers = StepBuffers(
+            max_tokens,
+            limits.max_seqs,
+            limits.max_blocks,
+            work_size(limits.max_seqs, max_tokens, limits.heads),
+            lora_plan_size(max_tokens, pool.num_pages),
+            drawn.device,
+        )
+
+    def for_graph(self, size: int, has_lora: bool) -> tuple[ForwardInputs, SamplingInputs]:
+        """Of `size` sequences with one token each; `write(..., size)` fills it."""
+        device = self._buffers.device
+        attention = PagedPlan.for_graph(
+            device("query_start")[: size + 1],
+            device("kv_lens")[:size],
+            self._buffers.device_tables(size),
+            device("attention"),
+            self._scratch,
+            size,
+        )
+        lora = None
+        if has_lora:
+            pages = self._pool.num_pages
+            lora = LoraPlan.for_graph(
+                device("lora"), size, self.max_tokens, pages, self._limits.max_rank_pages
+            )
+        return self._forward_inputs(size, attention, lora), self.sampling(size)
+
+    def sampling(self, num_rows: int) -> SamplingInputs:
+        ints, floats = self._buffers.device, self._buffers.device_floats
+        return SamplingInputs(
+            floats("temperature")[:num_rows],
+            ints("top_k")[:num_rows],
+            floats("top_p")[:num_rows],
+            floats("min_p")[:num_rows],
+            self._buffers.device_longs("seeds")[:num_rows],
+            ints("choices")[:num_rows],
+            ints("draw_positions")[:num_rows],
+        )
+
+    def write_for_graph(
+        self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int
+    ) -> bool:
+        """Fills what `for_graph(size)` reads and sends it. True: some row has an adapter."""
+        self._buffers.begin()
+        parts = batch.sequences
+        self._write_tokens(parts, drawn_rows, size)
+        self._write_attention(parts, size)
+        self._write_sampling(parts, size)
+        runs = self._lora_runs(parts, size - len(parts))
+        has_lora = any(pages for pages, _ in runs)
+        if has_lora:
+            write_lora_plan(
+                self._buffers.host("lora"),
+                runs,
+                self.max_tokens,
+                self._pool.num_pages,
+                large=False,
+            )
+        self._send(parts, size)
+        return has_lora
+
+    def write(self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int]) -> ForwardInputs:
+        """Any batch of up to `max_tokens`."""
+        self._buffers.begin()
+        parts = batch.sequences
+        num_tokens = batch.num_tokens
+        query_start = self._write_tokens(parts, drawn_rows, num_tokens)
+        counts = self._write_attention(parts, len(parts))
+        sampling = tuple(part for part in parts if part.samples)
+        self._write_sampling(sampling, len(sampling))
+        rows = logit_rows(parts, query_start)
+        self._buffers.host("logit_rows")[: len(rows)] = rows
+        runs = self._lora_runs(parts, 0)
+        lora = None
+        if any(pages for pages, _ in runs):
+            max_pages = self._pool.num_pages
+            found = write_lora_plan(self._buffers.host("lora"), runs, self.max_tokens, max_pages)
+            lora = LoraPlan.for_step(
+                self._buffers.device("lora"), found, self.max_tokens, max_pages
+            )
+        self._send(parts, len(parts))
+        attention = PagedPlan.for_step(
+            self._buffers.device("query_start")[: len(parts) + 1],
+            self._buffers.device("kv_lens")[: len(parts)],
+            self._buffers.device_tables(len(parts)),
+            self._buffers.device("attention"),
+            self._scratch,
+            counts,
+        )
+        return self._forward_inputs(num_tokens, attention, lora, parts, rows, len(sampling))
+
+    def _forward_inputs(
+        self,
+        num_tokens: int,
+        attention: PagedPlan,
+        lora: LoraPlan | None,
+        parts: tuple[ScheduledSequence, ...] = (),
+        rows: tuple[int, ...] = (),
+        num_samples: int = 0,
+    ) -> ForwardInputs:
+        device = self._buffers.device
+        optional = None
+        if any(self._targets_optional(part) for part in parts):
+            optional = lora_batch(parts, self._pool, self._drawn.device)
+        return ForwardInputs(
+            token_ids=device("token_ids")[:num_tokens],
+            positions=device("positions")[:num_tokens],
+            slots=device("slots")[:num_tokens],
+            attention=attention,
+            logit_rows=device("logit_rows")[: len(rows)] if parts else None,
+            host_logit_rows=rows,
+            num_samples=num_samples,
+            lora=lora,
+            optional_lora=optional,
+            in_flight=DeviceTokens(device("sources")[:num_tokens], self._drawn),
+        )
+
+    def fits_graph(self, batch: ScheduledBatch) -> bool:
+        """Every sequence has one token, and no adapter needs a site that graphs leave out."""
+        return all(
+            part.samples and part.end - part.start == 1 and not self._targets_optional(part)
+            for part in batch.sequences
+        )
+
+    def _targets_optional(self, part: ScheduledSequence) -> bool:
+        adapter = part.sequence.request.adapter
+        return adapter is not None and self._pool.targets_optional(adapter)
+
+    def _write_tokens(
+        self,
+        parts: tuple[ScheduledSequence, ...],
+        drawn_rows: Mapping[Sequence, int],
+        num_rows: int,
+    ) -> list[int]:
+        """Rows past the batch's tokens become padding. Returns query_start."""
+        host = self._buffers.host
+        token_ids, sources = host("token_ids"), host("sources")
+        positions, slots = host("positions"), host("slots")
+        sources[:num_rows] = -1
+        block_size = self._limits.block_size
+        query_start = [0]
+        row = 0
+        for part in parts:
+            sequence, start, end = part.sequence, part.start, part.end
+            known, table = sequence.token_ids, sequence.block_table
+            if end - start == 1:
+                if start < len(known):
+                    token_ids[row] = known[start]
+                else:
+                    sources[row] = drawn_rows[sequence]
+                positions[row] = start
+                slots[row] = table[start // block_size] * block_size + start % block_size
+                row += 1
+            else:
+                span = slice(row, row + end - start)
+                row = span.stop
+                tokens = known[start:end]
+                token_ids[span.start : span.start + len(tokens)] = tokens
+                if len(tokens) < end - start:
+                    sources[row - 1] = drawn_rows[sequence]
+                places = np.arange(start, end)
+                positions[span] = places
+                blocks = np.array(table, dtype=np.int32)
+                slots[span] = blocks[places // block_size] * block_size + places % block_size
+            query_start.append(row)
+        token_ids[row:num_rows] = positions[row:num_rows] = 0
+        slots[row:num_rows] = -1
+        return query_start
+
+    def _write_attention(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> WorkCounts:
+        """Of `num_rows` sequences; those past the batch are padding, with one query and no keys."""
+        host = self._buffers.host
+        query_start, kv_lens = host("query_start"), host("kv_lens")
+        lengths = [part.end - part.start for part in parts] + [1] * (num_rows - len(parts))
+        query_start[0] = 0
+        np.cumsum(lengths, out=query_start[1 : num_rows + 1])
+        kv_lens[: len(parts)] = [part.end for part in parts]
+        kv_lens[len(parts) : num_rows] = 0
+        return write_work(
+            host("attention"), query_start[: num_rows + 1], kv_lens[:num_rows], self._limits.heads
+        )
+
+    def _write_sampling(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> None:
+        host, floats, count = self._buffers.host, self._buffers.host_floats, len(parts)
+        params = [part.sequence.request.params for part in parts]
+        floats("temperature")[:count] = [p.temperature for p in params]
+        host("top_k")[:count] = [p.top_k for p in params]
+        floats("top_p")[:count] = [p.top_p for p in params]
+        floats("min_p")[:count] = [p.min_p for p in params]
+        seeds = np.array([part.sequence.seed & _SEED_MASK for part in parts], dtype=np.uint64)
+        self._buffers.host_longs("seeds")[:count] = seeds.view(np.int64)
+        host("choices")[:count] = [part.sequence.choice for part in parts]
+        host("draw_positions")[:count] = [part.end for part in parts]
+        floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily, and dropped
+
+    def _lora_runs(self, parts: tuple[ScheduledSequence, ...], num_padding: int) -> Runs:
+        runs: Runs = []
+        pages_of: dict[str, tuple[int, ...]] = {}
+        for part in parts:
+            adapter = part.sequence.request.adapter
+            if adapter is None:
+                runs.append(((), part.end - part.start))
+                continue
+            pages = pages_of.get(adapter)
+            if pages is None:
+                pages = pages_of[adapter] = self._pool.pages(adapter)
+            runs.append((pages, part.end - part.start))
+        if num_padding:
+            runs.append(((), num_padding))
+        return runs
+
+    def _send(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> None:
+        block_size = self._limits.block_size
+        widths = [-(-part.end // block_size) for part in parts]
+        width = max(widths)
+        tables = self._buffers.host_tables(num_rows, width)
+        for i, part in enumerate(parts):
+            tables[i, : widths[i]] = part.sequence.block_table[: widths[i]]
+        self._buffers.send(num_rows, width)

@@ -1,0 +1,145 @@
+"""The device's steps, kernels interpreted, against the reference backend on the same base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.runner import ModelRunner
+from engine.types import Request, SamplingParams
+from tests.engine_helpers import (
+    Job,
+    make_adapter,
+    make_base,
+    make_runner,
+    make_sequence,
+    part,
+    random_prompt,
+    run_mixed,
+    step,
+)
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTERS = {
+    "all": (8, (*ATTENTION, "gate_proj", "up_proj", "down_proj")),
+    "head": (16, ("q_proj", "down_proj", "lm_head")),
+    "words": (3, ("v_proj", "up_proj", "embed_tokens")),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("models") / "base", num_hidden_layers=2, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return {
+        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
+        for i, (name, (rank, targets)) in enumerate(ADAPTERS.items())
+    }
+
+
+def open_runner(base: Path, adapters: dict[str, Path], backend: str) -> ModelRunner:
+    runner = make_runner(base, backend=backend, block_size=16, max_num_seqs=8)
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+    return runner
+
+
+def mixed_outputs(runner: ModelRunner, names: tuple[str | None, ...]) -> list[list[int]]:
+    """Prompts in chunks beside decodes, neighbours with other adapters."""
+    for name in names:
+        assert name is None or runner.adapters.acquire(name)
+    jobs = [
+        Job(
+            make_sequence(random_prompt(9 + 5 * i, seed=20 + i), 24 * i, adapter=name),
+            starts_at=i % 2,
+            chunk=5 + 3 * i,
+        )
+        for i, name in enumerate(names)
+    ]
+    return run_mixed(runner, jobs, num_tokens=5)
+
+
+def test_mixed_steps_give_what_the_reference_gives(base: Path, adapters: dict[str, Path]) -> None:
+    names = (None, "all", "head", "words", "all")
+    expected = mixed_outputs(open_runner(base, adapters, "reference"), names)
+    found = mixed_outputs(open_runner(base, adapters, "triton"), names)
+    assert found == expected
+    assert expected[1] != expected[4]
+
+
+def test_parameters_of_the_draw_reach_the_device(base: Path, adapters: dict[str, Path]) -> None:
+    varied = [
+        SamplingParams(temperature=1.2, top_k=20, logprobs=2, max_tokens=9),
+        SamplingParams(temperature=0.9, top_p=0.8, max_tokens=9),
+        SamplingParams(temperature=1.0, min_p=0.05, prompt_logprobs=1, max_tokens=9),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5, logit_bias=((7, 3.0),)),
+        SamplingParams(temperature=0.0, min_tokens=8, stop_token_ids=(5, 9), logprobs=0),
+    ]
+
+    def answers(backend: str) -> list[object]:
+        runner = open_runner(base, {}, backend)
+        sequences = [
+            make_sequence(random_prompt(6, seed=i), 24 * i, params, seed=2**40 + i)
+            for i, params in enumerate(varied)
+        ]
+        found: list[object] = []
+        for _ in range(3):
+            for sample in step(runner, *(part(sequence) for sequence in sequences)):
+                logprobs = [*sample.prompt_logprobs, sample.logprobs]
+                found.append(sample.token_id)
+                found += [
+                    (e.token_id, e.rank, [t for t, _ in e.top], pytest.approx(e.logprob, abs=1e-4))
+                    for e in logprobs
+                    if e
+                ]
+        return found
+
+    assert answers("triton") == answers("reference")
+
+
+def test_a_step_launched_ahead_takes_its_token_from_the_device(
+    base: Path, adapters: dict[str, Path]
+) -> None:
+    def outputs(asynchronous: bool) -> dict[str, list[int]]:
+        runner = open_runner(base, adapters, "triton")
+        config = EngineConfig(
+            "",
+            "base",
+            block_size=16,
+            max_num_batched_tokens=16,
+            max_num_seqs=8,
+            async_scheduling=asynchronous,
+        )
+        engine = Engine(config, runner)
+        for i, adapter in enumerate((None, "all", "words")):
+            params = SamplingParams(max_tokens=4, temperature=1.0, seed=i, ignore_eos=True)
+            engine.add_request(Request(f"r{i}", tuple(random_prompt(7, i)), params, adapter))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for output in engine.step().outputs:
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+        assert engine.load().num_free_blocks == runner.num_blocks
+        return found
+
+    ahead = outputs(True)
+    assert ahead == outputs(False)
+    assert [len(tokens) for tokens in ahead.values()] == [4, 4, 4]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities subtracted
+def test_a_row_that_is_not_finite_fails_alone(base: Path) -> None:
+    runner = open_runner(base, {}, "triton")
+    prompt = random_prompt(6, seed=1)
+    healthy = step(runner, part(make_sequence(prompt)))[0]
+    broken = make_sequence(random_prompt(5, seed=2), 24)
+    step(runner, part(broken))
+    runner._kv.v[0][broken.block_table[0]] = float("nan")
+    answers = step(runner, part(broken), part(make_sequence(prompt, 48)))
+    assert [answer.is_finite for answer in answers] == [False, True]
+    assert answers[1] == healthy

@@ -1,0 +1,57 @@
+"""Words written on the host arrive in the device's twin, whatever the step needed."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.decode_graphs import graph_sizes
+from engine.step_buffers import StepBuffers
+
+
+def make_buffers() -> StepBuffers:
+    return StepBuffers(5, 3, 7, 11, 6, torch.device("cpu"))
+
+
+def test_every_field_has_words_of_its_own() -> None:
+    buffers = make_buffers()
+    names = {"seeds": 6, "token_ids": 5, "kv_lens": 3, "query_start": 4, "attention": 11, "lora": 6}
+    buffers.begin()
+    for value, name in enumerate(names, start=1):
+        buffers.host(name)[:] = value
+    buffers.host_tables(2, 3)[:] = [[1, 2, 3], [4, 5, 6]]
+    buffers.send(2, 3)
+    for value, (name, size) in enumerate(names.items(), start=1):
+        assert buffers.device(name).tolist() == [value] * size
+    assert buffers.device_tables(2)[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert buffers.device("seeds").data_ptr() % 16 == 0
+
+
+def test_floats_and_longs_are_the_same_words() -> None:
+    buffers = make_buffers()
+    buffers.begin()
+    buffers.host_floats("temperature")[:] = 0.5
+    buffers.host_longs("seeds")[:] = [-1, 2**62, 3]
+    buffers.send(1, 1)
+    assert buffers.device_floats("temperature").tolist() == [0.5] * 3
+    assert buffers.device_longs("seeds").tolist() == [-1, 2**62, 3]
+
+
+def test_a_step_is_written_while_the_last_ones_copy_may_still_be_read() -> None:
+    buffers = make_buffers()
+    buffers.begin()
+    first = buffers.host("token_ids")
+    first[:] = 1
+    buffers.begin()
+    buffers.host("token_ids")[:] = 2
+    assert first.tolist() == [1] * 5
+    buffers.begin()
+    assert buffers.host("token_ids").tolist() == [1] * 5
+
+
+def test_graphs_waste_little_of_a_batch() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(6) == (1, 2, 4, 6)
+    sizes = graph_sizes(300)
+    assert (sizes[0], sizes[-1]) == (1, 300)
+    for low, high in zip(sizes, sizes[1:], strict=False):
+        assert high - low <= max(8, high // 4)

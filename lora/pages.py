@@ -29,6 +29,7 @@ class PageTable:
         self._pages: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # least recently used first
         self._references: dict[str, int] = {}
         self._pinned: set[str] = set()
+        self._idle: dict[str, None] = {}  # evictable, those longest idle first
 
     @property
     def num_free(self) -> int:
@@ -60,6 +61,7 @@ class PageTable:
         placement = self._place(digest, num_pages, spared)
         if placement is not None:
             self._references[digest] += 1
+            self._idle.pop(digest, None)
         return placement
 
     def acquire_sparing(
@@ -74,19 +76,23 @@ class PageTable:
         references = self.num_references(digest)
         assert references > 0, f"released more often than acquired: {digest}"
         self._references[digest] = references - 1
+        self._note_if_idle(digest)
 
     def drop(self, digest: str) -> None:
         """The pages of an idle adapter become free."""
         assert self.num_references(digest) == 0, f"dropped while referenced: {digest}"
         self._free.update(self._pages.pop(digest))
         self._references.pop(digest, None)
+        self._idle.pop(digest, None)
 
     def pin(self, digest: str) -> None:
         """A pinned adapter, once resident, is never evicted."""
         self._pinned.add(digest)
+        self._idle.pop(digest, None)
 
     def unpin(self, digest: str) -> None:
         self._pinned.discard(digest)
+        self._note_if_idle(digest)
 
     def _place(self, digest: str, num_pages: int, spared: Collection[str]) -> Placement | None:
         assert num_pages > 0
@@ -102,19 +108,22 @@ class PageTable:
         self._references[digest] = 0
         return Placement(self._pages[digest], is_new=True, evicted=evicted)
 
+    def _note_if_idle(self, digest: str) -> None:
+        if digest in self._pages and digest not in self._idle and self.is_evictable(digest):
+            self._idle[digest] = None
+
     def _num_free_or_idle(self, spared: Collection[str]) -> int:
-        idle = (d for d in self._pages if d not in spared and self.is_evictable(d))
-        return len(self._free) + sum(len(self._pages[digest]) for digest in idle)
+        idle = (len(self._pages[digest]) for digest in self._idle if digest not in spared)
+        return len(self._free) + sum(idle)
 
     def _victims(self, num_pages: int, spared: Collection[str]) -> tuple[str, ...] | None:
         victims: list[str] = []
         room = len(self._free)
-        for digest in sorted(self._pages, key=lambda d: d in spared):  # stable: LRU within each
+        for digest in sorted(self._idle, key=lambda d: d in spared):  # stable: order within each
             if room >= num_pages:
                 break
-            if self.is_evictable(digest):
-                victims.append(digest)
-                room += len(self._pages[digest])
+            victims.append(digest)
+            room += len(self._pages[digest])
         return tuple(victims) if room >= num_pages else None
 
     def _take(self, num_pages: int) -> tuple[int, ...]:

@@ -143,10 +143,10 @@ class AdapterPool:
     def prefetch(self, digests: Iterable[str]) -> None:
         """Those that will be asked for next, most urgent first. On CUDA their copies begin while
         pages are free, or idle and not wanted by others of them."""
-        if self._copies is None:
-            return
         in_order = tuple(digests)
         self._wanted = frozenset(in_order)
+        if self._copies is None:
+            return
         self._land()
         for digest in in_order:
             if not self._copies.can_start:
@@ -194,7 +194,7 @@ class AdapterPool:
 
     def targets_optional(self, digest: str) -> bool:
         """Its pools may have been made after the engine's graphs."""
-        return bool(self._known(digest).optional_sites)
+        return bool(self._host[digest].optional_sites)
 
     def site_pool(self, name: str) -> SitePool | None:
         """None: an optional site that no adapter has targeted yet."""
@@ -240,12 +240,14 @@ class AdapterPool:
         del self._host[digest]
 
     def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
-        """Drops idle adapters, least recently used first, those on the device last."""
+        """Drops idle adapters, least recently used first; then those on the device; those that
+        somebody waits for last."""
         idle = [digest for digest in self._host if self._table.is_evictable(digest)]
         resident = set(self._table.resident())
         room = self._host_limit - self.host_bytes_used
         dropped: list[str] = []
-        for digest in sorted(idle, key=lambda d: d in resident):  # stable: LRU within each
+        # Stable: least recently used first within each kind.
+        for digest in sorted(idle, key=lambda d: (d in self._wanted, d in resident)):
             if room >= num_bytes:
                 break
             room += self._host[digest].num_bytes

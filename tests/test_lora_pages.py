@@ -74,6 +74,19 @@ def test_an_unpinned_adapter_can_go() -> None:
     assert table.acquire("b", 1) is not None
 
 
+def test_the_spared_are_evicted_last() -> None:
+    table = filled(3, a=1, b=1, c=1)
+    assert table.acquire("d", 1, {"a", "b"}) == Placement((2,), is_new=True, evicted=("c",))
+    assert table.acquire("e", 1, {"a", "b"}) == Placement((0,), is_new=True, evicted=("a",))
+
+
+def test_none_of_the_spared_is_evicted_for_what_can_wait() -> None:
+    table = filled(3, a=1, b=1, c=1)
+    assert table.acquire_sparing("d", 2, {"a", "b"}) is None
+    assert table.resident() == ("a", "b", "c")
+    assert table.acquire_sparing("d", 1, {"a", "b"}) is not None
+
+
 def test_releasing_too_often_is_a_fault_of_ours() -> None:
     table = filled(1, a=1)
     with pytest.raises(AssertionError):
@@ -91,18 +104,31 @@ class RandomUse(RuleBasedStateMachine):
         self.references = dict.fromkeys(self.SIZES, 0)
         self.pinned: set[str] = set()
 
-    @rule(digest=digests)
-    def acquire(self, digest: str) -> None:
+    @rule(
+        digest=digests,
+        spared=st.sets(digests, max_size=4),
+        how=st.sampled_from(["any", "last", "never"]),
+    )
+    def acquire(self, digest: str, spared: set[str], how: str) -> None:
         before = set(self.table.resident())
         free = self.table.num_free
         evictable = [d for d in before if not self.references[d] and d not in self.pinned]
-        placement = self.table.acquire(digest, self.SIZES[digest])
+        size = self.SIZES[digest]
+        if how == "any":
+            spared, placement = set(), self.table.acquire(digest, size)
+        elif how == "last":
+            placement = self.table.acquire(digest, size, spared)
+        else:
+            placement = self.table.acquire_sparing(digest, size, spared)
+            evictable = [d for d in evictable if d not in spared]
+        unspared = free + sum(self.SIZES[d] for d in evictable if d not in spared)
         if placement is None:
             assert digest not in before
-            assert free + sum(self.SIZES[d] for d in evictable) < self.SIZES[digest]
+            assert free + sum(self.SIZES[d] for d in evictable) < size
             assert set(self.table.resident()) == before
             return
         assert set(placement.evicted) <= set(evictable)
+        assert not spared.intersection(placement.evicted) or unspared < size
         assert placement.is_new == (digest not in before)
         self.references[digest] += 1
 
@@ -129,6 +155,7 @@ class RandomUse(RuleBasedStateMachine):
         assert len(held) + self.table.num_free == self.NUM_PAGES
         for digest, references in self.references.items():
             assert self.table.num_references(digest) == references
+            assert self.table.is_resident(digest) == (digest in self.table.resident())
             if references:
                 assert len(self.table.pages(digest)) == self.SIZES[digest]
 

@@ -165,6 +165,13 @@ def test_a_full_host_drops_the_least_recently_used_that_is_not_on_the_device() -
     assert pool.on_device() == ("b", "e")
 
 
+def test_what_somebody_waits_for_is_dropped_from_the_host_last() -> None:
+    pool = loaded("a", "b", "c", host_bytes=3 * ADAPTER_BYTES)
+    assert acquire_and_release(pool, "b")
+    pool.prefetch(["a", "c"])
+    assert pool.add(make_adapter("d")) == ("b",)
+
+
 def test_a_host_full_of_adapters_in_use_refuses_another() -> None:
     pool = loaded("a", "b", host_bytes=2 * ADAPTER_BYTES)
     assert pool.acquire("a")
@@ -178,7 +185,9 @@ def test_the_head_and_the_embedding_are_known_as_optional_targets() -> None:
     pool = loaded("a")
     pool.add(make_adapter("b", {"q": 2, "embed": 2}))
     assert not pool.targets_optional("a")
-    assert pool.targets_optional("b")
+    assert pool.acquire("b")
+    assert not pool.remove("b")
+    assert pool.targets_optional("b")  # it still runs
 
 
 def test_a_packed_adapter_takes_no_room_for_what_it_does_not_target() -> None:

@@ -190,7 +190,7 @@ def test_tokens_are_the_references(params: dict[str, float], spread: float, roun
 def test_draws_follow_the_distribution() -> None:
     row = randn(1, 1000)
     for params in ({}, {"top_k": 100}, {"top_p": 0.8}):
-        drawn = sampled(row.expand(40000, -1), parameters(40000, **params))  # type: ignore[arg-type]
+        drawn = sampled(row.expand(40000, -1), parameters(40000, **params))
         kept = torch.softmax(row[0].double(), -1)
         if "top_k" in params:
             kept[kept < kept.topk(100).values[-1]] = 0

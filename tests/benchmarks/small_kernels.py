@@ -117,7 +117,7 @@ def sampler(rows: int, spread: float) -> Iterator[Case]:
         )
 
         def call(i: int, parameters: tuple[torch.Tensor, ...] = parameters) -> None:
-            sample_rows(logits[i], *parameters, out)  # type: ignore[call-arg, arg-type]
+            sample_rows(logits[i], *parameters, out)  # type: ignore[call-arg]
 
         yield Case(f"sample_rows {name} spread {spread:g}", rows, num_bytes, call, len(logits))
 
@@ -131,7 +131,7 @@ def graph_us(case: Case, replays: int = 15) -> float:
     with torch.cuda.graph(graph):
         for i in range(calls):
             case.call(i % case.copies)
-    times = []
+    times: list[float] = []
     for turn in range(replays + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -145,7 +145,7 @@ def graph_us(case: Case, replays: int = 15) -> float:
 
 def host_us(case: Case, calls: int = 300) -> float:
     """Of a call in Python while the device is busy with earlier ones, the outputs freed at once."""
-    times = []
+    times: list[float] = []
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from kernels.sampling import draw, draw_reference, sample_rows
 from kernels.triton_sampling import launch_sample_rows
+
+Column = torch.Tensor
+Parameters = tuple[Column, Column, Column, Column, Column, Column, Column]
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
@@ -15,7 +20,7 @@ def logits_of(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> torc
 
 def parameters(
     rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> tuple[torch.Tensor, ...]:
+) -> Parameters:
     """Rows differ in their random numbers alone."""
     place = torch.arange(rows, dtype=torch.int32)
     return (
@@ -29,9 +34,12 @@ def parameters(
     )
 
 
-def sampled(
-    logits: torch.Tensor, rest: tuple[torch.Tensor, ...], chunk: int = 64, room: int = 64
-) -> list[int]:
+def columns(found: Iterable[torch.Tensor]) -> Parameters:
+    temperature, top_k, top_p, min_p, seeds, choices, positions = found
+    return temperature, top_k, top_p, min_p, seeds, choices, positions
+
+
+def sampled(logits: torch.Tensor, rest: Parameters, chunk: int = 64, room: int = 64) -> list[int]:
     out = torch.full((logits.shape[0] + 1,), -7, dtype=torch.int32)
     launch_sample_rows(logits, *rest, out, chunk=chunk, room=room)
     assert int(out[-1]) == -7
@@ -60,14 +68,14 @@ CASES = [
 
 @pytest.mark.parametrize("params", CASES, ids=str)
 def test_a_row_draws_the_token_of_the_reference(params: dict[str, float]) -> None:
-    rows = 6
+    rows = 4
     logits, rest = logits_of(rows, 150), parameters(rows, **params)  # type: ignore[arg-type]
     assert sampled(logits, rest) == draw_reference(logits, *rest).tolist()
 
 
 @pytest.mark.parametrize("params", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.7}])
 def test_more_than_the_room_are_found_in_the_whole_row(params: dict[str, float]) -> None:
-    rows = 4
+    rows = 2
     logits = logits_of(rows, 150, spread=0.5)
     rest = parameters(rows, **params)  # type: ignore[arg-type]
     assert sampled(logits, rest, room=4) == draw_reference(logits, *rest).tolist()
@@ -79,7 +87,7 @@ def test_more_than_the_room_are_found_in_the_whole_row(params: dict[str, float])
     [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 90, "top_p": 0.6}, {"top_p": 0.3, "min_p": 1.0}],
 )
 def test_equals_are_kept_as_the_reference_keeps_them(params: dict[str, float], room: int) -> None:
-    rows = 8
+    rows = 3
     logits = logits_of(rows, 150, spread=1.0).round()
     logits[0] = 0.0
     logits[1] = torch.where(torch.arange(150) % 2 == 0, 0.0, -0.0)
@@ -91,7 +99,7 @@ def test_equals_are_kept_as_the_reference_keeps_them(params: dict[str, float], r
 def test_any_vocabulary(vocab: int) -> None:
     logits = logits_of(3, vocab, seed=1)
     for params in ({"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.6}):
-        rest = parameters(3, **params)  # type: ignore[arg-type]
+        rest = parameters(3, **params)
         assert sampled(logits, rest) == draw_reference(logits, *rest).tolist()
 
 
@@ -99,12 +107,14 @@ def test_rows_of_every_kind_stand_beside_each_other() -> None:
     kinds = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}]
     logits = logits_of(len(kinds), 150, seed=2)
     alone = [parameters(len(kinds), **kind) for kind in kinds]  # type: ignore[arg-type]
-    columns = zip(*alone, strict=True)
-    rest = tuple(torch.stack([c[i] for i, c in enumerate(column)]) for column in columns)
+    rest = columns(
+        torch.stack([row[i] for i, row in enumerate(column)]) for column in zip(*alone, strict=True)
+    )
     together = sampled(logits, rest)
     assert together == draw_reference(logits, *rest).tolist()
     for i in range(len(kinds)):
-        assert sampled(logits[i : i + 1], tuple(p[i : i + 1] for p in rest)) == [together[i]]
+        one = columns(column[i : i + 1] for column in rest)
+        assert sampled(logits[i : i + 1], one) == [together[i]]
 
 
 def test_a_broken_row_harms_only_itself() -> None:

@@ -37,7 +37,8 @@ from tests.benchmarks.shapes import SHAPES
 
 OURS = "tests.benchmarks.lora_peer:OurLora"
 PEERS = "sglang_v2,sglang_triton,sglang_csgmv,vllm"
-PARTS = ("lora", "attention", "small")
+# The others are benchmarks of their own: LoRA among the base's products in one graph, and the rest.
+MODULES = {"added": "lora_sites", "small": "small_kernels", "attention": "attention"}
 SITES = {
     "qkv": (4096, (4096, 1024, 1024)),
     "o": (4096, (4096,)),
@@ -180,7 +181,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--names", default=PEERS, help=f"of the peers (default {PEERS})")
     parser.add_argument("--cases", default="*", help="shell patterns of LoRA cases, by comma")
     parser.add_argument("--sites", default=",".join(SITES))
-    parser.add_argument("--only", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--only", default=",".join(["lora", *MODULES]), help="some of %(default)s")
     parser.add_argument("--no-compile", action="store_true", help="not in parallel beforehand")
     parser.add_argument("--warm-up", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -199,10 +200,9 @@ def main() -> None:
             compile_beforehand(args)
     if "lora" in parts:
         measure_lora(args, report)
-    if "small" in parts:
-        relay(module("small_ops"), report, timeout_s=120)
-    if "attention" in parts:
-        relay(module("attention"), report, timeout_s=180)
+    for part in parts:
+        if part in MODULES:
+            relay(module(MODULES[part]), report, timeout_s=150)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,10 @@ class MemoryReader:
             self._numbers[rank] = random_adapter(config, rank, rank, device)
 
     def read(self, digest: str, path: str) -> Callable[[], None]:
-        adapter = replace(self._numbers[int(path)], digest=digest)
+        pool = self._runner.adapters
+        packed = pool.pack(replace(self._numbers[int(path)], digest=digest))
 
         def insert() -> None:
-            self._runner.insert_adapter(adapter)
+            pool.insert(packed)
 
         return insert

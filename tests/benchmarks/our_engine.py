@@ -65,7 +65,7 @@ class Settings:
             dtype="bfloat16" if is_cuda else "float32",
             max_model_len=min(4096, model.max_len),
             num_blocks=self.num_blocks,
-            device_memory_fraction=self.memory_fraction,
+            gpu_memory_utilization=self.memory_fraction,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.enable_prefix_caching,
@@ -144,8 +144,8 @@ class OurEngine:
                 if not digest.startswith(f"r{case.rank}-"):
                     await self.engine.unload_adapter(digest)
             self.reader.prepare(case.rank)
-            for digest in wanted:
-                await self.engine.load_adapter(digest, digest, str(case.rank))
+            rank = str(case.rank)
+            await asyncio.gather(*(self.engine.load_adapter(d, d, rank) for d in wanted))
         return time.perf_counter() - started_s
 
     async def run(self, case: Case, salt: int, output: int | None = None) -> Run:

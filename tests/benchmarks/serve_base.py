@@ -87,7 +87,7 @@ def write_serve_file(
         "max_model_len": min(4096, model.max_len),
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
-        "device_memory_fraction": 0.8,
+        "gpu_memory_utilization": 0.8,
         "adapter_pool_bytes": pool_bytes(model, pages, 2),
         "adapter_host_bytes": 16 * 1024**3,
     }

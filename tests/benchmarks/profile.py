@@ -40,7 +40,7 @@ from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES
 
 WATCHED_STEPS = 30
-DECODE_TOKENS = 1000  # more than are drawn while the profiler starts and stops
+DECODE_TOKENS = 2000  # more than are drawn while the profiler starts and stops
 PREFILLS = 6
 TOP_KERNELS = 14
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.backend import uses_triton
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.rope_kv_write import rope_kv_write_reference
@@ -34,6 +35,26 @@ def lora_rope_kv_write(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]; `qkv` itself may be changed or not."""
+    if uses_triton(qkv):
+        from kernels.triton_lora_rope_kv_write import launch_lora_rope_kv_write
+
+        return launch_lora_rope_kv_write(
+            qkv,
+            bridge,
+            b_pools,
+            plan,
+            positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            slots,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            q_norm,
+            k_norm,
+            eps,
+        )
     lora_expand_reference_(qkv, bridge, b_pools, plan)
     return rope_kv_write_reference(
         qkv,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.backend import uses_triton
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.silu_mul import silu_mul_reference
@@ -22,6 +23,10 @@ def lora_silu_mul(
     plan: LoraPlan,
 ) -> torch.Tensor:
     """-> [T, I]. Rows without adapter included; `gate_up` itself may be changed or not."""
+    if uses_triton(gate_up):
+        from kernels.triton_lora_silu_mul import launch_lora_silu_mul
+
+        return launch_lora_silu_mul(gate_up, bridge, b_pools, plan)
     return lora_silu_mul_reference(gate_up, bridge, b_pools, plan)
 
 

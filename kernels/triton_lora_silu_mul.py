@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.triton_launch import OVERLAPS, Launcher
 from kernels.triton_lora_tiles import (
+    PAGE,
+    add_delta,
     load_page,
     num_programs,
+    page_dot,
     pair_delta,
     read_tile,
     start_dependents,
@@ -30,6 +33,9 @@ if not IS_INTERPRETED:
 COLUMNS = 256
 NUM_WARPS = 1
 NUM_PROGRAMS = 4096
+LARGE_PART = 32
+LARGE_COLUMNS = 128
+LARGE_WARPS = 4
 
 
 @triton.jit
@@ -41,12 +47,6 @@ def silu_product(gate, up, EXACT: tl.constexpr):
     else:
         silu = wide / (1.0 + tl.exp(-wide))
     return (silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-
-
-@triton.jit
-def add_delta(y, delta, num_pages):
-    """A row without adapter keeps its bits, also those of -0."""
-    return tl.where(num_pages > 0, (y.to(tl.float32) + delta).to(y.dtype), y)
 
 
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
@@ -137,7 +137,64 @@ def _lora_silu_mul_kernel(
         up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
 
 
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+def _lora_silu_mul_large_kernel(
+    x_ptr,
+    sums_ptr,
+    gate_b_ptr,
+    up_b_ptr,
+    out_ptr,
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+    IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.load(header_ptr + 2) * PARTS
+    num_rows = tl.load(header_ptr + 4)
+    rank_pages = tl.load(header_ptr + 5)
+    tile = tl.program_id(1)
+    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    if (rows <= 0) | (tile >= count):
+        return
+    offsets = tl.arange(0, ROWS)
+    token = (row + offsets).to(tl.int64)[:, None]
+    live = (offsets < rows)[:, None]
+    mask = live
+    if not IS_EVEN:
+        mask = mask & (columns < WIDTH)[None, :]
+    x_at = x_ptr + token * STRIDE_X + columns[None, :]
+    gate = tl.load(x_at, mask=mask, other=0.0)
+    up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
+    gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
+    page_stride = num_rows.to(tl.int64) * PAGE
+    for i in range(num_pages):
+        page = tl.load(pages_ptr + first + i)
+        gate_b = load_page(gate_b_ptr, page, True, columns, WIDTH, IS_EVEN)
+        up_b = load_page(up_b_ptr, page, True, columns, WIDTH, IS_EVEN)
+        gate_h = tl.load(h_at + i * page_stride, mask=live, other=0.0)
+        up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=live, other=0.0)
+        gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
+        up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
+    gate = add_delta(gate, gate_delta, num_pages)
+    up = add_delta(up, up_delta, num_pages)
+    out_at = out_ptr + token * WIDTH + columns[None, :]
+    tl.store(out_at, silu_product(gate, up, EXACT), mask=mask)
+
+
 _launch = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS)
+_launch_large = Launcher(_lora_silu_mul_large_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_lora_silu_mul(
@@ -146,20 +203,39 @@ def launch_lora_silu_mul(
     width = gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = gate_up.new_empty((gate_up.shape[0], width))
-    blocks = -(-width // COLUMNS)
-    _launch(
-        (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
-        (gate_up, bridge.planes, b_pools[0], b_pools[1], out),
-        (plan.header, plan.small, plan.pages),
-        (
-            width,
-            gate_up.stride(0),
-            bridge.planes.shape[0],
-            SMALL_ROWS,
-            COLUMNS,
-            not IS_INTERPRETED,
-            OVERLAPS,
-        ),
-        NUM_WARPS,
-    )
+    if plan.max_small:
+        blocks = -(-width // COLUMNS)
+        _launch(
+            (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
+            (gate_up, bridge.planes, b_pools[0], b_pools[1], out),
+            (plan.header, plan.small, plan.pages),
+            (
+                width,
+                gate_up.stride(0),
+                bridge.planes.shape[0],
+                SMALL_ROWS,
+                COLUMNS,
+                not IS_INTERPRETED,
+                OVERLAPS,
+            ),
+            NUM_WARPS,
+        )
+    if plan.max_large:
+        parts = LARGE_ROWS // LARGE_PART
+        sums = bridge.planes if bridge.sums is None else bridge.sums
+        _launch_large(
+            (-(-width // LARGE_COLUMNS), plan.max_large * parts, 1),
+            (gate_up, sums, b_pools[0], b_pools[1], out),
+            (plan.header, plan.large, plan.pages),
+            (
+                width,
+                gate_up.stride(0),
+                LARGE_PART,
+                parts,
+                LARGE_COLUMNS,
+                not IS_INTERPRETED,
+                OVERLAPS,
+            ),
+            LARGE_WARPS,
+        )
     return out

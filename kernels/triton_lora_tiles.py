@@ -86,7 +86,7 @@ def load_bridge(planes_ptr, block, num_blocks, row, live, num_rows, NUM_PLANES: 
     PLANES: tl.constexpr = triton.next_power_of_2(NUM_PLANES)
     planes = tl.arange(0, PLANES)
     stride = num_blocks.to(tl.int64) * num_rows * PAGE
-    at = planes_ptr + (block.to(tl.int64) * num_rows + row) * PAGE
+    at = planes_ptr + (block * num_rows.to(tl.int64) + row) * PAGE
     at_lanes = at + planes[:, None] * stride + tl.arange(0, PAGE)[None, :]
     mask = (planes < tl.where(live, NUM_PLANES, 0))[:, None]
     return tl.sum(tl.load(at_lanes, mask=mask, other=0.0), axis=0)
@@ -127,6 +127,12 @@ def pair_delta(
         delta_1 += tl.sum(h_1.to(b.dtype).to(tl.float32)[:, None] * wide, axis=0)
         b = after
     return delta_0, delta_1
+
+
+@triton.jit
+def add_delta(y, delta, num_pages):
+    """Rounded once. A row without adapter keeps its bits, also those of -0."""
+    return tl.where(num_pages > 0, (y.to(tl.float32) + delta).to(y.dtype), y)
 
 
 @triton.jit

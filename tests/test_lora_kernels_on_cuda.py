@@ -7,6 +7,7 @@ import torch
 
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from tests.lora_fused_cases import rope_both_ways, silu_both_ways
 from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case, write_plan
 
 pytestmark = [
@@ -148,3 +149,42 @@ def test_nan_of_one_adapter_stays_with_its_rows() -> None:
     own[24:29] = True
     assert torch.equal(broken[~own], clean[~own])
     assert bool(broken[own].isnan().any(-1).all())
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("width", [512, 328])
+@pytest.mark.parametrize("large", [True, False])
+def test_silu_mul_is_that_of_the_sums_to_the_bit(mix: str, width: int, large: bool) -> None:
+    fused, apart = silu_both_ways(build(mix, sizes=(width, width)), large=large)
+    assert torch.equal(fused, apart)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 4, 128), (9, 3, 64), (14, 2, 80)])
+@pytest.mark.parametrize("large", [True, False])
+def test_rope_is_that_of_the_sums_to_the_bit(
+    mix: str, heads: int, kv_heads: int, head_dim: int, large: bool
+) -> None:
+    case = build(mix, sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+    for fused, apart in rope_both_ways(case, heads, kv_heads, head_dim, large=large):
+        assert torch.equal(fused, apart)
+
+
+def test_normed_heads_are_those_of_the_sums() -> None:
+    case = build("long runs", sizes=(1024, 512, 512))
+    for fused, apart in rope_both_ways(case, 8, 4, 128, has_norm=True):
+        torch.testing.assert_close(fused, apart, rtol=1e-2, atol=1e-2)
+
+
+def test_fused_ops_in_a_graph_s_plan_serve_rows_without_adapter() -> None:
+    case = make_case(
+        [16],
+        [(None, 9)],
+        in_features=1024,
+        sizes=(1024, 1024),
+        dtype=torch.bfloat16,
+        device="cuda",
+        max_tokens=64,
+    )
+    fused, apart = silu_both_ways(case, graph_rows=9)
+    assert torch.equal(fused, apart)

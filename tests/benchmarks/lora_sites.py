@@ -11,6 +11,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,9 @@ def graph_us(steps: Sequence[Callable[[], object]], replays: int = 30) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for step in steps:
             step()
-    times = []
+    times: list[float] = []
     for i in range(replays + 5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         graph.replay()
         end.record()
@@ -107,12 +108,16 @@ def graph_us(steps: Sequence[Callable[[], object]], replays: int = 30) -> float:
     return statistics.median(times)
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def pair_us(calls: Sequence[Call]) -> float:
     def step(call: Call) -> None:
         bridge = lora_shrink(call.x, call.a_pool, call.plan)
         lora_expand_(call.y, bridge, call.b_pools, call.plan)
 
-    return graph_us([lambda call=call: step(call) for call in calls])
+    return graph_us([partial(step, call) for call in calls])
 
 
 CASES = ((1, 1), (8, 8), (32, 1), (32, 32), (64, 32), (256, 32))

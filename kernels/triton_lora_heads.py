@@ -1,0 +1,65 @@
+"""What both kinds of tile of the fused RoPE share: which heads a program has, norm and rotation."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.backend import IS_INTERPRETED
+
+if not IS_INTERPRETED:
+    from triton.language.extra.cuda import libdevice
+
+
+@triton.jit
+def pick_heads(
+    block,
+    q_b_ptr,
+    k_b_ptr,
+    v_b_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """-> slice, its B, its heads, the first head of the block in it, heads before the slice."""
+    Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    is_k = block >= Q_BLOCKS
+    is_v = block >= Q_BLOCKS + KV_BLOCKS
+    start = tl.where(is_v, Q_BLOCKS + KV_BLOCKS, tl.where(is_k, Q_BLOCKS, 0))
+    return (
+        is_k.to(tl.int32) + is_v.to(tl.int32),
+        tl.where(is_v, v_b_ptr, tl.where(is_k, k_b_ptr, q_b_ptr)),
+        tl.where(is_k, NUM_KV_HEADS, NUM_HEADS),
+        (block - start) * HEADS,
+        tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, tl.where(is_k, NUM_HEADS, 0)),
+    )
+
+
+@triton.jit
+def rounded_product(a, b, EXACT: tl.constexpr):
+    """Never part of a fused multiply-add: torch rounds the product."""
+    if EXACT:  # noqa: SIM108  one branch is not compiled
+        c = libdevice.mul_rn(a, b)
+    else:
+        c = a * b
+    return c
+
+
+@triton.jit
+def turn(low, high, cos, sin, EXACT: tl.constexpr):
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    turned_low = rounded_product(a, cos, EXACT) - rounded_product(b, sin, EXACT)
+    turned_high = rounded_product(b, cos, EXACT) + rounded_product(a, sin, EXACT)
+    return turned_low.to(low.dtype), turned_high.to(low.dtype)
+
+
+@triton.jit
+def norm_heads(low, high, weight_low, weight_high, HEAD_DIM: tl.constexpr, EPS: tl.constexpr):
+    """RMSNorm over the last axis of both halves together."""
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    squares = tl.sum(a * a + b * b, axis=1)
+    inverse = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]
+    normed_low = (a * inverse).to(low.dtype).to(tl.float32) * weight_low.to(tl.float32)
+    normed_high = (b * inverse).to(low.dtype).to(tl.float32) * weight_high.to(tl.float32)
+    return normed_low.to(low.dtype), normed_high.to(low.dtype)

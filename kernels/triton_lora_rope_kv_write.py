@@ -1,0 +1,255 @@
+"""Triton half of `lora_rope_kv_write`: a program takes some heads of a tile.
+
+The sums are rounded to the activations' type, then turned as `rope_kv_write` does it, product by
+product; the expand of small tiles is the same code as `lora_expand_`'s. So the bits are those of
+the two ops apart, but for q_norm and k_norm, where the squares of a head may add up in another
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.backend import IS_INTERPRETED
+from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_lora_heads import norm_heads, pick_heads, turn
+from kernels.triton_lora_rope_large import launch_lora_rope_large
+from kernels.triton_lora_tiles import (
+    add_delta,
+    load_page,
+    num_programs,
+    pair_delta,
+    read_tile,
+    start_dependents,
+    wait_for_inputs,
+)
+
+LANES = 256  # halves of heads side by side: as many columns as the expand's
+NUM_WARPS = 1
+NUM_PROGRAMS = 4096
+
+
+@triton.jit
+def _finish_row(
+    low,
+    high,
+    token,
+    live,
+    part,
+    head,  # in its slice, of a lane
+    lane,
+    exists,
+    cos_sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    positions_ptr,
+    slots_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One token's heads, [LANES] of either half: norm, turn, write."""
+    position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
+    inside = exists & (lane < tl.where(live, HALF, 0))
+    table = cos_sin_ptr + position * (2 * HALF) + lane
+    cos = tl.load(table, mask=inside, other=0.0)
+    sin = tl.load(table + HALF, mask=inside, other=0.0)
+    turning_low, turning_high = low, high
+    if HAS_NORM:
+        LANES: tl.constexpr = low.shape[0]
+        norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
+        weight_low = tl.load(norm_ptr, mask=exists, other=0.0)
+        weight_high = tl.load(norm_ptr + HALF, mask=exists, other=0.0)
+        normed_low, normed_high = norm_heads(
+            tl.reshape(low, [HEADS, LANES // HEADS]),
+            tl.reshape(high, [HEADS, LANES // HEADS]),
+            tl.reshape(weight_low, [HEADS, LANES // HEADS]),
+            tl.reshape(weight_high, [HEADS, LANES // HEADS]),
+            2 * HALF,
+            EPS,
+        )
+        turning_low = tl.reshape(normed_low, [LANES])
+        turning_high = tl.reshape(normed_high, [LANES])
+    turned_low, turned_high = turn(turning_low, turning_high, cos, sin, EXACT)
+    if part == 0:
+        q_at = q_ptr + (token.to(tl.int64) * NUM_HEADS + head) * (2 * HALF) + lane
+        tl.store(q_at, turned_low, mask=inside)
+        tl.store(q_at + HALF, turned_high, mask=inside)
+    else:
+        # A negative slot: a padding row of a CUDA graph, nobody's.
+        written = exists & (lane < tl.where(slot >= 0, HALF, 0))
+        kv_at = (slot * NUM_KV_HEADS + head) * (2 * HALF) + lane
+        cached: tl.constexpr = k_cache_ptr.dtype.element_ty
+        if part == 1:
+            tl.store(k_cache_ptr + kv_at, turned_low.to(cached), mask=written)
+            tl.store(k_cache_ptr + kv_at + HALF, turned_high.to(cached), mask=written)
+        else:
+            tl.store(v_cache_ptr + kv_at, low.to(cached), mask=written)
+            tl.store(v_cache_ptr + kv_at + HALF, high.to(cached), mask=written)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "header_ptr",
+        "tiles_ptr",
+        "pages_ptr",
+        "positions_ptr",
+        "slots_ptr",
+    ]
+)
+def _lora_rope_kernel(
+    qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]
+    planes_ptr,
+    q_b_ptr,
+    k_b_ptr,
+    v_b_ptr,
+    cos_sin_ptr,  # [max_positions, 2, D / 2]
+    k_cache_ptr,  # [slots, Hkv, D]
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,  # [T, Hq, D]
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    positions_ptr,
+    slots_ptr,
+    STRIDE_QKV: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
+    HEADS: tl.constexpr = LANES // WIDTH
+    IS_EVEN: tl.constexpr = WIDTH == HALF and NUM_HEADS % HEADS == 0 and NUM_KV_HEADS % HEADS == 0
+    part, b_ptr, heads, head, before = pick_heads(
+        tl.program_id(0), q_b_ptr, k_b_ptr, v_b_ptr, NUM_HEADS, NUM_KV_HEADS, HEADS
+    )
+    lane = tl.arange(0, LANES) % WIDTH
+    head += tl.arange(0, LANES) // WIDTH
+    exists = (lane < HALF) & (head < heads)
+    width = heads * (2 * HALF)
+    low_columns = head * (2 * HALF) + lane
+    if not IS_EVEN:
+        low_columns = tl.where(exists, low_columns, width)  # beyond its end: masked
+    high_columns = low_columns + HALF
+    count = tl.load(header_ptr)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    tile = tl.program_id(1)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
+    loaded = (num_pages > 0) & (tile < count)
+    low_b = load_page(b_ptr, page, loaded, low_columns, width, IS_EVEN)
+    high_b = load_page(b_ptr, page, loaded, high_columns, width, IS_EVEN)
+    wait_for_inputs(OVERLAPPED)
+    while tile < count:
+        for i in range(0, rows, 2):
+            has_second = i + 1 < rows
+            x_at = qkv_ptr + (row + i).to(tl.int64) * STRIDE_QKV + before * (2 * HALF) + low_columns
+            second = exists & (lane < tl.where(has_second, HALF, 0))
+            low_0 = tl.load(x_at, mask=exists, other=0.0)
+            high_0 = tl.load(x_at + HALF, mask=exists, other=0.0)
+            low_1 = tl.load(x_at + STRIDE_QKV, mask=second, other=0.0)
+            high_1 = tl.load(x_at + STRIDE_QKV + HALF, mask=second, other=0.0)
+            delta_0, delta_1 = pair_delta(
+                b_ptr, low_b, low_columns, width, num_pages, first, pages_ptr, planes_ptr,
+                part * rank_pages, 3 * rank_pages, at_bridge + i, has_second, num_rows,
+                NUM_PLANES, IS_EVEN,
+            )  # fmt: skip
+            low_0 = add_delta(low_0, delta_0, num_pages)
+            low_1 = add_delta(low_1, delta_1, num_pages)
+            delta_0, delta_1 = pair_delta(
+                b_ptr, high_b, high_columns, width, num_pages, first, pages_ptr, planes_ptr,
+                part * rank_pages, 3 * rank_pages, at_bridge + i, has_second, num_rows,
+                NUM_PLANES, IS_EVEN,
+            )  # fmt: skip
+            high_0 = add_delta(high_0, delta_0, num_pages)
+            high_1 = add_delta(high_1, delta_1, num_pages)
+            _finish_row(
+                low_0, high_0, row + i, True, part, head, lane, exists, cos_sin_ptr, k_cache_ptr,
+                v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr, NUM_HEADS,
+                NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
+            )  # fmt: skip
+            _finish_row(
+                low_1, high_1, row + i + 1, has_second, part, head, lane, exists, cos_sin_ptr,
+                k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr,
+                NUM_HEADS, NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
+            )  # fmt: skip
+        tile += tl.num_programs(1)
+        row, rows, num_pages, first, page, at_bridge = read_tile(
+            tiles_ptr, tile, tile < count, ROWS, 1
+        )
+        low_b = load_page(b_ptr, page, num_pages > 0, low_columns, width, IS_EVEN)
+        high_b = load_page(b_ptr, page, num_pages > 0, high_columns, width, IS_EVEN)
+
+
+_launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_lora_rope_kv_write(
+    qkv: torch.Tensor,
+    bridge: Bridge,
+    b_pools: Sequence[torch.Tensor],
+    plan: LoraPlan,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    assert qkv.stride(1) == 1
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    half = head_dim // 2
+    q = qkv.new_empty((qkv.shape[0], num_heads, head_dim))
+    norms = (q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv)
+    tensors = (*b_pools, cos_sin, k_cache, v_cache, *norms, q)
+    has_norm = q_norm is not None and k_norm is not None
+    constants = (qkv.stride(0), num_heads, num_kv_heads, half, has_norm, eps)
+    if plan.max_small:
+        heads = LANES // (1 << (half - 1).bit_length())
+        blocks = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
+        _launch(
+            (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
+            (qkv, bridge.planes, *tensors),
+            (plan.header, plan.small, plan.pages, positions, slots),
+            (
+                *constants,
+                bridge.planes.shape[0],
+                SMALL_ROWS,
+                LANES,
+                not IS_INTERPRETED,
+                OVERLAPS,
+            ),
+            NUM_WARPS,
+        )
+    if plan.max_large:
+        launch_lora_rope_large(qkv, bridge, tensors, (positions, slots), constants, plan)
+    return q

@@ -1,0 +1,161 @@
+"""Large tiles of the expand inside RoPE and the KV write: a head of 32 tokens a program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.backend import IS_INTERPRETED
+from kernels.lora_plan import LARGE_ROWS, Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_lora_heads import norm_heads, pick_heads, turn
+from kernels.triton_lora_tiles import (
+    PAGE,
+    add_delta,
+    load_page,
+    page_dot,
+    read_tile,
+    start_dependents,
+    wait_for_inputs,
+)
+
+PART = 32
+NUM_WARPS = 4
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "header_ptr",
+        "tiles_ptr",
+        "pages_ptr",
+        "positions_ptr",
+        "slots_ptr",
+    ]
+)
+def _lora_rope_large_kernel(
+    qkv_ptr,
+    sums_ptr,
+    q_b_ptr,
+    k_b_ptr,
+    v_b_ptr,
+    cos_sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    positions_ptr,
+    slots_ptr,
+    STRIDE_QKV: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+    WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
+    LANES: tl.constexpr = WIDTH if WIDTH >= 16 else 16  # an mma's
+    part, b_ptr, heads, head, before = pick_heads(
+        tl.program_id(0), q_b_ptr, k_b_ptr, v_b_ptr, NUM_HEADS, NUM_KV_HEADS, 1
+    )
+    count = tl.load(header_ptr + 2) * PARTS
+    num_rows = tl.load(header_ptr + 4)
+    rank_pages = tl.load(header_ptr + 5)
+    tile = tl.program_id(1)
+    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    if (rows <= 0) | (tile >= count):
+        return
+    IS_EVEN: tl.constexpr = LANES == HALF
+    lane = tl.arange(0, LANES)
+    exists = lane < HALF
+    width = heads * (2 * HALF)
+    low_columns = head * (2 * HALF) + lane
+    if not IS_EVEN:
+        low_columns = tl.where(exists, low_columns, width)
+    offsets = tl.arange(0, ROWS)
+    token = (row + offsets).to(tl.int64)
+    live = offsets < rows
+    inside = live[:, None] & exists[None, :]
+    x_at = qkv_ptr + token[:, None] * STRIDE_QKV + (before * (2 * HALF) + low_columns)[None, :]
+    low = tl.load(x_at, mask=inside, other=0.0)
+    high = tl.load(x_at + HALF, mask=inside, other=0.0)
+    position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
+    table = cos_sin_ptr + position[:, None] * (2 * HALF) + lane[None, :]
+    cos = tl.load(table, mask=inside, other=0.0)
+    sin = tl.load(table + HALF, mask=inside, other=0.0)
+    delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
+    for i in range(num_pages):
+        page = tl.load(pages_ptr + first + i)
+        low_b = load_page(b_ptr, page, True, low_columns, width, IS_EVEN)
+        high_b = load_page(b_ptr, page, True, low_columns + HALF, width, IS_EVEN)
+        at = (part * rank_pages + i) * (num_rows.to(tl.int64) * PAGE)
+        h = tl.load(h_at + at, mask=live[:, None], other=0.0)
+        delta_low = page_dot(h, low_b, delta_low, not EXACT)
+        delta_high = page_dot(h, high_b, delta_high, not EXACT)
+    low = add_delta(low, delta_low, num_pages)
+    high = add_delta(high, delta_high, num_pages)
+    if part == 2:
+        turned_low, turned_high = low, high
+    else:
+        turning_low, turning_high = low, high
+        if HAS_NORM:
+            norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
+            turning_low, turning_high = norm_heads(
+                low,
+                high,
+                tl.load(norm_ptr, mask=exists, other=0.0)[None, :],
+                tl.load(norm_ptr + HALF, mask=exists, other=0.0)[None, :],
+                2 * HALF,
+                EPS,
+            )
+        turned_low, turned_high = turn(turning_low, turning_high, cos, sin, EXACT)
+    if part == 0:
+        q_at = q_ptr + (token[:, None] * NUM_HEADS + head) * (2 * HALF) + lane[None, :]
+        tl.store(q_at, turned_low, mask=inside)
+        tl.store(q_at + HALF, turned_high, mask=inside)
+    else:
+        cached: tl.constexpr = k_cache_ptr.dtype.element_ty
+        cache_ptr = tl.where(part == 1, k_cache_ptr, v_cache_ptr)
+        kv_at = cache_ptr + (slot[:, None] * NUM_KV_HEADS + head) * (2 * HALF) + lane[None, :]
+        written = inside & (slot >= 0)[:, None]
+        tl.store(kv_at, turned_low.to(cached), mask=written)
+        tl.store(kv_at + HALF, turned_high.to(cached), mask=written)
+
+
+_launch = Launcher(_lora_rope_large_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_lora_rope_large(
+    qkv: torch.Tensor,
+    bridge: Bridge,
+    tensors: tuple[torch.Tensor, ...],
+    rows: tuple[torch.Tensor, torch.Tensor],  # positions, slots
+    constants: tuple[object, ...],
+    plan: LoraPlan,
+) -> None:
+    """`tensors` and `constants` as the kernel of small tiles takes them."""
+    _, num_heads, num_kv_heads = constants[:3]
+    assert isinstance(num_heads, int)
+    assert isinstance(num_kv_heads, int)
+    parts = LARGE_ROWS // PART
+    sums = bridge.planes if bridge.sums is None else bridge.sums
+    _launch(
+        (num_heads + 2 * num_kv_heads, plan.max_large * parts, 1),
+        (qkv, sums, *tensors),
+        (plan.header, plan.large, plan.pages, *rows),
+        (*constants, PART, parts, not IS_INTERPRETED, OVERLAPS),
+        NUM_WARPS,
+    )

@@ -1,0 +1,48 @@
+"""The expand inside RoPE + KV write and inside SiLU-mul, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lora_fused_cases import rope_both_ways, silu_both_ways
+from tests.lora_kernel_cases import Run, make_case
+
+RUNS: dict[str, tuple[Run, ...]] = {
+    "small tiles": ((None, 3), (0, 1), (1, 3)),
+    "a large tile": ((None, 1), (1, 65), (0, 2)),
+    "a large tile of the base": ((None, 65), (0, 1)),
+    "no adapter": ((None, 3),),
+}
+
+
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("width", [16, 264])
+def test_silu_mul_is_that_of_the_sums_to_the_bit(runs: str, width: int) -> None:
+    case = make_case((8, 20), RUNS[runs], in_features=32, sizes=(width, width), dtype=torch.float16)
+    fused, apart = silu_both_ways(case)
+    assert torch.equal(fused, apart)
+
+
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 128), (3, 1, 24)])
+def test_rope_is_that_of_the_sums_to_the_bit(
+    runs: str, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    case = make_case(
+        (8, 20),
+        RUNS[runs],
+        in_features=32,
+        sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim),
+        dtype=torch.float16,
+    )
+    for fused, apart in rope_both_ways(case, heads, kv_heads, head_dim):
+        assert torch.equal(fused, apart)
+
+
+def test_normed_heads_are_those_of_the_sums() -> None:
+    case = make_case(
+        (8, 20), RUNS["a large tile"], in_features=32, sizes=(128, 64, 64), dtype=torch.float16
+    )
+    for fused, apart in rope_both_ways(case, 4, 2, 32, has_norm=True):
+        torch.testing.assert_close(fused, apart, rtol=1e-3, atol=1e-3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.backend import IS_INTERPRETED
 from kernels.triton_launch import start_overlapped
 
 _TILE = tl.constexpr(1024)
@@ -18,6 +19,8 @@ RUNGS = tl.constexpr(16)
 _ONE = tl.constexpr(float(2**44))  # the weight of the most likely token
 _DEPTH = tl.constexpr(45.0)  # log2 of a weight that is nothing, and one more
 _RATIO_LOG2 = tl.constexpr(0.4854268271702417)  # rungs of the first ladder: each 1.4 times the last
+_HUGE = tl.constexpr(float(2**100))
+_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Parameters of rows: slices of a step's buffers, at any address.
 METADATA = [
@@ -106,16 +109,35 @@ def _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS: tl.constexpr, CHUNKS
 
 
 @triton.jit
+def _is_above(levels, depths):
+    """1 where levels > -depths, else 0, without a predicate: the 64 of a tile would be packed into
+    bits and unpacked, half of the loop. A difference of levels times 2^100 is 0 or more than 1."""
+    if _INTERPRETED:
+        above = (levels > -depths).to(tl.float32)
+    else:
+        above = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f71800000, $2;",
+            "=f,f,f",
+            [levels, depths * _HUGE],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return above
+
+
+@triton.jit
 def _ladder(row_ptr, start, best, scale, depths, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
-    """-> of a chunk: how much lies at or above each depth, and its exact mass."""
+    """-> of a chunk: how much lies above each depth, and its exact mass."""
     TILE: tl.constexpr = _TILE if CHUNK > _TILE else CHUNK
+    depths = depths[:, None]
     above = tl.zeros((RUNGS, TILE), tl.float32)
     mass = tl.zeros((1, TILE), tl.int64)
-    for offset in range(0, CHUNK, TILE):
+    for offset in tl.range(0, CHUNK, TILE, num_stages=4):
         ids = (start + offset + tl.arange(0, TILE))[None, :]
         levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
         amounts = tl.where(counts, 1.0, weights)
-        above += tl.where(levels >= -depths[:, None], amounts, 0.0)
+        above += _is_above(levels, depths) * amounts
         mass += quanta
     return tl.sum(above, axis=1), tl.sum(mass)
 
@@ -278,14 +300,14 @@ def collect_kernel(
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             x = read_row(logits_ptr + row * STRIDE, ids, VOCAB)
             levels, weights, quanta = weights_of(x, best, scale_of(temperature))
-            is_sure = levels >= -upper
+            is_sure = levels > -upper
             quanta = tl.where(is_sure, quanta, 0)
             kept = tl.where(weights < tl.load(min_p_ptr + row), 0, quanta)
             there = sure_ptr + 3 * row * NUM_CHUNKS + chunk
-            tl.store(there, tl.sum(is_sure.to(tl.int64), axis=0))
+            tl.store(there, tl.sum(is_sure.to(tl.int32), axis=0).to(tl.int64))
             tl.store(there + NUM_CHUNKS, tl.sum(quanta, axis=0))
             tl.store(there + 2 * NUM_CHUNKS, tl.sum(kept, axis=0))
-            is_candidate = (levels >= -lower) & (levels < -upper)
+            is_candidate = (levels > -lower) & (levels <= -upper)
             places = tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
             place = row * NUM_CHUNKS + chunk
             tl.store(counts_ptr + place, tl.max(places, axis=0) + 1)

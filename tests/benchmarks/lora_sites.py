@@ -88,7 +88,7 @@ def _share(total: int, parts: int) -> list[int]:
 
 def graph_us(steps: Sequence[Callable[[], object]], replays: int = 30) -> float:
     """Median microseconds of one of the steps."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         steps[0]()
     torch.cuda.synchronize()

@@ -27,11 +27,14 @@ class DecodeConfig:
     programs_per_sm: int
 
 
-def decode_config(head_dim: int, itemsize: int, block_size: int) -> DecodeConfig:
+def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
+    """Stages count the fetch of block ids too: of keys, half of them are in flight."""
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
-    if row_bytes <= 256:
-        return DecodeConfig(64, 4, 3, 2)
-    return DecodeConfig(64 if row_bytes <= 512 else 32, 4, 2, 1)
+    if row_bytes <= 128:
+        return DecodeConfig(64, 2, 5, 5)
+    if row_bytes <= 256 and itemsize == 2:
+        return DecodeConfig(64, 2, 5, 3)
+    return DecodeConfig(32, 4, 5 if itemsize == 2 else 3, 2)
 
 
 def paged_decode(
@@ -47,7 +50,7 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    config = config or decode_config(head_dim, k_cache.element_size(), block_size)
+    config = config or decode_config(head_dim, k_cache.element_size())
     resident = 2 if IS_INTERPRETED else _num_sms(q.device) * config.programs_per_sm
     grid = (min(plan.max_items * num_kv_heads, resident),)
     group = num_heads // num_kv_heads

@@ -26,10 +26,11 @@ class PrefillConfig:
 
 
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
+    """Stages count the fetch of block ids too: of keys, half of them are in flight."""
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
-    if row_bytes <= 256:
-        return PrefillConfig(64, 8, 3)
-    return PrefillConfig(64 if row_bytes == 512 and itemsize == 2 else 16, 8, 2)
+    if itemsize == 2:
+        return PrefillConfig(64 if row_bytes <= 256 else 32, 8, 5)
+    return PrefillConfig(32 if row_bytes <= 256 else 16, 8, 2)
 
 
 def paged_prefill(

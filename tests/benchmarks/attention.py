@@ -1,0 +1,161 @@
+"""Paged attention on a GPU beside its limits: `python -m tests.benchmarks.attention`.
+
+Decode: bytes of keys and values over time, in CUDA graphs that rotate over more caches than the L2
+holds. Prefill: floating-point operations over time, beside torch's own attention over contiguous
+tensors (cuDNN, FlashAttention-2), which needs no pages. Heads of Llama-3-8B, bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels.paged_attention import paged_attention
+from kernels.paged_plan import HeadShape, PagedPlan, attention_scratch, work_size, write_work
+from tests.benchmarks.report import emit, emit_machine
+
+SHAPE = HeadShape(32, 8, 128)
+SCALE = SHAPE.head_dim**-0.5
+CACHE_TOKENS = 1 << 20  # 4.3 GB of keys and values
+ROTATED_BYTES = 400_000_000
+Lengths = list[tuple[int, int]]  # (queries, keys)
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    lengths: Lengths
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(kv for _, kv in self.lengths) * SHAPE.num_kv_heads * SHAPE.head_dim * 4
+
+    @property
+    def flops(self) -> float:
+        pairs = sum((kv - q) * q + q * (q + 1) / 2 for q, kv in self.lengths)
+        return 4 * SHAPE.num_heads * SHAPE.head_dim * pairs
+
+
+def decode_cases() -> list[Case]:
+    mixed = np.exp(np.random.default_rng(0).uniform(np.log(64), np.log(8192), 64)).astype(int)
+    equal = [(1, 1024), (1, 8192), (1, 32768), (16, 2048), (64, 1024), (64, 4096), (256, 384)]
+    cases = [Case(f"decode {b} x {length}", [(1, length)] * b) for b, length in equal]
+    return [*cases, Case("decode 64 x 64..8192", [(1, int(n)) for n in mixed])]
+
+
+def prefill_cases() -> list[Case]:
+    chunks = [(2048, 2048), (4096, 4096), (8192, 8192), (2048, 8192), (2048, 32768)]
+    cases = [Case(f"prefill {q} of {kv}", [(q, kv)]) for q, kv in chunks]
+    cases.append(Case("prefill 32 x 256", [(256, 256)] * 32))
+    return [*cases, Case("prefill 2048 + decode 63 x 1024", [(2048, 2048)] + [(1, 1024)] * 63)]
+
+
+class Bench:
+    def __init__(self, block_size: int) -> None:
+        self.rng = np.random.default_rng(1)
+        shape = (CACHE_TOKENS // block_size, block_size, SHAPE.num_kv_heads, SHAPE.head_dim)
+        self.k, self.v = (random(*shape) for _ in range(2))
+
+    def calls(self, case: Case) -> list[Call]:
+        copies = max(2, min(16, ROTATED_BYTES // case.bytes_read))
+        block_size, blocks = self.k.shape[1], self.rng.permutation(self.k.shape[0])
+        starts = np.cumsum([0, *(q for q, _ in case.lengths)]).astype(np.int32)
+        kv_lens = np.array([kv for _, kv in case.lengths], np.int32)
+        host = np.zeros(work_size(len(kv_lens), int(starts[-1]), SHAPE), np.int32)
+        counts = write_work(host, starts, kv_lens, SHAPE)
+        scratch = attention_scratch(len(kv_lens), SHAPE, "cuda")
+        work, starts_there, kv_there = (to_gpu(array) for array in (host, starts, kv_lens))
+        calls = []
+        for _ in range(copies):
+            tables = np.zeros((len(kv_lens), -(-int(kv_lens.max()) // block_size)), np.int32)
+            for s, kv_len in enumerate(kv_lens):
+                needed = -(-int(kv_len) // block_size)
+                tables[s, :needed], blocks = blocks[:needed], blocks[needed:]
+            plan = PagedPlan.for_step(starts_there, kv_there, to_gpu(tables), work, scratch, counts)
+            q = random(int(starts[-1]), SHAPE.num_heads, SHAPE.head_dim)
+            calls.append(self.call(q, plan))
+        return calls
+
+    def call(self, q: torch.Tensor, plan: PagedPlan) -> Call:
+        return lambda: paged_attention(q, self.k, self.v, plan, SCALE)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def to_gpu(array: npt.NDArray[np.int32]) -> torch.Tensor:
+    return torch.from_numpy(array).cuda()
+
+
+def microseconds(calls: Sequence[Call]) -> float:
+    """The median time of one call, in a graph of all of them."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    rounds = -(-8 // len(calls))
+    with torch.cuda.graph(graph):
+        for call in [*calls] * rounds:
+            call()
+    times = [replayed_us(graph) / (rounds * len(calls)) for _ in range(14)]
+    return statistics.median(times[4:])
+
+
+def replayed_us(graph: torch.cuda.CUDAGraph) -> float:
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1000 * float(begin.elapsed_time(end))
+
+
+def dense(length: int, backend: SDPBackend) -> float:
+    q = random(1, SHAPE.num_heads, length, SHAPE.head_dim)
+    k, v = (random(1, SHAPE.num_kv_heads, length, SHAPE.head_dim) for _ in range(2))
+    with sdpa_kernel(backend):
+        return microseconds(
+            [
+                lambda: torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=True
+                )
+            ]
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64])
+    arguments = parser.parse_args()
+    emit_machine("attention")
+    for block_size in arguments.block_sizes:
+        bench = Bench(block_size)
+        for case in decode_cases():
+            time_us = microseconds(bench.calls(case))
+            rate = round(case.bytes_read / time_us / 1e6, 3)
+            emit(case=case.name, block_size=block_size, us=round(time_us, 1), tb_per_s=rate)
+        for case in prefill_cases():
+            time_us = microseconds(bench.calls(case)[:2])
+            rate = round(case.flops / time_us / 1e6, 1)
+            emit(case=case.name, block_size=block_size, us=round(time_us, 1), tflops=rate)
+        del bench
+    for length in (2048, 4096, 8192):
+        flops = Case("", [(length, length)]).flops
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            time_us = dense(length, backend)
+            rate = round(flops / time_us / 1e6, 1)
+            emit(case=f"dense {length}, {backend.name}", us=round(time_us, 1), tflops=rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,11 @@
-"""Time of our multi-LoRA kernels on the four sites of a Llama-3-8B layer, as CUDA graphs.
+"""What adapters add to a Llama-3-8B layer: its four matrix products with RoPE + KV write and SiLU,
+without adapters, and with ours fused into them, both as CUDA graphs; and our shrink and expand of
+each site alone.
 
-Adapters, x and y rotate so that weights come from memory. `pair` is shrink and expand alone, one
-after the other; `added` is what they add to the base's matrix products in one graph, as a step sees
-it. Run as `python -m tests.benchmarks.lora_sites`.
+Layers, rows and adapters rotate so that weights come from memory. A line gives microseconds a layer
+`base` and `with`, what the adapters `added`, and of each site shrink and expand in a row.
+
+    python -m tests.benchmarks.lora_sites [--cases 1x1,64x32] [--out FILE]
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 
-from kernels.lora_plan import PAGE_ROWS, LoraPlan, lora_plan_size, write_lora_plan
+from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, lora_plan_size, write_lora_plan
+from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from kernels.lora_silu_mul import lora_silu_mul
+from kernels.rope_kv_write import rope_kv_write
+from kernels.silu_mul import silu_mul
 from tests.benchmarks.report import Report
 
 SITES: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -27,8 +35,12 @@ SITES: dict[str, tuple[int, tuple[int, ...]]] = {
     "gate_up": (4096, (14336, 14336)),
     "down": (14336, (4096,)),
 }
+HEADS = (32, 8, 128)
 ROTATED_BYTES = 200e6  # more than three times the L2
 MAX_CALLS = 64
+NUM_LAYERS = 4
+PREFILL_TOKENS = 257  # from here on with large tiles, as a step without a CUDA graph
+CASES = ("1x1", "8x8", "32x1", "32x32", "64x32", "256x32", "64x32x64", "2048x1", "4096x1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +54,32 @@ class Call:
     plan: LoraPlan
 
 
-def make_calls(
-    site: str, num_tokens: int, ranks: Sequence[int], *, decode: bool = True, base_rows: int = 0
-) -> list[Call]:
-    """`ranks`: one an adapter; tokens are shared out evenly after `base_rows`."""
-    in_features, sizes = SITES[site]
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+
+
+def make_plan(num_tokens: int, ranks: Sequence[int], *, decode: bool) -> tuple[LoraPlan, int]:
+    """Rows shared out evenly; the plan, and the pages that it names: from 0, shuffled."""
     pages_each = [-(-rank // PAGE_ROWS) for rank in ranks]
     num_pages = sum(pages_each)
-    row_bytes = 2 * (len(sizes) * in_features + sum(sizes))
-    call_bytes = num_pages * PAGE_ROWS * row_bytes + 2 * num_tokens * (in_features + sum(sizes))
-    num_calls = int(min(MAX_CALLS, max(2, ROTATED_BYTES // call_bytes + 1)))
-    draw = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16).mul_(scale)
-
     pages = iter(torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist())
-    shares = _share(num_tokens - base_rows, len(ranks))
-    runs: list[tuple[list[int], int]] = [([], base_rows)]
-    runs += [([next(pages) for _ in range(n)], m) for n, m in zip(pages_each, shares, strict=True)]
-    max_pages = max(num_pages, 1024)
-    buffer = np.zeros(lora_plan_size(num_tokens, max_pages), dtype=np.int32)
-    counts = write_lora_plan(buffer, runs, num_tokens, max_pages, large=not decode)
+    shares = _share(num_tokens, len(ranks))
+    runs = [([next(pages) for _ in range(n)], m) for n, m in zip(pages_each, shares, strict=True)]
+    limit = max(num_pages, 1024)  # of a pool such as one has
+    buffer = np.zeros(lora_plan_size(num_tokens, limit), dtype=np.int32)
+    counts = write_lora_plan(buffer, runs, num_tokens, limit, large=not decode)
     device = torch.from_numpy(buffer).cuda()
     if decode:
-        plan = LoraPlan.for_graph(device, num_tokens, num_tokens, max_pages)
-    else:
-        plan = LoraPlan.for_step(device, counts, num_tokens, max_pages)
+        return LoraPlan.for_graph(device, num_tokens, num_tokens, limit), num_pages
+    return LoraPlan.for_step(device, counts, num_tokens, limit), num_pages
+
+
+def make_calls(site: str, num_tokens: int, ranks: Sequence[int], *, decode: bool) -> list[Call]:
+    in_features, sizes = SITES[site]
+    plan, num_pages = make_plan(num_tokens, ranks, decode=decode)
     rows = num_pages * PAGE_ROWS
+    weights = 2 * rows * (len(sizes) * in_features + sum(sizes))
+    call_bytes = weights + 2 * num_tokens * (in_features + sum(sizes))
     return [
         Call(
             normal(len(sizes), rows, in_features, scale=in_features**-0.5),
@@ -78,12 +88,93 @@ def make_calls(
             normal(num_tokens, sum(sizes)),
             plan,
         )
-        for _ in range(num_calls)
+        for _ in range(int(min(MAX_CALLS, max(2, ROTATED_BYTES // call_bytes + 1))))
     ]
 
 
 def _share(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def pair_us(calls: Sequence[Call]) -> float:
+    def step(call: Call) -> None:
+        bridge = lora_shrink(call.x, call.a_pool, call.plan)
+        lora_expand_(call.y, bridge, call.b_pools, call.plan)
+
+    return graph_us([partial(step, call) for call in calls])
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    weights: dict[str, torch.Tensor]
+    pools: dict[str, tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What all layers of a step share."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    cos_sin: torch.Tensor
+    plan: LoraPlan
+
+
+def make_layer(num_tokens: int, num_pages: int) -> Layer:
+    weights, pools = {}, {}
+    for site, (in_features, sizes) in SITES.items():
+        weights[site] = normal(sum(sizes), in_features, scale=in_features**-0.5)
+        rows = num_pages * PAGE_ROWS
+        pools[site] = (
+            normal(len(sizes), rows, in_features, scale=in_features**-0.5),
+            tuple(normal(rows, size) for size in sizes),
+        )
+    shape = (-(-num_tokens // 16), 16, HEADS[1], HEADS[2])
+    return Layer(weights, pools, normal(*shape), normal(*shape))
+
+
+def make_rows(num_tokens: int, plan: LoraPlan) -> Rows:
+    return Rows(
+        normal(num_tokens, 4096),
+        torch.randint(0, 4096, (num_tokens,), device="cuda"),
+        torch.randperm(num_tokens, device="cuda"),
+        torch.rand(4096, 2, HEADS[2] // 2, device="cuda"),
+        plan,
+    )
+
+
+Lora = tuple[Bridge, tuple[torch.Tensor, ...], LoraPlan]
+
+
+def base_layer(layer: Layer, rows: Rows) -> torch.Tensor:
+    w = layer.weights
+    caches = (layer.k_cache, layer.v_cache, rows.slots)
+    qkv = linear(rows.hidden, w["qkv"])
+    q = rope_kv_write(qkv, rows.positions, rows.cos_sin, *caches, *HEADS)
+    hidden = linear(q.flatten(1), w["o"])
+    return linear(silu_mul(linear(hidden, w["gate_up"])), w["down"])
+
+
+def lora_layer(layer: Layer, rows: Rows) -> torch.Tensor:
+    w, pools, plan = layer.weights, layer.pools, rows.plan
+    caches = (layer.k_cache, layer.v_cache, rows.slots)
+
+    def bridged(site: str, x: torch.Tensor) -> tuple[torch.Tensor, Lora]:
+        y = linear(x, w[site])
+        a_pool, b_pools = pools[site]
+        return y, (lora_shrink(x, a_pool, plan), b_pools, plan)
+
+    qkv, lora = bridged("qkv", rows.hidden)
+    q = lora_rope_kv_write(qkv, *lora, rows.positions, rows.cos_sin, *caches, *HEADS)
+    hidden, lora = bridged("o", q.flatten(1))
+    lora_expand_(hidden, *lora)
+    gate_up, lora = bridged("gate_up", hidden)
+    down, lora = bridged("down", lora_silu_mul(gate_up, *lora))
+    lora_expand_(down, *lora)
+    return down
 
 
 def graph_us(steps: Sequence[Callable[[], object]], replays: int = 30) -> float:
@@ -112,35 +203,42 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def pair_us(calls: Sequence[Call]) -> float:
-    def step(call: Call) -> None:
-        bridge = lora_shrink(call.x, call.a_pool, call.plan)
-        lora_expand_(call.y, bridge, call.b_pools, call.plan)
-
-    return graph_us([partial(step, call) for call in calls])
-
-
-CASES = ((1, 1), (8, 8), (32, 1), (32, 32), (64, 32), (256, 32))
+def measure(case: str, report: Report) -> None:
+    """`case`: tokens x adapters [x rank]"""
+    num_tokens, distinct, rank = (*map(int, case.split("x")), 16)[:3]
+    decode = num_tokens < PREFILL_TOKENS
+    plan, num_pages = make_plan(num_tokens, [rank] * distinct, decode=decode)
+    rows = make_rows(num_tokens, plan)
+    layers = [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)]
+    base = graph_us([partial(base_layer, layer, rows) for layer in layers])
+    adapted = graph_us([partial(lora_layer, layer, rows) for layer in layers])
+    del layers
+    pairs = {
+        site: round(pair_us(make_calls(site, num_tokens, [rank] * distinct, decode=decode)), 2)
+        for site in SITES
+    }
+    torch.cuda.empty_cache()
+    report.emit(
+        part="lora_added",
+        case=case,
+        base_us=round(base, 1),
+        with_us=round(adapted, 1),
+        added_us=round(adapted - base, 2),
+        added_percent=round(100 * (adapted / base - 1), 2),
+        pairs_us=pairs,
+        pairs_sum_us=round(sum(pairs.values()), 1),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--cases", default=",".join(CASES), help="tokens x adapters [x rank]")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = Report(options.out)
     report.emit_machine("lora_sites")
-    for num_tokens, distinct in CASES:
-        times = {
-            site: pair_us(make_calls(site, num_tokens, [options.rank] * distinct)) for site in SITES
-        }
-        report.emit(
-            T=num_tokens,
-            D=distinct,
-            rank=options.rank,
-            sum_us=round(sum(times.values()), 2),
-            **{site: round(us, 2) for site, us in times.items()},
-        )
+    for case in options.cases.split(","):
+        measure(case, report)
 
 
 if __name__ == "__main__":

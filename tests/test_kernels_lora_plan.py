@@ -1,0 +1,116 @@
+"""The plan of a step's adapters, and the multi-LoRA ops over it on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.lora_plan import (
+    MAX_RANK_PAGES,
+    LoraPlan,
+    lora_plan_size,
+    read_tiles,
+    write_lora_plan,
+)
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from tests.lora_fused_cases import rope_both_ways, silu_both_ways
+from tests.lora_kernel_cases import error_of, make_case
+
+Pages = tuple[int, ...]
+
+
+def tiles_of(
+    runs: list[tuple[Pages, int]], *, large: bool = True, max_tokens: int = 512
+) -> list[tuple[int, int, list[int]]]:
+    out = np.full(lora_plan_size(max_tokens, 64), -1, dtype=np.int32)
+    counts = write_lora_plan(out, runs, max_tokens, 64, large=large)
+    return read_tiles(LoraPlan.for_step(torch.from_numpy(out), counts, max_tokens, 64))
+
+
+def test_runs_become_tiles_of_at_most_eight_rows() -> None:
+    found = tiles_of([((), 3), ((5, 2), 11), ((9,), 1)])
+    assert found == [(0, 3, []), (3, 11, [5, 2]), (11, 14, [5, 2]), (14, 15, [9])]
+
+
+def test_neighbours_of_one_adapter_are_one_run() -> None:
+    assert tiles_of([((4,), 1), ((4,), 2), ((), 0), ((4,), 1)]) == [(0, 4, [4])]
+
+
+def test_a_long_run_is_cut_into_large_tiles() -> None:
+    assert tiles_of([((7,), 2), ((1,), 150)]) == [(0, 2, [7]), (2, 130, [1]), (130, 152, [1])]
+    small = tiles_of([((1,), 150)], large=False)
+    assert [end - start for start, end, _ in small] == [8] * 18 + [6]
+
+
+def test_more_than_the_plan_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="513 rows and 1 pages"):
+        tiles_of([((1,), 513)])
+    with pytest.raises(ValueError, match="2 rows and 65 pages"):
+        tiles_of([((1,), 1), (tuple(range(64)), 1)])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, MAX_RANK_PAGES), st.integers(1, 90)), min_size=1, max_size=30
+    ),
+    st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: bool) -> None:
+    """The base's rows once, first; each adapter once. Limits are exactly what the step has."""
+    base = sum(rows for pages, rows in sizes if not pages)
+    runs: list[tuple[Pages, int]] = [((), base)]
+    total = 0
+    for pages, rows in sizes:
+        if pages:
+            runs.append((tuple(range(total, total + pages)), rows))
+            total += pages
+    tokens = sum(rows for _, rows in runs)
+    large = large or tokens > 256  # a CUDA graph is not larger
+    out = np.full(lora_plan_size(tokens, total), -1, dtype=np.int32)
+    counts = write_lora_plan(out, runs, tokens, total, large=large)
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total)
+    owned = [()] * tokens
+    for start, end, found in read_tiles(plan):
+        for row in range(start, end):
+            assert owned[row] == ()
+            owned[row] = tuple(found) or (-1,)
+    assert owned == [pages or (-1,) for pages, rows in runs for _ in range(rows)]
+    units = plan.units[: plan.max_units].tolist()
+    assert sum(unit[1] for unit in units) == sum(
+        rows * len(pages) for pages, rows in runs if not (large and rows >= 64)
+    )
+    graph = LoraPlan.for_graph(torch.from_numpy(out), tokens, tokens, total)
+    assert graph.max_small >= plan.max_small
+    assert graph.max_units >= plan.max_units
+
+
+def test_the_reference_gives_the_delta_of_float64() -> None:
+    case = make_case(
+        (8, 17, 64),
+        ((None, 2), (0, 3), (1, 70), (2, 1), (None, 1)),
+        in_features=40,
+        sizes=(24, 8, 8),
+        dtype=torch.float32,
+    )
+    y = case.y.clone()
+    plan = case.plan()
+    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    assert error_of(case, y) < 1e-5
+    assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+def test_the_fused_references_are_the_two_ops() -> None:
+    case = make_case(
+        (8, 20), ((None, 1), (0, 3)), in_features=16, sizes=(32, 32), dtype=torch.float32
+    )
+    fused, apart = silu_both_ways(case)
+    assert torch.equal(fused, apart)
+    case = make_case(
+        (8, 20), ((None, 1), (0, 3)), in_features=16, sizes=(32, 16, 16), dtype=torch.float32
+    )
+    for fused, apart in rope_both_ways(case, 2, 1, 16):
+        assert torch.equal(fused, apart)

@@ -25,8 +25,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None  # a step is planned while the last one runs; None: on CUDA
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
-    adapter_pool_bytes: int = 256 * 1024 * 1024  # on the device, all sites together
-    adapter_host_bytes: int = 4 * 1024 * 1024 * 1024
+    # On the device, all sites together. None: 256 MiB on a CPU, an eighth of what CUDA has left
+    adapter_pool_bytes: int | None = None
+    adapter_host_bytes: int | None = None  # None: four times the pool if memory allows, or 4 GiB
     max_lora_rank: int = 512
     max_adapter_overtakes: int = 64  # of a request that waits for its adapter, by younger ones
     seed: int = 0  # of the seeds that requests without one are given

@@ -55,8 +55,8 @@ class EngineArgs(_Args):
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_num_seqs: int = Field(default=64, ge=1)
     enable_prefix_caching: bool = True
-    adapter_pool_bytes: Bytes = 256 * 1024**2
-    adapter_host_bytes: Bytes = 4 * 1024**3
+    adapter_pool_bytes: Bytes | None = None
+    adapter_host_bytes: Bytes | None = None
     max_lora_rank: int = Field(default=512, ge=1)
     seed: int = 0
     num_threads: int | None = Field(default=None, ge=1)

@@ -28,6 +28,11 @@ def test_the_configured_sizes_are_taken_as_they_are() -> None:
     assert (budgets.pool_bytes, budgets.host_bytes) == (5, 6)
 
 
+def test_a_cpu_spares_a_quarter_of_a_gib_for_the_pool() -> None:
+    budgets = adapter_budgets(EngineConfig("/nowhere", "base"), SITES, torch.float32, CPU, 0)
+    assert (budgets.pool_bytes, budgets.host_bytes) == (GIB // 4, 4 * GIB)
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(ValueError, match="of its own"), explain_out_of_memory("trying", ("x",)):
         raise ValueError("of its own")
@@ -83,11 +88,11 @@ def test_others_are_what_is_used_beside_this_process() -> None:
 def test_a_cuda_device_spares_whole_pages() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     # A page of 32 MB, so that the share is what decides.
-    config = EngineConfig("/nowhere", "base", adapter_pool_bytes=None)  # type: ignore[arg-type]
+    config = EngineConfig("/nowhere", "base")
     sites = [Site(f"o{i}", 4096, (Slice(f"o{i}", 4096),)) for i in range(128)]
     budgets = adapter_budgets(config, sites, torch.bfloat16, device, 0)
     page = 128 * PAGE_ROWS * 2 * 8192
     assert budgets.pool_bytes % page == 0
     left = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
     assert budgets.pool_bytes <= left // 4
-    assert budgets.host_bytes >= 4 * GIB or budgets.host_bytes == config.adapter_host_bytes
+    assert budgets.host_bytes >= 4 * GIB

@@ -45,14 +45,17 @@ class DecodeGraphs:
         index = bisect.bisect_left(self._sizes, num_sequences)
         return self._sizes[index] if index < len(self._sizes) and self._graphs else None
 
-    def capture(self, with_lora: bool) -> None:
+    def keys(self, with_lora: bool) -> list[GraphKey]:
         """Largest first: smaller ones then fit into the memory that it took."""
-        started_s = time.perf_counter()
-        keys = [
+        return [
             GraphKey(size, has_lora)
             for size in reversed(self._sizes)
-            for has_lora in ((False, True) if with_lora else (False,))
+            for has_lora in ((True, False) if with_lora else (False,))
         ]
+
+    def capture(self, with_lora: bool) -> None:
+        started_s = time.perf_counter()
+        keys = self.keys(with_lora)
         memory = torch.cuda.graph_pool_handle()
         for key in tqdm(keys, desc="capturing CUDA graphs", unit="graph"):
             self._run(key)  # compiles kernels, sets up libraries: neither may happen in a capture

@@ -26,6 +26,8 @@ from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
 from lora.pool import AdapterPool
 
+_GRAPH_BYTES = 4 * 1024**2  # of the driver, for a graph of some 400 kernels
+
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
@@ -107,6 +109,15 @@ class DeviceSteps:
     def capture(self) -> None:
         """Before the first step. Without it every step is launched kernel by kernel."""
         self._graphs.capture(with_lora=self._pool.num_pages > 0)
+
+    @property
+    def graphs_overhead(self) -> int:
+        """Bytes that captured graphs take beyond what their steps hold: an estimate."""
+        return _GRAPH_BYTES * len(self._graphs.keys(with_lora=self._pool.num_pages > 0))
+
+    def run_largest_graph(self) -> None:
+        """What it captures, without a graph: to measure what it holds."""
+        self._run_static(self._graphs.keys(with_lora=self._pool.num_pages > 0)[0])
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
         with _device_faults():

@@ -49,25 +49,17 @@ def allocate_kv_cache(
 
 
 def count_blocks(
-    model: ModelConfig,
-    config: EngineConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: torch.dtype
 ) -> int:
-    """Called when weights and adapter pool are allocated: on CUDA the rest of the share is KV."""
-    if config.num_blocks is not None:
-        wanted = config.num_blocks
-    else:
-        size = _bytes_for_kv(model, config, device)
-        wanted = min(
-            size // block_bytes(model, config.block_size, dtype),
-            _max_useful_blocks(config, max_model_len),
-        )
+    """On a CPU."""
+    size = block_bytes(model, config.block_size, dtype)
+    wanted = config.num_blocks
+    if wanted is None:
+        room = config.kv_cache_bytes
+        room = _DEFAULT_CPU_BYTES if room is None else room
+        wanted = min(room // size, _max_useful_blocks(config, max_model_len))
     if wanted < 1:
-        raise UnsupportedModelError(
-            f"no KV block fits: one needs {block_bytes(model, config.block_size, dtype)} bytes"
-        )
+        raise UnsupportedModelError(f"no KV block fits: one needs {size} bytes")
     return wanted
 
 
@@ -106,20 +98,3 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 def _max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
     """More could only serve prefixes of requests that have left."""
     return config.max_num_seqs * -(-max_model_len // config.block_size)
-
-
-def _bytes_for_kv(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
-    if device.type == "cpu":
-        return _DEFAULT_CPU_BYTES
-    free, total = torch.cuda.mem_get_info(device)
-    share = int(total * config.gpu_memory_utilization) - (total - free)
-    return share - _activation_bytes(model, config)
-
-
-def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """An upper bound of what one step holds besides weights and KV, float32 copies included."""
-    per_token = 8 * model.hidden_size + 4 * model.intermediate_size + 4 * model.q_size
-    logits = 6 * config.max_num_seqs * model.vocab_size
-    return 4 * (config.max_num_batched_tokens * per_token + logits)

@@ -16,9 +16,19 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
+from engine.device_memory import (
+    EmptyDevice,
+    adapter_budgets,
+    allocated_bytes,
+    explain_out_of_memory,
+    look_at_empty_device,
+    peak_bytes,
+)
 from engine.device_step import DeviceSteps
 from engine.errors import UnsupportedModelError
-from engine.kv_cache import allocate_kv_cache, count_blocks
+from engine.kv_cache import KVCache, allocate_kv_cache, count_blocks, plan_kv
+from engine.largest_step import largest_batch, num_blocks
+from engine.memory_plan import DeviceUse
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.reference_step import ReferenceSteps
@@ -27,7 +37,8 @@ from engine.types import LaunchedStep, Sample, ScheduledBatch
 from engine.weights import Weights, load_weights, random_weights
 from kernels.backend import HAS_TRITON, IS_INTERPRETED, allow_triton
 from kernels.paged_plan import HeadShape
-from lora.adapter import Adapter, read_adapter
+from lora.adapter import read_adapter
+from lora.page_image import PackedAdapter
 from lora.pool import AdapterPool
 
 logger = logging.getLogger(__name__)
@@ -48,22 +59,29 @@ class ModelRunner:
         self.max_model_len = _resolve_max_len(config, self.model_config)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
-        self._weights = self._load(folder, config)
+        empty = look_at_empty_device(self.device) if self.device.type == "cuda" else None
+        self._weights, weight_bytes = self._load(folder, config)
         self._model = Model(self.model_config, self._weights, self.max_model_len)
-        self.adapters = AdapterPool(
-            self._sites,
-            config.adapter_pool_bytes,
-            self.dtype,
-            self.device,
-            config.adapter_host_bytes,
-        )
-        self.num_blocks = count_blocks(
-            self.model_config, config, self.max_model_len, self.dtype, self.device
-        )
-        self._kv = allocate_kv_cache(
-            self.model_config, self.num_blocks, config.block_size, self.dtype, self.device
-        )
-        self._steps = self._device_steps(config) if uses_triton else self._reference_steps()
+        self.adapters = self._make_pool(config, weight_bytes)
+        if empty is None:
+            self.num_blocks = count_blocks(
+                self.model_config, config, self.max_model_len, self.dtype
+            )
+        else:
+            use = self._measure(config, empty, weight_bytes, uses_triton)
+            plan = plan_kv(self.model_config, config, self.max_model_len, self.dtype, use)
+            logger.info("device memory\n%s", plan.table())
+            self.num_blocks = plan.num_blocks
+        with explain_out_of_memory(
+            "making the KV blocks", ("gpu_memory_utilization", "num_blocks")
+        ):
+            self._kv = self._allocate_kv(self.num_blocks, config)
+        self._steps = self._make_steps(self._kv, config, uses_triton)
+        if isinstance(self._steps, DeviceSteps) and empty and not config.enforce_eager:
+            with explain_out_of_memory(
+                "capturing graphs", ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
+            ):
+                self._capture(self._steps)
         self.runs_ahead = self._steps.runs_ahead
         logger.info(
             "%s on %s in %s: %d KV blocks, %d adapter pages, %.1f s",
@@ -84,13 +102,15 @@ class ModelRunner:
         """Launches a step and waits for it."""
         return self._steps.launch(batch).collect() if batch.sequences else ()
 
-    def read_adapter(self, digest: str, path: Path) -> Adapter:
-        """Raises AdapterError. Touches neither pool nor device's adapters: any thread may call."""
-        return read_adapter(path, digest, self._sites, self._max_lora_rank, self._weights.of_module)
+    def read_adapter(self, digest: str, path: Path) -> PackedAdapter:
+        """Read, checked and packed for the device. Raises AdapterError. Any thread may call."""
+        return self.adapters.pack(
+            read_adapter(path, digest, self._sites, self._max_lora_rank, self._weights.of_module)
+        )
 
-    def insert_adapter(self, adapter: Adapter) -> tuple[str, ...]:
+    def insert_adapter(self, adapter: PackedAdapter) -> tuple[str, ...]:
         """Between steps. Returns the digests dropped from the host tier to make room."""
-        return self.adapters.add(adapter)
+        return self.adapters.insert(adapter)
 
     def load_adapter(self, digest: str, path: Path) -> tuple[str, ...]:
         return self.insert_adapter(self.read_adapter(digest, path))
@@ -99,18 +119,64 @@ class ModelRunner:
         """Between steps. False: still in use, it goes with the last reference."""
         return self.adapters.remove(digest)
 
-    def _load(self, folder: Path, config: EngineConfig) -> Weights:
-        if config.load_format == "dummy":
-            return random_weights(self.model_config, self.dtype, self.device)
-        return load_weights(folder, self.model_config, self.dtype, self.device)
+    def _load(self, folder: Path, config: EngineConfig) -> tuple[Weights, int]:
+        """And the bytes that they take on a CUDA device."""
+        is_cuda = self.device.type == "cuda"
+        held = allocated_bytes(self.device) if is_cuda else 0
+        with explain_out_of_memory("loading the weights", ("dtype", "the device")):
+            if config.load_format == "dummy":
+                weights = random_weights(self.model_config, self.dtype, self.device)
+            else:
+                weights = load_weights(folder, self.model_config, self.dtype, self.device)
+        return weights, allocated_bytes(self.device) - held if is_cuda else 0
 
-    def _reference_steps(self) -> ReferenceSteps:
-        eos = self.model_config.eos_token_ids
-        return ReferenceSteps(self._model, self._kv, self.adapters, eos)
+    def _make_pool(self, config: EngineConfig, weight_bytes: int) -> AdapterPool:
+        budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
+        with explain_out_of_memory("making the adapter pool", ("adapter_pool_bytes",)):
+            return AdapterPool(
+                self._sites, budgets.pool_bytes, self.dtype, self.device, budgets.host_bytes
+            )
 
     @torch.inference_mode()
-    def _device_steps(self, config: EngineConfig) -> DeviceSteps:
+    def _capture(self, steps: DeviceSteps) -> None:
+        steps.capture()
+
+    def _allocate_kv(self, num_blocks: int, config: EngineConfig) -> KVCache:
+        return allocate_kv_cache(
+            self.model_config, num_blocks, config.block_size, self.dtype, self.device
+        )
+
+    @torch.inference_mode()
+    def _measure(
+        self, config: EngineConfig, empty: EmptyDevice, weights: int, uses_triton: bool
+    ) -> DeviceUse:
+        """What steps hold, from the largest ones themselves, on a cache of a few blocks."""
+        max_tokens, max_len = _max_tokens(config), self.max_model_len
+        batch = largest_batch(max_tokens, config.max_num_seqs, max_len, config.block_size)
+        kv = self._allocate_kv(num_blocks(max_tokens, max_len, config.block_size), config)
+        steps = self._make_steps(kv, config, uses_triton)
+        with explain_out_of_memory(
+            "trying the largest step", ("max_num_batched_tokens", "max_num_seqs")
+        ):
+            activations = peak_bytes(self.device, lambda: steps.launch(batch).collect())
+            graphs = 0
+            if isinstance(steps, DeviceSteps) and not config.enforce_eager:
+                graphs = peak_bytes(self.device, steps.run_largest_graph) + steps.graphs_overhead
+        return DeviceUse(
+            empty.total,
+            empty.used_by_others,
+            weights,
+            self.adapters.reserved_bytes,
+            activations,
+            graphs,
+        )
+
+    def _make_steps(
+        self, kv: KVCache, config: EngineConfig, uses_triton: bool
+    ) -> DeviceSteps | ReferenceSteps:
         model = self.model_config
+        if not uses_triton:
+            return ReferenceSteps(self._model, kv, self.adapters, model.eos_token_ids)
         limits = StepLimits(
             config.max_num_seqs,
             self.max_model_len,
@@ -118,14 +184,14 @@ class ModelRunner:
             HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
             config.max_lora_rank,
         )
-        # A step has a token of every sequence at least.
-        max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-        steps = DeviceSteps(
-            self._model, self._kv, self.adapters, limits, max_tokens, model.eos_token_ids
+        return DeviceSteps(
+            self._model, kv, self.adapters, limits, _max_tokens(config), model.eos_token_ids
         )
-        if self.device.type == "cuda" and not config.enforce_eager:
-            steps.capture()
-        return steps
+
+
+def _max_tokens(config: EngineConfig) -> int:
+    """A step has a token of every sequence at least."""
+    return max(config.max_num_batched_tokens, config.max_num_seqs)
 
 
 def _resolve_backend(config: EngineConfig, device: torch.device) -> bool:

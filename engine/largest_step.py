@@ -1,0 +1,30 @@
+"""The largest step that a configuration allows, to measure what it holds and to warm things up."""
+
+from __future__ import annotations
+
+from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
+
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
+
+
+def largest_batch(
+    max_tokens: int, max_seqs: int, max_model_len: int, block_size: int
+) -> ScheduledBatch:
+    """As many tokens in as many sequences as a step may have. All share the blocks 0, 1, ...:
+    what they compute is nobody's."""
+    num_seqs = min(max_seqs, max_tokens)
+    length = min(max_tokens // num_seqs, max_model_len)
+    lengths = [length] * num_seqs
+    lengths[-1] = min(max_model_len, max_tokens - length * (num_seqs - 1))
+    blocks = list(range(num_blocks(max_tokens, max_model_len, block_size)))
+    parts = []
+    for i, count in enumerate(lengths):
+        request = Request(f"largest-{i}", (0,) * count, _PARAMS)
+        sequence = Sequence(request, 0, 0, [0] * count, block_table=blocks)
+        parts.append(ScheduledSequence(sequence, 0, count, True))
+    return ScheduledBatch(tuple(parts))
+
+
+def num_blocks(max_tokens: int, max_model_len: int, block_size: int) -> int:
+    """That `largest_batch` writes to."""
+    return -(-min(max_tokens, max_model_len) // block_size)

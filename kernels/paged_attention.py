@@ -90,6 +90,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """-> [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before it."""
     if isinstance(plan, PagedPlan):
+        if uses_triton(q) and _fits_hopper(q, k_cache, sliding_window):
+            return _paged_attention_hopper(q, k_cache, v_cache, plan, scale)
         if uses_triton(q):
             return _paged_attention_triton(q, k_cache, v_cache, plan, scale, sliding_window)
         plan = _plan_on_host(plan, k_cache.shape[1])
@@ -113,6 +115,37 @@ def _paged_attention_triton(
     if plan.max_items:
         paged_decode(q, k_cache, v_cache, out, plan, scale, sliding_window)
     return out
+
+
+def _paged_attention_hopper(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: PagedPlan,
+    scale: float,
+) -> torch.Tensor:
+    from kernels.gluon_decode_attention import paged_decode
+    from kernels.gluon_prefill_attention import paged_prefill
+
+    out = torch.empty_like(q)
+    if plan.num_tiles:
+        paged_prefill(q, k_cache, v_cache, out, plan, scale)
+    if plan.max_items:
+        paged_decode(q, k_cache, v_cache, out, plan, scale)
+    return out
+
+
+def _fits_hopper(q: torch.Tensor, k_cache: torch.Tensor, sliding_window: int | None) -> bool:
+    return (
+        q.is_cuda
+        and sliding_window is None
+        and q.dtype == k_cache.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] in (64, 128)
+        and k_cache.shape[1] in (16, 32, 64, 128)
+        and q.shape[1] // k_cache.shape[2] <= 64  # the rows that one warpgroup holds
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
 
 
 def _plan_on_host(plan: PagedPlan, block_size: int) -> AttentionPlan:

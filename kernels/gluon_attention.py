@@ -1,0 +1,202 @@
+"""What the Hopper attention kernels share: fetching pages of keys, and one step over them.
+
+A ring of STAGES buffers holds BLOCK_N keys and their values each; a row is kept as PARTS pieces of
+64 columns, the 128 bytes that one swizzled row of shared memory holds. Each buffer has a barrier
+for "full" and one for "empty". Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.7 and later, and the names they had before.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr,
+              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
+    """-> keys, values, barriers (keys full, keys empty, values full, values empty)"""
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, 64], layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, 64], layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=READERS)
+        mbarrier.init(v_empty.index(i), count=READERS)
+    fence_async_shared()
+    return k_smem, v_smem, (k_full, k_empty, v_full, v_empty)
+
+
+@gluon.jit
+def fetch(
+    k_desc, v_desc, k_smem, v_smem, bars, count, table, column, begin, end,
+    PAGE: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the keys from begin to end; `column` is where the head begins."""
+    BOX: gl.constexpr = k_desc.block_type.shape[0]
+    for start in range(begin, end, BLOCK_N):
+        rows = ()
+        for part in gl.static_range(BLOCK_N // BOX):
+            # Past the end: the last page once more. It is masked.
+            key = gl.minimum(start + part * BOX, (end - 1) // BOX * BOX)
+            row = gl.load(table + key // PAGE) * PAGE + key % PAGE
+            rows = rows + (row,)  # noqa: RUF005 - Triton knows no unpacking
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        count += 1
+        mbarrier.wait(bars[1].index(stage), phase ^ 1)
+        mbarrier.expect(bars[0].index(stage), BLOCK_N * PARTS * 128)
+        for part in gl.static_range(BLOCK_N // BOX):
+            for d in gl.static_range(PARTS):
+                to = k_smem.index(stage * PARTS + d).slice(part * BOX, BOX)
+                at = [rows[part], column + d * 64]
+                async_load(k_desc, at, bars[0].index(stage), to)
+        mbarrier.wait(bars[3].index(stage), phase ^ 1)
+        mbarrier.expect(bars[2].index(stage), BLOCK_N * PARTS * 128)
+        for part in gl.static_range(BLOCK_N // BOX):
+            for d in gl.static_range(PARTS):
+                to = v_smem.index(stage * PARTS + d).slice(part * BOX, BOX)
+                at = [rows[part], column + d * 64]
+                async_load(v_desc, at, bars[2].index(stage), to)
+    return count
+
+
+@gluon.jit
+def scores_of(q_a, q_b, k_smem, stage, zeros, PARTS: gl.constexpr):
+    """Started, not awaited."""
+    k = k_smem.index(stage * PARTS).permute((1, 0))
+    scores = warpgroup_mma(q_a, k, zeros, use_acc=False, is_async=True)
+    if PARTS == 2:
+        k = k_smem.index(stage * PARTS + 1).permute((1, 0))
+        scores = warpgroup_mma(q_b, k, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def softmax(scores, top, total, scale, limits, start, MASKED: gl.constexpr,
+            weights_layout: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+    """-> weights, by how much the sums so far fade, new top, new total."""
+    layout: gl.constexpr = scores.type.layout
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    if MASKED:
+        keys = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        scores = gl.where(keys[None, :] <= limits[:, None], scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(scores * scale - new_top[:, None])
+    fade = gl.exp2(top - new_top)
+    total = total * fade + gl.sum(weights, 1)
+    return gl.convert_layout(weights.to(dtype), weights_layout), fade, new_top, total
+
+
+@gluon.jit
+def first_step(
+    q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, start,
+    weights_layout: gl.constexpr, dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    stage = count % STAGES
+    mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1)
+    scores = scores_of(q_a, q_b, k_smem, stage, zeros, PARTS)
+    scores = warpgroup_mma_wait(0, [scores])
+    barrier()
+    mbarrier.arrive(bars[1].index(stage), count=1)
+    weights, _fade, top, total = softmax(
+        scores, top, total, scale, limits, start, True, weights_layout, dtype
+    )
+    return weights, top, total
+
+
+@gluon.jit
+def step(
+    q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total, acc_a, acc_b,
+    scale, limits, start, MASKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The scores of these keys, beside the values of the keys before them."""
+    weights_layout: gl.constexpr = weights.type.layout
+    dtype: gl.constexpr = weights.dtype
+    stage = count % STAGES
+    mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1)
+    scores = scores_of(q_a, q_b, k_smem, stage, zeros, PARTS)
+    old = (count - 1) % STAGES
+    mbarrier.wait(bars[2].index(old), ((count - 1) // STAGES) & 1)
+    acc_a = warpgroup_mma(weights, v_smem.index(old * PARTS), acc_a, is_async=True)
+    if PARTS == 2:
+        acc_b = warpgroup_mma(weights, v_smem.index(old * PARTS + 1), acc_b, is_async=True)
+    scores = warpgroup_mma_wait(PARTS, [scores])
+    barrier()
+    mbarrier.arrive(bars[1].index(stage), count=1)
+    new_weights, fade, top, total = softmax(
+        scores, top, total, scale, limits, start, MASKED, weights_layout, dtype
+    )
+    # The weights are named here so that no register of theirs is reused before the product is done:
+    # ptxas before 13.1 does not see to that itself.
+    if PARTS == 2:
+        acc_a, acc_b, weights = warpgroup_mma_wait(0, [acc_a, acc_b, weights])
+    else:
+        acc_a, weights = warpgroup_mma_wait(0, [acc_a, weights])
+    barrier()
+    mbarrier.arrive(bars[3].index(old), count=1)
+    fade = gl.convert_layout(fade, gl.SliceLayout(1, acc_a.type.layout))
+    acc_a = acc_a * fade[:, None]
+    if PARTS == 2:
+        acc_b = acc_b * fade[:, None]
+    return new_weights, top, total, acc_a, acc_b
+
+
+@gluon.jit
+def last_values(
+    v_smem,
+    bars,
+    count,
+    weights,
+    acc_a,
+    acc_b,
+    end,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    BLOCK_N: gl.constexpr = v_smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    stage = count % STAGES
+    mbarrier.wait(bars[2].index(stage), (count // STAGES) & 1)
+    if end % BLOCK_N != 0:
+        # What a page holds past the end (NaN, even) must not meet a weight of zero. Every
+        # warpgroup that reads these values does the same: each must have seen its own zeros.
+        valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout)) < end % BLOCK_N
+        for d in gl.static_range(PARTS):
+            values = v_smem.index(stage * PARTS + d).load(layout)
+            clean = gl.where(valid[:, None], values, gl.zeros_like(values))
+            v_smem.index(stage * PARTS + d).store(clean)
+        fence_async_shared()
+        barrier()
+    acc_a = warpgroup_mma(weights, v_smem.index(stage * PARTS), acc_a, is_async=True)
+    if PARTS == 2:
+        acc_b = warpgroup_mma(weights, v_smem.index(stage * PARTS + 1), acc_b, is_async=True)
+        acc_a, acc_b, weights = warpgroup_mma_wait(0, [acc_a, acc_b, weights])
+    else:
+        acc_a, weights = warpgroup_mma_wait(0, [acc_a, weights])
+    barrier()
+    mbarrier.arrive(bars[3].index(stage), count=1)
+    return acc_a, acc_b
+
+
+@gluon.jit
+def unit_at(turn):
+    """Back and forth: who had the heaviest unit of a round gets the lightest of the next."""
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = gl.num_programs(0) - 1 - place
+    return turn * gl.num_programs(0) + place

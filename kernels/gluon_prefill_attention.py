@@ -1,0 +1,224 @@
+"""Prefill attention for Hopper in Gluon, Triton's lower level: the three parts of a program at work
+at once.
+
+One warp fetches pages of K and V with the bulk copy engine; two warpgroups attend, 64 of the tile's
+128 rows each, so that one's softmax runs beside the other's matrix products, and beside its own:
+the scores of the next keys are computed while the last weights meet their values (FlashAttention-3,
+arXiv 2407.08608, without its barriers between warpgroups). A persistent grid walks the tiles back
+and forth, heaviest first, and the copies of a tile start while the last one ends.
+Same plan, same results up to rounding as triton_prefill_attention, which does what this leaves out:
+windows, other head sizes, other machines.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.gluon_attention import (
+    barrier,
+    fetch,
+    first_step,
+    last_values,
+    make_ring,
+    step,
+    unit_at,
+)
+from kernels.paged_plan import TILE_ROWS, PagedPlan
+
+BLOCK_N = 128
+STAGES = 2
+
+
+def paged_prefill(
+    q: torch.Tensor,  # [T, Hq, D]
+    k_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
+    v_cache: torch.Tensor,
+    out: torch.Tensor,  # [T, Hq, D]; the rows of sequences with several queries are written
+    plan: PagedPlan,
+    scale: float,
+) -> None:
+    _, num_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
+    num_units = plan.num_tiles * num_kv_heads
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    box = [min(block_size, BLOCK_N), 64]
+    kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
+    flat = (num_blocks * block_size, num_kv_heads * head_dim)
+    _prefill_kernel[(min(sms, num_units),)](
+        q,
+        TensorDescriptor.from_tensor(k_cache.view(flat), box, layout),
+        TensorDescriptor.from_tensor(v_cache.view(flat), box, layout),
+        out,
+        plan.work,
+        plan.tiles_start,
+        num_units,
+        plan.query_start,
+        plan.kv_lens,
+        plan.block_tables,
+        plan.block_tables.stride(0),
+        scale * 1.4426950408889634,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE=block_size,
+        TILE_ROWS=TILE_ROWS,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES,
+        num_warps=4,
+    )
+
+
+@gluon.jit
+def _place(
+    unit,
+    work_ptr,
+    tiles_start,
+    query_start_ptr,
+    kv_lens_ptr,
+    NUM_KV_HEADS: gl.constexpr,
+):
+    tile_ptr = work_ptr + tiles_start + 2 * (unit // NUM_KV_HEADS)
+    seq = gl.load(tile_ptr)
+    first = gl.load(tile_ptr + 1)
+    query_end = gl.load(query_start_ptr + seq + 1)
+    before = gl.load(kv_lens_ptr + seq) - query_end  # position of a query: its row of q + before
+    return seq, first, query_end, before
+
+
+@gluon.jit
+def _fetch_tiles(
+    k_desc, v_desc, k_smem, v_smem, bars, work_ptr, tiles_start, num_units, query_start_ptr,
+    kv_lens_ptr, tables_ptr, stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PAGE: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    turn = 0
+    count = 0
+    while turn * gl.num_programs(0) < num_units:
+        unit = unit_at(turn)
+        turn += 1
+        if unit < num_units:
+            seq, first, query_end, before = _place(
+                unit, work_ptr, tiles_start, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS
+            )
+            end = gl.minimum(first + TILE_ROWS // GROUP, query_end) + before
+            count = fetch(
+                k_desc, v_desc, k_smem, v_smem, bars, count,
+                tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
+                0, end, PAGE, HEAD_DIM // 64, BLOCK_N, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _attend_tiles(
+    k_smem, v_smem, q_smem, bars, q_ptr, out_ptr, work_ptr, tiles_start, num_units,
+    query_start_ptr, kv_lens_ptr, scale,
+    WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_smem.dtype
+    TOKENS: gl.constexpr = TILE_ROWS // GROUP
+    PARTS: gl.constexpr = HEAD_DIM // 64
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
+    turn = 0
+    count = 0
+    while turn * gl.num_programs(0) < num_units:
+        unit = unit_at(turn)
+        turn += 1
+        if unit < num_units:
+            head = unit % NUM_KV_HEADS
+            _seq, first, query_end, before = _place(
+                unit, work_ptr, tiles_start, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS
+            )
+            end = gl.minimum(first + TOKENS, query_end) + before
+            rows = WARPGROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, copy_layout))
+            dims = gl.arange(0, 64, gl.SliceLayout(0, copy_layout))
+            tokens = first + rows // GROUP
+            valid = ((rows < TOKENS * GROUP) & (tokens < query_end))[:, None]
+            heads = tokens.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + rows % GROUP
+            offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+            for d in gl.static_range(PARTS):
+                q = gl.load(q_ptr + offsets + d * 64, mask=valid, other=0.0)
+                q_smem.index(d).store(q)
+            fence_async_shared()
+            barrier()
+            q_a = q_smem.index(0)
+            q_b = q_smem.index(PARTS - 1)
+
+            mma_rows = WARPGROUP * 64 + gl.arange(0, 64, rows_layout)
+            limits = first + mma_rows // GROUP + before  # the last key that each row sees
+            full = (first + WARPGROUP * 64 // GROUP + before + 1) // BLOCK_N  # unmasked steps
+            steps = (end + BLOCK_N - 1) // BLOCK_N
+            top = gl.full([64], float("-inf"), gl.float32, rows_layout)
+            total = gl.zeros([64], gl.float32, rows_layout)
+            acc_a = gl.zeros([64, 64], gl.float32, out_layout)
+            acc_b = gl.zeros([64, 64], gl.float32, out_layout)
+            weights, top, total = first_step(
+                q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, 0,
+                weights_layout, dtype, PARTS, STAGES,
+            )  # fmt: skip
+            for i in range(1, full):
+                count += 1
+                weights, top, total, acc_a, acc_b = step(
+                    q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
+                    acc_a, acc_b, scale, limits, i * BLOCK_N, False, PARTS, STAGES,
+                )  # fmt: skip
+            for i in range(gl.maximum(full, 1), steps):
+                count += 1
+                weights, top, total, acc_a, acc_b = step(
+                    q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
+                    acc_a, acc_b, scale, limits, i * BLOCK_N, True, PARTS, STAGES,
+                )  # fmt: skip
+            acc_a, acc_b = last_values(
+                v_smem, bars, count, weights, acc_a, acc_b, end, PARTS, STAGES
+            )
+            count += 1
+
+            inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+            result = gl.convert_layout((acc_a * inverse[:, None]).to(dtype), copy_layout)
+            gl.store(out_ptr + offsets, result, mask=valid)
+            if PARTS == 2:
+                result = gl.convert_layout((acc_b * inverse[:, None]).to(dtype), copy_layout)
+                gl.store(out_ptr + offsets + 64, result, mask=valid)
+
+
+@gluon.jit
+def _prefill_kernel(
+    q_ptr, k_desc, v_desc, out_ptr, work_ptr, tiles_start, num_units, query_start_ptr,
+    kv_lens_ptr, tables_ptr, stride_table,
+    scale,  # times log2(e): softmax in base 2
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
+    TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_desc.dtype
+    layout: gl.constexpr = k_desc.layout
+    PARTS: gl.constexpr = HEAD_DIM // 64
+    k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, STAGES, 2)
+    q0_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
+    q1_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
+    gl.warp_specialize(
+        [
+            (_attend_tiles, (k_smem, v_smem, q0_smem, bars, q_ptr, out_ptr, work_ptr, tiles_start,
+                             num_units, query_start_ptr, kv_lens_ptr, scale, 0, NUM_KV_HEADS,
+                             GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
+            (_attend_tiles, (k_smem, v_smem, q1_smem, bars, q_ptr, out_ptr, work_ptr, tiles_start,
+                             num_units, query_start_ptr, kv_lens_ptr, scale, 1, NUM_KV_HEADS,
+                             GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
+            (_fetch_tiles, (k_desc, v_desc, k_smem, v_smem, bars, work_ptr, tiles_start, num_units,
+                            query_start_ptr, kv_lens_ptr, tables_ptr, stride_table, NUM_KV_HEADS,
+                            GROUP, HEAD_DIM, PAGE, TILE_ROWS, BLOCK_N, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

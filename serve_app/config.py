@@ -41,28 +41,40 @@ class _Args(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+# A step on a GPU has to be large for its products to run at full rate; on a CPU it has to end.
+STEP_LIMITS = {
+    "cpu": {"max_num_batched_tokens": 2048, "max_num_seqs": 64},
+    "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256},
+}
+
+
 class EngineArgs(_Args):
     """EngineConfig's fields as the user writes them; see there for what they mean."""
 
     backend: Literal["auto", "reference", "triton"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = Field(default=None, ge=1)
     block_size: int = Field(default=16, ge=1, le=1024)
     num_blocks: int | None = Field(default=None, ge=1)
     kv_cache_bytes: Bytes | None = None
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)  # None: STEP_LIMITS
+    max_num_seqs: int | None = Field(default=None, ge=1)  # None: STEP_LIMITS
     enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False
     adapter_pool_bytes: Bytes | None = None
     adapter_host_bytes: Bytes | None = None
     max_lora_rank: int = Field(default=512, ge=1)
+    max_adapter_overtakes: int = Field(default=256, ge=0)
     seed: int = 0
     num_threads: int | None = Field(default=None, ge=1)
 
     def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
-        fields = self.model_dump() | {"device": device}
+        given = {name: value for name, value in self.model_dump().items() if value is not None}
+        fields = STEP_LIMITS[device] | given | {"device": device}
         return EngineConfig(model_path=model_path, base_digest=base_digest, **fields)
 
 

@@ -42,8 +42,9 @@ def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) ->
     groups: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         if case.engine != "small":  # vLLM's own 32 slots are in the others
-            rank = 16 if case.engine == "off" else case.rank
-            groups.setdefault((int(case.engine == "on"), rank), []).append(case)
+            lora = case.engine == "on" or args.vllm_one_engine
+            rank = case.rank if case.engine == "on" else 16
+            groups.setdefault((int(lora), rank), []).append(case)
     for (lora, rank), group in groups.items():
         if rank > 16 and not args.vllm_rank64:
             continue
@@ -146,6 +147,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="show the cases' names and leave")
     parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")
     parser.add_argument("--vllm-rank64", action="store_true", help="a third engine of theirs")
+    parser.add_argument(
+        "--vllm-one-engine",
+        action="store_true",
+        help="theirs with LoRA switched on also where it is not used: a start less, the same rates",
+    )
     parser.add_argument("--vllm-timeout", type=float, default=330.0, help="seconds a process")
     parser.add_argument("--no-ours", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
@@ -155,6 +161,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--memory", type=float, default=0.8, help="ours: share of the device")
     parser.add_argument("--prefix-caching", action="store_true", help="on, as a server has it")
     parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="few short requests: a trial")
@@ -180,6 +187,7 @@ def main() -> None:
             args.work / args.shape,
             device=args.device,
             max_num_batched_tokens=args.batched_tokens,
+            memory_fraction=args.memory,
             enable_prefix_caching=args.prefix_caching,
             enforce_eager=args.eager,
         )

@@ -156,7 +156,10 @@ def draw(path: Path, title: str, results: Sequence[tuple[str, Breakdown]]) -> No
 
 async def main_async(args: argparse.Namespace, report: Report) -> None:
     settings = Settings(
-        SHAPES[args.shape], args.work / args.shape, max_num_batched_tokens=args.batched_tokens
+        SHAPES[args.shape],
+        args.work / args.shape,
+        max_num_batched_tokens=args.batched_tokens,
+        memory_fraction=args.memory,
     )
     ours = OurEngine(settings, "on")
     results: list[tuple[str, Breakdown]] = []
@@ -183,6 +186,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--scenes", default="", help="beginnings of their names, by semicolon")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
     args = parser.parse_args()

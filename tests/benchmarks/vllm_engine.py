@@ -83,6 +83,7 @@ def measure(llm: LLM, case: Case, shape: ModelShape, args: argparse.Namespace) -
         side="vllm",
         shape=shape.name,
         case=case.name,
+        lora_enabled=bool(args.lora),
         seconds=round(median_s, 4),
         runs_s=[round(seconds, 4) for seconds in runs],
         output_tokens_per_s=round(case.output_tokens / median_s, 1),

@@ -6,9 +6,9 @@
     collect  top-k, top-p    the logits between two finer rungs     "
     resolve  every row       the token: one program a row
 
-A launch that has nothing to do for a row leaves at once. No sort, no atomics, no look from the
-host. A row's token depends neither on its neighbours nor on how many there are, nor on how the work
-is spread over programs.
+A launch that has nothing to do for a row leaves at once. No sort, no look from the host. A row's
+token depends neither on its neighbours nor on how many there are, nor on how the work is spread
+over programs: few rows are split among more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from kernels.triton_sampling_resolve import resolve_kernel
 
 CHUNK = 8192  # ids a program looks at
 ROOM = 8192  # logits a row can collect, spread evenly over its chunks
+FEW = 64  # of a chunk: so few are searched quickly
+PROGRAMS = 256  # of the passes over drawn rows: two of each multiprocessor of an H200, one wave
 MAX_VOCAB = 2**18  # times a weight's unit of 2^44: sums stay below 2^63
 
 _scan = Launcher(scan_kernel, launch_pdl=OVERLAPS)
@@ -62,11 +64,12 @@ def launch_sample_rows(
     maxima, firsts, counts = words[0].view(torch.float32), words[1], words[2]
     ladder = logits.new_empty((rows, 2, num_chunks, RUNGS.value), dtype=torch.float32)
     values = logits.new_empty((rows, num_chunks, slots), dtype=torch.float32)
-    grid = (num_chunks, rows, 1)
+    splits = min(max(PROGRAMS // max(rows, 1), 1), num_chunks)
+    grid = (splits, rows, 1)
     found = (logits, maxima, firsts)
     parameters = (temperature, top_k, top_p, min_p)
     shape = (logits.stride(0), vocab, chunk, num_chunks)
-    _scan(grid, found, (), (*shape, OVERLAPS), 8)
+    _scan((num_chunks, rows, 1), (*found, counts), (), (*shape, OVERLAPS), 8)
     _weigh(grid, (*found, totals, ladder), parameters, (*shape, chunks, OVERLAPS), 8)
     _narrow(grid, (*found, totals, ladder), parameters, (*shape, chunks, slots, OVERLAPS), 8)
     collected = (sure, counts, values)
@@ -81,6 +84,6 @@ def launch_sample_rows(
         (rows, 1, 1),
         (*found, totals, *collected),
         (*parameters, seeds, choices, positions, out),
-        (*shape, chunks, slots, OVERLAPS),
-        16,
+        (*shape, chunks, slots, min(slots, FEW), OVERLAPS),
+        8,
     )

@@ -84,12 +84,12 @@ def _finer_rungs(upper, lower):
 
 
 @triton.jit
-def _choose(ladder_ptr, depths, upper, goal, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+def _choose(ladder_ptr, depths, upper, goal, CHUNKS: tl.constexpr):
     """-> the depths between which the goal is reached, and what lies above the lower one."""
     rungs = tl.arange(0, RUNGS)
-    chunks = tl.arange(0, CHUNKS)[:, None]
+    splits = tl.arange(0, CHUNKS)[:, None]
     parts = tl.load(
-        ladder_ptr + chunks * RUNGS + rungs[None, :], mask=chunks < NUM_CHUNKS, other=0.0
+        ladder_ptr + splits * RUNGS + rungs[None, :], mask=splits < tl.num_programs(0), other=0.0
     )
     above = tl.sum(parts.to(tl.float64), axis=0)
     place = tl.min(tl.where(above >= goal, rungs, RUNGS - 1), axis=0)
@@ -127,19 +127,41 @@ def _is_above(levels, depths):
 
 
 @triton.jit
-def _ladder(row_ptr, start, best, scale, depths, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
-    """-> of a chunk: how much lies above each depth, and its exact mass."""
+def _ladder(
+    row_ptr, totals_ptr, ladder_ptr, best, scale, depths, counts,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, WEIGHS: tl.constexpr,
+):  # fmt: skip
+    """Writes what of this program's chunks lies above each depth; `WEIGHS`: also their masses."""
     TILE: tl.constexpr = _TILE if CHUNK > _TILE else CHUNK
-    depths = depths[:, None]
     above = tl.zeros((RUNGS, TILE), tl.float32)
-    mass = tl.zeros((1, TILE), tl.int64)
-    for offset in tl.range(0, CHUNK, TILE, num_stages=4):
-        ids = (start + offset + tl.arange(0, TILE))[None, :]
-        levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
-        amounts = tl.where(counts, 1.0, weights)
-        above += _is_above(levels, depths) * amounts
-        mass += quanta
-    return tl.sum(above, axis=1), tl.sum(mass)
+    for chunk in range(tl.program_id(0), NUM_CHUNKS, tl.num_programs(0)):
+        mass = tl.zeros((1, TILE), tl.int64)
+        for offset in tl.range(0, CHUNK, TILE, num_stages=5):
+            ids = (chunk * CHUNK + offset + tl.arange(0, TILE))[None, :]
+            levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
+            above += _is_above(levels, depths[:, None]) * tl.where(counts, 1.0, weights)
+            if WEIGHS:
+                mass += quanta
+        if WEIGHS:
+            tl.store(totals_ptr + chunk, tl.sum(mass))
+    there = ladder_ptr + tl.program_id(0) * RUNGS + tl.arange(0, RUNGS)
+    tl.store(there, tl.sum(above, axis=1))
+
+
+@triton.jit
+def _masses(
+    row_ptr, totals_ptr, best, scale, min_p,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the mass that min-p leaves of each of this program's chunks."""
+    TILE: tl.constexpr = 2 * _TILE if CHUNK > 2 * _TILE else CHUNK
+    for chunk in range(tl.program_id(0), NUM_CHUNKS, tl.num_programs(0)):
+        mass = tl.zeros((TILE,), tl.int64)
+        for offset in tl.range(0, CHUNK, TILE, num_stages=4):
+            ids = chunk * CHUNK + offset + tl.arange(0, TILE)
+            _levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
+            mass += tl.where(weights < min_p, 0, quanta)
+        tl.store(totals_ptr + chunk, tl.sum(mass, axis=0))
 
 
 @triton.jit
@@ -147,6 +169,7 @@ def scan_kernel(
     logits_ptr,
     maxima_ptr,
     firsts_ptr,  # -1: a NaN or an infinity is in the chunk
+    counts_ptr,  # where `collect` will count
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -162,6 +185,7 @@ def scan_kernel(
     best = tl.max(x, axis=0)
     first = tl.min(tl.where(x == best, ids, VOCAB), axis=0)
     num_broken = tl.sum(tl.where(is_sound, 0, 1), axis=0)
+    tl.store(counts_ptr + row * NUM_CHUNKS + chunk, 0)
     tl.store(maxima_ptr + row * NUM_CHUNKS + chunk, best)
     tl.store(firsts_ptr + row * NUM_CHUNKS + chunk, tl.where(num_broken > 0, -1, first))
 
@@ -184,7 +208,7 @@ def weigh_kernel(
     CHUNKS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     start_overlapped(OVERLAPPED)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
@@ -193,20 +217,15 @@ def weigh_kernel(
             scale = scale_of(temperature)
             top_k = tl.load(top_k_ptr + row)
             is_limited = (top_k > 0) & (top_k < VOCAB)
-            row_ptr = logits_ptr + row * STRIDE
-            place = row * NUM_CHUNKS + chunk
+            row_ptr, totals_ptr = logits_ptr + row * STRIDE, totals_ptr + row * NUM_CHUNKS
             if is_limited | (tl.load(top_p_ptr + row) < 1.0):
-                above, mass = _ladder(
-                    row_ptr, chunk * CHUNK, best, scale, _first_rungs(), is_limited, VOCAB, CHUNK
-                )
-                tl.store(totals_ptr + place, mass)
-                there = ladder_ptr + (2 * row * NUM_CHUNKS + chunk) * RUNGS
-                tl.store(there + tl.arange(0, RUNGS), above)
+                _ladder(
+                    row_ptr, totals_ptr, ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS, best, scale,
+                    _first_rungs(), is_limited, VOCAB, CHUNK, NUM_CHUNKS, True,
+                )  # fmt: skip
             else:
-                ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                _levels, weights, quanta = weights_of(read_row(row_ptr, ids, VOCAB), best, scale)
-                quanta = tl.where(weights < tl.load(min_p_ptr + row), 0, quanta)
-                tl.store(totals_ptr + place, tl.sum(quanta, axis=0))
+                min_p = tl.load(min_p_ptr + row)
+                _masses(row_ptr, totals_ptr, best, scale, min_p, VOCAB, CHUNK, NUM_CHUNKS)
 
 
 @triton.jit(do_not_specialize_on_alignment=METADATA)
@@ -228,7 +247,7 @@ def narrow_kernel(
     FEW: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     start_overlapped(OVERLAPPED)
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -238,22 +257,45 @@ def narrow_kernel(
         if not is_broken:
             goal = _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS, CHUNKS)
             first_ptr = ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS
-            upper, lower, amount = _choose(
-                first_ptr, _first_rungs(), -1.0, goal, NUM_CHUNKS, CHUNKS
-            )
+            upper, lower, amount = _choose(first_ptr, _first_rungs(), -1.0, goal, CHUNKS)
             if (amount > FEW) | (not is_limited):
-                above, _mass = _ladder(
-                    logits_ptr + row * STRIDE,
-                    chunk * CHUNK,
-                    best,
-                    scale_of(temperature),
-                    _finer_rungs(upper, lower),
-                    is_limited,
-                    VOCAB,
-                    CHUNK,
-                )
-                there = first_ptr + (NUM_CHUNKS + chunk) * RUNGS
-                tl.store(there + tl.arange(0, RUNGS), above)
+                _ladder(
+                    logits_ptr + row * STRIDE, totals_ptr + row * NUM_CHUNKS,
+                    first_ptr + NUM_CHUNKS * RUNGS, best, scale_of(temperature),
+                    _finer_rungs(upper, lower), is_limited, VOCAB, CHUNK, NUM_CHUNKS, False,
+                )  # fmt: skip
+
+
+@triton.jit
+def _collect(
+    row_ptr, best, scale, upper, lower, min_p, sure_ptr, counts_ptr, values_ptr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Counts and adds what lies above the upper depth, lists what lies between, chunk by chunk.
+
+    In no order: the list is searched and added up in integers, where order is nothing.
+    """
+    TILE: tl.constexpr = 2 * _TILE if CHUNK > 2 * _TILE else CHUNK
+    for chunk in range(tl.program_id(0), NUM_CHUNKS, tl.num_programs(0)):
+        counters = counts_ptr + chunk + tl.zeros((TILE,), tl.int32)
+        sure_count = tl.zeros((TILE,), tl.int32)
+        sure_mass = tl.zeros((TILE,), tl.int64)
+        kept_mass = tl.zeros((TILE,), tl.int64)
+        for offset in tl.range(0, CHUNK, TILE, num_stages=4):
+            x = read_row(row_ptr, chunk * CHUNK + offset + tl.arange(0, TILE), VOCAB)
+            levels, weights, quanta = weights_of(x, best, scale)
+            is_sure = levels > -upper
+            quanta = tl.where(is_sure, quanta, 0)
+            sure_count += is_sure.to(tl.int32)
+            sure_mass += quanta
+            kept_mass += tl.where(weights < min_p, 0, quanta)
+            is_between = (levels > -lower) & (levels <= -upper)
+            slots = tl.atomic_add(counters, 1, mask=is_between, sem="relaxed")
+            there = values_ptr + chunk * SLOTS + slots
+            tl.store(there, x, mask=is_between & (slots < SLOTS))
+        tl.store(sure_ptr + chunk, tl.sum(sure_count, axis=0).to(tl.int64))
+        tl.store(sure_ptr + NUM_CHUNKS + chunk, tl.sum(sure_mass, axis=0))
+        tl.store(sure_ptr + 2 * NUM_CHUNKS + chunk, tl.sum(kept_mass, axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=METADATA)
@@ -264,7 +306,7 @@ def collect_kernel(
     totals_ptr,
     ladder_ptr,
     sure_ptr,  # [R, 3, chunks] above the upper rung: tokens, mass, mass that min-p leaves
-    counts_ptr,  # [R, chunks] ids between the rungs, of which the first SLOTS are kept
+    counts_ptr,  # [R, chunks] ids between the rungs, of which SLOTS are kept
     values_ptr,  # [R, chunks, SLOTS] their logits
     temperature_ptr,
     top_k_ptr,
@@ -278,7 +320,7 @@ def collect_kernel(
     SLOTS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     start_overlapped(OVERLAPPED)
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -288,28 +330,16 @@ def collect_kernel(
         if not is_broken:
             goal = _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS, CHUNKS)
             first_ptr = ladder_ptr + 2 * row * NUM_CHUNKS * RUNGS
-            upper, lower, amount = _choose(
-                first_ptr, _first_rungs(), -1.0, goal, NUM_CHUNKS, CHUNKS
-            )
+            upper, lower, amount = _choose(first_ptr, _first_rungs(), -1.0, goal, CHUNKS)
             if (amount > SLOTS) | (not is_limited):
                 depths = _finer_rungs(upper, lower)
                 finer_ptr = first_ptr + NUM_CHUNKS * RUNGS
-                upper, lower, amount = _choose(finer_ptr, depths, upper, goal, NUM_CHUNKS, CHUNKS)
+                upper, lower, amount = _choose(finer_ptr, depths, upper, goal, CHUNKS)
             # The mass of what top-k leaves is top-p's whole: all of it must be there.
             upper = tl.where(is_limited & (top_p < 1.0), -1.0, upper)
-            ids = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = read_row(logits_ptr + row * STRIDE, ids, VOCAB)
-            levels, weights, quanta = weights_of(x, best, scale_of(temperature))
-            is_sure = levels > -upper
-            quanta = tl.where(is_sure, quanta, 0)
-            kept = tl.where(weights < tl.load(min_p_ptr + row), 0, quanta)
-            there = sure_ptr + 3 * row * NUM_CHUNKS + chunk
-            tl.store(there, tl.sum(is_sure.to(tl.int32), axis=0).to(tl.int64))
-            tl.store(there + NUM_CHUNKS, tl.sum(quanta, axis=0))
-            tl.store(there + 2 * NUM_CHUNKS, tl.sum(kept, axis=0))
-            is_candidate = (levels > -lower) & (levels <= -upper)
-            places = tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
-            place = row * NUM_CHUNKS + chunk
-            tl.store(counts_ptr + place, tl.max(places, axis=0) + 1)
-            is_kept = is_candidate & (places < SLOTS)
-            tl.store(values_ptr + place * SLOTS + places, x, mask=is_kept)
+            _collect(
+                logits_ptr + row * STRIDE, best, scale_of(temperature), upper, lower,
+                tl.load(min_p_ptr + row), sure_ptr + 3 * row * NUM_CHUNKS,
+                counts_ptr + row * NUM_CHUNKS, values_ptr + row * NUM_CHUNKS * SLOTS,
+                VOCAB, CHUNK, NUM_CHUNKS, SLOTS,
+            )  # fmt: skip

@@ -44,7 +44,7 @@ def _philox(seed, choice, position):
 def _keys_of(x):
     """Integers in the order of the logits; -0 is 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -57,20 +57,35 @@ def _weight_at(key, best, scale):
 
 
 @triton.jit
-def _search(keys, amounts, base, goal, best):
-    """The largest key from which on there is as much as the goal; _LOWEST: nowhere."""
-    high = _keys_of(best) + 1
-    low = tl.min(tl.min(tl.where(amounts > 0, keys, high), axis=1), axis=0)
-    if base + tl.sum(amounts) < goal:
-        low = high * 0 + _LOWEST
+def _add_three(a0, b0, c0, a1, b1, c1):
+    return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
+def _search(keys, amounts, base, goal):
+    """The largest key from which on there is as much as the goal; _LOWEST: nowhere. Three keys at
+    a time: a step is as long as it takes to add up over the program."""
+    is_there = amounts > 0
+    low = tl.min(tl.where(is_there, keys, 0x7FFFFFFF), axis=0).to(tl.int64)
+    high = tl.max(tl.where(is_there, keys, _LOWEST), axis=0).to(tl.int64) + 1
+    if base + tl.sum(amounts, axis=0) < goal:
+        low = low * 0 + _LOWEST
         high = low + 1
     while high - low > 1:
-        middle = (low + high) >> 1
-        found = base + tl.sum(tl.where(keys >= middle, amounts, 0))
-        if found >= goal:
-            low = middle
-        else:
-            high = middle
+        step = (high - low + 3) >> 2
+        first = tl.minimum(low + step, high)
+        second = tl.minimum(first + step, high)
+        third = tl.minimum(second + step, high)
+        parts = (
+            tl.where(keys >= first.to(tl.int32), amounts, 0),
+            tl.where(keys >= second.to(tl.int32), amounts, 0),
+            tl.where(keys >= third.to(tl.int32), amounts, 0),
+        )
+        from_first, from_second, from_third = tl.reduce(parts, 0, _add_three)
+        low = tl.where(base + from_first >= goal, first, low)
+        low = tl.where(base + from_second >= goal, second, low)
+        low = tl.where(base + from_third >= goal, third, low)
+        high = tl.minimum(low + step, high)
     return low
 
 
@@ -82,7 +97,7 @@ def _sum_from(row_ptr, key, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.
         x = read_row(row_ptr, start + tl.arange(0, CHUNK), VOCAB)
         _, _, quanta = weights_of(x, best, scale)
         amounts = tl.where(counts, 1, quanta)
-        found += tl.sum(tl.where(_keys_of(x) >= key, amounts, 0), axis=0)
+        found += tl.sum(tl.where(_keys_of(x).to(tl.int64) >= key, amounts, 0), axis=0)
     return found
 
 
@@ -91,7 +106,7 @@ def _search_row(
     row_ptr, floor, goal, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ):
     """As `_search`, of the whole row from the floor on."""
-    low, high = floor, _keys_of(best) + 1
+    low, high = floor, _keys_of(best).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) >> 1
         if _sum_from(row_ptr, middle, best, scale, counts, VOCAB, CHUNK) >= goal:
@@ -121,7 +136,7 @@ def _filter_row(
 ):  # fmt: skip
     """Over the whole row -> threshold, spare, masses and equals of each chunk."""
     chunks = tl.arange(0, CHUNKS)
-    threshold = _keys_of(best) * 0 + _LOWEST
+    threshold = _keys_of(best).to(tl.int64) * 0 + _LOWEST
     spare = threshold * 0 + _ALL
     if (top_k > 0) & (top_k < VOCAB):
         threshold = _search_row(row_ptr, threshold, top_k, best, scale, True, VOCAB, CHUNK)
@@ -138,7 +153,7 @@ def _filter_row(
     for start in range(0, VOCAB, CHUNK):
         x = read_row(row_ptr, start + tl.arange(0, CHUNK), VOCAB)
         _levels, weights, quanta = weights_of(x, best, scale)
-        keys = _keys_of(x)
+        keys = _keys_of(x).to(tl.int64)
         mass = tl.sum(tl.where((keys > threshold) & (weights >= min_p), quanta, 0), axis=0)
         count = tl.sum((keys == threshold).to(tl.int64), axis=0)
         masses += tl.where(chunks * CHUNK == start, mass, 0)
@@ -148,73 +163,104 @@ def _filter_row(
 
 @triton.jit
 def _filter_collected(
-    values_ptr, counts_ptr, sure_ptr, totals_ptr, row, best, scale, top_k, top_p, min_p,
+    values_ptr, counts_ptr, sure_ptr, totals_ptr, best, scale, top_k, top_p, min_p,
     VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """-> whether the collection holds the thresholds, and then what `_filter_row` gives."""
+    """Of the first WIDTH slots of each chunk -> whether they hold the thresholds, and then what
+    `_filter_row` gives."""
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < NUM_CHUNKS
-    counts = tl.load(counts_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0)
-    sure = sure_ptr + 3 * row * NUM_CHUNKS + chunks
-    sure_count = tl.sum(tl.load(sure, mask=inside, other=0), axis=0)
-    sure_mass = tl.sum(tl.load(sure + NUM_CHUNKS, mask=inside, other=0), axis=0)
-    masses = tl.load(sure + 2 * NUM_CHUNKS, mask=inside, other=0)
-    total = tl.sum(tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0), axis=0)
-    slots = tl.arange(0, SLOTS)[None, :]
+    counts = tl.load(counts_ptr + chunks, mask=inside, other=0)
+    sure_counts = tl.load(sure_ptr + chunks, mask=inside, other=0)
+    sure_masses = tl.load(sure_ptr + NUM_CHUNKS + chunks, mask=inside, other=0)
+    masses = tl.load(sure_ptr + 2 * NUM_CHUNKS + chunks, mask=inside, other=0)
+    totals = tl.load(totals_ptr + chunks, mask=inside, other=0)
+    slots = tl.arange(0, WIDTH)[None, :]
     is_there = slots < counts[:, None]
-    place = (row * NUM_CHUNKS + chunks[:, None]) * SLOTS + slots
-    x = tl.load(values_ptr + place, mask=is_there, other=float("-inf"))
-    keys = _keys_of(x)
+    there = values_ptr + chunks[:, None] * SLOTS + slots
+    x = tl.load(there, mask=is_there, other=float("-inf"))
     _levels, weights, quanta = weights_of(x, best, scale)
-    fits = tl.max(counts, axis=0) <= SLOTS
-    threshold = _keys_of(best) * 0 + _LOWEST
+    keys = tl.reshape(_keys_of(x), [CHUNKS * WIDTH])
+    amounts = tl.reshape(quanta, [CHUNKS * WIDTH])
+    fits = tl.max(counts, axis=0) <= WIDTH
+    threshold = _keys_of(best).to(tl.int64) * 0 + _LOWEST
     spare = threshold * 0 + _ALL
     is_limited = (top_k > 0) & (top_k < VOCAB)
     if is_limited:
-        threshold = _search(keys, is_there.to(tl.int64), sure_count, top_k, best)
+        ones = tl.reshape(is_there.to(tl.int32), [CHUNKS * WIDTH])
+        threshold = _search(keys, ones, tl.sum(sure_counts, axis=0), top_k)
     if top_p < 1.0:
-        eligible = tl.where(keys >= threshold, quanta, 0)
-        mass = sure_mass + tl.sum(eligible)
-        goal = _mass_goal(top_p, tl.where(is_limited, mass, total))
+        amounts = tl.where(keys >= threshold.to(tl.int32), amounts, 0)
+        sure_mass = tl.sum(sure_masses, axis=0)
+        mass = sure_mass + tl.sum(amounts, axis=0)
+        goal = _mass_goal(top_p, tl.where(is_limited, mass, tl.sum(totals, axis=0)))
         fits = fits & (sure_mass < goal) & (mass >= goal)
-        threshold = _search(keys, eligible, sure_mass, goal, best)
-        above = sure_mass + tl.sum(tl.where(keys > threshold, eligible, 0))
+        threshold = _search(keys, amounts, sure_mass, goal)
+        above = sure_mass + tl.sum(tl.where(keys > threshold.to(tl.int32), amounts, 0), axis=0)
         _weight, quantum = _weight_at(threshold, best, scale)
         spare = _spare(goal, above, quantum)
-    kept = tl.where((keys > threshold) & (weights >= min_p), quanta, 0)
-    equals = tl.sum((is_there & (keys == threshold)).to(tl.int64), axis=1)
-    return fits, threshold, spare, masses + tl.sum(kept, axis=1), equals
+    keys = _keys_of(x)
+    is_kept = (keys > threshold.to(tl.int32)) & (weights >= min_p)
+    masses += tl.sum(tl.where(is_kept, quanta, 0), axis=1)
+    equals = tl.sum((is_there & (keys == threshold.to(tl.int32))).to(tl.int32), axis=1)
+    return fits, threshold, spare, masses, equals.to(tl.int64)
+
+
+@triton.jit
+def _pick(masses, equals, share, spare, quantum):
+    """Of parts in the order of ids with mass and equals: the one into which the share falls, and
+    what is left there of share and spare."""
+    SIZE: tl.constexpr = masses.shape[0]
+    places = tl.arange(0, SIZE)
+    earlier = tl.cumsum(equals, axis=0) - equals
+    masses += tl.minimum(tl.maximum(spare - earlier, 0), equals) * quantum
+    ends = tl.cumsum(masses, axis=0)
+    place = tl.min(tl.where(ends > share, places, SIZE - 1), axis=0)
+    is_it = places == place
+    share -= tl.sum(tl.where(is_it, ends - masses, 0), axis=0)
+    spare -= tl.sum(tl.where(is_it, earlier, 0), axis=0)
+    return place, share, spare
+
+
+@triton.jit
+def _whole(masses, equals, spare, quantum):
+    """Mass that is kept of all parts: of the equals, the spare ones."""
+    kept = tl.minimum(tl.sum(equals, axis=0), spare)
+    return tl.sum(masses, axis=0) + kept * quantum
 
 
 @triton.jit
 def _invert(
     row_ptr, number, best, scale, min_p, threshold, spare, masses, equals,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The first id, in the order of ids, up to which there is more mass than the number's share."""
-    chunks = tl.arange(0, CHUNKS)
+    PART: tl.constexpr = 1024 if CHUNK > 1024 else CHUNK
+    PARTS: tl.constexpr = CHUNK // PART
     weight, quantum = _weight_at(threshold, best, scale)
     quantum = tl.where(weight >= min_p, quantum, 0)
-    earlier = tl.cumsum(equals, axis=0) - equals
-    masses += tl.minimum(tl.maximum(spare - earlier, 0), equals) * quantum
-    ends = tl.cumsum(masses, axis=0)
-    share = tl.umulhi(number, tl.sum(masses, axis=0).to(tl.uint64)).to(tl.int64)
-    chunk = tl.min(tl.where(ends > share, chunks, CHUNKS - 1), axis=0)
-    is_chunk = chunks == chunk
-    share -= tl.sum(tl.where(is_chunk, ends - masses, 0), axis=0)
-    spare -= tl.sum(tl.where(is_chunk, earlier, 0), axis=0)
-    num_equals = tl.sum(tl.where(is_chunk, equals, 0), axis=0)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    key = threshold.to(tl.int32)
+    whole = _whole(masses, equals, spare, quantum)
+    share = tl.umulhi(number, whole.to(tl.uint64)).to(tl.int64)
+    chunk, share, spare = _pick(masses, equals, share, spare, quantum)
+    ids = chunk * CHUNK + tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     x = read_row(row_ptr, ids, VOCAB)
-    keys = _keys_of(x)
     _levels, weights, quanta = weights_of(x, best, scale)
-    is_kept = keys >= threshold
-    if num_equals > spare:
-        equal = keys == threshold
-        rank = tl.cumsum(equal.to(tl.int32), axis=0)
-        is_kept = (keys > threshold) | (equal & (rank <= spare))
-    sums = tl.cumsum(tl.where(is_kept & (weights >= min_p), quanta, 0), axis=0)
-    return tl.min(tl.where(sums > share, ids, VOCAB - 1), axis=0)
+    keys = _keys_of(x)
+    is_kept = (keys > key) & (weights >= min_p)
+    masses = tl.sum(tl.where(is_kept, quanta, 0), axis=1)
+    equals = tl.sum((keys == key).to(tl.int32), axis=1).to(tl.int64)
+    part, share, spare = _pick(masses, equals, share, spare, quantum)
+    ids = chunk * CHUNK + part * PART + tl.arange(0, PART)
+    x = read_row(row_ptr, ids, VOCAB)
+    _levels, weights, quanta = weights_of(x, best, scale)
+    keys = _keys_of(x)
+    is_equal = keys == key
+    ranks = tl.cumsum(is_equal.to(tl.int32), axis=0).to(tl.int64)
+    is_kept = (keys > key) | (is_equal & (ranks <= spare))
+    ends = tl.cumsum(tl.where(is_kept & (weights >= min_p), quanta, 0), axis=0)
+    return tl.min(tl.where(ends > share, ids, VOCAB - 1), axis=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=METADATA)
@@ -240,6 +286,7 @@ def resolve_kernel(
     NUM_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -258,10 +305,20 @@ def resolve_kernel(
         masses = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=0)
         equals = tl.zeros((CHUNKS,), tl.int64)
         if ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1.0):
-            fits, threshold, spare, masses, equals = _filter_collected(
-                values_ptr, counts_ptr, sure_ptr, totals_ptr, row, best, scale,
-                top_k, top_p, min_p, VOCAB, NUM_CHUNKS, CHUNKS, SLOTS,
-            )  # fmt: skip
+            place = row * NUM_CHUNKS
+            counts = tl.load(counts_ptr + place + chunks, mask=inside, other=0)
+            if tl.max(counts, axis=0) <= FEW:
+                fits, threshold, spare, masses, equals = _filter_collected(
+                    values_ptr + place * SLOTS, counts_ptr + place, sure_ptr + 3 * place,
+                    totals_ptr + place, best, scale, top_k, top_p, min_p,
+                    VOCAB, NUM_CHUNKS, CHUNKS, SLOTS, FEW,
+                )  # fmt: skip
+            else:
+                fits, threshold, spare, masses, equals = _filter_collected(
+                    values_ptr + place * SLOTS, counts_ptr + place, sure_ptr + 3 * place,
+                    totals_ptr + place, best, scale, top_k, top_p, min_p,
+                    VOCAB, NUM_CHUNKS, CHUNKS, SLOTS, SLOTS,
+                )  # fmt: skip
             if not fits:
                 threshold, spare, masses, equals = _filter_row(
                     row_ptr, best, scale, top_k, top_p, min_p, VOCAB, CHUNK, CHUNKS
@@ -270,6 +327,6 @@ def resolve_kernel(
         choice, position = tl.load(choices_ptr + row), tl.load(positions_ptr + row)
         token = _invert(
             row_ptr, _philox(seed, choice, position), best, scale, min_p, threshold, spare,
-            masses, equals, VOCAB, CHUNK, CHUNKS,
+            masses, equals, VOCAB, CHUNK,
         )  # fmt: skip
     tl.store(out_ptr + row, tl.where(is_broken, -1, token))

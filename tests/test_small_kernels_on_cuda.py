@@ -36,10 +36,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def share_of_differences(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Neighbours in the last place are counted, more is an error."""
+    """Differences of one or two in the last place (two roundings) are counted, more is an error."""
     assert actual.dtype == expected.dtype
     gap = (actual.double() - expected.double()).abs()
-    assert bool((gap <= 2 * EPS[actual.dtype] * expected.double().abs() + 1e-7).all())
+    assert bool((gap <= 4 * EPS[actual.dtype] * expected.double().abs() + 1e-7).all())
     return float((gap > 0).double().mean())
 
 

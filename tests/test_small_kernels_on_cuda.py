@@ -183,7 +183,6 @@ def test_tokens_are_the_references(params: dict[str, float], spread: float, roun
     rest = parameters(rows, **params)  # type: ignore[arg-type]
     expected = draw_reference(logits, *rest)
     wrong = (sampled(logits, rest) != expected).nonzero()[:, 0].tolist()
-    print(f"{params} spread {spread} rounded {rounded}: {len(wrong)} of {rows} differ")
     assert len(wrong) <= (0 if params.get("temperature") == 0 else 2)
 
 

@@ -127,9 +127,13 @@ def test_a_broken_row_harms_only_itself() -> None:
         expected = draw_reference(healthy, *rest).tolist()
         expected[0] = expected[2] = expected[4] = -1
         assert sampled(logits, rest) == expected
-        out = torch.empty(6, dtype=torch.int32)
-        sample_rows(logits, *rest, out)
-        assert out.tolist() == expected
+
+
+def test_the_launcher_takes_its_own_chunks() -> None:
+    logits, rest = logits_of(3, 150), parameters(3, temperature=0.0)
+    out = torch.empty(3, dtype=torch.int32)
+    sample_rows(logits, *rest, out)
+    assert out.tolist() == draw(logits, *rest).tolist() == logits.argmax(-1).tolist()
 
 
 def test_half_precision_and_rows_apart() -> None:
@@ -137,5 +141,3 @@ def test_half_precision_and_rows_apart() -> None:
     rest = parameters(4, top_k=30, top_p=0.9)
     logits = wide[:, :150]
     assert sampled(logits, rest) == draw_reference(logits.float(), *rest).tolist()
-    greedy = (0 * rest[0], *rest[1:])
-    assert draw(logits, *greedy).tolist() == logits.float().argmax(-1).tolist()

@@ -1,0 +1,67 @@
+"""The Hopper kernels on a machine without a GPU: Triton's interpreter does not know Gluon, but its
+compiler needs no device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernels.backend import HAS_TRITON
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Triton on its next version's defaults
+]
+SHAPE = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
+POINTERS = {"q_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def test_decode_compiles() -> None:
+    from kernels.gluon_decode_attention import BLOCK_N, _decode_kernel
+
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "MAX_SPLITS": 16}
+    ptx = compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+def test_prefill_compiles() -> None:
+    from kernels.gluon_prefill_attention import BLOCK_N, STAGES, _prefill_kernel
+
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": STAGES, "TILE_ROWS": 128}
+    ptx = compiled(_prefill_kernel, 16, BLOCK_N, sizes)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+def compiled(kernel: object, page: int, block_n: int, sizes: dict[str, int], **options: int) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants = {**SHAPE, "PAGE": page, **sizes}
+    layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], gl.bfloat16)
+    descriptor = f"tensordesc<bf16[{min(page, block_n)}, 64],{layout!r}>"
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_desc"):
+            return descriptor
+        if name.endswith("_ptr"):
+            return POINTERS.get(name, "*i32")
+        return "fp32" if name == "scale" else "i32"
+
+    signature = {name: type_of(name) for name in kernel.arg_names}  # type: ignore[attr-defined]
+    source = GluonASTSource(kernel, signature, constants)
+    built = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}
+    )
+    return str(built.asm["ptx"])

@@ -17,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 PAGE_ROWS = 16  # rank rows of a page of the pool
-UNIT_ROWS = 16  # token rows of a unit, at most: one mma of the shrink
-SMALL_ROWS = 8  # of a small tile: an expand holds a page of B and walks the rows
+# Token rows of a small tile, at most: the narrow side of an mma of the shrink; an expand holds a
+# page of B in registers and walks the rows.
+SMALL_ROWS = 8
 LARGE_ROWS = 128
 LARGE_MIN_RUN = 64  # a shorter run is cut into small tiles
 MAX_RANK_PAGES = 32  # of one adapter: rank 512
+MAX_GRAPH_ROWS = 256  # for which a plan without large tiles surely has room
 
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
 TILE_FIELDS = 8
@@ -46,9 +48,10 @@ class _Layout:
         # once more at the end.
         runs = min(max_tokens, max_pages + 2)
         small = (max_tokens + (SMALL_ROWS - 1) * runs) // SMALL_ROWS  # sum of ceil(n / 8)
-        # sum of ceil(n / 16) * pages: n is below LARGE_MIN_RUN, or the step has no large tiles.
-        units = max_pages + MAX_RANK_PAGES * (max_tokens // UNIT_ROWS)
-        most = max(4 * max_pages, max_pages + MAX_RANK_PAGES * 16)
+        # sum of ceil(n / 8) * pages: n is below LARGE_MIN_RUN, or the step is that of a graph.
+        units = max_pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
+        in_graph = max_pages + MAX_RANK_PAGES * (MAX_GRAPH_ROWS // SMALL_ROWS)
+        most = max(LARGE_MIN_RUN // SMALL_ROWS * max_pages, in_graph)
         return cls(small, min(units, most), max_tokens // LARGE_MIN_RUN, max_pages)
 
     @property
@@ -113,7 +116,7 @@ def write_lora_plan(
     fields = np.stack((starts[0, :-1], num_rows, num_pages, starts[1, :-1], first))
     small = _tiles(fields[:, ~is_large], SMALL_ROWS)
     big = _tiles(fields[:, is_large], LARGE_ROWS)
-    units = _units(_tiles(fields[:, ~is_large], UNIT_ROWS), flat)
+    units = _units(small, flat)
     for name, found, room in (
         ("small tiles", small, layout.small),
         ("large tiles", big, layout.large),

@@ -18,19 +18,22 @@ from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.triton_launch import OVERLAPS, Launcher
 from kernels.triton_lora_tiles import (
+    COLUMNS,
     PAGE,
     load_page,
+    load_pair,
+    load_planes,
     num_programs,
     page_dot,
     pair_delta,
     read_tile,
     start_dependents,
+    store_pair,
     wait_for_inputs,
 )
 
-COLUMNS = 256
 NUM_WARPS = 1
-NUM_PROGRAMS = 4096
+NUM_PROGRAMS = 1584  # what an H200 holds at once, by registers
 LARGE_PART = 32  # rows of a program; mma.sync, whose left operand may come from registers
 LARGE_COLUMNS = 256
 LARGE_WARPS = 4
@@ -96,37 +99,38 @@ def _expand_kernel(
     b = load_page(b_ptr, page, live, columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     while tile < count:
-        # Rows of the base are in tiles too, without pages: not touched.
-        for i in range(0, tl.where(num_pages > 0, rows, 0), 2):
-            has_second = i + 1 < rows
-            y_at = y_ptr + (row + i).to(tl.int64) * STRIDE_Y + begin + columns
-            y_0 = tl.load(y_at, mask=columns < width, other=0.0)
-            mask = columns < tl.where(has_second, width, 0)
-            y_1 = tl.load(y_at + STRIDE_Y, mask=mask, other=0.0)
-            delta_0, delta_1 = pair_delta(
-                b_ptr,
-                b,
-                columns,
-                width,
-                num_pages,
-                first,
-                pages_ptr,
-                planes_ptr,
-                part * rank_pages,
-                NUM_SLICES * rank_pages,
-                at_bridge + i,
-                has_second,
-                num_rows,
-                NUM_PLANES,
-                IS_EVEN,
-            )
-            tl.store(y_at, (y_0.to(tl.float32) + delta_0).to(y_0.dtype), mask=columns < width)
-            tl.store(y_at + STRIDE_Y, (y_1.to(tl.float32) + delta_1).to(y_1.dtype), mask=mask)
         tile += tl.num_programs(1)
-        row, rows, num_pages, first, page, at_bridge = read_tile(
+        next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
             tiles_ptr, tile, tile < count, ROWS, 1
         )
-        b = load_page(b_ptr, page, num_pages > 0, columns, width, IS_EVEN)
+        # Rows of the base are in tiles too, without pages: not touched.
+        left = tl.where(num_pages > 0, rows, 0)
+        y_at = y_ptr + row.to(tl.int64) * STRIDE_Y + begin
+        block = part * rank_pages
+        blocks = NUM_SLICES * rank_pages
+        y_0, y_1 = load_pair(y_at, STRIDE_Y, columns, width, left)
+        h_0, h_1 = load_planes(planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES)
+        while left > 0:
+            # The next pair's while this one's is worked on.
+            after_0, after_1 = load_pair(y_at + 2 * STRIDE_Y, STRIDE_Y, columns, width, left - 2)
+            after_h_0, after_h_1 = load_planes(
+                planes_ptr, block, blocks, at_bridge + 2, left - 2, num_rows, NUM_PLANES
+            )
+            delta_0, delta_1, b = pair_delta(
+                b_ptr, b, h_0, h_1, columns, width, num_pages, first, pages_ptr, planes_ptr, block,
+                blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+            )  # fmt: skip
+            y_0 = (y_0.to(tl.float32) + delta_0).to(y_0.dtype)
+            y_1 = (y_1.to(tl.float32) + delta_1).to(y_1.dtype)
+            store_pair(y_at, STRIDE_Y, columns, width, left, y_0, y_1)
+            y_0, y_1, h_0, h_1 = after_0, after_1, after_h_0, after_h_1
+            y_at += 2 * STRIDE_Y
+            at_bridge += 2
+            left -= 2
+        row, rows, num_pages, first, at_bridge = (
+            next_row, next_rows, next_num_pages, next_first, next_at,
+        )  # fmt: skip
+        b = load_page(b_ptr, next_page, num_pages > 0, columns, width, IS_EVEN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
@@ -170,13 +174,15 @@ def _expand_large_kernel(
     if not IS_EVEN:
         y_mask = y_mask & (columns < width)[None, :]
     y = tl.load(y_at, mask=y_mask, other=0.0)
-    delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
-    for i in range(num_pages):
+    h_at += part * rank_pages * (num_rows.to(tl.int64) * PAGE)
+    h = tl.load(h_at, mask=mask, other=0.0)
+    b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+    delta = page_dot(h, b, tl.zeros([ROWS, COLUMNS], dtype=tl.float32), UPCAST)
+    for i in range(1, num_pages):
         page = tl.load(pages_ptr + first + i)
         b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
-        at = (part * rank_pages + i) * (num_rows.to(tl.int64) * PAGE)
-        h = tl.load(h_at + at, mask=mask, other=0.0)
+        h = tl.load(h_at + i * (num_rows.to(tl.int64) * PAGE), mask=mask, other=0.0)
         delta = page_dot(h, b, delta, UPCAST)
     tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
 

@@ -20,8 +20,10 @@ from kernels.triton_launch import OVERLAPS, Launcher
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_rope_large import launch_lora_rope_large
 from kernels.triton_lora_tiles import (
-    add_delta,
+    COLUMNS,
     load_page,
+    load_pair,
+    load_planes,
     num_programs,
     pair_delta,
     read_tile,
@@ -29,9 +31,8 @@ from kernels.triton_lora_tiles import (
     wait_for_inputs,
 )
 
-LANES = 256  # halves of heads side by side: as many columns as the expand's
 NUM_WARPS = 1
-NUM_PROGRAMS = 4096
+NUM_PROGRAMS = 1056  # what an H200 holds at once, by registers
 
 
 @triton.jit
@@ -39,7 +40,6 @@ def _finish_row(
     low,
     high,
     token,
-    live,
     part,
     head,  # in its slice, of a lane
     lane,
@@ -61,12 +61,11 @@ def _finish_row(
     EXACT: tl.constexpr,
 ):
     """One token's heads, [LANES] of either half: norm, turn, write."""
-    position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
-    slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
-    inside = exists & (lane < tl.where(live, HALF, 0))
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
     table = cos_sin_ptr + position * (2 * HALF) + lane
-    cos = tl.load(table, mask=inside, other=0.0)
-    sin = tl.load(table + HALF, mask=inside, other=0.0)
+    cos = tl.load(table, mask=exists, other=0.0)
+    sin = tl.load(table + HALF, mask=exists, other=0.0)
     turning_low, turning_high = low, high
     if HAS_NORM:
         LANES: tl.constexpr = low.shape[0]
@@ -86,8 +85,8 @@ def _finish_row(
     turned_low, turned_high = turn(turning_low, turning_high, cos, sin, EXACT)
     if part == 0:
         q_at = q_ptr + (token.to(tl.int64) * NUM_HEADS + head) * (2 * HALF) + lane
-        tl.store(q_at, turned_low, mask=inside)
-        tl.store(q_at + HALF, turned_high, mask=inside)
+        tl.store(q_at, turned_low, mask=exists)
+        tl.store(q_at + HALF, turned_high, mask=exists)
     else:
         # A negative slot: a padding row of a CUDA graph, nobody's.
         written = exists & (lane < tl.where(slot >= 0, HALF, 0))
@@ -135,7 +134,7 @@ def _lora_rope_kernel(
     EPS: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr,  # halves of heads side by side: as many columns as the expand's
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -163,45 +162,55 @@ def _lora_rope_kernel(
     low_b = load_page(b_ptr, page, loaded, low_columns, width, IS_EVEN)
     high_b = load_page(b_ptr, page, loaded, high_columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
+    block = part * rank_pages
+    blocks = 3 * rank_pages
+    begin = before * (2 * HALF)
     while tile < count:
-        for i in range(0, rows, 2):
-            has_second = i + 1 < rows
-            x_at = qkv_ptr + (row + i).to(tl.int64) * STRIDE_QKV + before * (2 * HALF) + low_columns
-            second = exists & (lane < tl.where(has_second, HALF, 0))
-            low_0 = tl.load(x_at, mask=exists, other=0.0)
-            high_0 = tl.load(x_at + HALF, mask=exists, other=0.0)
-            low_1 = tl.load(x_at + STRIDE_QKV, mask=second, other=0.0)
-            high_1 = tl.load(x_at + STRIDE_QKV + HALF, mask=second, other=0.0)
-            delta_0, delta_1 = pair_delta(
-                b_ptr, low_b, low_columns, width, num_pages, first, pages_ptr, planes_ptr,
-                part * rank_pages, 3 * rank_pages, at_bridge + i, has_second, num_rows,
-                NUM_PLANES, IS_EVEN,
-            )  # fmt: skip
-            low_0 = add_delta(low_0, delta_0, num_pages)
-            low_1 = add_delta(low_1, delta_1, num_pages)
-            delta_0, delta_1 = pair_delta(
-                b_ptr, high_b, high_columns, width, num_pages, first, pages_ptr, planes_ptr,
-                part * rank_pages, 3 * rank_pages, at_bridge + i, has_second, num_rows,
-                NUM_PLANES, IS_EVEN,
-            )  # fmt: skip
-            high_0 = add_delta(high_0, delta_0, num_pages)
-            high_1 = add_delta(high_1, delta_1, num_pages)
+        tile += tl.num_programs(1)
+        next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
+            tiles_ptr, tile, tile < count, ROWS, 1
+        )
+        left = rows
+        while left > 0:
+            owned = tl.where(num_pages > 0, left, 0)
+            x_at = qkv_ptr + row.to(tl.int64) * STRIDE_QKV + begin
+            h_0, h_1 = load_planes(
+                planes_ptr, block, blocks, at_bridge, owned, num_rows, NUM_PLANES
+            )
+            low_0, low_1 = load_pair(x_at, STRIDE_QKV, low_columns, width, left)
+            high_0, high_1 = load_pair(x_at, STRIDE_QKV, high_columns, width, left)
+            if num_pages > 0:
+                delta_0, delta_1, low_b = pair_delta(
+                    b_ptr, low_b, h_0, h_1, low_columns, width, num_pages, first, pages_ptr,
+                    planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                )  # fmt: skip
+                low_0 = (low_0.to(tl.float32) + delta_0).to(low_0.dtype)
+                low_1 = (low_1.to(tl.float32) + delta_1).to(low_1.dtype)
+                delta_0, delta_1, high_b = pair_delta(
+                    b_ptr, high_b, h_0, h_1, high_columns, width, num_pages, first, pages_ptr,
+                    planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                )  # fmt: skip
+                high_0 = (high_0.to(tl.float32) + delta_0).to(high_0.dtype)
+                high_1 = (high_1.to(tl.float32) + delta_1).to(high_1.dtype)
             _finish_row(
-                low_0, high_0, row + i, True, part, head, lane, exists, cos_sin_ptr, k_cache_ptr,
+                low_0, high_0, row, part, head, lane, exists, cos_sin_ptr, k_cache_ptr,
                 v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr, NUM_HEADS,
                 NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
             )  # fmt: skip
-            _finish_row(
-                low_1, high_1, row + i + 1, has_second, part, head, lane, exists, cos_sin_ptr,
-                k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr,
-                NUM_HEADS, NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
-            )  # fmt: skip
-        tile += tl.num_programs(1)
-        row, rows, num_pages, first, page, at_bridge = read_tile(
-            tiles_ptr, tile, tile < count, ROWS, 1
-        )
-        low_b = load_page(b_ptr, page, num_pages > 0, low_columns, width, IS_EVEN)
-        high_b = load_page(b_ptr, page, num_pages > 0, high_columns, width, IS_EVEN)
+            if left > 1:
+                _finish_row(
+                    low_1, high_1, row + 1, part, head, lane, exists, cos_sin_ptr, k_cache_ptr,
+                    v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr,
+                    NUM_HEADS, NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
+                )  # fmt: skip
+            row += 2
+            at_bridge += 2
+            left -= 2
+        row, rows, num_pages, first, at_bridge = (
+            next_row, next_rows, next_num_pages, next_first, next_at,
+        )  # fmt: skip
+        low_b = load_page(b_ptr, next_page, num_pages > 0, low_columns, width, IS_EVEN)
+        high_b = load_page(b_ptr, next_page, num_pages > 0, high_columns, width, IS_EVEN)
 
 
 _launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS)
@@ -234,7 +243,7 @@ def launch_lora_rope_kv_write(
     has_norm = q_norm is not None and k_norm is not None
     constants = (qkv.stride(0), num_heads, num_kv_heads, half, has_norm, eps)
     if plan.max_small:
-        heads = LANES // (1 << (half - 1).bit_length())
+        heads = COLUMNS // (1 << (half - 1).bit_length())
         blocks = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
         _launch(
             (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
@@ -244,7 +253,7 @@ def launch_lora_rope_kv_write(
                 *constants,
                 bridge.planes.shape[0],
                 SMALL_ROWS,
-                LANES,
+                COLUMNS,
                 not IS_INTERPRETED,
                 OVERLAPS,
             ),

@@ -16,23 +16,26 @@ from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.triton_launch import OVERLAPS, Launcher
 from kernels.triton_lora_tiles import (
+    COLUMNS,
     PAGE,
     add_delta,
     load_page,
+    load_pair,
+    load_planes,
     num_programs,
     page_dot,
     pair_delta,
     read_tile,
     start_dependents,
+    store_pair,
     wait_for_inputs,
 )
 
 if not IS_INTERPRETED:
     from triton.language.extra.cuda import libdevice
 
-COLUMNS = 256
 NUM_WARPS = 1
-NUM_PROGRAMS = 4096
+NUM_PROGRAMS = 1056  # what an H200 holds at once, by registers
 LARGE_PART = 32
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -79,62 +82,52 @@ def _lora_silu_mul_kernel(
     gate_b = load_page(gate_b_ptr, page, live, columns, WIDTH, IS_EVEN)
     up_b = load_page(up_b_ptr, page, live, columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
+    blocks = 2 * rank_pages
     while tile < count:
-        for i in range(0, rows, 2):
-            has_second = i + 1 < rows
-            mask = columns < tl.where(has_second, WIDTH, 0)
-            x_at = x_ptr + (row + i).to(tl.int64) * STRIDE_X + columns
-            gate_0 = tl.load(x_at, mask=columns < WIDTH, other=0.0)
-            up_0 = tl.load(x_at + WIDTH, mask=columns < WIDTH, other=0.0)
-            gate_1 = tl.load(x_at + STRIDE_X, mask=mask, other=0.0)
-            up_1 = tl.load(x_at + STRIDE_X + WIDTH, mask=mask, other=0.0)
-            delta_0, delta_1 = pair_delta(
-                gate_b_ptr,
-                gate_b,
-                columns,
-                WIDTH,
-                num_pages,
-                first,
-                pages_ptr,
-                planes_ptr,
-                0,
-                2 * rank_pages,
-                at_bridge + i,
-                has_second,
-                num_rows,
-                NUM_PLANES,
-                IS_EVEN,
-            )
-            gate_0 = add_delta(gate_0, delta_0, num_pages)
-            gate_1 = add_delta(gate_1, delta_1, num_pages)
-            delta_0, delta_1 = pair_delta(
-                up_b_ptr,
-                up_b,
-                columns,
-                WIDTH,
-                num_pages,
-                first,
-                pages_ptr,
-                planes_ptr,
-                rank_pages,
-                2 * rank_pages,
-                at_bridge + i,
-                has_second,
-                num_rows,
-                NUM_PLANES,
-                IS_EVEN,
-            )
-            up_0 = add_delta(up_0, delta_0, num_pages)
-            up_1 = add_delta(up_1, delta_1, num_pages)
-            out_at = out_ptr + (row + i).to(tl.int64) * WIDTH + columns
-            tl.store(out_at, silu_product(gate_0, up_0, EXACT), mask=columns < WIDTH)
-            tl.store(out_at + WIDTH, silu_product(gate_1, up_1, EXACT), mask=mask)
         tile += tl.num_programs(1)
-        row, rows, num_pages, first, page, at_bridge = read_tile(
+        next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
             tiles_ptr, tile, tile < count, ROWS, 1
         )
-        gate_b = load_page(gate_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
-        up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+        left = rows
+        x_at = x_ptr + row.to(tl.int64) * STRIDE_X
+        out_at = out_ptr + row.to(tl.int64) * WIDTH
+        gate_0, gate_1 = load_pair(x_at, STRIDE_X, columns, WIDTH, left)
+        up_0, up_1 = load_pair(x_at + WIDTH, STRIDE_X, columns, WIDTH, left)
+        while left > 0:
+            owned = tl.where(num_pages > 0, left, 0)
+            g_0, g_1 = load_planes(planes_ptr, 0, blocks, at_bridge, owned, num_rows, NUM_PLANES)
+            u_0, u_1 = load_planes(
+                planes_ptr, rank_pages, blocks, at_bridge, owned, num_rows, NUM_PLANES
+            )
+            # The next pair's while this one's is worked on.
+            x_at += 2 * STRIDE_X
+            next_gate_0, next_gate_1 = load_pair(x_at, STRIDE_X, columns, WIDTH, left - 2)
+            next_up_0, next_up_1 = load_pair(x_at + WIDTH, STRIDE_X, columns, WIDTH, left - 2)
+            if num_pages > 0:
+                delta_0, delta_1, gate_b = pair_delta(
+                    gate_b_ptr, gate_b, g_0, g_1, columns, WIDTH, num_pages, first, pages_ptr,
+                    planes_ptr, 0, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                )  # fmt: skip
+                gate_0 = (gate_0.to(tl.float32) + delta_0).to(gate_0.dtype)
+                gate_1 = (gate_1.to(tl.float32) + delta_1).to(gate_1.dtype)
+                delta_0, delta_1, up_b = pair_delta(
+                    up_b_ptr, up_b, u_0, u_1, columns, WIDTH, num_pages, first, pages_ptr,
+                    planes_ptr, rank_pages, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                )  # fmt: skip
+                up_0 = (up_0.to(tl.float32) + delta_0).to(up_0.dtype)
+                up_1 = (up_1.to(tl.float32) + delta_1).to(up_1.dtype)
+            out_0 = silu_product(gate_0, up_0, EXACT)
+            out_1 = silu_product(gate_1, up_1, EXACT)
+            store_pair(out_at, WIDTH, columns, WIDTH, left, out_0, out_1)
+            gate_0, gate_1, up_0, up_1 = next_gate_0, next_gate_1, next_up_0, next_up_1
+            out_at += 2 * WIDTH
+            at_bridge += 2
+            left -= 2
+        row, rows, num_pages, first, at_bridge = (
+            next_row, next_rows, next_num_pages, next_first, next_at,
+        )  # fmt: skip
+        gate_b = load_page(gate_b_ptr, next_page, num_pages > 0, columns, WIDTH, IS_EVEN)
+        up_b = load_page(up_b_ptr, next_page, num_pages > 0, columns, WIDTH, IS_EVEN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
@@ -163,7 +156,7 @@ def _lora_silu_mul_large_kernel(
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
         return
     offsets = tl.arange(0, ROWS)
@@ -175,16 +168,22 @@ def _lora_silu_mul_large_kernel(
     x_at = x_ptr + token * STRIDE_X + columns[None, :]
     gate = tl.load(x_at, mask=mask, other=0.0)
     up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
-    gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     page_stride = num_rows.to(tl.int64) * PAGE
-    for i in range(num_pages):
+    owned = (offsets < tl.where(num_pages > 0, rows, 0))[:, None]
+    gate_h = tl.load(h_at, mask=owned, other=0.0)
+    up_h = tl.load(h_at + rank_pages * page_stride, mask=owned, other=0.0)
+    gate_b = load_page(gate_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+    up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+    zeros = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    gate_delta = page_dot(gate_h, gate_b, zeros, not EXACT)
+    up_delta = page_dot(up_h, up_b, zeros, not EXACT)
+    for i in range(1, num_pages):
         page = tl.load(pages_ptr + first + i)
         gate_b = load_page(gate_b_ptr, page, True, columns, WIDTH, IS_EVEN)
         up_b = load_page(up_b_ptr, page, True, columns, WIDTH, IS_EVEN)
-        gate_h = tl.load(h_at + i * page_stride, mask=live, other=0.0)
-        up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=live, other=0.0)
+        gate_h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
+        up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=owned, other=0.0)
         gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
         up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
     gate = add_delta(gate, gate_delta, num_pages)

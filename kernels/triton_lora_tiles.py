@@ -16,7 +16,11 @@ from kernels.lora_plan import COUNTERS, PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
 if not IS_INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Of a program for a small tile, all in one warp: it then holds a page's 16 rows of a column in one
+# thread. The same everywhere, for the order of a sum depends on it.
+COLUMNS = 256
 PAGE = tl.constexpr(PAGE_ROWS)
+INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _TILE = tl.constexpr(TILE_FIELDS)
 _UNIT = tl.constexpr(UNIT_FIELDS)
 COUNTERS_OF_TILE = tl.constexpr(COUNTERS)
@@ -80,22 +84,61 @@ def load_page(ptr, page, live, columns, width, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_bridge(planes_ptr, block, num_blocks, row, live, num_rows, NUM_PLANES: tl.constexpr):
-    """Sum over the planes of one row, [PAGE] float32; zeros if not `live`. block = slice * rank
-    pages + page, num_blocks = slices * rank pages. The same shape in every kernel: one order."""
+def load_pair(ptr, stride, columns, width, left):
+    """[columns] of this row and the next one; rows beyond `left` are zeros."""
+    first = tl.load(ptr + columns, mask=columns < tl.where(left > 0, width, 0), other=0.0)
+    at = ptr + stride + columns
+    return first, tl.load(at, mask=columns < tl.where(left > 1, width, 0), other=0.0)
+
+
+@triton.jit
+def store_pair(ptr, stride, columns, width, left, first, second):
+    tl.store(ptr + columns, first, mask=columns < width)
+    tl.store(ptr + stride + columns, second, mask=columns < tl.where(left > 1, width, 0))
+
+
+@triton.jit
+def load_planes(planes_ptr, block, num_blocks, row, left, num_rows, NUM_PLANES: tl.constexpr):
+    """The bridge of this row and the next one, [planes, PAGE] each, not yet summed. block = slice *
+    rank pages + page, num_blocks = slices * rank pages."""
     PLANES: tl.constexpr = triton.next_power_of_2(NUM_PLANES)
     planes = tl.arange(0, PLANES)
     stride = num_blocks.to(tl.int64) * num_rows * PAGE
     at = planes_ptr + (block * num_rows.to(tl.int64) + row) * PAGE
     at_lanes = at + planes[:, None] * stride + tl.arange(0, PAGE)[None, :]
-    mask = (planes < tl.where(live, NUM_PLANES, 0))[:, None]
-    return tl.sum(tl.load(at_lanes, mask=mask, other=0.0), axis=0)
+    first = (planes < tl.where(left > 0, NUM_PLANES, 0))[:, None]
+    second = (planes < tl.where(left > 1, NUM_PLANES, 0))[:, None]
+    return (
+        tl.load(at_lanes, mask=first, other=0.0),
+        tl.load(at_lanes + PAGE, mask=second, other=0.0),
+    )
+
+
+@triton.jit
+def _add_both(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
+def page_delta(planes_0, planes_1, b):
+    """h B of two rows, [columns] each; the bridge h is summed, then rounded to B's type. One pass
+    over B for both: two would keep it in float32 in between, in twice the registers."""
+    h_0 = tl.sum(planes_0, axis=0).to(b.dtype).to(tl.float32)[:, None]
+    h_1 = tl.sum(planes_1, axis=0).to(b.dtype).to(tl.float32)[:, None]
+    wide = b.to(tl.float32)
+    if INTERPRETED:  # there a function of one's own is called for every element
+        delta_0, delta_1 = tl.sum(h_0 * wide, axis=0), tl.sum(h_1 * wide, axis=0)
+    else:
+        delta_0, delta_1 = tl.reduce((h_0 * wide, h_1 * wide), 0, _add_both)
+    return delta_0, delta_1
 
 
 @triton.jit
 def pair_delta(
     b_ptr,
     b,  # the first page [PAGE, columns]
+    planes_0,  # the first page's of the pair
+    planes_1,
     columns,
     width,
     num_pages,
@@ -104,29 +147,27 @@ def pair_delta(
     planes_ptr,
     block,
     num_blocks,
-    row,  # in the bridge; the next one is the second of the pair
-    has_second,
+    row,  # in the bridge
+    left,  # rows of the tile from this one on
     num_rows,
     NUM_PLANES: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """h B of two rows, [columns] float32 each; the bridge h is rounded to B's type."""
-    delta_0 = tl.zeros([b.shape[1]], dtype=tl.float32)
-    delta_1 = tl.zeros([b.shape[1]], dtype=tl.float32)
-    page = tl.load(pages_ptr + first + 1, mask=num_pages > 1, other=0)
-    for i in range(num_pages):
-        more = i + 1 < num_pages
-        after = load_page(b_ptr, page, more, columns, width, IS_EVEN)
-        page = tl.load(pages_ptr + first + i + 2, mask=i + 2 < num_pages, other=0)
-        h_0 = load_bridge(planes_ptr, block + i, num_blocks, row, True, num_rows, NUM_PLANES)
-        h_1 = load_bridge(
-            planes_ptr, block + i, num_blocks, row + 1, has_second, num_rows, NUM_PLANES
-        )
-        wide = b.to(tl.float32)
-        delta_0 += tl.sum(h_0.to(b.dtype).to(tl.float32)[:, None] * wide, axis=0)
-        delta_1 += tl.sum(h_1.to(b.dtype).to(tl.float32)[:, None] * wide, axis=0)
-        b = after
-    return delta_0, delta_1
+    """h B of a pair of rows, [columns] float32 each, and the first page again for the next pair."""
+    delta_0, delta_1 = page_delta(planes_0, planes_1, b)
+    if num_pages > 1:
+        for i in range(1, num_pages):
+            page = tl.load(pages_ptr + first + i)
+            b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+            planes_0, planes_1 = load_planes(
+                planes_ptr, block + i, num_blocks, row, left, num_rows, NUM_PLANES
+            )
+            more_0, more_1 = page_delta(planes_0, planes_1, b)
+            delta_0 += more_0
+            delta_1 += more_1
+        page = tl.load(pages_ptr + first)
+        b = load_page(b_ptr, page, left > 2, columns, width, IS_EVEN)
+    return delta_0, delta_1, b
 
 
 @triton.jit

@@ -56,16 +56,14 @@ class Launcher:
     ) -> None:
         if 0 in grid:
             return
+        pointers = [tensor.data_ptr() for tensor in tensors]
         low_bits = 0
-        pointers = []
-        for tensor in tensors:
-            address = tensor.data_ptr()
-            low_bits |= address
-            pointers.append(address)
+        for pointer in pointers:
+            low_bits |= pointer
         types = [tensor.dtype for tensor in tensors]
-        for tensor in metadata:
-            pointers.append(tensor.data_ptr())
-            types.append(tensor.dtype)
+        if metadata:
+            pointers += [tensor.data_ptr() for tensor in metadata]
+            types += [tensor.dtype for tensor in metadata]
         key = (tensors[0].get_device(), num_warps, constants, *types)
         compiled = None if low_bits & 15 else self._compiled.get(key)
         if compiled is not None:

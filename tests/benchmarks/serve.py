@@ -52,7 +52,8 @@ def _wait_ready(child: launch.Child, url: str) -> None:
         text = launch.log_text(child)
         is_late = time.monotonic() > deadline_s
         if child.has_ended() or launch.failed_application(text) or is_late:
-            raise SystemExit(f"the server does not start:\n{text[-4000:]}")
+            code = child.process.poll()
+            raise SystemExit(f"the server does not start (exit code {code}):\n{text[-4000:]}")
         try:
             if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
                 return
@@ -134,7 +135,7 @@ def measure_server(
         gaps, first = line["gap_ms"], line["ttft_ms"]
         assert isinstance(gaps, dict)
         assert isinstance(first, dict)
-        rows.append((case, rate, of_engine, ratio, first["p50"], gaps["p50"], gaps["p99"]))
+        rows.append((case, rate, of_engine, ratio, first["p50"], gaps.get("p50"), gaps.get("p99")))
     if unused:
         arrivals = asyncio.run(measure_arrivals(port, unused, args.arrival_tokens))
         report.emit(part="arrivals", shape=args.shape, **arrivals)

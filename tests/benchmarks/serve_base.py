@@ -1,15 +1,16 @@
 """A base of random weights as a server needs it: registered, with a tokenizer and adapters.
 
-The tokenizer is made up: byte-level, no merges (a letter is a token), and a word for every other id
-of the vocabulary, so that whatever a random model draws is text and one token is one event. A base
-whose weights the engine makes (`load_format: dummy`) has a placeholder for its weight file and goes
-past the check that serving's own registration makes: the registry itself takes any file.
+The tokenizer is made up: letters, no merges, and a word for every other id of the vocabulary. What
+a random model draws is text then (no halves of characters): one token is one event. A base whose
+weights the engine makes (`load_format: dummy`) has a placeholder for its weight file and goes past
+the check that serving's own registration makes: the registry itself takes any file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import string
 from pathlib import Path
 
 import torch
@@ -56,9 +57,9 @@ def prepare_home(
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = (f"Ġw{index}" for index in range(vocab_size - len(alphabet) - 1))
-    vocab = {text: index for index, text in enumerate([*alphabet, *words])}
+    letters = (*string.ascii_letters, *string.digits, "Ġ")
+    words = (f"Ġw{index}" for index in range(vocab_size - len(letters) - 1))
+    vocab = {text: index for index, text in enumerate([*letters, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

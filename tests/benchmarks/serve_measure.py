@@ -31,6 +31,7 @@ PROMPT_LETTERS = 256
 def measure_streams(load: Load, rounds: int, num_clients: int) -> dict[str, object]:
     """The round with the median time counts; the gaps are those of all rounds."""
     rates, gaps_ms, ttft_ms = [], [], []
+    num_events = 0
     before, began_s = cpu_seconds(), time.monotonic()
     for number in range(rounds):
         seed = 1000 * load.streams + 10 * len(load.models) + number
@@ -38,11 +39,12 @@ def measure_streams(load: Load, rounds: int, num_clients: int) -> dict[str, obje
         check(seen)
         span_s = max(s.times_s[-1] for s in seen) - min(s.sent_s for s in seen)
         rates.append(load.streams * load.tokens / span_s)
+        num_events += sum(stream.num_events for stream in seen)
         gaps_ms += [1000 * gap for stream in seen for gap in stream.gaps_s()]
         ttft_ms += [1000 * (stream.times_s[0] - stream.sent_s) for stream in seen]
     wall_s = time.monotonic() - began_s
     used = {k: round((v - before.get(k, 0.0)) / wall_s, 2) for k, v in cpu_seconds().items()}
-    gaps = spread(gaps_ms, 2)
+    gaps = spread(gaps_ms, 2) if gaps_ms else {}  # none if each answer came in one read
     return {
         "streams": load.streams,
         "adapters": sum(model != BASE for model in load.models),
@@ -50,7 +52,8 @@ def measure_streams(load: Load, rounds: int, num_clients: int) -> dict[str, obje
         "rounds": [round(rate, 1) for rate in rates],
         "ttft_ms": spread(ttft_ms, 2),
         "gap_ms": gaps,
-        "gap_p99_to_p50": round(gaps["p99"] / gaps["p50"], 2) if gaps["p50"] else None,
+        "gap_p99_to_p50": round(gaps["p99"] / gaps["p50"], 2) if gaps_ms else None,
+        "events_a_token": round(num_events / (rounds * load.streams * load.tokens), 3),
         "cores_used": used,
     }
 
@@ -74,7 +77,8 @@ async def measure_arrivals(port: int, adapters: Sequence[str], tokens: int) -> d
             newcomer = Load(port, 1, (model,), NEWCOMER_TOKENS, seed=100 + i)
             stream = (await run_load(newcomer, began_s))[0]
             check([stream])
-            pauses[kind].append(max(_gaps_ms(known, began_s, stream.times_s[-1])))
+            longest_ms = max(_gaps_ms(known, began_s, stream.times_s[-1]), default=0.0)
+            pauses[kind].append(longest_ms)
             first_token_ms[kind].append(1000 * (stream.times_s[0] - stream.sent_s))
             await asyncio.sleep(QUIET_S)
     are_running = not any(reader.done.done() for reader in readers)

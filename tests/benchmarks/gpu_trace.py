@@ -76,7 +76,7 @@ class Breakdown:
 
     steps: int
     step_us: float
-    by_class_us: dict[str, float]  # "gaps" included; classes that overlap count twice
+    by_class_us: dict[str, float]  # "gaps" included: they add up to the step
     by_kernel: dict[str, tuple[float, float]]  # name -> microseconds and launches a step
 
 
@@ -148,11 +148,10 @@ def break_down(events: Sequence[DeviceEvent], steps: int) -> Breakdown:
     classes = triton_classes()
     by_class: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     by_kernel: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        duration_us = event.end_us - event.start_us
+    for event, duration_us in zip(events, _advances_us(events), strict=True):
         by_class[class_of(event, classes)] += duration_us
         by_kernel[event.name].append(duration_us)
-    by_class["gaps"] = span_us - _busy_us(events)
+    by_class["gaps"] = span_us - sum(by_class.values())
     return Breakdown(
         steps,
         span_us / steps,
@@ -183,10 +182,11 @@ def triton_classes(folder: Path = KERNELS) -> dict[str, str]:
     return found
 
 
-def _busy_us(events: Sequence[DeviceEvent]) -> float:
-    """Of the union of all events, sorted by their starts."""
-    busy, reached = 0.0, 0.0
+def _advances_us(events: Sequence[DeviceEvent]) -> list[float]:
+    """How long each event, in order of their starts, was what the device was waiting for: a kernel
+    that was launched early, beside the end of the one before it, counts from that end."""
+    advances, reached = [], 0.0
     for event in events:
-        busy += max(0.0, event.end_us - max(event.start_us, reached))
+        advances.append(max(0.0, event.end_us - max(event.start_us, reached)))
         reached = max(reached, event.end_us)
-    return busy
+    return advances

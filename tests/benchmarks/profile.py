@@ -135,7 +135,7 @@ def draw(path: Path, title: str, results: Sequence[tuple[str, Breakdown]]) -> No
     panels = [panel for panel in panels if panel]
     sizes = [len(panel) for panel in panels]
     figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(10, 1.6 + 0.5 * sum(sizes)), height_ratios=sizes, squeeze=False
+        len(panels), 1, figsize=(10, 2.4 + 0.45 * sum(sizes)), height_ratios=sizes, squeeze=False
     )
     colours = {kind: f"C{i}" for i, kind in enumerate(CLASSES)}
     colours["gaps"] = "#dddddd"
@@ -149,8 +149,9 @@ def draw(path: Path, title: str, results: Sequence[tuple[str, Breakdown]]) -> No
         axis.margins(x=0.02)
         axis.set_xlabel("ms a step")
     axes[0, 0].set_title(title)
-    axes[0, 0].legend(ncols=5, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.12))
-    figure.tight_layout()
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=5, fontsize=8, loc="lower center")
+    figure.tight_layout(rect=(0.0, 0.6 / figure.get_figheight(), 1.0, 1.0))
     figure.savefig(path, dpi=130)
 
 

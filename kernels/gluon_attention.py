@@ -194,9 +194,52 @@ def last_values(
 
 
 @gluon.jit
-def unit_at(turn):
-    """Back and forth: who had the heaviest unit of a round gets the lightest of the next."""
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = gl.num_programs(0) - 1 - place
-    return turn * gl.num_programs(0) + place
+def make_tickets(READERS: gl.constexpr):
+    """Who fetches draws the next unit from a counter, and hands it on: (units, full, empty)."""
+    units = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return units, full, empty
+
+
+@gluon.jit
+def second_unit():
+    """The first two of a program are not drawn: who has the heaviest gets the lightest."""
+    return 2 * gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@gluon.jit
+def draw(counter_ptr):
+    return 2 * gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def hand_on(tickets, turn, unit):
+    """By one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(tickets[2].index(turn % 2), ((turn // 2) & 1) ^ 1)
+    tickets[0].index(turn % 2).store(gl.full([1], unit, gl.int32, layout))
+    barrier()
+    mbarrier.arrive(tickets[1].index(turn % 2), count=1)
+
+
+@gluon.jit
+def take(tickets, turn):
+    """By a warpgroup. The unit after the next: `turn` counts from the program's second unit."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(tickets[1].index(turn % 2), (turn // 2) & 1)
+    unit = gl.max(tickets[0].index(turn % 2).load(layout), 0)
+    barrier()
+    mbarrier.arrive(tickets[2].index(turn % 2), count=1)
+    return unit
+
+
+@gluon.jit
+def leave(counter_ptr):
+    """The last program to leave sets the counters back."""
+    if gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)

@@ -4,8 +4,10 @@ at once.
 One warp fetches pages of K and V with the bulk copy engine; two warpgroups attend, 64 of the tile's
 128 rows each, so that one's softmax runs beside the other's matrix products, and beside its own:
 the scores of the next keys are computed while the last weights meet their values (FlashAttention-3,
-arXiv 2407.08608, without its barriers between warpgroups). A persistent grid walks the tiles back
-and forth, heaviest first, and the copies of a tile start while the last one ends.
+arXiv 2407.08608, without its barriers between warpgroups). Programs stay and draw tiles, heaviest
+first; the copies of a tile start while the last one ends. On an H200, bfloat16, 32 heads of 128 over
+8: 533 TFLOP/s for 4096 queries and 537 for 2048 after 6144, where cuDNN without pages gives 535 for
+the former and plain Triton 443.
 Same plan, same results up to rounding as triton_prefill_attention, which does what this leaves out:
 windows, other head sizes, other machines.
 """
@@ -20,12 +22,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon_attention import (
     barrier,
+    draw,
     fetch,
     first_step,
+    hand_on,
     last_values,
+    leave,
     make_ring,
+    make_tickets,
+    second_unit,
     step,
-    unit_at,
+    take,
 )
 from kernels.paged_plan import TILE_ROWS, PagedPlan
 
@@ -56,6 +63,7 @@ def paged_prefill(
         TensorDescriptor.from_tensor(v_cache.view(flat), box, layout),
         out,
         plan.work,
+        plan.scratch.tickets,
         plan.tiles_start,
         num_units,
         plan.query_start,
@@ -75,49 +83,77 @@ def paged_prefill(
 
 
 @gluon.jit
-def _place(
+def _tile(
     unit,
+    num_units,
     work_ptr,
     tiles_start,
     query_start_ptr,
     kv_lens_ptr,
     NUM_KV_HEADS: gl.constexpr,
 ):
+    """-> sequence, first row of q, end of its queries, position of a query less its row of q"""
+    exists = unit < num_units
     tile_ptr = work_ptr + tiles_start + 2 * (unit // NUM_KV_HEADS)
-    seq = gl.load(tile_ptr)
-    first = gl.load(tile_ptr + 1)
+    seq = gl.load(tile_ptr, mask=exists, other=0)
+    first = gl.load(tile_ptr + 1, mask=exists, other=0)
     query_end = gl.load(query_start_ptr + seq + 1)
-    before = gl.load(kv_lens_ptr + seq) - query_end  # position of a query: its row of q + before
-    return seq, first, query_end, before
+    return seq, first, query_end, gl.load(kv_lens_ptr + seq) - query_end
 
 
 @gluon.jit
 def _fetch_tiles(
-    k_desc, v_desc, k_smem, v_smem, bars, work_ptr, tiles_start, num_units, query_start_ptr,
-    kv_lens_ptr, tables_ptr, stride_table, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, PAGE: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr, tiles_start, num_units,
+    query_start_ptr, kv_lens_ptr, tables_ptr, stride_table,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    unit = gl.program_id(0)
+    next_unit = second_unit()
+    seq, first, query_end, before = _tile(
+        unit,
+        num_units,
+        work_ptr,
+        tiles_start,
+        query_start_ptr,
+        kv_lens_ptr,
+        NUM_KV_HEADS,
+    )
     turn = 0
     count = 0
-    while turn * gl.num_programs(0) < num_units:
-        unit = unit_at(turn)
-        turn += 1
+    while unit < num_units:
+        next_seq, next_first, next_query_end, next_before = _tile(
+            next_unit,
+            num_units,
+            work_ptr,
+            tiles_start,
+            query_start_ptr,
+            kv_lens_ptr,
+            NUM_KV_HEADS,
+        )
+        end = gl.minimum(first + TILE_ROWS // GROUP, query_end) + before
+        count = fetch(
+            k_desc, v_desc, k_smem, v_smem, bars, count,
+            tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
+            0, end, PAGE, HEAD_DIM // 64, BLOCK_N, STAGES,
+        )  # fmt: skip
+        unit = next_unit
+        seq, first, query_end, before = (
+            next_seq,
+            next_first,
+            next_query_end,
+            next_before,
+        )
         if unit < num_units:
-            seq, first, query_end, before = _place(
-                unit, work_ptr, tiles_start, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS
-            )
-            end = gl.minimum(first + TILE_ROWS // GROUP, query_end) + before
-            count = fetch(
-                k_desc, v_desc, k_smem, v_smem, bars, count,
-                tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
-                0, end, PAGE, HEAD_DIM // 64, BLOCK_N, STAGES,
-            )  # fmt: skip
+            next_unit = draw(counter_ptr)
+            hand_on(tickets, turn, next_unit)
+        turn += 1
+    leave(counter_ptr)
 
 
 @gluon.jit
 def _attend_tiles(
-    k_smem, v_smem, q_smem, bars, q_ptr, out_ptr, work_ptr, tiles_start, num_units,
+    k_smem, v_smem, q_smem, bars, tickets, q_ptr, out_ptr, work_ptr, tiles_start, num_units,
     query_start_ptr, kv_lens_ptr, scale,
     WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -131,71 +167,88 @@ def _attend_tiles(
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
+    unit = gl.program_id(0)
+    next_unit = second_unit()
+    _seq, first, query_end, before = _tile(
+        unit,
+        num_units,
+        work_ptr,
+        tiles_start,
+        query_start_ptr,
+        kv_lens_ptr,
+        NUM_KV_HEADS,
+    )
     turn = 0
     count = 0
-    while turn * gl.num_programs(0) < num_units:
-        unit = unit_at(turn)
+    while unit < num_units:
+        if turn > 0:
+            next_unit = take(tickets, turn - 1)
         turn += 1
-        if unit < num_units:
-            head = unit % NUM_KV_HEADS
-            _seq, first, query_end, before = _place(
-                unit, work_ptr, tiles_start, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS
-            )
-            end = gl.minimum(first + TOKENS, query_end) + before
-            rows = WARPGROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, copy_layout))
-            dims = gl.arange(0, 64, gl.SliceLayout(0, copy_layout))
-            tokens = first + rows // GROUP
-            valid = ((rows < TOKENS * GROUP) & (tokens < query_end))[:, None]
-            heads = tokens.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + rows % GROUP
-            offsets = heads[:, None] * HEAD_DIM + dims[None, :]
-            for d in gl.static_range(PARTS):
-                q = gl.load(q_ptr + offsets + d * 64, mask=valid, other=0.0)
-                q_smem.index(d).store(q)
-            fence_async_shared()
-            barrier()
-            q_a = q_smem.index(0)
-            q_b = q_smem.index(PARTS - 1)
+        _seq, next_first, next_query_end, next_before = _tile(
+            next_unit,
+            num_units,
+            work_ptr,
+            tiles_start,
+            query_start_ptr,
+            kv_lens_ptr,
+            NUM_KV_HEADS,
+        )
+        head = unit % NUM_KV_HEADS
+        end = gl.minimum(first + TOKENS, query_end) + before
+        rows = WARPGROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, copy_layout))
+        dims = gl.arange(0, 64, gl.SliceLayout(0, copy_layout))
+        tokens = first + rows // GROUP
+        valid = ((rows < TOKENS * GROUP) & (tokens < query_end))[:, None]
+        heads = tokens.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + rows % GROUP
+        offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+        for d in gl.static_range(PARTS):
+            q = gl.load(q_ptr + offsets + d * 64, mask=valid, other=0.0)
+            q_smem.index(d).store(q)
+        fence_async_shared()
+        barrier()
+        q_a = q_smem.index(0)
+        q_b = q_smem.index(PARTS - 1)
 
-            mma_rows = WARPGROUP * 64 + gl.arange(0, 64, rows_layout)
-            limits = first + mma_rows // GROUP + before  # the last key that each row sees
-            full = (first + WARPGROUP * 64 // GROUP + before + 1) // BLOCK_N  # unmasked steps
-            steps = (end + BLOCK_N - 1) // BLOCK_N
-            top = gl.full([64], float("-inf"), gl.float32, rows_layout)
-            total = gl.zeros([64], gl.float32, rows_layout)
-            acc_a = gl.zeros([64, 64], gl.float32, out_layout)
-            acc_b = gl.zeros([64, 64], gl.float32, out_layout)
-            weights, top, total = first_step(
-                q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, 0,
-                weights_layout, dtype, PARTS, STAGES,
-            )  # fmt: skip
-            for i in range(1, full):
-                count += 1
-                weights, top, total, acc_a, acc_b = step(
-                    q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
-                    acc_a, acc_b, scale, limits, i * BLOCK_N, False, PARTS, STAGES,
-                )  # fmt: skip
-            for i in range(gl.maximum(full, 1), steps):
-                count += 1
-                weights, top, total, acc_a, acc_b = step(
-                    q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
-                    acc_a, acc_b, scale, limits, i * BLOCK_N, True, PARTS, STAGES,
-                )  # fmt: skip
-            acc_a, acc_b = last_values(
-                v_smem, bars, count, weights, acc_a, acc_b, end, PARTS, STAGES
-            )
+        mma_rows = WARPGROUP * 64 + gl.arange(0, 64, rows_layout)
+        limits = first + mma_rows // GROUP + before  # the last key that each row sees
+        full = (first + WARPGROUP * 64 // GROUP + before + 1) // BLOCK_N  # unmasked steps
+        steps = (end + BLOCK_N - 1) // BLOCK_N
+        top = gl.full([64], float("-inf"), gl.float32, rows_layout)
+        total = gl.zeros([64], gl.float32, rows_layout)
+        acc_a = gl.zeros([64, 64], gl.float32, out_layout)
+        acc_b = gl.zeros([64, 64], gl.float32, out_layout)
+        weights, top, total = first_step(
+            q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, 0,
+            weights_layout, dtype, PARTS, STAGES,
+        )  # fmt: skip
+        for i in range(1, full):
             count += 1
+            weights, top, total, acc_a, acc_b = step(
+                q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
+                acc_a, acc_b, scale, limits, i * BLOCK_N, False, PARTS, STAGES,
+            )  # fmt: skip
+        for i in range(gl.maximum(full, 1), steps):
+            count += 1
+            weights, top, total, acc_a, acc_b = step(
+                q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
+                acc_a, acc_b, scale, limits, i * BLOCK_N, True, PARTS, STAGES,
+            )  # fmt: skip
+        acc_a, acc_b = last_values(v_smem, bars, count, weights, acc_a, acc_b, end, PARTS, STAGES)
+        count += 1
 
-            inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-            result = gl.convert_layout((acc_a * inverse[:, None]).to(dtype), copy_layout)
-            gl.store(out_ptr + offsets, result, mask=valid)
-            if PARTS == 2:
-                result = gl.convert_layout((acc_b * inverse[:, None]).to(dtype), copy_layout)
-                gl.store(out_ptr + offsets + 64, result, mask=valid)
+        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+        result = gl.convert_layout((acc_a * inverse[:, None]).to(dtype), copy_layout)
+        gl.store(out_ptr + offsets, result, mask=valid)
+        if PARTS == 2:
+            result = gl.convert_layout((acc_b * inverse[:, None]).to(dtype), copy_layout)
+            gl.store(out_ptr + offsets + 64, result, mask=valid)
+        unit = next_unit
+        first, query_end, before = next_first, next_query_end, next_before
 
 
 @gluon.jit
 def _prefill_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, work_ptr, tiles_start, num_units, query_start_ptr,
+    q_ptr, k_desc, v_desc, out_ptr, work_ptr, counter_ptr, tiles_start, num_units, query_start_ptr,
     kv_lens_ptr, tables_ptr, stride_table,
     scale,  # times log2(e): softmax in base 2
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
@@ -205,19 +258,21 @@ def _prefill_kernel(
     layout: gl.constexpr = k_desc.layout
     PARTS: gl.constexpr = HEAD_DIM // 64
     k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, STAGES, 2)
+    tickets = make_tickets(2)
     q0_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     q1_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     gl.warp_specialize(
         [
-            (_attend_tiles, (k_smem, v_smem, q0_smem, bars, q_ptr, out_ptr, work_ptr, tiles_start,
-                             num_units, query_start_ptr, kv_lens_ptr, scale, 0, NUM_KV_HEADS,
-                             GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
-            (_attend_tiles, (k_smem, v_smem, q1_smem, bars, q_ptr, out_ptr, work_ptr, tiles_start,
-                             num_units, query_start_ptr, kv_lens_ptr, scale, 1, NUM_KV_HEADS,
-                             GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
-            (_fetch_tiles, (k_desc, v_desc, k_smem, v_smem, bars, work_ptr, tiles_start, num_units,
-                            query_start_ptr, kv_lens_ptr, tables_ptr, stride_table, NUM_KV_HEADS,
-                            GROUP, HEAD_DIM, PAGE, TILE_ROWS, BLOCK_N, STAGES)),
+            (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
+                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, 0,
+                             NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
+            (_attend_tiles, (k_smem, v_smem, q1_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
+                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, 1,
+                             NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
+            (_fetch_tiles, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr,
+                            tiles_start, num_units, query_start_ptr, kv_lens_ptr, tables_ptr,
+                            stride_table, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE, TILE_ROWS, BLOCK_N,
+                            STAGES)),
         ],
         [4, 1],
         [232, 40],

@@ -63,6 +63,7 @@ class Batch:
         plan = self.host_work()[3]
         out = paged_attention(self.q, self.k_cache, self.v_cache, plan, SCALE, window)
         assert not plan.scratch.arrived.any()
+        assert not plan.scratch.tickets.any()
         return out
 
     def expected(self, window: int | None = None) -> torch.Tensor:

@@ -172,7 +172,7 @@ def class_of(event: DeviceEvent, triton: dict[str, str]) -> str:
 def triton_classes(folder: Path = KERNELS) -> dict[str, str]:
     """Function -> class; one that two files of different classes define is a mistake."""
     found: dict[str, str] = {}
-    for path in sorted(folder.glob("triton_*.py")):
+    for path in sorted((*folder.glob("triton_*.py"), *folder.glob("gluon_*.py"))):
         kind = next((kind for part, kind in TRITON_CLASSES if part in path.stem), "other")
         for node in ast.parse(path.read_text()).body:
             is_kernel = isinstance(node, ast.FunctionDef) and node.decorator_list

@@ -3,7 +3,8 @@
 A drawn row has a mass of every chunk; the random number falls into one of them, and that chunk
 alone is looked at again. top-k and top-p first find their thresholds among the collected ids, by
 bisection of the logits' bits; where the collection does not hold them (more equals than room, or
-both filters with a large k) by bisection over the whole row: slow, and as exact.
+both filters with a large k) by bisection over the whole row: as exact, and slow (about 0.7 ms, of
+256 such rows 2 to 4).
 """
 
 from __future__ import annotations

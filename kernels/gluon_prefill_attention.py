@@ -5,9 +5,9 @@ One warp fetches pages of K and V with the bulk copy engine; two warpgroups atte
 128 rows each, so that one's softmax runs beside the other's matrix products, and beside its own:
 the scores of the next keys are computed while the last weights meet their values (FlashAttention-3,
 arXiv 2407.08608, without its barriers between warpgroups). Programs stay and draw tiles, heaviest
-first; the copies of a tile start while the last one ends. On an H200, bfloat16, 32 heads of 128 over
-8: 533 TFLOP/s for 4096 queries and 537 for 2048 after 6144, where cuDNN without pages gives 535 for
-the former and plain Triton 443.
+first; the copies of a tile start while the last one ends. On an H200, bfloat16, 32 heads of 128
+over 8: 533 TFLOP/s for 4096 queries and 537 for 2048 after 6144, where cuDNN without pages gives
+535 for the former and plain Triton 443.
 Same plan, same results up to rounding as triton_prefill_attention, which does what this leaves out:
 windows, other head sizes, other machines.
 """

@@ -32,7 +32,7 @@ from kernels.triton_lora_tiles import (
 )
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 1056  # what an H200 holds at once, by registers
+NUM_PROGRAMS = 2112
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def _lora_rope_large_kernel(
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
         return
     IS_EVEN: tl.constexpr = LANES == HALF
@@ -97,18 +97,13 @@ def _lora_rope_large_kernel(
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     page_stride = num_rows.to(tl.int64) * PAGE
     h_at += part * rank_pages * page_stride
-    owned = (offsets < tl.where(num_pages > 0, rows, 0))[:, None]
-    h = tl.load(h_at, mask=owned, other=0.0)
-    low_b = load_page(b_ptr, page, num_pages > 0, low_columns, width, IS_EVEN)
-    high_b = load_page(b_ptr, page, num_pages > 0, low_columns + HALF, width, IS_EVEN)
-    zeros = tl.zeros([ROWS, LANES], dtype=tl.float32)
-    delta_low = page_dot(h, low_b, zeros, not EXACT)
-    delta_high = page_dot(h, high_b, zeros, not EXACT)
-    for i in range(1, num_pages):
+    delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    for i in range(num_pages):
         page = tl.load(pages_ptr + first + i)
         low_b = load_page(b_ptr, page, True, low_columns, width, IS_EVEN)
         high_b = load_page(b_ptr, page, True, low_columns + HALF, width, IS_EVEN)
-        h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
+        h = tl.load(h_at + i * page_stride, mask=live[:, None], other=0.0)
         delta_low = page_dot(h, low_b, delta_low, not EXACT)
         delta_high = page_dot(h, high_b, delta_high, not EXACT)
     low = add_delta(low, delta_low, num_pages)

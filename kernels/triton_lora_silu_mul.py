@@ -35,7 +35,7 @@ if not IS_INTERPRETED:
     from triton.language.extra.cuda import libdevice
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 1056  # what an H200 holds at once, by registers
+NUM_PROGRAMS = 2112
 LARGE_PART = 32
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -156,7 +156,7 @@ def _lora_silu_mul_large_kernel(
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
         return
     offsets = tl.arange(0, ROWS)
@@ -170,20 +170,14 @@ def _lora_silu_mul_large_kernel(
     up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     page_stride = num_rows.to(tl.int64) * PAGE
-    owned = (offsets < tl.where(num_pages > 0, rows, 0))[:, None]
-    gate_h = tl.load(h_at, mask=owned, other=0.0)
-    up_h = tl.load(h_at + rank_pages * page_stride, mask=owned, other=0.0)
-    gate_b = load_page(gate_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
-    up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
-    zeros = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    gate_delta = page_dot(gate_h, gate_b, zeros, not EXACT)
-    up_delta = page_dot(up_h, up_b, zeros, not EXACT)
-    for i in range(1, num_pages):
+    gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for i in range(num_pages):
         page = tl.load(pages_ptr + first + i)
         gate_b = load_page(gate_b_ptr, page, True, columns, WIDTH, IS_EVEN)
         up_b = load_page(up_b_ptr, page, True, columns, WIDTH, IS_EVEN)
-        gate_h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
-        up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=owned, other=0.0)
+        gate_h = tl.load(h_at + i * page_stride, mask=live, other=0.0)
+        up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=live, other=0.0)
         gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
         up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
     gate = add_delta(gate, gate_delta, num_pages)

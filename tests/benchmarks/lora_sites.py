@@ -1,9 +1,10 @@
 """What adapters add to a Llama-3-8B layer: its four matrix products with RoPE + KV write and SiLU,
 without adapters, and with ours fused into them, both as CUDA graphs; and our shrink and expand of
-each site alone.
+each site alone. The shrink comes after the base's product, before it, or beside it on a stream of
+its own.
 
 Layers, rows and adapters rotate so that weights come from memory. A line gives microseconds a layer
-`base` and `with`, what the adapters `added`, and of each site shrink and expand in a row.
+`base`, what the adapters `added`, and of each site shrink and expand in a row.
 
     python -m tests.benchmarks.lora_sites [--cases 1x1,64x32] [--out FILE]
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -146,6 +148,8 @@ def make_rows(num_tokens: int, plan: LoraPlan) -> Rows:
     )
 
 
+Order = Literal["after", "before", "beside"]  # the shrink, in relation to the base's product
+ORDERS: tuple[Order, ...] = ("after", "before", "beside")
 Lora = tuple[Bridge, tuple[torch.Tensor, ...], LoraPlan]
 
 
@@ -158,14 +162,25 @@ def base_layer(layer: Layer, rows: Rows) -> torch.Tensor:
     return linear(silu_mul(linear(hidden, w["gate_up"])), w["down"])
 
 
-def lora_layer(layer: Layer, rows: Rows) -> torch.Tensor:
+def lora_layer(layer: Layer, rows: Rows, order: Order, side: torch.cuda.Stream) -> torch.Tensor:
     w, pools, plan = layer.weights, layer.pools, rows.plan
     caches = (layer.k_cache, layer.v_cache, rows.slots)
 
     def bridged(site: str, x: torch.Tensor) -> tuple[torch.Tensor, Lora]:
-        y = linear(x, w[site])
         a_pool, b_pools = pools[site]
-        return y, (lora_shrink(x, a_pool, plan), b_pools, plan)
+        if order == "after":
+            y = linear(x, w[site])
+            return y, (lora_shrink(x, a_pool, plan), b_pools, plan)
+        if order == "before":
+            bridge = lora_shrink(x, a_pool, plan)
+            return linear(x, w[site]), (bridge, b_pools, plan)
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            bridge = lora_shrink(x, a_pool, plan)
+        y = linear(x, w[site])
+        main.wait_stream(side)
+        return y, (bridge, b_pools, plan)
 
     qkv, lora = bridged("qkv", rows.hidden)
     q = lora_rope_kv_write(qkv, *lora, rows.positions, rows.cos_sin, *caches, *HEADS)
@@ -211,7 +226,11 @@ def measure(case: str, report: Report) -> None:
     rows = make_rows(num_tokens, plan)
     layers = [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)]
     base = graph_us([partial(base_layer, layer, rows) for layer in layers])
-    adapted = graph_us([partial(lora_layer, layer, rows) for layer in layers])
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    adapted = {
+        order: graph_us([partial(lora_layer, layer, rows, order, side) for layer in layers])
+        for order in ORDERS
+    }
     del layers
     pairs = {
         site: round(pair_us(make_calls(site, num_tokens, [rank] * distinct, decode=decode)), 2)
@@ -222,9 +241,8 @@ def measure(case: str, report: Report) -> None:
         part="lora_added",
         case=case,
         base_us=round(base, 1),
-        with_us=round(adapted, 1),
-        added_us=round(adapted - base, 2),
-        added_percent=round(100 * (adapted / base - 1), 2),
+        added_us={order: round(us - base, 2) for order, us in adapted.items()},
+        added_percent={order: round(100 * (us / base - 1), 2) for order, us in adapted.items()},
         pairs_us=pairs,
         pairs_sum_us=round(sum(pairs.values()), 1),
     )

@@ -74,6 +74,8 @@ def bare_rates(args: argparse.Namespace, cases: Sequence[str], report: Report) -
             "--work",
             str(args.work / "engine"),
             "--prefix-caching",
+            "--batched-tokens",
+            str(args.batched_tokens),
         ]
         lines = relay(command, report, timeout_s=240)
     rates = {}
@@ -99,6 +101,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--arrival-tokens", type=int, default=2400, help="of the others, at most")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--batched-tokens", type=int, default=8192, help="of a step: fewer, and prompts stall less"
+    )
     parser.add_argument("--clients", type=int, default=4, help="processes")
     parser.add_argument("--ingresses", type=int, default=4, help="ingress replicas")
     parser.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="server's")
@@ -165,7 +170,9 @@ def main() -> None:
             device=args.device,
         )
         prepared_s = time.monotonic() - began_s
-        engine: dict[str, object] = {"load_format": "dummy"} if args.weights == "dummy" else {}
+        engine: dict[str, object] = {"max_num_batched_tokens": args.batched_tokens}
+        if args.weights == "dummy":
+            engine["load_format"] = "dummy"
         config = home / "serve.yaml"
         pages = args.adapters + args.arrivals
         write_serve_file(

@@ -1,0 +1,106 @@
+"""Requests through a whole engine, and how their answers may differ: what tests on a GPU and in the
+interpreter share.
+
+A sequence's numbers may move with the size of its step, because matrix products do, and by no more
+than rounding: the first token that differs must have been a near tie.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.runner import ModelRunner
+from engine.types import Request, SamplingParams, TokenLogprobs
+from tests.engine_helpers import make_adapter, random_prompt
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTERS = {"all": (8, LINEARS), "wide": (40, ("q_proj", "down_proj")), "mlp": (16, LINEARS[4:])}
+OPTIONAL = {
+    "head": (16, ("q_proj", "down_proj", "lm_head")),
+    "words": (3, ("v_proj", "up_proj", "embed_tokens")),
+}
+OWNERS: tuple[str | None, ...] = (None, *ADAPTERS, *OPTIONAL)
+NUM_TOKENS = 8
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+    num_cached: int = 0
+
+
+def make_adapters(base: Path) -> dict[str, Path]:
+    return {
+        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
+        for i, (name, (rank, targets)) in enumerate((ADAPTERS | OPTIONAL).items())
+    }
+
+
+def make_engine(runner: ModelRunner, is_ahead: bool = True, **changes: object) -> Engine:
+    values: dict[str, object] = {
+        "model_path": "",
+        "base_digest": "base",
+        "block_size": 16,
+        "max_num_seqs": 64,
+        "async_scheduling": is_ahead,
+    }
+    return Engine(EngineConfig(**(values | changes)), runner)  # type: ignore[arg-type]
+
+
+def probe(i: int, length: int | None = None) -> Request:
+    """The i-th of the requests that are asked again and again in other company."""
+    prompt = random_prompt(5 + 7 * (i % 6) if length is None else length, seed=300 + i)
+    return Request(f"probe-{i}", tuple(prompt), PARAMS, OWNERS[i % len(OWNERS)])
+
+
+def neighbours(
+    count: int, seed: int, length: int | None = None, owners: Sequence[str | None] = OWNERS
+) -> list[Request]:
+    draw = random.Random(seed)
+    return [
+        Request(
+            f"neighbour-{i}",
+            tuple(random_prompt(length or draw.randint(1, 40), seed=1000 * seed + i)),
+            replace(PARAMS, max_tokens=NUM_TOKENS if length else draw.randint(1, NUM_TOKENS)),
+            draw.choice(owners),
+        )
+        for i in range(count)
+    ]
+
+
+def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, Reply]:
+    for request in requests:
+        engine.add_request(request)
+    replies = {request.request_id: Reply() for request in requests}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            reply = replies[output.request_id]
+            replies[output.request_id] = Reply(
+                reply.tokens + output.token_ids,
+                reply.logprobs + output.logprobs,
+                reply.error or output.error,
+                output.num_cached_tokens,
+            )
+    load = engine.load()
+    assert load.num_free_blocks == load.num_blocks
+    return replies
+
+
+def assert_alike(found: Reply, expected: Reply, tolerance: float) -> None:
+    """Equal up to rounding: log-probabilities are close as far as the tokens are the same, and
+    where they part, the two best were hardly apart."""
+    assert (found.error, expected.error) == (None, None)
+    assert len(found.tokens) == len(expected.tokens) > 0
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert abs(ours.top[0][1] - theirs.top[0][1]) < tolerance
+        if ours.token_id != theirs.token_id:
+            assert theirs.top[0][1] - theirs.top[1][1] < tolerance
+            return

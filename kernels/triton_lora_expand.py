@@ -35,8 +35,9 @@ from kernels.triton_lora_tiles import (
 NUM_WARPS = 1
 NUM_PROGRAMS = 4096  # a program a tile for 32 adapters; walking tiles is slower than starting anew
 LARGE_PART = 32  # rows of a program; mma.sync, whose left operand may come from registers
-LARGE_COLUMNS = 256
+LARGE_COLUMNS = 128
 LARGE_WARPS = 4
+LARGE_STAGES = 3
 
 
 @triton.jit
@@ -147,8 +148,10 @@ def _expand_large_kernel(
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
     STRIDE_Y: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    IS_SINGLE: tl.constexpr,  # no adapter has more than a page
+    STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -160,30 +163,39 @@ def _expand_large_kernel(
         tl.program_id(0), b0_ptr, b1_ptr, b2_ptr, SIZE_0, SIZE_1, SIZE_2, COLUMNS
     )
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.load(header_ptr + 2)
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
-    row, rows, num_pages, first, _page, at_bridge = read_tile(
-        tiles_ptr, tl.program_id(1), True, ROWS, PARTS
-    )
-    if (rows <= 0) | (num_pages == 0):
+    tile = tl.program_id(1)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, TILE_ROWS, 1)
+    if (tile >= count) | (num_pages == 0):
         return
     offsets = tl.arange(0, ROWS)
-    mask = (offsets < rows)[:, None]
-    y_at = y_ptr + (row + offsets).to(tl.int64)[:, None] * STRIDE_Y + (begin + columns)[None, :]
-    y_mask = mask
-    if not IS_EVEN:
-        y_mask = y_mask & (columns < width)[None, :]
-    y = tl.load(y_at, mask=y_mask, other=0.0)
-    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
-    h_at += part * rank_pages * (num_rows.to(tl.int64) * PAGE)
-    delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    # A loop also for the first page, asynchronous copies included: 8 % faster than without.
-    for i in range(num_pages):
-        page = tl.load(pages_ptr + first + i)
+    lanes = tl.arange(0, PAGE)
+    page_stride = num_rows.to(tl.int64) * PAGE
+    if IS_SINGLE:
         b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
-        h = tl.load(h_at + i * (num_rows.to(tl.int64) * PAGE), mask=mask, other=0.0)
-        delta = page_dot(h, b, delta, UPCAST)
-    tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
+    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
+        mask = (offsets < rows - start)[:, None]
+        y_rows = (row + start + offsets).to(tl.int64)[:, None] * STRIDE_Y
+        y_at = y_ptr + y_rows + (begin + columns)[None, :]
+        y_mask = mask
+        if not IS_EVEN:
+            y_mask = y_mask & (columns < width)[None, :]
+        y = tl.load(y_at, mask=y_mask, other=0.0)
+        h_at = sums_ptr + (at_bridge + start + offsets)[:, None] * PAGE + lanes[None, :]
+        h_at += part * rank_pages * page_stride
+        delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        if IS_SINGLE:
+            h = tl.load(h_at, mask=mask, other=0.0)
+            delta = page_dot(h, b, delta, UPCAST)
+        else:
+            for i in range(num_pages):
+                page = tl.load(pages_ptr + first + i)
+                b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+                h = tl.load(h_at + i * page_stride, mask=mask, other=0.0)
+                delta = page_dot(h, b, delta, UPCAST)
+        tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
 
 
 _launch = Launcher(_expand_kernel, launch_pdl=OVERLAPS)
@@ -226,17 +238,19 @@ def expand_large_(
     slices: tuple[int, int, int],
     plan: LoraPlan,
 ) -> None:
-    parts = LARGE_ROWS // LARGE_PART
+    is_single = plan.max_rank_pages <= 1
     blocks = sum(-(-size // LARGE_COLUMNS) for size in slices)
     _launch_large(
-        (blocks, plan.max_large * parts, 1),
+        (blocks, plan.max_large, 1),
         (y, sums, *pools),
         (plan.header, plan.large, plan.pages),
         (
             *slices,
             y.stride(0),
+            LARGE_ROWS,
             LARGE_PART,
-            parts,
+            is_single,
+            LARGE_STAGES if is_single else 1,
             LARGE_COLUMNS,
             IS_INTERPRETED,
             OVERLAPS,

@@ -1,4 +1,4 @@
-"""Large tiles of the expand inside RoPE and the KV write: a head of 32 tokens a program."""
+"""Large tiles of the expand inside RoPE and the KV write: some heads of 32 tokens a program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from kernels.triton_lora_tiles import (
 )
 
 PART = 32
+HEADS = 4
 NUM_WARPS = 4
+STAGES = 3
 
 
 @triton.jit(
@@ -58,6 +60,9 @@ def _lora_rope_large_kernel(
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program, one after the other
+    IS_SINGLE: tl.constexpr,  # no adapter has more than a page
+    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -65,75 +70,84 @@ def _lora_rope_large_kernel(
     wait_for_inputs(OVERLAPPED)
     WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
     LANES: tl.constexpr = WIDTH if WIDTH >= 16 else 16  # an mma's
-    part, b_ptr, heads, head, before = pick_heads(
-        tl.program_id(0), q_b_ptr, k_b_ptr, v_b_ptr, NUM_HEADS, NUM_KV_HEADS, 1
+    part, b_ptr, heads, first_head, before = pick_heads(
+        tl.program_id(0), q_b_ptr, k_b_ptr, v_b_ptr, NUM_HEADS, NUM_KV_HEADS, HEADS
     )
     count = tl.load(header_ptr + 2) * PARTS
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
         return
     IS_EVEN: tl.constexpr = LANES == HALF
     lane = tl.arange(0, LANES)
     exists = lane < HALF
     width = heads * (2 * HALF)
-    low_columns = head * (2 * HALF) + lane
-    if not IS_EVEN:
-        low_columns = tl.where(exists, low_columns, width)
     offsets = tl.arange(0, ROWS)
     token = (row + offsets).to(tl.int64)
     live = offsets < rows
     inside = live[:, None] & exists[None, :]
-    x_at = qkv_ptr + token[:, None] * STRIDE_QKV + (before * (2 * HALF) + low_columns)[None, :]
-    low = tl.load(x_at, mask=inside, other=0.0)
-    high = tl.load(x_at + HALF, mask=inside, other=0.0)
     position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
+    written = inside & (slot >= 0)[:, None]
     table = cos_sin_ptr + position[:, None] * (2 * HALF) + lane[None, :]
     cos = tl.load(table, mask=inside, other=0.0)
     sin = tl.load(table + HALF, mask=inside, other=0.0)
-    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
+    owned = (offsets < tl.where(num_pages > 0, rows, 0))[:, None]
     page_stride = num_rows.to(tl.int64) * PAGE
+    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     h_at += part * rank_pages * page_stride
-    delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
-    delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
-    for i in range(num_pages):
-        page = tl.load(pages_ptr + first + i)
-        low_b = load_page(b_ptr, page, True, low_columns, width, IS_EVEN)
-        high_b = load_page(b_ptr, page, True, low_columns + HALF, width, IS_EVEN)
-        h = tl.load(h_at + i * page_stride, mask=live[:, None], other=0.0)
-        delta_low = page_dot(h, low_b, delta_low, not EXACT)
-        delta_high = page_dot(h, high_b, delta_high, not EXACT)
-    low = add_delta(low, delta_low, num_pages)
-    high = add_delta(high, delta_high, num_pages)
-    if part == 2:
-        turned_low, turned_high = low, high
-    else:
-        turning_low, turning_high = low, high
-        if HAS_NORM:
-            norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
-            turning_low, turning_high = norm_heads(
-                low,
-                high,
-                tl.load(norm_ptr, mask=exists, other=0.0)[None, :],
-                tl.load(norm_ptr + HALF, mask=exists, other=0.0)[None, :],
-                2 * HALF,
-                EPS,
-            )
-        turned_low, turned_high = turn(turning_low, turning_high, cos, sin, EXACT)
-    if part == 0:
-        q_at = q_ptr + (token[:, None] * NUM_HEADS + head) * (2 * HALF) + lane[None, :]
-        tl.store(q_at, turned_low, mask=inside)
-        tl.store(q_at + HALF, turned_high, mask=inside)
-    else:
-        cached: tl.constexpr = k_cache_ptr.dtype.element_ty
-        cache_ptr = tl.where(part == 1, k_cache_ptr, v_cache_ptr)
-        kv_at = cache_ptr + (slot[:, None] * NUM_KV_HEADS + head) * (2 * HALF) + lane[None, :]
-        written = inside & (slot >= 0)[:, None]
-        tl.store(kv_at, turned_low.to(cached), mask=written)
-        tl.store(kv_at + HALF, turned_high.to(cached), mask=written)
+    if IS_SINGLE:
+        h = tl.load(h_at, mask=owned, other=0.0)
+    cached: tl.constexpr = k_cache_ptr.dtype.element_ty
+    cache_ptr = tl.where(part == 1, k_cache_ptr, v_cache_ptr)
+    end = tl.minimum(first_head + HEADS, heads)
+    for head in tl.range(first_head, end, num_stages=STAGES):
+        low_columns = head * (2 * HALF) + lane
+        if not IS_EVEN:
+            low_columns = tl.where(exists, low_columns, width)
+        x_at = qkv_ptr + token[:, None] * STRIDE_QKV + (before * (2 * HALF) + low_columns)[None, :]
+        low = tl.load(x_at, mask=inside, other=0.0)
+        high = tl.load(x_at + HALF, mask=inside, other=0.0)
+        delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
+        delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
+        if IS_SINGLE:
+            owns = num_pages > 0
+            low_b = load_page(b_ptr, page, owns, low_columns, width, IS_EVEN)
+            high_b = load_page(b_ptr, page, owns, low_columns + HALF, width, IS_EVEN)
+            delta_low = page_dot(h, low_b, delta_low, not EXACT)
+            delta_high = page_dot(h, high_b, delta_high, not EXACT)
+        else:
+            for i in range(num_pages):
+                page = tl.load(pages_ptr + first + i)
+                low_b = load_page(b_ptr, page, True, low_columns, width, IS_EVEN)
+                high_b = load_page(b_ptr, page, True, low_columns + HALF, width, IS_EVEN)
+                h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
+                delta_low = page_dot(h, low_b, delta_low, not EXACT)
+                delta_high = page_dot(h, high_b, delta_high, not EXACT)
+        low = add_delta(low, delta_low, num_pages)
+        high = add_delta(high, delta_high, num_pages)
+        if part != 2:
+            if HAS_NORM:
+                norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
+                low, high = norm_heads(
+                    low,
+                    high,
+                    tl.load(norm_ptr, mask=exists, other=0.0)[None, :],
+                    tl.load(norm_ptr + HALF, mask=exists, other=0.0)[None, :],
+                    2 * HALF,
+                    EPS,
+                )
+            low, high = turn(low, high, cos, sin, EXACT)
+        if part == 0:
+            q_at = q_ptr + (token[:, None] * NUM_HEADS + head) * (2 * HALF) + lane[None, :]
+            tl.store(q_at, low, mask=inside)
+            tl.store(q_at + HALF, high, mask=inside)
+        else:
+            kv_at = cache_ptr + (slot[:, None] * NUM_KV_HEADS + head) * (2 * HALF) + lane[None, :]
+            tl.store(kv_at, low.to(cached), mask=written)
+            tl.store(kv_at + HALF, high.to(cached), mask=written)
 
 
 _launch = Launcher(_lora_rope_large_kernel, launch_pdl=OVERLAPS)
@@ -153,10 +167,21 @@ def launch_lora_rope_large(
     assert isinstance(num_kv_heads, int)
     parts = LARGE_ROWS // PART
     sums = bridge.planes if bridge.sums is None else bridge.sums
+    is_single = plan.max_rank_pages <= 1
+    blocks = -(-num_heads // HEADS) + 2 * -(-num_kv_heads // HEADS)
     _launch(
-        (num_heads + 2 * num_kv_heads, plan.max_large * parts, 1),
+        (blocks, plan.max_large * parts, 1),
         (qkv, sums, *tensors),
         (plan.header, plan.large, plan.pages, *rows),
-        (*constants, PART, parts, not IS_INTERPRETED, OVERLAPS),
+        (
+            *constants,
+            PART,
+            parts,
+            HEADS,
+            is_single,
+            STAGES if is_single else 1,
+            not IS_INTERPRETED,
+            OVERLAPS,
+        ),
         NUM_WARPS,
     )

@@ -37,8 +37,9 @@ if not IS_INTERPRETED:
 NUM_WARPS = 1
 NUM_PROGRAMS = 2112
 LARGE_PART = 32
-LARGE_COLUMNS = 128
+LARGE_COLUMNS = 64
 LARGE_WARPS = 4
+LARGE_STAGES = 3
 
 
 @triton.jit
@@ -142,8 +143,10 @@ def _lora_silu_mul_large_kernel(
     pages_ptr,
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    IS_SINGLE: tl.constexpr,  # no adapter has more than a page
+    STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -152,38 +155,50 @@ def _lora_silu_mul_large_kernel(
     wait_for_inputs(OVERLAPPED)
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.load(header_ptr + 2) * PARTS
+    count = tl.load(header_ptr + 2)
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
-    if (rows <= 0) | (tile >= count):
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, TILE_ROWS, 1)
+    if tile >= count:
         return
     offsets = tl.arange(0, ROWS)
-    token = (row + offsets).to(tl.int64)[:, None]
-    live = (offsets < rows)[:, None]
-    mask = live
-    if not IS_EVEN:
-        mask = mask & (columns < WIDTH)[None, :]
-    x_at = x_ptr + token * STRIDE_X + columns[None, :]
-    gate = tl.load(x_at, mask=mask, other=0.0)
-    up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
-    h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     page_stride = num_rows.to(tl.int64) * PAGE
-    gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for i in range(num_pages):
-        page = tl.load(pages_ptr + first + i)
-        gate_b = load_page(gate_b_ptr, page, True, columns, WIDTH, IS_EVEN)
-        up_b = load_page(up_b_ptr, page, True, columns, WIDTH, IS_EVEN)
-        gate_h = tl.load(h_at + i * page_stride, mask=live, other=0.0)
-        up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=live, other=0.0)
-        gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
-        up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
-    gate = add_delta(gate, gate_delta, num_pages)
-    up = add_delta(up, up_delta, num_pages)
-    out_at = out_ptr + token * WIDTH + columns[None, :]
-    tl.store(out_at, silu_product(gate, up, EXACT), mask=mask)
+    lanes = tl.arange(0, PAGE)
+    if IS_SINGLE:
+        gate_b = load_page(gate_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+        up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
+        token = (row + start + offsets).to(tl.int64)[:, None]
+        live = (offsets < rows - start)[:, None]
+        mask = live
+        if not IS_EVEN:
+            mask = mask & (columns < WIDTH)[None, :]
+        x_at = x_ptr + token * STRIDE_X + columns[None, :]
+        gate = tl.load(x_at, mask=mask, other=0.0)
+        up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
+        owned = (offsets < tl.where(num_pages > 0, rows - start, 0))[:, None]
+        h_at = sums_ptr + (at_bridge + start + offsets)[:, None] * PAGE + lanes[None, :]
+        gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        if IS_SINGLE:
+            gate_h = tl.load(h_at, mask=owned, other=0.0)
+            up_h = tl.load(h_at + page_stride, mask=owned, other=0.0)
+            gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
+            up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
+        else:
+            for i in range(num_pages):
+                page = tl.load(pages_ptr + first + i)
+                gate_b = load_page(gate_b_ptr, page, True, columns, WIDTH, IS_EVEN)
+                up_b = load_page(up_b_ptr, page, True, columns, WIDTH, IS_EVEN)
+                gate_h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
+                up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=owned, other=0.0)
+                gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
+                up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
+        gate = add_delta(gate, gate_delta, num_pages)
+        up = add_delta(up, up_delta, num_pages)
+        out_at = out_ptr + token * WIDTH + columns[None, :]
+        tl.store(out_at, silu_product(gate, up, EXACT), mask=mask)
 
 
 _launch = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS)
@@ -214,17 +229,19 @@ def launch_lora_silu_mul(
             NUM_WARPS,
         )
     if plan.max_large:
-        parts = LARGE_ROWS // LARGE_PART
+        is_single = plan.max_rank_pages <= 1
         sums = bridge.planes if bridge.sums is None else bridge.sums
         _launch_large(
-            (-(-width // LARGE_COLUMNS), plan.max_large * parts, 1),
+            (-(-width // LARGE_COLUMNS), plan.max_large, 1),
             (gate_up, sums, b_pools[0], b_pools[1], out),
             (plan.header, plan.large, plan.pages),
             (
                 width,
                 gate_up.stride(0),
+                LARGE_ROWS,
                 LARGE_PART,
-                parts,
+                is_single,
+                LARGE_STAGES if is_single else 1,
                 LARGE_COLUMNS,
                 not IS_INTERPRETED,
                 OVERLAPS,

@@ -21,6 +21,7 @@ MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
     "ragged ranks": ((8, 16, 17, 64, 512), ((None, 3), (0, 1), (1, 20), (2, 5), (3, 16), (4, 2))),
     "many adapters": ((8, 16, 64) * 40, tuple((i, 1 + i % 2) for i in range(120))),
     "long runs": ((16, 40), ((None, 70), (0, 130), (1, 300), (None, 1))),
+    "long runs of one page": ((16, 8), ((None, 70), (0, 130), (1, 66), (None, 1))),
     "prefill and decode": ((16, 64, 8), ((None, 1), (0, 2), (1, 513), (2, 64))),
 }
 

@@ -11,6 +11,7 @@ from tests.lora_kernel_cases import Run, make_case
 RUNS: dict[str, tuple[Run, ...]] = {
     "small tiles": ((None, 3), (0, 1), (1, 3)),
     "a large tile": ((None, 1), (1, 65), (0, 2)),
+    "a large tile of one page": ((None, 2), (0, 67)),
     "a large tile of the base": ((None, 65), (0, 1)),
     "no adapter": ((None, 3),),
 }

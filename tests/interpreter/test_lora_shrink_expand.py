@@ -12,6 +12,7 @@ MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
     "one row": ((16,), ((0, 1),)),
     "a base row between": ((8, 17), ((None, 2), (0, 3), (1, 1), (None, 1))),
     "a run of two tiles": ((16, 40), ((0, 18), (1, 2))),
+    "a large tile of one page": ((8,), ((None, 1), (0, 67))),
     "a large tile": ((20, 16), ((None, 1), (0, 66), (1, 1))),
 }
 

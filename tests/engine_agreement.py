@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams, TokenLogprobs
-from tests.engine_helpers import make_adapter, random_prompt
+from engine.types import Sequence as Choice
+from tests.engine_helpers import make_adapter, make_runner, make_sequence, random_prompt
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {"all": (8, LINEARS), "wide": (40, ("q_proj", "down_proj")), "mlp": (16, LINEARS[4:])}
@@ -26,6 +29,7 @@ OPTIONAL = {
 }
 OWNERS: tuple[str | None, ...] = (None, *ADAPTERS, *OPTIONAL)
 NUM_TOKENS = 8
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # of log-probabilities
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=2, ignore_eos=True)
 
 
@@ -53,6 +57,26 @@ def make_engine(runner: ModelRunner, is_ahead: bool = True, **changes: object) -
         "async_scheduling": is_ahead,
     }
     return Engine(EngineConfig(**(values | changes)), runner)  # type: ignore[arg-type]
+
+
+def open_runner(
+    base: Path, adapters: dict[str, Path], device: str, dtype: str, max_seqs: int
+) -> ModelRunner:
+    """With every adapter on the device."""
+    runner = make_runner(
+        base,
+        device,
+        backend="triton",
+        dtype=dtype,
+        block_size=16,
+        max_num_seqs=max_seqs,
+        num_blocks=5 * max_seqs,
+    )
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+        while not runner.adapters.acquire(name):
+            runner.adapters.wait_pending()
+    return runner
 
 
 def probe(i: int, length: int | None = None) -> Request:
@@ -104,3 +128,21 @@ def assert_alike(found: Reply, expected: Reply, tolerance: float) -> None:
         if ours.token_id != theirs.token_id:
             assert theirs.top[0][1] - theirs.top[1][1] < tolerance
             return
+
+
+def assert_same(runner: ModelRunner, found: Reply, expected: Reply) -> None:
+    assert_alike(found, expected, TOLERANCE[runner.dtype])
+    if runner.dtype == torch.float32:
+        assert found.tokens == expected.tokens
+
+
+def decoding(count: int) -> list[Choice]:
+    """With two blocks each, their prompts not computed yet."""
+    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=9)
+    drawn = replace(params, temperature=0.9, top_p=0.9)
+    return [
+        make_sequence(
+            random_prompt(1 + i % 30, seed=i), 2 * i, (params, drawn)[i % 2], seed=i, num_blocks=2
+        )
+        for i in range(count)
+    ]

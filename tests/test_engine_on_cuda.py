@@ -21,24 +21,25 @@ import torch
 
 from engine.decode_graphs import graph_sizes
 from engine.device_step import DeviceSteps
-from engine.errors import EngineMemoryError
 from engine.runner import ModelRunner
-from engine.types import Request, Sample, SamplingParams, ScheduledBatch, Sequence
-from lora.pool import PAGE_ROWS
+from engine.types import Request, ScheduledBatch
 from tests.engine_agreement import (
     ADAPTERS,
     NUM_TOKENS,
     OWNERS,
     PARAMS,
+    TOLERANCE,
     Reply,
-    assert_alike,
+    assert_same,
+    decoding,
     make_adapters,
     make_engine,
     neighbours,
+    open_runner,
     probe,
     run_all,
 )
-from tests.engine_helpers import make_base, make_runner, make_sequence, part, random_prompt, step
+from tests.engine_helpers import make_base, part, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +47,6 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 MAX_SEQS = 64
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 IN_GRAPHS = (None, *ADAPTERS)  # those that need no other site
 
 
@@ -62,20 +62,7 @@ def adapters(base: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def runner(base: Path, adapters: dict[str, Path], request: pytest.FixtureRequest) -> ModelRunner:
-    runner = make_runner(
-        base,
-        DEVICE,
-        backend="triton",
-        dtype=request.param,
-        block_size=16,
-        max_num_seqs=MAX_SEQS,
-        num_blocks=320,
-    )
-    for name, path in adapters.items():
-        runner.load_adapter(name, path)
-        while not runner.adapters.acquire(name):
-            runner.adapters.wait_pending()
-    return runner
+    return open_runner(base, adapters, DEVICE, request.param, MAX_SEQS)
 
 
 @contextmanager
@@ -87,12 +74,6 @@ def without_graphs(runner: ModelRunner) -> Iterator[None]:
         yield
     finally:
         graphs._graphs = kept
-
-
-def assert_same(runner: ModelRunner, found: Reply, expected: Reply) -> None:
-    assert_alike(found, expected, TOLERANCE[runner.dtype])
-    if runner.dtype == torch.float32:
-        assert found.tokens == expected.tokens
 
 
 def test_a_request_gets_its_tokens_in_any_company(runner: ModelRunner) -> None:
@@ -156,18 +137,6 @@ def test_what_nobody_wrote_is_never_read(runner: ModelRunner) -> None:
         tensor.zero_()
 
 
-def decoding(count: int) -> list[Sequence]:
-    """With two blocks each, their prompts not computed yet."""
-    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=9)
-    drawn = replace(params, temperature=0.9, top_p=0.9)
-    return [
-        make_sequence(
-            random_prompt(1 + i % 30, seed=i), 2 * i, (params, drawn)[i % 2], seed=i, num_blocks=2
-        )
-        for i in range(count)
-    ]
-
-
 def test_50_replays_with_changed_adapters_equal_steps_without_graphs(runner: ModelRunner) -> None:
     sequences = decoding(MAX_SEQS)
     step(runner, *(part(sequence) for sequence in sequences))
@@ -190,95 +159,6 @@ def test_50_replays_with_changed_adapters_equal_steps_without_graphs(runner: Mod
             assert theirs.logprobs is not None
             difference = ours.logprobs.top[0][1] - theirs.logprobs.top[0][1]
             assert abs(difference) < TOLERANCE[runner.dtype]
-
-
-def test_an_adapter_that_is_not_finite_fails_its_own_requests(runner: ModelRunner) -> None:
-    requests = [probe(i, length=9) for i in range(6)] + neighbours(10, seed=9, owners=(None,))
-    expected = run_all(make_engine(runner), requests)
-    broken = {r.request_id for r in requests if r.adapter == "mlp"}
-    assert broken
-    kept = []
-    for site in runner._sites:
-        pool = runner.adapters.site_pool(site.name)
-        for a in pool.a if pool else ():
-            for page in runner.adapters.pages("mlp"):
-                rows = a[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
-                kept.append((rows, rows.clone()))
-                rows.fill_(float("nan"))
-    found = run_all(make_engine(runner), requests)
-    for rows, values in kept:
-        rows.copy_(values)
-    for request_id, reply in found.items():
-        if request_id in broken:
-            assert reply.error is not None
-            assert "not finite" in reply.error
-        else:
-            assert_same(runner, reply, expected[request_id])
-    assert run_all(make_engine(runner), requests) == expected  # on the blocks that held NaN
-
-
-def test_keys_that_are_not_finite_fail_their_own_request(runner: ModelRunner) -> None:
-    def answers(broken: int | None) -> tuple[Sample, ...]:
-        sequences = decoding(8)
-        step(runner, *(part(sequence) for sequence in sequences))
-        if broken is not None:
-            runner._kv.k[1][sequences[broken].block_table[0], 0] = float("nan")
-        return step(runner, *(part(sequence) for sequence in sequences))
-
-    healthy, found = answers(None), answers(5)
-    assert found[5] == Sample(None, is_finite=False)
-    assert found[:5] + found[6:] == healthy[:5] + healthy[6:]
-
-
-def all_that_is_left() -> list[torch.Tensor]:
-    held: list[torch.Tensor] = []
-    for size in (2**24, 2**20, 2**16, 2**9):
-        try:
-            while True:
-                held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            continue
-    return held
-
-
-@contextmanager
-def no_memory() -> Iterator[None]:
-    """Of the device, for this process: not a byte."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    held = all_that_is_left()
-    try:
-        yield
-    finally:
-        held.clear()
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_a_step_without_memory_fails_its_batch_and_the_engine_goes_on(runner: ModelRunner) -> None:
-    expected = run_all(make_engine(runner), [probe(1), probe(2)])
-    engine = make_engine(runner)
-    lost = [replace(probe(i), request_id=f"lost-{i}") for i in (0, 1)]
-    for request in lost:
-        engine.add_request(request)
-    outputs = [*engine.step().outputs, *engine.step().outputs]  # a decode is in flight
-    with no_memory():
-        while engine.has_work:
-            outputs += engine.step().outputs
-    errors = {output.request_id: output.error for output in outputs if output.finish_reason}
-    assert len(errors) == 2
-    assert all(error and "failed in a step" in error for error in errors.values())
-    assert sum(len(output.token_ids) for output in outputs) < 2 * NUM_TOKENS
-    assert run_all(engine, [probe(1), probe(2)]) == expected
-
-
-def test_a_share_too_small_is_refused_with_the_sum(base: Path) -> None:
-    with pytest.raises(EngineMemoryError, match="no KV block fits") as caught:
-        make_runner(base, DEVICE, num_blocks=None, gpu_memory_utilization=1e-5, max_num_seqs=4)
-    for line in ("- weights", "- adapter pool", "- activations", "- graphs", "= left for KV"):
-        assert line in str(caught.value)
-    assert "raise gpu_memory_utilization" in str(caught.value)
 
 
 def test_every_owner_is_asked() -> None:

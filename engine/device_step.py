@@ -68,7 +68,7 @@ class DeviceStep:
     prompts: _Prompts | None
 
     def collect(self) -> tuple[Sample, ...]:
-        with _device_faults():
+        with device_faults():
             if self.done is not None:
                 self.done.synchronize()
             return self.steps.read(self)
@@ -120,7 +120,7 @@ class DeviceSteps:
         self._run_static(self._graphs.keys(with_lora=self._pool.num_pages > 0)[0])
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
-        with _device_faults():
+        with device_faults():
             return self._launch(batch)
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
@@ -191,7 +191,8 @@ class DeviceSteps:
         )
         raw = None
         if wanted:
-            raw = logits[list(wanted)]  # a copy, taken before the changes
+            rows = self._on_device(wanted)
+            raw = logits.index_select(0, rows)  # a copy, taken before the changes
         if any(changes_logits(part) for part in parts):
             change_logits_(logits, parts, self._eos_token_ids)
             is_drawn = False
@@ -200,11 +201,16 @@ class DeviceSteps:
         if raw is None:
             return None
         limits = tuple(parts[row].sequence.request.params.logprobs or 0 for row in wanted)
-        drawn = self._drawn[list(wanted)].clamp(min=0)
+        drawn = self._drawn.index_select(0, rows).clamp(min=0)
         found = gather_logprobs(raw, drawn, max(limits))
         return _Logprobs(
             wanted, limits, tuple(tensor.to("cpu", non_blocking=True) for tensor in found)
         )
+
+    def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
+        """Page-locked first: from other memory the copy would wait for the step under way."""
+        index = torch.tensor(rows, pin_memory=self._is_cuda)
+        return index.to(self._drawn.device, non_blocking=True)
 
     def _draw(self, logits: torch.Tensor, sampling: SamplingInputs) -> None:
         sample_rows(
@@ -221,9 +227,22 @@ class DeviceSteps:
 
 
 @contextmanager
-def _device_faults() -> Iterator[None]:
-    """A fault of the device is for ever: every later call fails as well. Out of memory is not."""
+def device_faults() -> Iterator[None]:
+    """A fault of the device is for ever: every later call fails as well. Torch, cuBLAS or Triton,
+    whichever meets it first raises its own error. Out of memory is no such fault."""
     try:
         yield
-    except torch.AcceleratorError as error:
-        raise EngineDeadError(f"the device failed: {str(error).splitlines()[0]}") from error
+    except RuntimeError as error:
+        if _is_device_lost():
+            raise EngineDeadError(f"the device failed: {str(error)[:200]}") from error
+        raise
+
+
+def _is_device_lost() -> bool:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

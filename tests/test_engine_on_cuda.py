@@ -1,4 +1,4 @@
-"""A whole engine on a CUDA device: company, graphs, prefix hits, faults. Tiny random bases.
+"""A whole engine on a CUDA device: company, graphs, prefix hits. Tiny random bases.
 
 To the bit the same, tokens and log-probabilities: a request in steps of the same number of tokens,
 whoever its neighbours are, whatever adapters they have, wherever its blocks lie; and a step that a

@@ -18,7 +18,7 @@ from engine.inputs import ForwardInputs
 from engine.kv_cache import KVCache
 from engine.model import Model
 from engine.prompt_logprobs import with_prompt_logprobs
-from engine.sampler import change_logits_, changes_logits
+from engine.sampler import change_logits_, changes_logits, upload
 from engine.step_inputs import SamplingInputs, StepInputs, StepLimits
 from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
 from engine.types import Sequence as Choice
@@ -191,7 +191,7 @@ class DeviceSteps:
         )
         raw = None
         if wanted:
-            rows = self._on_device(wanted)
+            rows = upload(torch.tensor(wanted), logits.device)
             raw = logits.index_select(0, rows)  # a copy, taken before the changes
         if any(changes_logits(part) for part in parts):
             change_logits_(logits, parts, self._eos_token_ids)
@@ -206,11 +206,6 @@ class DeviceSteps:
         return _Logprobs(
             wanted, limits, tuple(tensor.to("cpu", non_blocking=True) for tensor in found)
         )
-
-    def _on_device(self, rows: Sequence[int]) -> torch.Tensor:
-        """Page-locked first: from other memory the copy would wait for the step under way."""
-        index = torch.tensor(rows, pin_memory=self._is_cuda)
-        return index.to(self._drawn.device, non_blocking=True)
 
     def _draw(self, logits: torch.Tensor, sampling: SamplingInputs) -> None:
         sample_rows(

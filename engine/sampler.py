@@ -73,6 +73,13 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return finite
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Page-locked first: from other memory the copy would wait for the step under way."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def _draw(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> torch.Tensor:
     params = [part.sequence.request.params for part in parts]
 
@@ -119,9 +126,9 @@ def change_logits_(
         device = logits.device
         add_bias_(
             logits,
-            torch.tensor(rows, device=device),
-            torch.tensor(ids, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
+            upload(torch.tensor(rows), device),
+            upload(torch.tensor(ids), device),
+            upload(torch.tensor(values, dtype=torch.float32), device),
         )
     bans = [
         (row, token_id)
@@ -130,7 +137,7 @@ def change_logits_(
         for token_id in banned_token_ids(part.sequence, part.end, eos_token_ids)
     ]
     if bans:
-        pairs = torch.tensor(bans, device=logits.device)
+        pairs = upload(torch.tensor(bans), logits.device)
         ban_(logits, pairs[:, 0], pairs[:, 1])
 
 
@@ -153,13 +160,13 @@ def _penalize_(logits: torch.Tensor, choices: Sequence[Choice]) -> None:
     device = logits.device
 
     def floats(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return upload(torch.tensor(values, dtype=torch.float32), device)
 
     apply_penalties_(
         logits,
-        torch.from_numpy(np.concatenate(rows)).to(device),
-        torch.from_numpy(np.concatenate(ids)).to(device),
-        torch.from_numpy(np.concatenate(counts)).to(device),
+        upload(torch.from_numpy(np.concatenate(rows)), device),
+        upload(torch.from_numpy(np.concatenate(ids)), device),
+        upload(torch.from_numpy(np.concatenate(counts)), device),
         floats([p.repetition_penalty for p in params]),
         floats([p.presence_penalty for p in params]),
         floats([p.frequency_penalty for p in params]),

@@ -29,8 +29,8 @@ class EngineConfig:
     adapter_pool_bytes: int | None = None
     adapter_host_bytes: int | None = None  # None: four times the pool if memory allows, or 4 GiB
     max_lora_rank: int = 512
-    # With 128 adapters in a pool of 32 and 256 requests, 64 left rows of a step empty: 164 steps for
-    # what 256 does in 133.
+    # With 128 adapters in a pool of 32 and 256 requests, 64 left rows of a step empty: 164 steps
+    # for what 256 does in 133.
     max_adapter_overtakes: int = 256  # of a request that waits for its adapter, by younger ones
     seed: int = 0  # of the seeds that requests without one are given
     num_threads: int | None = None  # CPU: torch threads; None: the usable cores

@@ -186,7 +186,7 @@ def test_an_abort_frees_everything_and_says_so_once() -> None:
 
 def test_an_idle_engine_waits_for_an_adapter_on_its_way() -> None:
     pool = FakePool(known={"x", "y"}, copying={"x"})
-    engine, runner = make_engine(FakeRunner(adapters=pool))
+    engine, _ = make_engine(FakeRunner(adapters=pool))
     engine.add_request(make_request("a", adapter="x", max_tokens=1))
     assert [o.finish_reason for o in engine.step().outputs] == ["length"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from engine.decode_graphs import graph_sizes
@@ -53,5 +55,5 @@ def test_graphs_waste_little_of_a_batch() -> None:
     assert graph_sizes(6) == (1, 2, 4, 6)
     sizes = graph_sizes(300)
     assert (sizes[0], sizes[-1]) == (1, 300)
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in pairwise(sizes):
         assert high - low <= max(8, high // 4)

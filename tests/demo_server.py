@@ -72,10 +72,10 @@ def write_config(source: Path, target: Path, **engine: object) -> str:
 
 
 @contextmanager
-def serving(home: Path, config: Path, url: str) -> Iterator[DemoServer]:
+def serving(home: Path, config: Path, url: str, *options: str) -> Iterator[DemoServer]:
     """Ends it as Ctrl-C does, and sees that it went away."""
     process = subprocess.Popen(
-        [str(LORAPLEX), "serve", str(config)],
+        [str(LORAPLEX), "serve", str(config), *options],
         cwd=ROOT,
         env=environment(home),
         stdout=subprocess.PIPE,

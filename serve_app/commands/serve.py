@@ -47,6 +47,9 @@ class _Signals:
 def serve(
     file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
+    haproxy: Annotated[
+        bool, typer.Option(help="HAProxy in front: for many streams (statistics on all interfaces)")
+    ] = False,
 ) -> None:
     """Start the server, wait until it is ready, stay until Ctrl-C."""
     home = config.default_home()
@@ -55,7 +58,7 @@ def serve(
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
             _warn_of_missing(wanted)
-            child = launch.start(file, _new_log(home / "logs"), os.environ)
+            child = launch.start(file, _new_log(home / "logs"), os.environ, haproxy=haproxy)
             try:
                 _run(wanted, child, signals, timeout_s)
             finally:

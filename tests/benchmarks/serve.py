@@ -36,9 +36,11 @@ LORA_STREAMS = ("32", "256")  # what is measured with adapters, too
 
 
 @contextmanager
-def serving(config: Path, log: Path, url: str, extra: dict[str, str]) -> Iterator[launch.Child]:
+def serving(
+    config: Path, log: Path, url: str, extra: dict[str, str], haproxy: bool
+) -> Iterator[launch.Child]:
     """`extra`: of the server's environment."""
-    child = launch.start(config, log, os.environ | extra)
+    child = launch.start(config, log, os.environ | extra, haproxy=haproxy)
     try:
         _wait_ready(child, url)
         yield child
@@ -106,6 +108,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=4, help="processes")
     parser.add_argument("--ingresses", type=int, default=4, help="ingress replicas")
+    parser.add_argument("--haproxy", action="store_true", help="in front, as `loraplex serve` can")
     parser.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="server's")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("--bare-from", type=Path, help="a file of `engine` from this machine")
@@ -179,7 +182,8 @@ def main() -> None:
             config, home / "base", port, ingresses=args.ingresses, engine=engine, pages=pages
         )
         began_s = time.monotonic()
-        with serving(config, home / "serve.log", f"http://127.0.0.1:{port}", settings):
+        url = f"http://127.0.0.1:{port}"
+        with serving(config, home / "serve.log", url, settings, args.haproxy):
             ready_s = time.monotonic() - began_s
             report.emit(prepared_s=round(prepared_s, 1), ready_s=round(ready_s, 1), env=settings)
             measure_server(args, port, names, bare, report)

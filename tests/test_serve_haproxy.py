@@ -56,8 +56,13 @@ def test_a_client_that_leaves_frees_its_place(server: DemoServer) -> None:
     ):
         assert answer.status_code == 200
         next(answer.iter_lines())
-        assert server.metric("vllm:num_requests_running") == 1
-    deadline = time.monotonic() + 30
-    while server.metric("vllm:num_requests_running"):
-        assert time.monotonic() < deadline, "it still runs"
+        wait_for_running(server, 1)
+    wait_for_running(server, 0)
+
+
+def wait_for_running(server: DemoServer, count: int) -> None:
+    """The metric follows the engine by a message."""
+    deadline = time.monotonic() + 60
+    while (found := server.metric("vllm:num_requests_running")) != count:
+        assert time.monotonic() < deadline, f"{found} run, not {count}"
         time.sleep(0.1)

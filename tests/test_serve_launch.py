@@ -151,8 +151,8 @@ def launched(path: Path) -> Iterator[Launched]:
         text=True,
     )
     try:
-        wait_until(lambda: bool(children(process.pid)))
-        child = children(process.pid)[0]
+        wait_until(lambda: bool(session_leaders(process.pid)))
+        (child,) = session_leaders(process.pid)
         wait_until(lambda: any("raylet" in command(pid) for pid in session(child)))
         yield Launched(process, child, temp_folder(child))
     finally:
@@ -172,9 +172,10 @@ def session(child: int) -> tuple[int, ...]:
     return launch.session_processes(child)
 
 
-def children(parent: int) -> list[int]:
+def session_leaders(parent: int) -> list[int]:
+    """Its children that lead a session: `serve run`, not what an import starts for a moment (git)."""
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in text.split()]
+    return [pid for pid in map(int, text.split()) if pid in session(pid)]
 
 
 def command(pid: int) -> str:

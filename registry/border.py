@@ -5,7 +5,6 @@ MLflow's HTTP settings are environment variables of the process, so the last `co
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import random
@@ -23,6 +22,7 @@ from mlflow.environment_variables import (
 from mlflow.exceptions import MlflowException
 
 from registry.errors import CacheFullError, NotFoundError, RegistryError, RegistryUnavailableError
+from registry.files import NO_SPACE
 
 T = TypeVar("T")
 
@@ -92,6 +92,6 @@ def _translated(action: str, error: MlflowException) -> RegistryError:
 
 
 def _translated_os(action: str, error: OSError) -> RegistryError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_SPACE:
         return CacheFullError(f"{action}: {error}")
     return RegistryUnavailableError(f"{action}: {error}")

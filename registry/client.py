@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 from registry import listing, plain
 from registry.cache import Cache
@@ -23,24 +19,27 @@ from registry.entities import (
     BaseFacts,
     BaseVersion,
     FileEntry,
-    Manifest,
     Rejected,
     content_digest,
     manifest_json,
 )
 from registry.errors import (
+    ArtifactError,
+    InvalidNameError,
     NotFoundError,
     RegistrationError,
     RegistryError,
-    RegistryUnavailableError,
 )
-from registry.flavor import ADAPTER_CONFIG, DATA
-from registry.manifest import MAX_CONFIG_BYTES, Progress, no_progress, parse_manifest, scan_folder
+from registry.flavor import ADAPTER_CONFIG
+from registry.manifest import Progress, no_progress, scan_folder
 from registry.names import check_alias, check_name
-from registry.publish import MANIFEST_FILE, Publication, publish
-from registry.store import MlflowStore, download
+from registry.publish import Publication, publish
+from registry.store import MlflowStore
+from registry.version_files import VersionFiles
 
 logger = logging.getLogger(__name__)
+
+_REFUSALS = (RegistrationError, InvalidNameError, ArtifactError)  # of a plain version's content
 
 
 class Registry:
@@ -56,7 +55,7 @@ class Registry:
     ) -> None:
         self._store = MlflowStore(tracking_uri, artifact_root, timeout_s, max_retries)
         # What plain versions hold, None for what is no adapter: files of a version never change.
-        self._inspected: dict[tuple[str, int], plain.PlainAdapter | RegistrationError | None] = {}
+        self._inspected: dict[tuple[str, int], plain.PlainAdapter | RegistryError | None] = {}
 
     def register_base(
         self,
@@ -114,19 +113,29 @@ class Registry:
         files: tuple[str, ...] | None = None,
         progress: Progress = no_progress,
     ) -> Path:
-        """A verified local folder; no network where the cache has all. `files`: shell patterns."""
-        remote = _VersionFiles(self._store, version.name, version.version)
-        manifest = cache.manifest(version.digest) or remote.manifest
+        """A verified local folder, held in the cache until it is released; no network where the
+        cache has all. `files`: shell patterns."""
+        remote = VersionFiles(self._store, version)
+        manifest = cache.find_manifest(version.digest, remote.manifest)
         total = sum(entry.size for entry in manifest)
         done = 0
 
-        def fetch_one(entry: FileEntry, target: Path) -> None:
+        def arrived(entry: FileEntry) -> None:
             nonlocal done
-            remote.fetch(entry, target)
             done += entry.size
             progress("download", done, total)
 
-        return cache.tree(version.digest, manifest, fetch_one, files)
+        def fetch_one(entry: FileEntry, target: Path) -> None:
+            remote.fetch(entry, target)
+            arrived(entry)
+
+        def link_one(entry: FileEntry, target: Path) -> bool:
+            if not remote.link(entry, target):
+                return False
+            arrived(entry)
+            return True
+
+        return cache.tree(version.digest, manifest, fetch_one, files, link_one)
 
     def _read_catalog(self, *, adopt_plain: bool = False) -> Catalog:
         found = listing.rows(list(self._store.models()), self._store.versions())
@@ -145,9 +154,9 @@ class Registry:
         for row in (row for row in found if adopt_plain and not row.is_complete):
             try:
                 adopted = self._adopt(row, defaults)
-            except RegistrationError as error:
+            except _REFUSALS as error:
                 rejected.append(Rejected(row.name, row.version, str(error)))
-            except (RegistryUnavailableError, NotFoundError) as error:
+            except RegistryError as error:  # one version must not hide all the others
                 logger.warning("%s version %d cannot be read now: %s", row.name, row.version, error)
             else:
                 adapters += [adopted] if adopted is not None else []
@@ -185,45 +194,14 @@ class Registry:
             with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
                 try:
                     self._inspected[key] = plain.inspect(repository, Path(scratch))
-                except RegistrationError as error:
+                except _REFUSALS as error:
                     self._inspected[key] = error
         found = self._inspected[key]
-        if isinstance(found, RegistrationError):
+        if isinstance(found, RegistryError):
             raise found
         if found is None and row.tags.get(listing.KIND) == "adapter":
             raise RegistrationError(f"tagged as an adapter, but holds no {ADAPTER_CONFIG}")
         return found
-
-
-@dataclass(frozen=True)  # no slots: both ends are looked up once, when first needed
-class _VersionFiles:
-    store: MlflowStore
-    name: str
-    version: int
-
-    @cached_property
-    def repository(self) -> ArtifactRepository:
-        return self.store.version_files(self.name, self.version)
-
-    @cached_property
-    def tags(self) -> dict[str, str]:
-        return self.store.version_tags(self.name, self.version)
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        if listing.MANIFEST in self.tags:
-            return parse_manifest(self.tags[listing.MANIFEST])
-        with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
-            path = Path(scratch) / MANIFEST_FILE
-            download(self.repository, MANIFEST_FILE, path, link=False)
-            if path.stat().st_size > MAX_CONFIG_BYTES:
-                raise RegistryError(f"the manifest of {self.name!r} is too large to be one")
-            return parse_manifest(path.read_text(errors="replace"))
-
-    def fetch(self, entry: FileEntry, target: Path) -> None:
-        root = self.tags.get(listing.ROOT, DATA)
-        path = f"{root}/{entry.path}" if root else entry.path
-        download(self.repository, path, target, link=self.tags.get(listing.LINKED) == "true")
 
 
 def _check(name: str, alias: str | None) -> None:

@@ -4,7 +4,9 @@ RegistryError
 |- InvalidNameError          a name, alias or model string that can never exist
 |- NotFoundError             no such name, alias or version; or an adapter of another base
 |- RegistrationError         a folder or name that is refused, with the reason; nothing is left
-|- DigestMismatchError       the bytes are not those that were registered
+|- ArtifactError             files of a version that are missing or must not be taken
+|  `- DigestMismatchError    the bytes are not those that were registered
+|- QuarantinedError          the version was bad a short time ago; with that reason
 |- RegistryUnavailableError  MLflow cannot be reached or answers nonsense; what is known stays
 `- CacheFullError            no space left for a local copy
 """
@@ -28,8 +30,22 @@ class RegistrationError(RegistryError):
     pass
 
 
-class DigestMismatchError(RegistryError):
+class ArtifactError(RegistryError):
     pass
+
+
+class DigestMismatchError(ArtifactError):
+    pass
+
+
+class QuarantinedError(RegistryError):
+    def __init__(self, reason: str, retry_after_s: int) -> None:
+        super().__init__(reason, retry_after_s)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class RegistryUnavailableError(RegistryError):

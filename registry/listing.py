@@ -29,6 +29,7 @@ LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder t
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
 MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
 
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # anybody may write a tag
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -71,7 +72,6 @@ def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) ->
 
 
 def base_version(row: Row) -> BaseVersion:
-    max_len = row.tags.get(MAX_LEN)
     return BaseVersion(
         name=row.name,
         version=row.version,
@@ -80,7 +80,7 @@ def base_version(row: Row) -> BaseVersion:
         aliases=row.aliases,
         architecture=row.tags.get(ARCHITECTURE, ""),
         num_parameters=_number(row, PARAMETERS),
-        max_model_len=int(max_len) if max_len and max_len.isdecimal() else None,
+        max_model_len=_number(row, MAX_LEN) or None,
         created_s=row.created_s,
         tags=_own_tags(row),
     )
@@ -124,7 +124,7 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
 
 def _number(row: Row, key: str) -> int:
     text = row.tags.get(key, "")
-    return int(text) if text.isdecimal() else 0
+    return int(text) if _NUMBER.fullmatch(text) else 0
 
 
 def _own_tags(row: Row) -> tuple[tuple[str, str], ...]:

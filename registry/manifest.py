@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from registry.entities import FileEntry, Manifest
-from registry.errors import DigestMismatchError, RegistrationError
+from registry.errors import ArtifactError, DigestMismatchError, RegistrationError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ SERVED_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt"
 BOOKKEEPING = frozenset({"loraplex.json", "requirements.txt"})
 MAX_FILES = 512
 MAX_CONFIG_BYTES = 1024 * 1024
+MAX_TEXT_BYTES = 256 * 1024**2  # of any file that is not weights; tokenizers have tens of MB
+MAX_ADAPTER_BYTES = 4 * 1024**3  # of one version
+MAX_BASE_BYTES = 2 * 1024**4
+_MAX_PATH_CHARS = 512
+_MAX_NAME_BYTES = 200  # file systems allow 255; the cache adds to it
 CHUNK_BYTES = 4 * 1024 * 1024
 
 Progress = Callable[[str, int, int], None]  # what is going on, bytes done, bytes in all
@@ -84,23 +89,59 @@ def parse_manifest(text: str) -> Manifest:
     """The reverse of `manifest_json`, of text that may come from anywhere."""
     try:
         rows = json.loads(text)
+        if len(rows) > MAX_FILES:
+            raise ArtifactError(f"the manifest names {len(rows)} files, at most {MAX_FILES}")
         manifest = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in rows)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise DigestMismatchError(f"the manifest cannot be read: {error}") from error
     for entry in manifest:
         check_entry(entry)
+    _check_distinct(manifest)
     return manifest
 
 
 def check_entry(entry: FileEntry) -> None:
     """A manifest decides where files are written: no path of it may leave its folder."""
-    path = PurePosixPath(entry.path)
-    plain = str(path) == entry.path and not path.is_absolute() and ".." not in path.parts
     legal_hash = len(entry.sha256) == 64 and set(entry.sha256) <= set("0123456789abcdef")
-    if not plain or entry.path == "." or "\\" in entry.path or "\0" in entry.path:
-        raise DigestMismatchError(f"the manifest names an illegal path: {entry.path!r}")
+    if not is_plain_path(entry.path):
+        raise DigestMismatchError(f"the manifest names an illegal path: {entry.path[:600]!r}")
     if not legal_hash or entry.size < 0:
         raise DigestMismatchError(f"the manifest has an illegal size or sha256 for {entry.path!r}")
+
+
+def is_plain_path(path: str) -> bool:
+    """Relative, each part a name that is just that; nothing that a shell or a log could misread."""
+    parts = path.split("/")
+    return (
+        len(path) <= _MAX_PATH_CHARS
+        and path.isprintable()  # no NUL, no line feed, no lone surrogate
+        and "\\" not in path
+        and all(part not in ("", ".", "..") for part in parts)
+        and all(len(part.encode()) <= _MAX_NAME_BYTES for part in parts)
+    )
+
+
+def check_sizes(manifest: Manifest, max_bytes: int, what: str) -> None:
+    """Before anything is fetched: the manifest is a promise that the download is held to."""
+    for entry in manifest:
+        is_weights = entry.path.endswith(".safetensors")
+        limit = max_bytes if is_weights else min(max_bytes, MAX_TEXT_BYTES)
+        if entry.size > limit:
+            raise ArtifactError(
+                f"{what}: {entry.path} has {entry.size} bytes, at most {limit} are taken"
+            )
+    total = sum(entry.size for entry in manifest)
+    if total > max_bytes:
+        raise ArtifactError(f"{what}: {total} bytes in all, at most {max_bytes} are taken")
+
+
+def _check_distinct(manifest: Manifest) -> None:
+    paths = {entry.path for entry in manifest}
+    if len(paths) != len(manifest):
+        raise DigestMismatchError("the manifest names a file twice")
+    folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+    if both := sorted(paths & folders):
+        raise DigestMismatchError(f"the manifest has {both[0]!r} as a file and as a folder")
 
 
 def _check_regular(path: Path, folder: Path) -> None:

@@ -13,20 +13,20 @@ from pathlib import Path
 from mlflow.models import Model
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from registry.border import call
+from registry.artifacts import download, list_files
 from registry.entities import AdapterFacts, BaseVersion, FileEntry, Manifest
 from registry.errors import RegistrationError
 from registry.flavor import ADAPTER_CONFIG, DATA, FLAVOR_NAME
 from registry.manifest import (
+    MAX_ADAPTER_BYTES,
     MAX_CONFIG_BYTES,
     check_contents,
+    check_sizes,
     hash_file,
+    is_plain_path,
     is_served,
 )
 from registry.names import check_name
-from registry.store import download, list_files
-
-MAX_ADAPTER_BYTES = 4 * 1024**3  # of what is downloaded unasked, because it looks like an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,19 @@ class PlainAdapter:
 
 
 def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | None:
-    """None: no adapter. RegistrationError: an adapter that is refused."""
+    """None: no adapter. RegistrationError, InvalidNameError, ArtifactError: it is refused."""
     top = list_files(repository, "")
     base: str | None = None
     root = ""
     if ADAPTER_CONFIG not in top:
         if "MLmodel" not in top or top["MLmodel"] > MAX_CONFIG_BYTES:
             return None
-        download(repository, "MLmodel", scratch / "MLmodel", link=False)
-        flavors = call("reading MLmodel", lambda: Model.load(str(scratch / "MLmodel"))).flavors
-        ours = flavors.get(FLAVOR_NAME, {})
-        if ours.get("kind") == "adapter":
+        flavors = _flavors(repository, scratch / "MLmodel")
+        ours, hugging_face = flavors.get(FLAVOR_NAME), flavors.get("transformers")
+        if isinstance(ours, dict) and ours.get("kind") == "adapter":
             root, base = DATA, str(ours.get("base", ""))
-        elif "peft_adaptor" in flavors.get("transformers", {}):
-            root = str(flavors["transformers"]["peft_adaptor"])
+        elif isinstance(hugging_face, dict) and "peft_adaptor" in hugging_face:
+            root = str(hugging_face["peft_adaptor"])
         else:
             return None
         check_name(root)  # a word of the file decides where we look
@@ -75,6 +74,15 @@ def match_base(
     )
 
 
+def _flavors(repository: ArtifactRepository, target: Path) -> dict[str, object]:
+    download(repository, "MLmodel", target, max_bytes=MAX_CONFIG_BYTES)
+    try:
+        flavors: object = Model.load(str(target)).flavors
+    except Exception as error:  # a stranger's file in MLflow's parser: whatever it raises
+        raise RegistrationError(f"MLmodel cannot be read: {str(error)[:300]}") from error
+    return flavors if isinstance(flavors, dict) else {}
+
+
 def _read(
     repository: ArtifactRepository,
     root: str,
@@ -86,15 +94,17 @@ def _read(
     served = sorted(name for name in sizes if is_served(name))
     ignored = sorted(set(sizes) - set(served))
     check_contents(served, ignored, ADAPTER_CONFIG, "the version")
-    total = sum(sizes[name] for name in served)
-    if total > MAX_ADAPTER_BYTES:
-        raise RegistrationError(f"{total} bytes are too many, at most {MAX_ADAPTER_BYTES} are read")
+    if strange := [name for name in served if not is_plain_path(name)]:
+        raise RegistrationError(f"a file has an illegal name: {strange[0][:600]!r}")
+    # Downloaded unasked, because it looks like an adapter: what the store says of it comes first.
+    check_sizes(tuple(FileEntry(name, sizes[name], "") for name in served), MAX_ADAPTER_BYTES, "it")
     if sizes[ADAPTER_CONFIG] > MAX_CONFIG_BYTES:
         raise RegistrationError(f"{ADAPTER_CONFIG} has {sizes[ADAPTER_CONFIG]} bytes")
     entries = []
     for name in served:
         target = scratch / name
-        download(repository, f"{root}/{name}" if root else name, target, link=False)
+        path = f"{root}/{name}" if root else name
+        download(repository, path, target, max_bytes=sizes[name])
         entries.append(FileEntry(name, *hash_file(target)))
         if name != ADAPTER_CONFIG:
             target.unlink()
@@ -105,7 +115,7 @@ def _read(
 def _config(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RegistrationError(f"{ADAPTER_CONFIG} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise RegistrationError(f"{ADAPTER_CONFIG} is no JSON object")

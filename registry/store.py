@@ -6,7 +6,6 @@ Knows MLflow's shapes and quirks; knows nothing of bases and adapters.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -207,33 +206,6 @@ def upload(repository: ArtifactRepository, path: Path, folder: str | None, link:
         except OSError:  # another file system: a copy it is
             target.unlink(missing_ok=True)
     call(f"storing {path.name}", lambda: repository.log_artifact(str(path), folder))  # type: ignore[no-untyped-call]
-
-
-def download(repository: ArtifactRepository, path: str, target: Path, link: bool) -> None:
-    """One file, to exactly `target`."""
-    if link and isinstance(repository, LocalArtifactRepository):
-        local = Path(call(f"fetching {path}", lambda: repository.get_local_path(path)))
-        try:
-            os.link(local, target)
-            return
-        except OSError:
-            target.unlink(missing_ok=True)
-    folder = target.with_name(target.name + ".download")
-    folder.mkdir()
-    try:
-        got = call(
-            f"fetching {path}",
-            lambda: str(repository.download_artifacts(path, str(folder))),  # type: ignore[no-untyped-call]
-        )
-        Path(got).rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def list_files(repository: ArtifactRepository, folder: str) -> dict[str, int]:
-    """Path below the repository -> size in bytes, of the files right in the folder."""
-    found = call(f"listing {folder!r}", lambda: repository.list_artifacts(folder or None))
-    return {info.path: info.file_size or 0 for info in found if not info.is_dir}
 
 
 def sqlite_folder(tracking_uri: str) -> Path:

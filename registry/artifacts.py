@@ -1,0 +1,168 @@
+"""Files out of an MLflow artifact store, which is not trusted: one file at a time, to a path of
+ours, never through a symlink, never more bytes than were agreed.
+
+From a local store and through an MLflow server the limit holds while the bytes come; other stores
+(S3 and such, by MLflow's own clients) are asked for the size before and measured after.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
+from requests import Response
+
+from registry.border import call
+from registry.errors import ArtifactError, NotFoundError
+from registry.manifest import CHUNK_BYTES, is_plain_path
+
+MAX_LISTED = 10_000  # names in one folder of a version
+
+
+def download(repository: ArtifactRepository, path: str, target: Path, *, max_bytes: int) -> None:
+    """One file, to exactly `target`, which is removed again when it fails."""
+    _check_path(path)
+    try:
+        call(f"fetching {path}", lambda: _copy(repository, path, target, max_bytes))
+    except NotFoundError as error:
+        raise ArtifactError(f"{path} is missing in the store") from error
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def try_link(repository: ArtifactRepository, path: str, target: Path) -> bool:
+    """By hardlink out of a local store; False where that cannot be."""
+    _check_path(path)
+    if not isinstance(repository, LocalArtifactRepository):
+        return False
+
+    def link() -> bool:
+        with _opened_below(repository.artifact_dir, path) as (folder, file):
+            try:
+                name = path.rpartition("/")[2]
+                os.link(name, target, src_dir_fd=folder, follow_symlinks=False)
+            except OSError:  # another file system: a copy it is
+                return False
+            if not os.path.samestat(os.fstat(file), target.lstat()):
+                target.unlink()
+                raise ArtifactError(f"{path} changed while it was read")
+            return True
+
+    return call(f"linking {path}", link)
+
+
+def list_files(repository: ArtifactRepository, folder: str) -> dict[str, int]:
+    """Path below the repository -> size in bytes, of the files right in the folder."""
+    found = call(f"listing {folder!r}", lambda: repository.list_artifacts(folder or None))
+    if len(found) > MAX_LISTED:
+        raise ArtifactError(f"{folder!r} holds {len(found)} names, at most {MAX_LISTED} are read")
+    return {info.path: info.file_size or 0 for info in found if not info.is_dir}
+
+
+def _check_path(path: str) -> None:
+    if not is_plain_path(path):
+        raise ArtifactError(f"an artifact has an illegal path: {path[:600]!r}")
+
+
+def _copy(repository: ArtifactRepository, path: str, target: Path, max_bytes: int) -> None:
+    if isinstance(repository, LocalArtifactRepository):
+        _copy_local(repository, path, target, max_bytes)
+    elif isinstance(repository, HttpArtifactRepository):
+        _stream(repository, path, target, max_bytes)
+    else:
+        _download_with_mlflow(repository, path, target, max_bytes)
+
+
+def _copy_local(
+    repository: LocalArtifactRepository, path: str, target: Path, max_bytes: int
+) -> None:
+    with _opened_below(repository.artifact_dir, path) as (_, descriptor):
+        _check_size(path, os.fstat(descriptor).st_size, max_bytes)
+        with open(descriptor, "rb", closefd=False) as file:
+            _write(iter(lambda: file.read(CHUNK_BYTES), b""), path, target, max_bytes)
+
+
+def _stream(repository: HttpArtifactRepository, path: str, target: Path, max_bytes: int) -> None:
+    credentials = get_default_host_creds(repository.artifact_uri)  # type: ignore[no-untyped-call]
+    response: Response = http_request(  # type: ignore[no-untyped-call]
+        credentials, f"/{quote(path)}", "GET", stream=True
+    )
+    with response:
+        if response.status_code == 404:
+            raise ArtifactError(f"{path} is missing in the store")
+        response.raise_for_status()
+        _write(response.iter_content(CHUNK_BYTES), path, target, max_bytes)
+
+
+def _download_with_mlflow(
+    repository: ArtifactRepository, path: str, target: Path, max_bytes: int
+) -> None:
+    listed = list_files(repository, path.rpartition("/")[0])
+    if path not in listed:
+        raise ArtifactError(f"{path} is missing in the store")
+    _check_size(path, listed[path], max_bytes)
+    folder = target.with_name(target.name + ".download")
+    folder.mkdir()
+    try:
+        got = Path(repository.download_artifacts(path, str(folder)))  # type: ignore[no-untyped-call]
+        status = got.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ArtifactError(f"{path} is not a regular file")
+        _check_size(path, status.st_size, max_bytes)
+        got.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_size(path: str, size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise ArtifactError(f"{path} has {size} bytes, at most {max_bytes} are taken")
+
+
+def _write(chunks: Iterable[bytes], path: str, target: Path, max_bytes: int) -> None:
+    size = 0
+    with target.open("wb") as file:
+        for chunk in chunks:
+            size += len(chunk)
+            if size > max_bytes:
+                raise ArtifactError(f"{path} sends more than the {max_bytes} bytes agreed on")
+            file.write(chunk)
+
+
+@contextmanager
+def _opened_below(root: str, path: str) -> Iterator[tuple[int, int]]:
+    """Descriptors of the last folder and of the file: no part of the path is a symlink, and none
+    can become one while we look."""
+    *folders, name = path.split("/")
+    descriptors = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        try:
+            for part in folders:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                descriptors.append(os.open(part, flags, dir_fd=descriptors[-1]))
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for a writer
+            descriptors.append(os.open(name, flags, dir_fd=descriptors[-1]))
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise ArtifactError(f"{path} is missing in the store") from error
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                raise ArtifactError(f"{path} is a symlink or no regular file") from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptors[-1]).st_mode):
+            raise ArtifactError(f"{path} is a symlink or no regular file")
+        yield descriptors[-2], descriptors[-1]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Small steps on local files: made durable, compared with what was registered, a full disk named.
+
+A tree's note holds the size and time of each file as they were when its bytes were last hashed. It
+is only a hint: without it, or when it does not fit, the bytes are hashed again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from registry.entities import FileEntry, Manifest
+from registry.errors import CacheFullError
+from registry.manifest import hash_file
+
+# EFBIG: larger than the file system or the process's limit allows.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise CacheFullError(f"no space left for a local copy: {error}") from error
+        raise
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> None:
+    """The folders; the files were synced before they were linked into it."""
+    for folder, _, _ in os.walk(root, topdown=False):
+        sync_folder(Path(folder))
+
+
+def write_note(note: Path, tree: Path, wanted: Manifest) -> None:
+    times = {entry.path: (tree / entry.path).lstat().st_mtime_ns for entry in wanted}
+    fresh = note.with_name(f"{note.name}.new")
+    fresh.write_text(json.dumps(times))  # not synced: losing it costs one hashing
+    fresh.rename(note)
+
+
+def is_untouched(note: Path, tree: Path, wanted: Manifest) -> bool:
+    """Cheap: a file's size and time for each entry, none of its bytes."""
+    try:
+        times = json.loads(note.read_bytes())
+        return all(_is_untouched(tree / entry.path, entry, times) for entry in wanted)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def bad_entries(tree: Path, wanted: Manifest) -> tuple[FileEntry, ...]:
+    """Every byte is read. Those that are missing or are not what was registered."""
+    return tuple(entry for entry in wanted if not is_entry(tree / entry.path, entry))
+
+
+def is_entry(path: Path, entry: FileEntry) -> bool:
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
+            return False
+        return hash_file(path) == (entry.size, entry.sha256)
+    except OSError:  # also what a failing disk answers
+        return False
+
+
+def _is_untouched(path: Path, entry: FileEntry, times: dict[str, int]) -> bool:
+    status = path.lstat()
+    is_file = stat.S_ISREG(status.st_mode)
+    return is_file and (status.st_size, status.st_mtime_ns) == (entry.size, times.get(entry.path))

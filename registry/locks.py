@@ -1,0 +1,61 @@
+"""Locks between processes and threads: flock on files of one folder, freed by the kernel when their
+holder dies. A lock file's time says when the lock was last wanted, which costs one system call and
+is always whole, whatever crashes. Ignorant of what is locked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SHARED = fcntl.LOCK_SH
+EXCLUSIVE = fcntl.LOCK_EX
+NOW_OR_NEVER = fcntl.LOCK_NB
+
+
+class Locks:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def acquire(self, name: str, how: int) -> int | None:
+        """A descriptor that holds the lock until it is closed; None: another holds it."""
+        while True:
+            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, how)
+                if os.fstat(descriptor).st_nlink:
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # its file was removed while we waited: there is a new one
+
+    @contextmanager
+    def held(self, name: str, how: int) -> Iterator[bool]:
+        descriptor = self.acquire(name, how)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def touch(self, descriptor: int) -> None:
+        os.utime(descriptor)
+
+    def used_ns(self, name: str) -> int:
+        """When it was last touched; 0 for a lock that was never taken."""
+        try:
+            return (self._folder / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def remove(self, name: str) -> None:
+        """Only for who holds it exclusively; those who wait for it find a new one."""
+        with suppress(FileNotFoundError):
+            (self._folder / name).unlink()

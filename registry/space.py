@@ -1,0 +1,203 @@
+"""How much the cache's folder holds, and who leaves when more is wanted: the trees that were not
+used for the longest time, never one whose lock somebody holds.
+
+Every change of names below `blobs` and `trees` happens under the one space lock, so that a count is
+true while it is held. Bytes that a file outside shares by hardlink cost nothing and free nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from registry.errors import CacheFullError
+from registry.locks import EXCLUSIVE, NOW_OR_NEVER, Locks
+
+logger = logging.getLogger(__name__)
+
+_EVICTED = "evicted-"  # in tmp; all other names there are digests that somebody fetches
+
+
+@dataclass(slots=True)
+class _Usage:
+    blobs: dict[int, os.DirEntry[str]]  # by inode
+    names: Counter[int]  # in trees and in what is being built
+    trees: dict[str, list[int]]
+
+    def own_bytes(self, inode: int) -> int:
+        status = self.blobs[inode].stat()
+        return status.st_size if status.st_nlink == 1 + self.names[inode] else 0
+
+    def total(self) -> int:
+        return sum(self.own_bytes(inode) for inode in self.blobs)
+
+
+class Space:
+    def __init__(self, root: Path, locks: Locks, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self.num_evictions = 0  # by this process
+        self._root = root
+        self._locks = locks
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Short: never while bytes are copied or hashed."""
+        with self._locks.held("space", EXCLUSIVE):
+            yield
+
+    def own_bytes(self) -> int:
+        """What would be free without the cache. Without the lock a little less may be counted."""
+        return self._usage().total()
+
+    def make_room(self, wanted: int) -> None:
+        """Under the lock. CacheFullError: more than the limit even without all that is unused."""
+        self.clean_leftovers()
+        usage = self._usage()
+        reserved = self._reserved()
+        held = usage.total()
+        over_limit = 0 if self.max_bytes is None else held + reserved + wanted - self.max_bytes
+        # Conservative: some of what is reserved stands on the disk already.
+        over_disk = wanted + reserved - self._free_bytes()
+        freed = self._drop_unused(usage, max(over_limit, over_disk))
+        if over_limit > freed:
+            raise CacheFullError(
+                f"{wanted} bytes are wanted; the cache may hold {self.max_bytes}, {held - freed} "
+                f"are in use and {reserved} are being fetched (registry.cache_bytes)"
+            )
+
+    def remove(self, digest: str) -> int:
+        """Under the lock. The bytes freed."""
+        usage = self._usage()
+        freed = 0
+        for tree in [tree for tree in usage.trees if tree.partition("-")[0] == digest]:
+            if self._remove_tree(tree):
+                freed += self._drop_blobs(usage, tree)
+        return freed
+
+    def discard(self, tree: str, blobs: tuple[str, ...]) -> None:
+        """Under the lock: rotten. Whoever reads it now keeps what he has opened."""
+        self._hide(tree)
+        for name in blobs:
+            (self._root / "blobs" / name).unlink(missing_ok=True)
+
+    def clean_leftovers(self) -> None:
+        """Under the lock: what killed processes left in the middle of something."""
+        for path in (self._root / "tmp").iterdir():
+            if path.name.startswith(_EVICTED):
+                shutil.rmtree(path, ignore_errors=True)
+                continue
+            lock = fetch_lock(path.name)
+            with self._locks.held(lock, EXCLUSIVE | NOW_OR_NEVER) as is_left:
+                if is_left:
+                    shutil.rmtree(path, ignore_errors=True)
+                    self._locks.remove(lock)
+
+    def _drop_unused(self, usage: _Usage, short: int) -> int:
+        freed = 0
+        if short > 0:
+            freed += self._drop_orphans(usage)
+        for tree in sorted(usage.trees, key=self._locks.used_ns):
+            if freed >= short:
+                break
+            if self._remove_tree(tree):
+                self.num_evictions += 1
+                freed += self._drop_blobs(usage, tree)
+                logger.info("evicted %s from the cache", tree[:12])
+        return freed
+
+    def _drop_orphans(self, usage: _Usage) -> int:
+        """Blobs of no tree: a fetch of several files ended after some of them."""
+        orphans = [inode for inode in usage.blobs if not usage.names[inode]]
+        return sum(self._drop_blob(usage, inode) for inode in orphans)
+
+    def _drop_blobs(self, usage: _Usage, tree: str) -> int:
+        """Those that only the removed tree had."""
+        freed = 0
+        for inode in usage.trees.pop(tree):
+            usage.names[inode] -= 1
+            if not usage.names[inode] and inode in usage.blobs:
+                freed += self._drop_blob(usage, inode)
+        return freed
+
+    def _drop_blob(self, usage: _Usage, inode: int) -> int:
+        entry = usage.blobs.pop(inode)
+        status = os.stat(entry.path)
+        os.unlink(entry.path)
+        return status.st_size if status.st_nlink == 1 else 0
+
+    def _remove_tree(self, tree: str) -> bool:
+        """Unless it is in use."""
+        descriptor = self._locks.acquire(tree, EXCLUSIVE | NOW_OR_NEVER)
+        if descriptor is None:
+            return False
+        try:
+            self._hide(tree)
+            self._locks.remove(tree)
+        finally:
+            os.close(descriptor)
+        self._forget(tree.partition("-")[0])
+        return True
+
+    def _hide(self, tree: str) -> None:
+        """Gone by one rename, then taken apart: no half of it is ever seen."""
+        doomed = self._root / "tmp" / f"{_EVICTED}{tree}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            (self._root / "trees" / tree).rename(doomed)
+        (self._root / "notes" / tree).unlink(missing_ok=True)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _forget(self, digest: str) -> None:
+        """After its last tree, if nobody fetches it."""
+        trees = os.listdir(self._root / "trees")
+        if any(tree.partition("-")[0] == digest for tree in trees):
+            return
+        name = fetch_lock(digest)
+        with self._locks.held(name, EXCLUSIVE | NOW_OR_NEVER) as is_idle:
+            if is_idle:
+                (self._root / "manifests" / f"{digest}.json").unlink(missing_ok=True)
+                self._locks.remove(name)
+
+    def _usage(self) -> _Usage:
+        # Trees first: without the lock, a tree that moves from tmp to trees is missed, not a crash.
+        trees = {e.name: list(_inodes(e.path)) for e in os.scandir(self._root / "trees")}
+        names = Counter(inode for inodes in trees.values() for inode in inodes)
+        for scratch in (self._root / "tmp").iterdir():
+            names.update(_inodes(scratch / "tree"))
+        blobs: dict[int, os.DirEntry[str]] = {}
+        for entry in os.scandir(self._root / "blobs"):
+            with suppress(FileNotFoundError):
+                blobs[entry.stat().st_ino] = entry
+        return _Usage(blobs, names, trees)
+
+    def _reserved(self) -> int:
+        """By live fetches; the dead ones were cleaned up before."""
+        total = 0
+        for scratch in (self._root / "tmp").iterdir():
+            with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+                total += int((scratch / "reserved").read_text())
+        return total
+
+    def _free_bytes(self) -> int:
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+
+def fetch_lock(digest: str) -> str:
+    return f"{digest}.fetch"
+
+
+def _inodes(root: Path | str) -> Iterator[int]:
+    """Of all files below; nothing for a folder that has just gone."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(root):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _inodes(entry.path)
+            else:
+                yield entry.stat(follow_symlinks=False).st_ino

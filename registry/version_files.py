@@ -1,0 +1,68 @@
+"""The far side of one version: its tags, its manifest, its files. All of it is anybody's words until
+it has been hashed: paths and sizes are checked before the first byte of a file comes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+
+from registry import listing
+from registry.artifacts import download, try_link
+from registry.entities import AdapterVersion, BaseVersion, FileEntry, Manifest
+from registry.flavor import DATA
+from registry.manifest import (
+    MAX_ADAPTER_BYTES,
+    MAX_BASE_BYTES,
+    MAX_CONFIG_BYTES,
+    check_sizes,
+    parse_manifest,
+)
+from registry.publish import MANIFEST_FILE
+from registry.store import MlflowStore
+
+
+@dataclass(frozen=True)  # no slots: both ends are looked up once, when first needed
+class VersionFiles:
+    store: MlflowStore
+    version: BaseVersion | AdapterVersion
+
+    @cached_property
+    def repository(self) -> ArtifactRepository:
+        return self.store.version_files(self.version.name, self.version.version)
+
+    @cached_property
+    def tags(self) -> dict[str, str]:
+        return self.store.version_tags(self.version.name, self.version.version)
+
+    def manifest(self) -> Manifest:
+        manifest = parse_manifest(self._manifest_text())
+        is_adapter = isinstance(self.version, AdapterVersion)
+        check_sizes(manifest, MAX_ADAPTER_BYTES if is_adapter else MAX_BASE_BYTES, str(self))
+        return manifest
+
+    def fetch(self, entry: FileEntry, target: Path) -> None:
+        download(self.repository, self._path(entry), target, max_bytes=entry.size)
+
+    def link(self, entry: FileEntry, target: Path) -> bool:
+        is_linked = self.tags.get(listing.LINKED) == "true"
+        return is_linked and try_link(self.repository, self._path(entry), target)
+
+    def __str__(self) -> str:
+        return f"{self.version.name!r} version {self.version.version}"
+
+    def _manifest_text(self) -> str:
+        if listing.MANIFEST in self.tags:
+            return self.tags[listing.MANIFEST]
+        with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+            path = Path(scratch) / MANIFEST_FILE
+            download(self.repository, MANIFEST_FILE, path, max_bytes=MAX_CONFIG_BYTES)
+            return path.read_text(errors="replace")
+
+    def _path(self, entry: FileEntry) -> str:
+        root = self.tags.get(listing.ROOT, DATA)
+        return f"{root}/{entry.path}" if root else entry.path

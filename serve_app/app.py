@@ -17,7 +17,10 @@ from serve_app.topology import Sources
 
 
 def build(args: PlatformArgs) -> Application:
-    open_registry = partial(CachedRegistry, tracking_uri(args.registry), cache_folder())
+    registry = args.registry
+    open_registry = partial(
+        CachedRegistry, tracking_uri(registry), cache_folder(), registry.cache_bytes
+    )
     return build_with(args, Sources(open_registry, "engine.factory:open_engine"))
 
 

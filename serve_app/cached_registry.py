@@ -7,21 +7,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from registry.cache import Cache
+from registry.cache import Cache, CacheStats
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
+from registry.quarantine import FolderQuarantine
 
 
 class CachedRegistry:
     """Implements `topology.RegistryReader`."""
 
-    def __init__(self, tracking_uri: str, cache_folder: Path) -> None:
+    def __init__(
+        self, tracking_uri: str, cache_folder: Path, cache_bytes: int | None = None
+    ) -> None:
         self._registry = Registry(tracking_uri)
-        self._cache = Cache(cache_folder)
+        quarantine = FolderQuarantine(cache_folder / "quarantine")
+        self._cache = Cache(cache_folder, max_bytes=cache_bytes, quarantine=quarantine)
 
     def snapshot(self) -> Catalog:
         return self._registry.snapshot()
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         return self._registry.fetch(version, self._cache)
+
+    def release(self, folder: Path) -> None:
+        self._cache.release(folder)
+
+    def verify(self, version: BaseVersion | AdapterVersion) -> bool:
+        return self._cache.verify(version.digest)
+
+    def cache_stats(self) -> CacheStats:
+        return self._cache.stats()

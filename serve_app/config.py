@@ -98,6 +98,8 @@ class ModelArgs(_Args):
 class RegistryArgs(_Args):
     tracking_uri: str | None = None
     poll_interval_s: float = Field(default=2.0, gt=0)
+    # Of a node's local copies. None: all that the disk holds; what is unused goes when it is full.
+    cache_bytes: Bytes | None = None
 
 
 class IngressArgs(_Args):

@@ -22,10 +22,12 @@ from engine.errors import (
     UnknownAdapterError,
 )
 from registry.errors import (
+    ArtifactError,
     CacheFullError,
     DigestMismatchError,
     InvalidNameError,
     NotFoundError,
+    QuarantinedError,
     RegistrationError,
     RegistryUnavailableError,
 )
@@ -125,6 +127,10 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
     DigestMismatchError: _Answer(
         503, "digest_mismatch", SERVER_ERROR, "model", None, "The model's files were altered."
     ),
+    ArtifactError: _Answer(
+        503, "bad_artifact", SERVER_ERROR, "model", None, "The model's files cannot be taken."
+    ),
+    QuarantinedError: _Answer(503, "quarantined", SERVER_ERROR, "model"),
 }
 
 
@@ -139,9 +145,9 @@ def to_api_error(error: BaseException) -> ApiError:
     else:
         return ApiError(500, "The server failed on this request.", SERVER_ERROR, None, "internal")
     param = error.param if isinstance(error, InvalidRequestError) else answer.param
-    retry_after_s = (
-        error.retry_after_s if isinstance(error, OverloadedError) else answer.retry_after_s
-    )
+    retry_after_s = answer.retry_after_s
+    if isinstance(error, (OverloadedError, QuarantinedError)):
+        retry_after_s = error.retry_after_s
     message = answer.message or str(error)
     return ApiError(answer.status, message, answer.type, param, answer.code, retry_after_s)
 

@@ -18,16 +18,23 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine.errors import EngineDeadError, UnknownAdapterError
+from engine.refusals import REFUSALS
 from engine.types import EngineLoad
 from registry.entities import AdapterVersion
+from registry.errors import ArtifactError, QuarantinedError
+from registry.quarantine import Quarantine
+from serve_app.cache_metrics import cache_text
 from serve_app.engine_actor import EngineActor
 from serve_app.errors import ServiceUnavailableError
+from serve_app.ingress_metrics import join_texts
 from serve_app.text import TEXT_FILES
 from serve_app.topology import BaseDescription, BaseSpec, RegistryReader, Sources, SubmitCall
 
 logger = logging.getLogger(__name__)
 
 _ACTOR_ANSWER_S = 5.0  # the actor's loop does nothing long: no answer means it is stuck
+_FIRST_RETRY_S = 5  # after that the quarantine says
+_OTHER_RETRY_S = 30
 _EXIT_DELAY_S = 0.5  # lets the failures of running calls reach the ingresses first
 
 
@@ -39,10 +46,11 @@ class EngineReplica:
         self._registry: RegistryReader = await asyncio.to_thread(sources.open_registry)
         self._folder: Path = await asyncio.to_thread(self._registry.fetch, spec.base)
         self._loading: dict[str, asyncio.Task[None]] = {}  # by digest; kept when done
+        self._refused = Quarantine()  # by this engine; what cannot be fetched is the registry's
         self._routing_load = EngineLoad()
         self._is_stopping = False
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
-        engine_id = serve.get_replica_context().replica_id.unique_id
+        self._engine_id = engine_id = serve.get_replica_context().replica_id.unique_id
         self._actor = EngineActor.options(  # type: ignore[attr-defined]
             num_cpus=0,
             num_gpus=1 if spec.device == "cuda" else 0,
@@ -82,8 +90,10 @@ class EngineReplica:
         return BaseDescription(await asyncio.to_thread(_read_texts, self._folder), self._limits)
 
     async def metrics(self) -> bytes:
-        text: bytes = await self._actor.metrics.remote()
-        return text
+        engine: bytes = await self._actor.metrics.remote()
+        stats = await asyncio.to_thread(self._registry.cache_stats)
+        labels = {"model_name": self._spec.base.name, "engine": self._engine_id}
+        return join_texts([engine, cache_text(stats, len(self._refused.verdicts()), labels)])
 
     async def check_health(self) -> None:
         """Raises when steps stopped while there is work; Serve then replaces this replica."""
@@ -117,15 +127,38 @@ class EngineReplica:
         await asyncio.shield(task)  # one caller who leaves does not stop it for the others
 
     async def _load_adapter(self, adapter: AdapterVersion) -> None:
+        try:
+            self._refused.check(adapter.digest)
+            try:
+                await self._fetch_and_load(adapter)
+            except REFUSALS:
+                # Registration validates: the registry holds what it should not, or our disk rots.
+                if await asyncio.to_thread(self._registry.verify, adapter):
+                    raise
+                await self._fetch_and_load(adapter)
+        except REFUSALS as error:
+            self._refused.add(adapter.digest, str(error))
+            raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
+        except QuarantinedError as error:
+            raise _unavailable(adapter, error, error.retry_after_s) from error
+        except ArtifactError as error:
+            raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
+        except RayTaskError as error:
+            raise _unavailable(adapter, root_cause(error), _OTHER_RETRY_S) from None
+        self._refused.forgive(adapter.digest)
+        logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])
+
+    async def _fetch_and_load(self, adapter: AdapterVersion) -> None:
+        """Its files stay in the cache as long as the engine reads them."""
         folder = await asyncio.to_thread(self._registry.fetch, adapter)
         try:
             await self._actor.load_adapter.remote(adapter.name, adapter.digest, str(folder))
         except RayTaskError as error:
-            # Registration validates, so this is a registry that somebody else wrote to.
-            raise ServiceUnavailableError(
-                f"The adapter {adapter.name!r} cannot be loaded: {root_cause(error)}", 30
-            ) from None
-        logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])
+            if isinstance(cause := root_cause(error), REFUSALS):
+                raise cause from None
+            raise
+        finally:
+            self._registry.release(folder)
 
     async def _exit_with_the_actor(self) -> None:
         """A new process is the way back from a dead engine: Serve sees an exit within a second,
@@ -161,6 +194,13 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     return error
+
+
+def _unavailable(
+    adapter: AdapterVersion, error: BaseException, retry_after_s: int
+) -> ServiceUnavailableError:
+    words = f"The adapter {adapter.name!r} cannot be loaded: {error}"
+    return ServiceUnavailableError(words, retry_after_s)
 
 
 def _read_texts(folder: Path) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine.admission import EngineLimits
 from engine.types import Request
+from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.config import ModelArgs
@@ -18,13 +19,24 @@ from serve_app.stream import StreamAddress
 
 
 class RegistryReader(Protocol):
-    """What serving asks of a registry. Both block: call them in a thread."""
+    """What serving asks of a registry. All but `release` block: call them in a thread."""
 
     def snapshot(self) -> Catalog: ...
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
-        """A verified local folder with the version's files."""
+        """A verified local folder with the version's files, kept until `release` or the end of
+        this process."""
         ...
+
+    def release(self, folder: Path) -> None:
+        """Gives back what `fetch` returned, once for each time."""
+        ...
+
+    def verify(self, version: BaseVersion | AdapterVersion) -> bool:
+        """Reads the local copy again. False: it was rotten and is gone, fetch it anew."""
+        ...
+
+    def cache_stats(self) -> CacheStats: ...
 
 
 @dataclass(frozen=True, slots=True)

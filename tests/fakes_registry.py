@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistryUnavailableError
@@ -50,6 +51,15 @@ class FolderRegistry:
         if not path.is_dir():
             raise RegistryUnavailableError(f"the files of {version.name} are away")
         return path
+
+    def release(self, folder: Path) -> None:
+        pass
+
+    def verify(self, version: BaseVersion | AdapterVersion) -> bool:
+        return True
+
+    def cache_stats(self) -> CacheStats:
+        return CacheStats(0, None, 0, 0, 0, 0, 0)
 
     def add_base(self, name: str, version: int = 1) -> BaseVersion:
         base = BaseVersion(name, version, _digest(f"{name}@{version}"), source="")

@@ -62,8 +62,13 @@ def is_untouched(note: Path, tree: Path, wanted: Manifest) -> bool:
     """Cheap: a file's size and time for each entry, none of its bytes."""
     try:
         times = json.loads(note.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(times, dict):
+        return False
+    try:
         return all(_is_untouched(tree / entry.path, entry, times) for entry in wanted)
-    except (OSError, ValueError, TypeError):
+    except OSError:
         return False
 
 
@@ -82,7 +87,7 @@ def is_entry(path: Path, entry: FileEntry) -> bool:
         return False
 
 
-def _is_untouched(path: Path, entry: FileEntry, times: dict[str, int]) -> bool:
+def _is_untouched(path: Path, entry: FileEntry, times: dict[str, object]) -> bool:
     status = path.lstat()
     is_file = stat.S_ISREG(status.st_mode)
     return is_file and (status.st_size, status.st_mtime_ns) == (entry.size, times.get(entry.path))

@@ -1,5 +1,5 @@
-"""The far side of one version: its tags, its manifest, its files. All of it is anybody's words until
-it has been hashed: paths and sizes are checked before the first byte of a file comes.
+"""The far side of one version: its tags, its manifest, its files. All of it is anybody's words
+until it has been hashed: paths and sizes are checked before the first byte of a file comes.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class DigestMismatchError(ArtifactError):
 
 
 class QuarantinedError(RegistryError):
-    def __init__(self, reason: str, retry_after_s: int) -> None:
+    def __init__(self, reason: str, retry_after_s: int = 1) -> None:
         super().__init__(reason, retry_after_s)
         self.reason = reason
         self.retry_after_s = retry_after_s

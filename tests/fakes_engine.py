@@ -2,7 +2,8 @@
 
 Stands behind the same interface as the real one, for the side stream, the Serve tests and the
 `side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
-A prompt that begins with CRASH_TOKEN ends the process after its second token.
+A prompt that begins with CRASH_TOKEN ends the process after its second token. An adapter folder
+that holds REFUSED is refused, and told in that file.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine.admission import EngineLimits
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
 from engine.types import EngineLoad, FinishReason, Request, StepOutput, TokenOutput
+from lora.errors import AdapterError
 
 NUM_BLOCKS = 1024
 CRASH_TOKEN = 250
+REFUSED = "refused"
 
 
 @dataclass(slots=True)
@@ -91,6 +95,11 @@ class PacedEngine:
             callback(EngineDeadError("the step loop ended"))
 
     async def load_adapter(self, name: str, digest: str, path: str) -> None:
+        refused = Path(path, REFUSED)
+        if refused.exists():
+            with refused.open("a") as tries:
+                tries.write("read\n")
+            raise AdapterError("layer 3 holds NaN")
         self.loaded[digest] = name
 
     async def unload_adapter(self, digest: str) -> None:

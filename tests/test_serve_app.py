@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from registry.catalog import Catalog
-from tests.fakes_engine import CRASH_TOKEN
+from tests.fakes_engine import CRASH_TOKEN, REFUSED
 from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, rig_args, wait_ready
 
 pytestmark = pytest.mark.serve
@@ -274,6 +274,33 @@ def test_an_adapter_whose_files_are_away_fails_alone_and_comes_back(
     assert client.post("/v1/completions", json=completion()).status_code == 200
     (rig.registry.folder / late.digest).mkdir()
     assert client.post("/v1/completions", json=completion(model="late")).status_code == 200
+
+
+def test_an_adapter_that_the_engine_refuses_is_not_read_again_at_once(
+    rig: Rig, client: httpx.Client
+) -> None:
+    known = rig.registry.snapshot()
+    bad, other = (rig.registry.add_adapter(name, known.bases[0]) for name in ("bad", "other"))
+    tries = rig.registry.folder / bad.digest / REFUSED
+    tries.touch()
+    rig.registry.write(Catalog(known.bases, (*known.adapters, bad, other)))
+    eventually(lambda: client.get("/v1/models/bad").status_code == 200)
+    answers = [client.post("/v1/completions", json=completion(model="bad")) for _ in range(5)]
+    assert {answer.status_code for answer in answers} == {503}
+    assert all("layer 3 holds NaN" in str(error_of(answer)["message"]) for answer in answers)
+    assert all(1 <= int(answer.headers["retry-after"]) <= 5 for answer in answers)
+    assert tries.read_text() == "read\n"
+    assert client.post("/v1/completions", json=completion(model="other")).status_code == 200
+    assert metric(client, "loraplex_quarantined_versions", stage="load") == 1
+    assert metric(client, "loraplex_quarantined_versions", stage="fetch") == 0
+    tries.unlink()
+
+    def is_taken_back() -> bool:
+        answer = client.post("/v1/completions", json=completion(model="bad"))
+        return answer.status_code == 200
+
+    eventually(is_taken_back)
+    assert metric(client, "loraplex_quarantined_versions", stage="load") == 0
 
 
 def test_what_is_known_is_served_while_the_registry_is_down(rig: Rig, client: httpx.Client) -> None:

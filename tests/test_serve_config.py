@@ -43,6 +43,8 @@ def test_sizes_are_written_with_units() -> None:
     assert EngineArgs(adapter_pool_bytes="256MiB").adapter_pool_bytes == 256 * 1024**2  # type: ignore[arg-type]
     assert EngineArgs(kv_cache_bytes="1.5GB").kv_cache_bytes == 1_500_000_000  # type: ignore[arg-type]
     assert EngineArgs(kv_cache_bytes=4096).kv_cache_bytes == 4096
+    assert RegistryArgs(cache_bytes="20GiB").cache_bytes == 20 * 1024**3  # type: ignore[arg-type]
+    assert RegistryArgs().cache_bytes is None
 
 
 @pytest.mark.parametrize("size", ["many", "12 parsecs", "-1MiB", "", "1e3"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import EngineLoad, FinishReason, Request, SamplingParams, StepOutput, TokenOutput
+from registry.cache import CacheStats
+from serve_app.cache_metrics import cache_text
 from serve_app.histograms import GAP_SECONDS, Histogram
 from serve_app.ingress_metrics import IngressMetrics, join_texts
 from serve_app.metrics import EngineMetrics
@@ -166,3 +168,31 @@ def test_joined_expositions_keep_every_sample_and_name_each_family_once() -> Non
     assert samples(joined) == {k: v for part in parts for k, v in samples(part).items()}
     helps = [line for line in joined.splitlines() if line.startswith(b"# HELP")]
     assert len(helps) == len(set(helps))
+
+
+def test_the_cache_is_told_with_the_engines_labels() -> None:
+    stats = CacheStats(
+        own_bytes=7,
+        max_bytes=9,
+        hits=1,
+        misses=2,
+        evictions=3,
+        fetches_in_flight=4,
+        num_quarantined=5,
+    )
+    labels = {"model_name": "base", "engine": "e0"}
+    told = {
+        (name, dict(found).get("stage")): number
+        for (name, found), number in samples(cache_text(stats, 6, labels)).items()
+        if labels.items() <= dict(found).items()
+    }
+    assert told == {
+        ("loraplex_cache_bytes", None): 7,
+        ("loraplex_cache_limit_bytes", None): 9,
+        ("loraplex_cache_hits_total", None): 1,
+        ("loraplex_cache_misses_total", None): 2,
+        ("loraplex_cache_evictions_total", None): 3,
+        ("loraplex_cache_downloads_in_flight", None): 4,
+        ("loraplex_quarantined_versions", "fetch"): 5,
+        ("loraplex_quarantined_versions", "load"): 6,
+    }

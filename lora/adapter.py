@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from lora.errors import AdapterError
-from lora.header import TensorEntry, read_header
+from lora.header import TensorEntry, TensorFile, read_header
 from lora.peft_config import PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
+from lora.untrusted import open_regular, shown, shown_value
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _KEY = re.compile(
@@ -27,6 +27,9 @@ _KEY = re.compile(
     r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
 )
 _BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+
+
+BaseWeight = Callable[[str], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +58,44 @@ def read_adapter(
     digest: str,
     sites: Sequence[Site],
     max_rank: int,
-    base_weight: Callable[[str], torch.Tensor | None] | None = None,
+    base_weight: BaseWeight | None = None,
 ) -> Adapter:
     """Raises AdapterError. PEFT saves an adapted embedding (or head) with a copy of the base's own
     weight; `base_weight(module)` gives ours to compare, without it such a file is refused."""
-    config = read_peft_config(path / "adapter_config.json")
-    weights = path / WEIGHTS_FILE
-    if not weights.is_file():
-        raise AdapterError(_no_weights_reason(path))
-    header = read_header(weights)
-    targets = targets_by_module(sites)
+    config = read_peft_config(path)
+    try:
+        with open_regular(path / WEIGHTS_FILE) as file:
+            modules = _read_modules(
+                read_header(file, WEIGHTS_FILE),
+                targets_by_module(sites),
+                config,
+                max_rank,
+                base_weight,
+            )
+    except FileNotFoundError:
+        raise AdapterError(_no_weights_reason(path)) from None
+    except OSError as error:
+        raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
+    return Adapter(
+        digest=digest,
+        rank=max(weights.rank for weights in modules.values()),
+        modules=modules,
+        num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
+        is_noop=not any(bool(w.a.any()) and bool(w.b.any()) for w in modules.values()),
+    )
+
+
+def _read_modules(
+    file: TensorFile,
+    targets: Mapping[str, Target],
+    config: PeftConfig,
+    max_rank: int,
+    base_weight: BaseWeight | None,
+) -> dict[str, ModuleWeights]:
+    """All that the header can tell is checked before any tensor is read."""
     pairs: dict[str, dict[str, str]] = {}  # module -> {"A": key, "B": key}
     copies: dict[str, str] = {}  # module -> key
-    for key in header:
+    for key in file.entries:
         copy = _BASE_COPY.fullmatch(key)
         if copy is not None and copy["module"] in targets:
             copies[copy["module"]] = key
@@ -78,51 +106,45 @@ def read_adapter(
         pairs[module][half] = key
     _check_complete(pairs, targets, config)
     for module, keys in pairs.items():
-        _check_shapes(targets[module], header[keys["A"]], header[keys["B"]], config, max_rank)
-    try:
-        with safe_open(weights, framework="pt") as file:
-            for module, key in copies.items():
-                _check_base_copy(module, file.get_tensor(key), base_weight)
-            modules = {
-                module: _module_weights(
-                    file.get_tensor(pairs[module]["A"]),
-                    file.get_tensor(pairs[module]["B"]),
-                    module,
-                    config.scale_of(module),
-                )
-                for module in targets
-                if module in pairs
-            }
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error}") from None
-    return Adapter(
-        digest=digest,
-        rank=max(weights.rank for weights in modules.values()),
-        modules=modules,
-        num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
-        is_noop=not any(bool(w.a.any()) and bool(w.b.any()) for w in modules.values()),
-    )
+        a, b = file.entries[keys["A"]], file.entries[keys["B"]]
+        _check_shapes(targets[module], a, b, config, max_rank)
+    for module, key in copies.items():
+        _check_base_copy(module, file, key, base_weight)
+    return {
+        module: _module_weights(
+            file.read(pairs[module]["A"]),
+            file.read(pairs[module]["B"]),
+            module,
+            config.scale_of(module),
+        )
+        for module in targets
+        if module in pairs
+    }
 
 
 def _no_weights_reason(path: Path) -> str:
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
     if pickles:
-        return f"the weights are a pickle ({pickles[0]}), which is never read: save as safetensors"
+        return (
+            f"the weights are a pickle ({shown(pickles[0])}), which is never read: save as "
+            "safetensors"
+        )
     return f"the folder has no {WEIGHTS_FILE}"
 
 
 def _parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
     match = _KEY.fullmatch(key)
     if match is None:
-        raise AdapterError(f"tensor {key} {_reason_for_key(key)}")
+        raise AdapterError(f"tensor {shown(key)} {_reason_for_key(key)}")
     module = match["module"]
     if module not in targets:
         raise AdapterError(
-            f"tensor {key} matches nothing: the base has no module {module} that can be adapted"
+            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
+            "be adapted"
         )
     kind = "linear" if match["linear"] else "embedding"
     if targets[module].site.kind != kind:
-        raise AdapterError(f"tensor {key} is of the {kind} form, {module} is not")
+        raise AdapterError(f"tensor {shown(key)} is of the {kind} form, {module} is not")
     return module, match["linear"] or match["embedding"]
 
 
@@ -171,7 +193,8 @@ def _check_shapes(
         raise AdapterError(f"{module} has rank {rank}, allowed are 1 to {max_rank}")
     if rank != config.rank_of(module):
         raise AdapterError(
-            f"{module} has rank {rank}, adapter_config.json says {config.rank_of(module)}"
+            f"{module} has rank {rank}, adapter_config.json says "
+            f"{shown_value(config.rank_of(module))}"
         )
     if in_features != target.site.in_features:
         raise AdapterError(
@@ -186,7 +209,7 @@ def _check_shapes(
 
 
 def _check_base_copy(
-    module: str, copy: torch.Tensor, base_weight: Callable[[str], torch.Tensor | None] | None
+    module: str, file: TensorFile, key: str, base_weight: BaseWeight | None
 ) -> None:
     base = base_weight(module) if base_weight is not None else None
     if base is None:
@@ -194,11 +217,13 @@ def _check_base_copy(
             f"the file holds a copy of the base's weight of {module} that cannot be compared; save "
             "with save_embedding_layers=False"
         )
-    if copy.shape != base.shape:
+    shape = file.entries[key].shape  # judged before it is read: it may claim any size
+    if shape != base.shape:
         raise AdapterError(
-            f"the file's copy of the base's {module} has shape {list(copy.shape)}, the base has "
+            f"the file's copy of the base's {module} has shape {list(shape)}, the base has "
             f"{list(base.shape)}"
         )
+    copy = file.read(key)
     coarser = max(copy.dtype, base.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     if not torch.equal(copy.to(coarser), base.to("cpu", coarser)):
         raise AdapterError(

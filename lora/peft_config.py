@@ -7,20 +7,23 @@ file's text only: no tensors, and module names are those of the sites it is aske
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lora.errors import AdapterError
+from lora.patterns import Limits, NameList, Pattern, PatternTable, compile_pattern
 from lora.sites import Site
+from lora.untrusted import open_regular, parse_object, read_up_to, shown, shown_value
 
+T = TypeVar("T")
+_NAME = "adapter_config.json"
 _MAX_BYTES = 1024 * 1024
-_MAX_PATTERN = 4096  # characters; patterns of hundreds of alternatives are real
-_MAX_UNBOUNDED = 8  # of *, + and {n,} in one pattern: backtracking grows with their number
-_NESTED_REPEAT = re.compile(r"[*+}]\)(?:[*+]|\{\d*,)")
+_MAX_LAYER_PATTERNS = 64
+_LAYERS_NAME = re.compile(r"[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*", re.ASCII)
 
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
 _UNSUPPORTED = {
@@ -48,33 +51,32 @@ _UNSUPPORTED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 class PeftConfig:
     rank: int
     alpha: float
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    ranks: PatternTable[int]
+    alphas: PatternTable[float]
     use_rslora: bool
-    target_modules: str | tuple[str, ...]  # a regular expression, or names
-    exclude_modules: str | tuple[str, ...]
-    layers_to_transform: tuple[int, ...]
+    target_modules: Pattern | NameList | None  # None: all linear ones but the head
+    exclude_modules: Pattern | NameList
+    layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.rank)
+        return self.ranks.find(module, self.rank)
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha)
+        alpha = self.alphas.find(module, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, site: Site, module: str) -> bool:
-        if self.exclude_modules and _names(self.exclude_modules, module):
+        if self.exclude_modules and self.exclude_modules.matches(module):
             return False
-        if isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear":
+        if self.target_modules is None:
             return site.kind == "linear" and site.name != "lm_head"
-        if not _names(self.target_modules, module):
+        if not self.target_modules.matches(module):
             return False
-        exact = not isinstance(self.target_modules, str) and module in self.target_modules
-        if exact or isinstance(self.target_modules, str) or not self.layers_to_transform:
+        if isinstance(self.target_modules, Pattern) or not self.layers_to_transform:
             return True
-        return self._layer_of(module) in self.layers_to_transform
+        return self.target_modules.has(module) or self._layer_of(module) in self.layers_to_transform
 
     def _layer_of(self, module: str) -> int | None:
         patterns = [rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\." for p in self.layers_pattern]
@@ -85,149 +87,132 @@ class PeftConfig:
         return None
 
 
-def read_peft_config(path: Path) -> PeftConfig:
-    fields = _read_json(path)
+def read_peft_config(folder: Path) -> PeftConfig:
+    fields = _read_json(folder)
     _refuse_unsupported(fields)
-    rank = fields.get("r")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise AdapterError(f"adapter_config.json: r must be an integer of at least 1, not {rank!r}")
-    layers = fields.get("layers_to_transform")
+    _refuse_what_peft_does(fields)
+    limits = Limits()
+    targets = fields.get("target_modules")
+    if not targets:
+        raise AdapterError(f"{_NAME} names no target_modules")
+    is_all = isinstance(targets, str) and targets.lower() == "all-linear"
     return PeftConfig(
-        rank=rank,
+        rank=_rank(fields.get("r"), f"{_NAME}: r"),
         alpha=_number(fields.get("lora_alpha"), "lora_alpha"),
-        rank_pattern=_rank_pattern(fields.get("rank_pattern")),
-        alpha_pattern={
-            key: _number(value, f"alpha_pattern[{key!r}]")
-            for key, value in _patterns(fields.get("alpha_pattern"), "alpha_pattern").items()
-        },
+        ranks=_table(fields.get("rank_pattern"), "rank_pattern", _rank, limits),
+        alphas=_table(fields.get("alpha_pattern"), "alpha_pattern", _number, limits),
         use_rslora=_boolean(fields.get("use_rslora"), "use_rslora"),
-        target_modules=_target_modules(fields.get("target_modules")),
-        exclude_modules=_module_names(fields.get("exclude_modules"), "exclude_modules"),
-        layers_to_transform=_layers(layers),
+        target_modules=None if is_all else _module_names(targets, "target_modules", limits),
+        exclude_modules=_module_names(fields.get("exclude_modules"), "exclude_modules", limits),
+        layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
     )
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(folder: Path) -> dict[str, object]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
+        with open_regular(folder / _NAME) as file:
+            text = read_up_to(file, _MAX_BYTES + 1)
     except FileNotFoundError:
-        raise AdapterError("the folder has no adapter_config.json") from None
+        raise AdapterError(f"the folder has no {_NAME}") from None
     except OSError as error:
-        raise AdapterError(f"adapter_config.json cannot be read: {error.strerror}") from None
+        raise AdapterError(f"{_NAME} cannot be read: {error.strerror}") from None
     if len(text) > _MAX_BYTES:
-        raise AdapterError(f"adapter_config.json is larger than {_MAX_BYTES} bytes")
-    try:
-        fields: object = json.loads(text)
-    except (ValueError, RecursionError):
-        raise AdapterError("adapter_config.json is not valid JSON") from None
-    if not isinstance(fields, dict):
-        raise AdapterError("adapter_config.json is not a JSON object")
-    return fields
+        raise AdapterError(f"{_NAME} is larger than {_MAX_BYTES} bytes")
+    return parse_object(text, _NAME)
 
 
 def _refuse_unsupported(fields: dict[str, object]) -> None:
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise AdapterError(f"peft_type is {kind!r}, only 'LORA' is served")
+        raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served")
     for name, words in _UNSUPPORTED.items():
         if fields.get(name):
             raise AdapterError(f"the adapter uses {words}, which is not supported")
     bias = fields.get("bias", "none")
     if bias != "none":
-        raise AdapterError(f"the adapter trains biases (bias is {bias!r}), which is not supported")
+        raise AdapterError(
+            f"the adapter trains biases (bias is {shown_value(bias)}), which is not supported"
+        )
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_UNSUPPORTED_INITS):
         raise AdapterError(
-            f"init_lora_weights is {init!r}: such an adapter fits a changed base; save it with "
-            "PEFT's path_initial_model_for_weight_conversion"
+            f"init_lora_weights is {shown_value(init)}: such an adapter fits a changed base; save "
+            "it with PEFT's path_initial_model_for_weight_conversion"
         )
 
 
-def _target_modules(value: object) -> str | tuple[str, ...]:
-    names = _module_names(value, "target_modules")
-    if not names:
-        raise AdapterError("adapter_config.json names no target_modules")
-    return names
+def _refuse_what_peft_does(fields: dict[str, object]) -> None:
+    """PEFT raises for these, so nobody can have trained with them."""
+    has_pattern = isinstance(fields.get("target_modules"), str)
+    for name in ("layers_to_transform", "layers_pattern"):
+        if has_pattern and fields.get(name) is not None:
+            raise AdapterError(f"{name} cannot be used when target_modules is a pattern")
+    if fields.get("layers_pattern") and fields.get("layers_to_transform") is None:
+        raise AdapterError("layers_pattern without layers_to_transform says nothing")
 
 
-def _module_names(value: object, field: str) -> str | tuple[str, ...]:
+def _module_names(value: object, field: str, limits: Limits) -> Pattern | NameList:
     if value is None:
-        return ()
+        return NameList(frozenset())
     if isinstance(value, str):
-        return value if value.lower() == "all-linear" else _pattern(value, field)
+        return compile_pattern(value, field, limits)
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return tuple(value)
+        return NameList(frozenset(value))
     raise AdapterError(f"{field} is neither a list of names nor a regular expression")
 
 
-def _rank_pattern(value: object) -> dict[str, int]:
-    ranks: dict[str, int] = {}
-    for key, rank in _patterns(value, "rank_pattern").items():
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise AdapterError(f"rank_pattern[{key!r}] must be an integer of at least 1")
-        ranks[key] = rank
-    return ranks
-
-
-def _patterns(value: object, field: str) -> dict[str, object]:
+def _table(
+    value: object, field: str, parse: Callable[[object, str], T], limits: Limits
+) -> PatternTable[T]:
     if value is None:
-        return {}
+        value = {}
     if not isinstance(value, dict):
         raise AdapterError(f"{field} is not a JSON object")
-    return {_pattern(key, field): item for key, item in value.items()}
+    values = {key: parse(item, f"{field}['{shown(key)}']") for key, item in value.items()}
+    return PatternTable(values, field, limits)
 
 
-def _pattern(value: str, field: str) -> str:
-    """A regular expression of the adapter's, refused where matching it could take for ever."""
-    unbounded = len(re.findall(r"[*+]\??|\{\d*,\}", value))
-    if len(value) > _MAX_PATTERN or unbounded > _MAX_UNBOUNDED or _NESTED_REPEAT.search(value):
-        raise AdapterError(f"{field}: the regular expression {value[:80]!r} is too complex")
-    try:
-        re.compile(value)
-    except (re.error, RecursionError, OverflowError):
-        raise AdapterError(f"{field}: {value[:80]!r} is not a regular expression") from None
-    return value
-
-
-def _layers(value: object) -> tuple[int, ...]:
+def _layers(value: object) -> frozenset[int]:
     if value is None:
-        return ()
+        return frozenset()
     layers = value if isinstance(value, list) else [value]
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
         raise AdapterError("layers_to_transform is neither an integer nor a list of integers")
-    return tuple(layers)
+    return frozenset(layers)
 
 
 def _layers_pattern(value: object) -> tuple[str, ...]:
-    names = _module_names(value, "layers_pattern")
-    if isinstance(names, str):
-        return (names,) if names else ()
-    return tuple(_pattern(name, "layers_pattern") for name in names)
+    """Which of several ways to match PEFT takes would matter here, so only names are served."""
+    names = [value] if isinstance(value, str) and value else value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise AdapterError("layers_pattern is neither a name nor a list of names")
+    if len(names) > _MAX_LAYER_PATTERNS:
+        raise AdapterError(f"layers_pattern has {len(names)} names, at most 64 are taken")
+    for name in names:
+        if len(name) > 128 or not _LAYERS_NAME.fullmatch(name):
+            raise AdapterError(f"layers_pattern: {shown(name)} is not the name of a list of layers")
+    return tuple(names)
+
+
+def _rank(value: object, field: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise AdapterError(f"{field} must be an integer of at least 1, not {shown_value(value)}")
+    return value
 
 
 def _number(value: object, field: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise AdapterError(f"{field} must be a finite number, not {value!r}")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise AdapterError(f"{field} must be a finite number, not {shown_value(value)}")
 
 
 def _boolean(value: object, field: str) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise AdapterError(f"{field} must be true or false, not {value!r}")
+        raise AdapterError(f"{field} must be true or false, not {shown_value(value)}")
     return bool(value)
-
-
-def _names(targets: str | Sequence[str], module: str) -> bool:
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets)
-
-
-def _pattern_key(patterns: dict[str, int] | dict[str, float], module: str) -> str:
-    """The first pattern that matches the end of the name, from a dot or the start on."""
-    for key in patterns:
-        if re.match(rf"(.*\.)?({key})$", module):
-            return key
-    return module

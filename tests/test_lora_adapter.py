@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from lora.adapter import Adapter, read_adapter
 from lora.errors import AdapterError
+from lora.header import read_header
 from lora.sites import Site, Slice
+from lora.untrusted import open_regular
 
 HIDDEN, KV, INNER, VOCAB, LAYERS = 16, 8, 24, 32, 2
 Tensors = dict[str, torch.Tensor]
@@ -274,8 +277,19 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"rank_pattern": {"q_proj": -1}}, "rank_pattern['q_proj'] must be an integer"),
     ({"rank_pattern": [1]}, "rank_pattern is not a JSON object"),
     ({"alpha_pattern": {"(": 1}}, "is not a regular expression"),
-    ({"alpha_pattern": {"(a+)+b": 1}}, "too complex"),
-    ({"target_modules": "(.*.*)*x"}, "too complex"),
+    ({"alpha_pattern": {r"(a+)\1b": 1}}, "\\1 is not supported"),
+    ({"alpha_pattern": {"a" * 5000 + "*": 1}}, "are too many"),
+    ({"alpha_pattern": {"q_proj": 10**400}}, "must be a finite number, not 1000"),
+    ({"lora_alpha": 10**400}, "lora_alpha must be a finite number, not 1000"),
+    (
+        {"target_modules": "(.*.*)*x", "layers_to_transform": None},
+        "which target_modules does not name",
+    ),
+    ({"rank_pattern": {f"m{i}": 1 for i in range(5000)}}, "rank_pattern has 5000 keys"),
+    ({"layers_pattern": "(.*)*x"}, "is not the name of a list of layers"),
+    ({"layers_pattern": "layers", "layers_to_transform": None}, "without layers_to_transform"),
+    ({"target_modules": "q_proj"}, "cannot be used when target_modules is a pattern"),
+    ({"peft_type": ["x"] * 100_000}, "peft_type is a list of 100000"),
     ({"target_modules": None}, "names no target_modules"),
     ({"target_modules": 3}, "neither a list of names"),
     ({"target_modules": ["q_proj", "o_proj"]}, "the file has no tensors for it"),
@@ -284,7 +298,7 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), BAD_CONFIGS, ids=str)
+@pytest.mark.parametrize(("change", "reason"), BAD_CONFIGS, ids=lambda value: ascii(value)[:60])
 def test_bad_configurations_are_refused(
     change: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
@@ -327,6 +341,23 @@ BAD_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "header not JSON": (lambda _: header_file(b"{nonsense"), "not valid JSON"),
     "header nested": (lambda _: header_file(b"[" * 100000), "not valid JSON"),
+    "header names a tensor twice": (
+        lambda _: header_file(b'{"x": {}, "x": {}}'),
+        "its header names x twice",
+    ),
+    "header in UTF-16": (lambda _: header_file("{}".encode("utf-16")), "not valid JSON"),
+    "notes that are none": (
+        lambda _: tensor_file({"__metadata__": 3}, 0),
+        "the __metadata__ of its header",
+    ),
+    "header of 9 MB": (
+        lambda _: header_file(b'{"x": [' + b"[]," * 3_000_000 + b"1]}"),
+        "its header claims 9000010 bytes",
+    ),
+    "type of a hundred levels": (
+        lambda _: header_file(b'{"x": {"dtype": ' + b"[" * 100 + b"]" * 100 + b"}}"),
+        "tensor x has type a list of 1",
+    ),
     "header a list": (lambda _: header_file(b"[]"), "not a JSON object"),
     "entry a number": (lambda _: tensor_file({"x": 1}, 0), "tensor x has type None"),
     "one byte short": (lambda good: good[:-1], "is truncated"),
@@ -395,6 +426,93 @@ def test_a_configuration_that_is_none_is_refused(
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_no_file_of_the_folder_is_refused_and_never_waited_for(
+    name: str, tmp_path: Path
+) -> None:
+    other = write(tmp_path / "other", good_tensors())
+    makers: dict[str, Callable[[Path], object]] = {
+        "is a link that leaves the folder": lambda path: path.symlink_to(other / name),
+        "link that leaves": lambda path: path.symlink_to("/dev/zero"),
+        "is a link to nothing": lambda path: path.symlink_to("no-such-file"),
+        "is not a regular file": os.mkfifo,
+        "not a regular": Path.mkdir,
+    }
+    for number, (reason, make) in enumerate(makers.items()):
+        folder = write(tmp_path / str(number), good_tensors())
+        (folder / name).unlink()
+        make(folder / name)
+        with pytest.raises(AdapterError, match=f"{name} .*{reason}"):
+            read(folder)
+
+
+def test_links_within_the_folder_and_into_the_hubs_blobs_are_followed(tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    folder = write(tmp_path / "snapshots" / "0123", good_tensors())
+    (folder / "adapter_config.json").rename(blobs / "a")
+    (folder / "adapter_config.json").symlink_to("../../blobs/a")
+    (folder / "adapter_model.safetensors").rename(folder / "real")
+    (folder / "adapter_model.safetensors").symlink_to("real")
+    assert read(folder).rank == 4
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "\ud800", "no/such/folder"])
+def test_a_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        read(Path(path))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """A mapping of it would end the process."""
+    path = tmp_path / "weights"
+    entries: dict[str, object] = {"x": entry([0, 4000], [1000])}
+    path.write_bytes(tensor_file(entries, 4000))
+    with open_regular(path) as file:
+        tensors = read_header(file, "weights")
+        os.truncate(path, 100)
+        with pytest.raises(AdapterError, match="became shorter"):
+            tensors.read("x")
+
+
+def test_a_copy_of_the_base_that_claims_a_terabyte_is_refused_by_its_shape(tmp_path: Path) -> None:
+    file = write(tmp_path, good_tensors()) / "adapter_model.safetensors"
+    columns = 10**12 // 64
+    entries: dict[str, object] = {
+        f"{Q0}.lora_A.weight": entry([0, 256], [4, HIDDEN]),
+        f"{Q0}.lora_B.weight": entry([256, 512], [HIDDEN, 4]),
+        "base_model.model.lm_head.base_layer.weight": entry(
+            [512, 512 + 64 * columns], [16, columns]
+        ),
+    }
+    raw = tensor_file(entries, 512)
+    file.write_bytes(raw)
+    os.truncate(file, len(raw) + 64 * columns)
+    with pytest.raises(AdapterError, match="has shape"):
+        read(tmp_path, base=make_base())
+
+
+def test_a_reason_is_short_and_printable_whatever_the_file_says(tmp_path: Path) -> None:
+    for name in ("a\nINFO all is well\x1b[2J", "\ud800", "\u202eevil", "x" * 100_000):
+        tensors: dict[str, object] = {name: entry([0, 4], [1])}
+        (write(tmp_path, good_tensors()) / "adapter_model.safetensors").write_bytes(
+            tensor_file(tensors, 4)
+        )
+        with pytest.raises(AdapterError) as refusal:
+            read(tmp_path)
+        reason = str(refusal.value)
+        assert reason.isascii()
+        assert reason.isprintable()
+        assert len(reason) < 400
+
+
+def test_a_field_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, good_tensors()) / "adapter_config.json"
+    path.write_text('{"r": 8, ' + path.read_text()[1:])
+    with pytest.raises(AdapterError, match=r"adapter_config\.json names r twice"):
         read(tmp_path)
 
 

@@ -1,0 +1,108 @@
+"""Files that anybody may have written: opened, parsed and quoted with care.
+
+A file is opened only if it is a regular one of its folder: no link that leaves it, no pipe, no
+device. JSON is taken in one reading only: UTF-8, no key twice. What a reason quotes is short and
+printable, for it ends in logs and answers. Knows no adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+
+from lora.errors import AdapterError
+
+_MAX_SHOWN = 160  # characters
+
+
+def open_regular(path: Path) -> FileIO:
+    """Unbuffered. FileNotFoundError: there is nothing of that name; else AdapterError."""
+    name = path.name
+    try:
+        if not os.path.lexists(path):
+            raise FileNotFoundError(name)
+        real = path.resolve(strict=True)
+        if not _is_inside(real, path.parent.resolve(strict=True)):
+            raise AdapterError(f"{name} is a link that leaves the folder")
+        # Not blocking: a pipe would wait for its writer.
+        descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if os.path.lexists(path):
+            raise AdapterError(f"{name} is a link to nothing") from None
+        raise
+    except OSError as error:
+        raise AdapterError(f"{name} cannot be read: {error.strerror}") from None
+    except RuntimeError:  # what a loop of links is to Python 3.11 and 3.12
+        raise AdapterError(f"{name} is a link to itself") from None
+    except ValueError:
+        raise AdapterError(f"{name} cannot be read: its path is none") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise AdapterError(f"{name} is not a regular file")
+    return FileIO(descriptor)
+
+
+def read_up_to(file: FileIO, num_bytes: int) -> bytes:
+    """So many, fewer where the file ends."""
+    parts: list[bytes] = []
+    while num_bytes and (part := file.read(num_bytes)):
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
+
+
+def parse_object(text: bytes, name: str) -> dict[str, object]:
+    """`name`: what a refusal calls the text."""
+    try:
+        value: object = json.loads(text.decode(), object_pairs_hook=_no_key_twice)
+    except _KeyTwice as error:
+        raise AdapterError(f"{name} names {shown(error.key)} twice") from None
+    except (ValueError, RecursionError):
+        raise AdapterError(f"{name} is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise AdapterError(f"{name} is not a JSON object")
+    return value
+
+
+def shown(text: str) -> str:
+    """A name as it is where that is harmless, else escaped and cut."""
+    if len(text) <= _MAX_SHOWN and text.isascii() and text.isprintable():
+        return text
+    short = ascii(text[:_MAX_SHOWN])
+    return short if len(text) <= _MAX_SHOWN else f"{short}... ({len(text)} characters)"
+
+
+def shown_value(value: object) -> str:
+    """A JSON value; of a list or an object only that it is one."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)}"
+    text = ascii(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
+class _KeyTwice(ValueError):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _no_key_twice(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _KeyTwice(key)
+        found[key] = value
+    return found
+
+
+def _is_inside(real: Path, folder: Path) -> bool:
+    if real.is_relative_to(folder):
+        return True
+    # Hugging Face's cache: snapshots/<revision>/ holds links into blobs/.
+    return folder.parent.name == "snapshots" and real.is_relative_to(folder.parent.parent / "blobs")

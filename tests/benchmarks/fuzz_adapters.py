@@ -148,7 +148,7 @@ class Bench:
     async def _judge_accepted(self, case: Case, digest: str) -> tuple[str, str]:
         if case.expected.verdict == "refused":
             return "accepted_wrongly", f"not refused for {case.expected.words}"
-        is_unchanged = case.expected.verdict == "unchanged"
+        is_unchanged = case.expected.verdict in ("unchanged", "unchanged or refused")
         source = case.template if is_unchanged else case.folder
         try:
             model = await asyncio.to_thread(self._oracle.load, source)

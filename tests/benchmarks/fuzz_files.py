@@ -21,9 +21,10 @@ Json = dict[str, object]
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """What must come of a mutated folder. PEFT is the oracle of what is accepted ("accepted" or
-    "either"); "unchanged" is the adapter that the template is, though PEFT could not say so."""
+    "either"); "unchanged" is the adapter that the template is, though PEFT could not say so, and
+    "unchanged or refused" the same where a refusal is right too."""
 
-    verdict: Literal["refused", "accepted", "either", "unchanged"]
+    verdict: Literal["refused", "accepted", "either", "unchanged", "unchanged or refused"]
     words: str = ""  # a regular expression that the reason of a refusal must contain
 
 
@@ -34,6 +35,7 @@ def refused(words: str = "") -> Expectation:
 ACCEPTED = Expectation("accepted")
 EITHER = Expectation("either")
 UNCHANGED = Expectation("unchanged")
+UNCHANGED_OR_REFUSED = Expectation("unchanged or refused")
 
 
 class AdapterFiles:

@@ -285,7 +285,7 @@ def header_of_another_form(files: AdapterFiles, rng: random.Random) -> Expectati
         good.encode()[:-1] + b', "__metadata__": {"format": [1]}}',
     )
     files.write_header(rng.choice(texts))
-    return refused("header|type|no LoRA tensors")
+    return refused("header|type|no LoRA tensors|belong to no tensor")
 
 
 def harmless_header(files: AdapterFiles, rng: random.Random) -> Expectation:

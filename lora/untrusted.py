@@ -38,8 +38,6 @@ def open_regular(path: Path) -> FileIO:
         raise AdapterError(f"{name} cannot be read: {error.strerror}") from None
     except RuntimeError:  # what a loop of links is to Python 3.11 and 3.12
         raise AdapterError(f"{name} is a link to itself") from None
-    except ValueError:
-        raise AdapterError(f"{name} cannot be read: its path is none") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise AdapterError(f"{name} is not a regular file")

@@ -33,7 +33,7 @@ from tests.benchmarks.fuzz_configs import CONFIG_MUTATIONS
 from tests.benchmarks.fuzz_files import AdapterFiles, Expectation, Mutation
 from tests.benchmarks.fuzz_folders import CANARY, FOLDER_MUTATIONS
 from tests.benchmarks.fuzz_guard import ANSWER_TOKENS, PROMPTS, Guard
-from tests.benchmarks.fuzz_judge import Finding, Oracle, Reader, difference, factors, read
+from tests.benchmarks.fuzz_judge import Finding, Judge, Oracle, Reader, difference, factors, read
 from tests.benchmarks.fuzz_weights import WEIGHT_MUTATIONS
 from tests.benchmarks.report import Report, spread
 from tests.engine_helpers import make_adapter, make_base
@@ -100,11 +100,9 @@ def fault_of_reason(reason: str, folder: Path, words: str) -> str | None:
 
 
 class Bench:
-    def __init__(self, root: Path, base: Path, templates: list[Path]) -> None:
-        self._root = root
+    def __init__(self, base: Path, templates: list[Path], judge: Judge) -> None:
         self._base = base
-        self._templates = templates
-        self._reader = Reader(base)
+        self._reader = judge
         self._oracle = Oracle(base)
         self.guard = Guard(base, templates[1])
         self.seconds: list[float] = []
@@ -183,10 +181,11 @@ async def run(count: int, seed: int, report: Report) -> bool:
     with tempfile.TemporaryDirectory(prefix="loraplex-fuzz-") as folder:
         root = Path(folder)
         base = make_base(root / "base", tie_word_embeddings=False)
-        bench = Bench(root, base, make_templates(root, base))
+        templates = make_templates(root, base)
+        bench = Bench(base, templates, Reader(base))
         await bench.guard.start()
         try:
-            for case in make_cases(root, bench._templates, count, seed):
+            for case in make_cases(root, templates, count, seed):
                 column, why = await bench.judge(case)
                 counts[case.group][column] += 1
                 if column in WRONG:

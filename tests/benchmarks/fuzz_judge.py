@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from peft import PeftModel
@@ -41,6 +41,11 @@ class Finding:
     reason: str = ""
     seconds: float = 0.0
     grown_bytes: int = 0
+
+
+class Judge(Protocol):
+    def judge(self, folder: Path) -> Finding: ...
+    def close(self) -> None: ...
 
 
 class Reader:

@@ -160,6 +160,7 @@ def test_adapter_without_a_registered_base_is_named_and_found_later(
     [
         ("adapter_config.json", "{", "no JSON"),
         ("adapter_config.json", "[]", "no JSON object"),
+        ("adapter_config.json", "[" * 100_000, "no JSON"),
         ("adapter_config.json", '{"r": "many"}', "no rank"),
         ("adapter_model.safetensors", None, "no weights in the safetensors format"),
     ],

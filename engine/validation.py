@@ -15,9 +15,9 @@ import torch
 
 from engine.errors import UnsupportedModelError
 from engine.json_values import read_json
-from engine.model_config import lora_sites, read_model_config
+from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weights import expected_shapes, read_tensor, stream_tensors
-from lora.adapter import read_adapter
+from lora.adapter import Adapter, read_adapter
 
 MAX_RANK = 512
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -69,14 +69,7 @@ def check_base(folder: Path) -> BaseReport:
 
 def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
     """Raises AdapterError with the reason, UnsupportedModelError for the base's folder."""
-    config = read_model_config(base_folder)
-
-    def base_weight(module: str) -> torch.Tensor | None:
-        if module == "lm_head" and config.ties_embeddings:
-            module = "model.embed_tokens"
-        return read_tensor(base_folder, f"{module}.weight")
-
-    adapter = read_adapter(folder, "", lora_sites(config), MAX_RANK, base_weight)
+    adapter = read_checked(folder, "", base_folder, read_model_config(base_folder))
     warnings = []
     if adapter.is_noop:
         warnings.append("the adapter changes nothing: every lora_B or lora_A is zero")
@@ -88,6 +81,17 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
         is_noop=adapter.is_noop,
         warnings=tuple(warnings),
     )
+
+
+def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:
+    """As the engine reads it; of the base only what the adapter's file holds a copy of."""
+
+    def base_weight(module: str) -> torch.Tensor | None:
+        if module == "lm_head" and config.ties_embeddings:
+            module = "model.embed_tokens"
+        return read_tensor(base_folder, f"{module}.weight")
+
+    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base_weight)
 
 
 def _has_chat_template(folder: Path) -> bool:

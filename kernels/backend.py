@@ -7,6 +7,8 @@ nothing of the ops.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -25,6 +27,17 @@ def allow_triton(allowed: bool) -> None:
     """Process-wide, as the device is: a process runs one engine. False: `backend: reference`."""
     global _allows_triton
     _allows_triton = allowed
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Every op its torch reference for a while, whatever was allowed before."""
+    before = _allows_triton
+    allow_triton(False)
+    try:
+        yield
+    finally:
+        allow_triton(before)
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:

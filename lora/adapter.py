@@ -53,6 +53,34 @@ class Adapter:
     is_noop: bool  # it changes nothing: an untrained adapter has B = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TensorMatch:
+    """Which tensors of the file belong to a module of the base."""
+
+    num_matched: int
+    unmatched: tuple[str, ...]  # the reason for each of the others
+
+
+def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
+    """From the file's header alone, for those who want to know all that is wrong with it; one
+    unmatched tensor is enough for `read_adapter` to refuse. Raises AdapterError."""
+    weights = path / WEIGHTS_FILE
+    if not weights.is_file():
+        raise AdapterError(_no_weights_reason(path))
+    targets = targets_by_module(sites)
+    reasons: list[str] = []
+    header = read_header(weights)
+    for key in header:
+        copy = _BASE_COPY.fullmatch(key)
+        if copy is not None and copy["module"] in targets:
+            continue
+        try:
+            _parse_key(key, targets)
+        except AdapterError as error:
+            reasons.append(str(error))
+    return TensorMatch(len(header) - len(reasons), tuple(reasons))
+
+
 def read_adapter(
     path: Path,
     digest: str,

@@ -1,0 +1,206 @@
+"""Proof that an adapter does something to its base, and what it costs to load.
+
+Reads the folder as the engine does, measures the delta of every module from A and B alone, loads
+the adapter into a pool of its own and, where the caller gives prompts, runs the base with and
+without it (`engine.probe`). Knows no registry and no text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engine.effect_report import EffectReport, LoadCost, LogitChange, ModuleNorm, ProbePlan, judge
+from engine.errors import EngineMemoryError, UnsupportedModelError
+from engine.host_memory import available_bytes, peak_of
+from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.probe import Probe, base_norms, scratch_bytes
+from engine.validation import read_checked
+from engine.weights import expected_shapes, load_weights
+from kernels.backend import reference_only
+from lora.adapter import Adapter, TensorMatch, match_tensors
+from lora.errors import AdapterError
+from lora.norms import delta_norm
+from lora.page_image import PAGE_ROWS, PageLayout
+from lora.pool import AdapterPool
+from lora.sites import Site, targets_by_module
+
+MAX_PROMPT_TOKENS = 256
+
+Device = Literal["auto", "cpu", "cuda"]
+Prompts = Sequence[Sequence[int]]  # token ids
+
+
+def plan_probe(base_folder: Path, device: Device = "auto") -> ProbePlan:
+    """`auto`: a CUDA device with room for the base, else the CPU. The types are those that serving
+    takes by default: what vanishes in bfloat16 there has no effect."""
+    config = read_model_config(base_folder)
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise UnsupportedModelError("device is cuda: torch finds no CUDA device")
+    if device != "cpu" and has_cuda:
+        plan = _plan(config, "cuda", torch.bfloat16, torch.cuda.mem_get_info()[0])
+        if plan.fits or device == "cuda":
+            return plan
+    return _plan(config, "cpu", torch.float32, available_bytes())
+
+
+def examine(
+    folder: Path,
+    digest: str,
+    base_folder: Path,
+    plan: ProbePlan,
+    prompts: Prompts | None,
+    why_unprobed: str = "",
+) -> EffectReport:
+    """`prompts`: None leaves the base alone; then the verdict says why. An adapter that the engine
+    refuses is a verdict too; a base that it refuses is an UnsupportedModelError."""
+    started_s = time.perf_counter()
+    config = read_model_config(base_folder)
+    sites = lora_sites(config)
+    match = TensorMatch(0, ())
+    try:
+        match = match_tensors(folder, sites)
+        with reference_only():
+            adapter, pool, cost = _load(folder, digest, base_folder, config, sites, plan)
+            logits, weights = (
+                (None, {})
+                if prompts is None
+                else _probe(config, base_folder, pool, plan, digest, prompts)
+            )
+    except AdapterError as error:
+        return _refused(str(error), match, sites, time.perf_counter() - started_s)
+    norms = _norms(adapter, sites, weights)
+    verdict, reason = judge(norms, logits, why_unprobed)
+    return EffectReport(
+        verdict=verdict,
+        reason=reason,
+        num_matched=match.num_matched,
+        unmatched=match.unmatched,
+        num_targets=len(targets_by_module(sites)),
+        norms=norms,
+        logits=logits,
+        load=cost,
+        probe=None if logits is None else plan,
+        seconds=time.perf_counter() - started_s,
+    )
+
+
+def _load(
+    folder: Path,
+    digest: str,
+    base_folder: Path,
+    config: ModelConfig,
+    sites: Sequence[Site],
+    plan: ProbePlan,
+) -> tuple[Adapter, AdapterPool, LoadCost]:
+    dtype = _torch_dtype(plan)
+    device = torch.device(plan.device)
+    layout = PageLayout(sites, dtype)
+
+    def read() -> tuple[Adapter, AdapterPool, float]:
+        start_s = time.perf_counter()
+        adapter = read_checked(folder, digest, base_folder, config)
+        read_s = time.perf_counter() - start_s
+        # As large as this adapter: made here, so that it is no part of the time.
+        num_pages = -(-adapter.rank // PAGE_ROWS)
+        host_bytes = 2 * num_pages * layout.max_image_bytes
+        pool = AdapterPool(sites, num_pages * layout.page_bytes, dtype, device, host_bytes)
+        start_s = time.perf_counter()
+        pool.insert(pool.pack(adapter))
+        return adapter, pool, read_s + time.perf_counter() - start_s
+
+    (adapter, pool, read_s), peak = peak_of(read)
+    start_s = time.perf_counter()
+    while not pool.acquire(digest):
+        pool.wait_pending()
+    cost = LoadCost(
+        device=plan.device,
+        dtype=plan.dtype,
+        num_pages=pool.num_pages,
+        page_bytes=pool.page_bytes,
+        host_bytes=pool.host_bytes_used,
+        read_s=read_s,
+        copy_s=time.perf_counter() - start_s,
+        peak_host_bytes=peak,
+    )
+    return adapter, pool, cost
+
+
+def _probe(
+    config: ModelConfig,
+    base_folder: Path,
+    pool: AdapterPool,
+    plan: ProbePlan,
+    digest: str,
+    prompts: Prompts,
+) -> tuple[LogitChange, dict[str, float]]:
+    if not plan.fits:
+        raise EngineMemoryError(f"the base cannot be run here: {plan.words()}")
+    limit = min(MAX_PROMPT_TOKENS, config.max_len)
+    cut = [tuple(prompt)[:limit] for prompt in prompts]
+    for prompt in cut:
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise UnsupportedModelError(
+                f"a probe prompt has no tokens, or one outside the {config.vocab_size} of the base"
+            )
+    weights = load_weights(base_folder, config, pool.dtype, pool.device)
+    logits = Probe(config, weights, pool).compare(digest, cut)
+    return logits, base_norms(weights, lora_sites(config))
+
+
+def _norms(
+    adapter: Adapter, sites: Sequence[Site], weights: dict[str, float]
+) -> tuple[ModuleNorm, ...]:
+    return tuple(
+        ModuleNorm(
+            module=module,
+            site=target.site.name,
+            rank=adapter.modules[module].rank,
+            delta=delta_norm(adapter.modules[module]),
+            base=weights.get(module),
+        )
+        for module, target in targets_by_module(sites).items()
+        if module in adapter.modules
+    )
+
+
+def _refused(
+    reason: str, match: TensorMatch, sites: Sequence[Site], seconds: float
+) -> EffectReport:
+    num_targets = len(targets_by_module(sites))
+    return EffectReport(
+        verdict="refused",
+        reason=reason,
+        num_matched=match.num_matched,
+        unmatched=match.unmatched,
+        num_targets=num_targets,
+        norms=(),
+        logits=None,
+        load=None,
+        probe=None,
+        seconds=seconds,
+    )
+
+
+def _plan(
+    config: ModelConfig, device: Literal["cpu", "cuda"], dtype: torch.dtype, available: int
+) -> ProbePlan:
+    num_parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    scratch = scratch_bytes(config, min(MAX_PROMPT_TOKENS, config.max_len))
+    return ProbePlan(
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=num_parameters,
+        needed_bytes=num_parameters * dtype.itemsize + scratch,
+        available_bytes=available,
+    )
+
+
+def _torch_dtype(plan: ProbePlan) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]

@@ -1,0 +1,173 @@
+"""What a check of an adapter's effect finds out, and the verdict: plain values and words.
+
+    refused     the engine would not load it
+    none        it changes nothing
+    non_finite  with it the model gives NaN or infinity
+    changes     it changes the logits of the probe prompts
+    unprobed    it should change something, but the base was not run
+
+Ignorant of tensors, of the registry and of text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["refused", "none", "non_finite", "changes", "unprobed"]
+
+# Below both a greedy answer is the base's, but for ties.
+_FAINT_KL = 1e-6
+_FAINT_LOGIT = 1e-2
+_LARGE_RATIO = 1.0  # a delta as large as the weight itself; trained ones have 0.001 to 0.2
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNorm:
+    module: str
+    site: str
+    rank: int
+    delta: float  # Frobenius norm of what the adapter adds to the weight
+    base: float | None  # of the weight itself; None if the base was not loaded
+
+    @property
+    def ratio(self) -> float | None:
+        return self.delta / self.base if self.base else None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChange:
+    """Adapter against base, at every position of every probe prompt."""
+
+    num_prompts: int
+    num_positions: int
+    num_non_finite: int  # positions whose logits with the adapter are not; left out of the rest
+    max_delta: float  # largest change of any logit
+    mean_delta: float  # of the absolute changes
+    mean_kl: float  # of the base's distribution to the adapter's, in nats
+    max_kl: float
+    argmax_changed: float  # share of positions
+    noise: float  # largest change between two runs of the base itself
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """Of this one adapter, from its files to the pool that serving reads."""
+
+    device: str
+    dtype: str
+    num_pages: int
+    page_bytes: int  # of one page in all sites
+    host_bytes: int  # kept in host memory
+    read_s: float  # read from disk, checked and packed
+    copy_s: float  # into its pages on the device
+    peak_host_bytes: int | None  # None where this system does not tell
+
+    @property
+    def device_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """Where the base would run, and whether it can."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    num_parameters: int
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.available_bytes
+
+    def words(self) -> str:
+        return (
+            f"the base has {self.num_parameters / 1e9:.2f} billion parameters, in {self.dtype} "
+            f"{self.needed_bytes / 1024**3:.1f} GiB, of which this machine's {self.device} has "
+            f"{self.available_bytes / 1024**3:.1f} free"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EffectReport:
+    verdict: Verdict
+    reason: str  # of the verdict, in words
+    num_matched: int  # tensors of the file
+    unmatched: tuple[str, ...]  # the reason for each other tensor
+    num_targets: int  # modules of the base that could be adapted
+    norms: tuple[ModuleNorm, ...]
+    logits: LogitChange | None
+    load: LoadCost | None
+    probe: ProbePlan | None  # how the logits were had; None without them
+    seconds: float  # that the check took, the base's loading included
+
+    @property
+    def delta_norm(self) -> float:
+        return math.hypot(*(norm.delta for norm in self.norms))
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the whole delta to all weights it changes."""
+        weights = [norm.base for norm in self.norms if norm.base is not None]
+        return self.delta_norm / math.hypot(*weights) if any(weights) else None
+
+    @property
+    def sites(self) -> dict[str, float]:
+        """Norm of the delta of each site: its modules lie side by side."""
+        found: dict[str, float] = {}
+        for norm in self.norms:
+            found[norm.site] = math.hypot(found.get(norm.site, 0.0), norm.delta)
+        return found
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(_warnings(self))
+
+
+def judge(
+    norms: tuple[ModuleNorm, ...], logits: LogitChange | None, why_unprobed: str
+) -> tuple[Verdict, str]:
+    if not any(norm.delta for norm in norms):
+        return "none", "it changes nothing: in every module lora_B times lora_A is zero"
+    if logits is None:
+        return "unprobed", why_unprobed
+    where = f"{logits.num_positions} positions of {logits.num_prompts} prompts"
+    if logits.num_non_finite:
+        return (
+            "non_finite",
+            f"with it logits are NaN or infinite at {logits.num_non_finite} of {where}",
+        )
+    if logits.max_delta <= logits.noise:
+        same = "are the base's, bit by bit" if logits.noise == 0 else "differ by no more than noise"
+        return "none", f"it changes nothing: the logits at {where} {same}"
+    return "changes", f"it changes the logits at {where}"
+
+
+def _warnings(report: EffectReport) -> Iterator[str]:
+    logits = report.logits
+    if report.verdict == "changes" and logits is not None:
+        is_faint = logits.mean_kl < _FAINT_KL or logits.max_delta < _FAINT_LOGIT
+        if is_faint and logits.argmax_changed == 0:
+            yield (
+                f"the effect is faint: no logit changes by more than {logits.max_delta:.2g}, no "
+                "greedy token changes; is it trained, and lora_alpha right?"
+            )
+    zero = [norm.module for norm in report.norms if norm.delta == 0]
+    if zero and len(zero) < len(report.norms):
+        yield f"no change in {len(zero)} of {len(report.norms)} modules: {_some(zero)}"
+    large = [n.module for n in report.norms if n.ratio is not None and n.ratio >= _LARGE_RATIO]
+    if large:
+        yield (
+            f"in {len(large)} of {len(report.norms)} modules the change is larger than the weight "
+            f"itself ({_some(large)}); is lora_alpha right?"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

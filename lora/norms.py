@@ -1,0 +1,32 @@
+"""How large the change is that an adapter makes to one weight: the Frobenius norm of B A, scaled.
+
+B A is never made: of a head it would have the size of the head. With the Gram matrices of A and B,
+r x r each,  |B A|^2 = tr(A^T B^T B A) = sum((B^T B) * (A A^T)).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lora.adapter import ModuleWeights
+
+_CHUNK = (
+    16_384  # columns that are float64 at a time: the embedding's A is as wide as the vocabulary
+)
+
+
+def delta_norm(weights: ModuleWeights) -> float:
+    """In float64: the products of both halves cancel where rows of the delta oppose each other."""
+    square = (_gram(weights.a) * _gram(weights.b)).sum()
+    return math.sqrt(max(0.0, float(square)))
+
+
+def _gram(rows: torch.Tensor) -> torch.Tensor:
+    """[r, n] -> [r, r] float64"""
+    gram = torch.zeros(rows.shape[0], rows.shape[0], dtype=torch.float64, device=rows.device)
+    for part in torch.split(rows, _CHUNK, dim=1):
+        wide = part.double()
+        gram += wide @ wide.T
+    return gram

@@ -192,7 +192,7 @@ def _plan(
     config: ModelConfig, device: Literal["cpu", "cuda"], dtype: torch.dtype, available: int
 ) -> ProbePlan:
     num_parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
-    scratch = scratch_bytes(config, min(MAX_PROMPT_TOKENS, config.max_len))
+    scratch = scratch_bytes(config)
     return ProbePlan(
         device=device,
         dtype=str(dtype).removeprefix("torch."),

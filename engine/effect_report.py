@@ -50,7 +50,8 @@ class LogitChange:
     mean_kl: float  # of the base's distribution to the adapter's, in nats
     max_kl: float
     argmax_changed: float  # share of positions
-    noise: float  # largest change between two runs of the base itself
+    # Largest change between two runs of the base itself; None: the change is too large to be noise
+    noise: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def judge(
             "non_finite",
             f"with it logits are NaN or infinite at {logits.num_non_finite} of {where}",
         )
-    if logits.max_delta <= logits.noise:
+    if logits.noise is not None and logits.max_delta <= logits.noise:
         same = "are the base's, bit by bit" if logits.noise == 0 else "differ by no more than noise"
         return "none", f"it changes nothing: the logits at {where} {same}"
     return "changes", f"it changes the logits at {where}"

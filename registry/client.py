@@ -18,6 +18,7 @@ from registry.entities import (
     AdapterVersion,
     BaseFacts,
     BaseVersion,
+    EffectRecord,
     FileEntry,
     Rejected,
     content_digest,
@@ -33,7 +34,7 @@ from registry.errors import (
 from registry.flavor import ADAPTER_CONFIG
 from registry.manifest import Progress, no_progress, scan_folder
 from registry.names import check_alias, check_name
-from registry.publish import Publication, publish
+from registry.publish import Publication, attach_effect, publish
 from registry.store import MlflowStore
 from registry.version_files import VersionFiles
 
@@ -86,6 +87,7 @@ class Registry:
         facts: AdapterFacts,
         alias: str | None = DEFAULT_ALIAS,
         tags: tuple[tuple[str, str], ...] = (),
+        effect: EffectRecord | None = None,
         progress: Progress = no_progress,
     ) -> AdapterVersion:
         """`base`: `name`, `name@alias` or `name@version` of a registered base."""
@@ -97,10 +99,14 @@ class Registry:
             raise RegistrationError(f"adapter {name!r}: {error}") from error
         facts_tags = listing.adapter_tags(facts, found)
         publication = Publication(
-            folder, name, "adapter", manifest, facts_tags, tags, alias, False, found.name
+            folder, name, "adapter", manifest, facts_tags, tags, alias, False, found.name, effect
         )
         row = publish(self._store, publication, progress)
         return listing.adapter_version(row)
+
+    def attach_effect(self, version: AdapterVersion, record: EffectRecord) -> None:
+        """To a version that is there already, whoever registered it; an earlier record goes."""
+        attach_effect(self._store, version.name, version.version, record)
 
     def snapshot(self) -> Catalog:
         """All that can be served now. A plain version is read and tagged when first seen."""

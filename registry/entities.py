@@ -40,6 +40,31 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectFacts:
+    """What a check found out about an adapter's effect, in short; ends up in tags. None: not
+    measured."""
+
+    verdict: str  # changes | none | non_finite | unprobed | refused
+    checked_s: int  # Unix time
+    is_noop: bool
+    delta_norm: float | None = None  # Frobenius, over all modules
+    max_logit_change: float | None = None
+    mean_kl: float | None = None  # nats
+    argmax_changed: float | None = None  # share of positions
+    num_pages: int | None = None
+    device_bytes: int | None = None
+    load_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRecord:
+    """A check as it is kept with a version: its facts as tags, its files beside the adapter's."""
+
+    facts: EffectFacts
+    files: tuple[tuple[str, bytes], ...]  # (name, content)
+
+
+@dataclass(frozen=True, slots=True)
 class BaseVersion:
     name: str
     version: int
@@ -66,6 +91,7 @@ class AdapterVersion:
     aliases: tuple[str, ...] = ()
     num_parameters: int = 0
     is_noop: bool = False
+    effect: str = ""  # verdict of the last check; "": never checked
     created_s: int = 0
     tags: tuple[tuple[str, str], ...] = field(default=())
 

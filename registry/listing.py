@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
-from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion
+from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion, EffectFacts
 
 PREFIX = "loraplex."
 KIND = PREFIX + "kind"  # base | adapter; on the registered model and on the version
@@ -28,6 +28,19 @@ MAX_LEN = PREFIX + "max_model_len"
 LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder they came from
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
 MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
+
+# Of the last check, as words; absent where the check did not come so far.
+EFFECT = PREFIX + "effect"  # its verdict
+EFFECT_TAGS = {
+    "delta_norm": PREFIX + "delta_norm",
+    "max_logit_change": PREFIX + "max_logit_change",
+    "mean_kl": PREFIX + "mean_kl",
+    "argmax_changed": PREFIX + "argmax_changed",
+    "num_pages": PREFIX + "pages",
+    "device_bytes": PREFIX + "device_bytes",
+    "load_s": PREFIX + "load_s",
+    "checked_s": PREFIX + "checked_s",
+}
 
 _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # anybody may write a tag
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -99,6 +112,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         aliases=row.aliases,
         num_parameters=_number(row, PARAMETERS),
         is_noop=row.tags.get(NOOP) == "true",
+        effect=row.tags.get(EFFECT, ""),
         created_s=row.created_s,
         tags=_own_tags(row),
     )
@@ -120,6 +134,15 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
         PARAMETERS: str(facts.num_parameters),
         NOOP: "true" if facts.is_noop else "false",
     }
+
+
+def effect_tags(facts: EffectFacts) -> dict[str, str]:
+    """The verdict last: who finds it finds the others."""
+    values = {key: getattr(facts, name) for name, key in EFFECT_TAGS.items()}
+    measured = {key: f"{value:.6g}" for key, value in values.items() if isinstance(value, float)}
+    counted = {key: str(value) for key, value in values.items() if isinstance(value, int)}
+    noop = "true" if facts.is_noop else "false"
+    return {**measured, **counted, NOOP: noop, EFFECT: facts.verdict}
 
 
 def _number(row: Row, key: str) -> int:

@@ -19,7 +19,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 from registry import listing
 from registry.border import suppressed
-from registry.entities import Manifest, content_digest, manifest_json
+from registry.entities import EffectRecord, Manifest, content_digest, manifest_json
 from registry.errors import RegistrationError
 from registry.flavor import DATA, describe
 from registry.manifest import Progress
@@ -28,6 +28,7 @@ from registry.store import MlflowStore, upload
 logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "loraplex.json"
+EFFECT_FOLDER = "effect"  # below the artifacts of a version; no part of what is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Publication:
     alias: str | None
     link: bool
     base: str | None
+    effect: EffectRecord | None = None
 
     @property
     def digest(self) -> str:
@@ -57,9 +59,29 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
     row = _find(rows, publication)
     if row is None:
         row = _create(store, publication, progress)
-    elif publication.alias is not None and publication.alias not in row.aliases:
-        store.set_alias(name, publication.alias, row.version)
+    else:
+        if publication.effect is not None and not _knows_more(row, publication.effect):
+            attach_effect(store, name, row.version, publication.effect)
+        if publication.alias is not None and publication.alias not in row.aliases:
+            store.set_alias(name, publication.alias, row.version)
     return next(found for found in _rows(store, name) if found.version == row.version)
+
+
+def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRecord) -> None:
+    """In the place of an earlier check's. The files first: tags never tell of what is not there."""
+    _upload_effect(store.version_files(name, version), record)
+    tags = listing.effect_tags(record.facts)
+    known = store.version_tags(name, version)
+    for key in listing.EFFECT_TAGS.values():
+        if key in known and key not in tags:
+            store.untag_version(name, version, key)
+    for key, value in tags.items():
+        store.tag_version(name, version, key, value)
+
+
+def _knows_more(row: listing.Row, record: EffectRecord) -> bool:
+    """A check that did not run the base replaces none that did."""
+    return record.facts.verdict == "unprobed" and listing.EFFECT in row.tags
 
 
 def _create(store: MlflowStore, publication: Publication, progress: Progress) -> listing.Row:
@@ -106,6 +128,16 @@ def _upload(
         described = describe(Model(model_id=model.model_id), publication.kind, publication.base)
         described.save(str(Path(scratch) / "MLmodel"))
         upload(repository, Path(scratch) / "MLmodel", None, link=False)
+    if publication.effect is not None:
+        _upload_effect(repository, publication.effect)
+
+
+def _upload_effect(repository: ArtifactRepository, record: EffectRecord) -> None:
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+        for name, content in record.files:
+            path = Path(scratch) / name
+            path.write_bytes(content)
+            upload(repository, path, EFFECT_FOLDER, link=False)
 
 
 def _tags(publication: Publication) -> dict[str, str]:
@@ -115,6 +147,7 @@ def _tags(publication: Publication) -> dict[str, str]:
     return {
         **dict(publication.own_tags),
         **publication.facts,
+        **({} if publication.effect is None else listing.effect_tags(publication.effect.facts)),
         listing.KIND: publication.kind,
         listing.DIGEST: publication.digest,
         listing.ROOT: DATA,

@@ -98,6 +98,12 @@ class MlflowStore:
             "tagging", lambda: self._client.set_model_version_tag(name, str(version), key, value)
         )
 
+    def untag_version(self, name: str, version: int, key: str) -> None:
+        self._call(
+            "removing a tag",
+            lambda: self._client.delete_model_version_tag(name, str(version), key),
+        )
+
     def set_alias(self, name: str, alias: str, version: int) -> None:
         self._call(
             f"setting alias {alias!r} of {name!r}",

@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app.commands.common import Failure
 
-COMMANDS = ("serve", "demo", "register", "models", "chat", "bench", "doctor")
+COMMANDS = ("serve", "demo", "register", "check", "models", "chat", "bench", "doctor")
 
 
 def build(names: Sequence[str] = COMMANDS) -> typer.Typer:

@@ -1,5 +1,5 @@
 """Registration as every caller does it: the engine room judges the files, then the registry keeps
-them. What is refused leaves nothing behind.
+them. What is refused leaves nothing behind; an adapter without effect is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from engine.effect_report import EffectReport
 from engine.refusals import REFUSALS
 from engine.validation import check_adapter, check_base
 from registry.cache import Cache
@@ -19,7 +20,10 @@ from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersi
 from registry.errors import NotFoundError, RegistrationError
 from registry.manifest import Progress, no_progress
 from registry.names import check_alias, check_name
+from serve_app import effect
 from serve_app.text import BaseText
+
+_REMEDY = ". An untrained adapter? To register it all the same: --allow-noop"
 
 V = TypeVar("V", BaseVersion, AdapterVersion)
 
@@ -28,6 +32,7 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 class Registered(Generic[V]):
     version: V
     warnings: tuple[str, ...]  # what a user should know, in words
+    effect: EffectReport | None = None  # of an adapter
 
 
 def register_base(
@@ -59,9 +64,12 @@ def register_adapter(
     *,
     cache: Cache,
     alias: str | None = DEFAULT_ALIAS,
+    probe: effect.Wish = "auto",
+    allow_noop: bool = False,
     progress: Progress = no_progress,
 ) -> Registered[AdapterVersion]:
-    """`base`: `name`, `name@alias` or `name@version`; its files come through the cache."""
+    """`base`: `name`, `name@alias` or `name@version`; its files come through the cache. `probe`:
+    whether the base is run to see what the adapter changes."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -72,13 +80,31 @@ def register_adapter(
     base_folder = registry.fetch(found, cache, progress=progress)
     with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
         report = check_adapter(folder, base_folder)
+        if report.is_noop and not allow_noop:  # known before a base is loaded
+            raise RegistrationError(f"adapter {name!r} is refused: {report.warnings[0]}{_REMEDY}")
+        found_out = effect.prove(folder, name, base_folder, wish=probe)
+    _check_effect(name, found_out, allow_noop)
     facts = AdapterFacts(report.rank, report.targets, report.num_parameters, report.is_noop)
     # The version that was checked, whatever an alias says by now.
     pinned = f"{found.name}@{found.version}"
     version = registry.register_adapter(
-        folder, name, base=pinned, facts=facts, alias=alias, progress=progress
+        folder,
+        name,
+        base=pinned,
+        facts=facts,
+        alias=alias,
+        effect=effect.record(found_out, name, found),
+        progress=progress,
     )
-    return Registered(version, report.warnings)
+    return Registered(version, (*report.warnings, *found_out.warnings), found_out)
+
+
+def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
+    match found_out.verdict:
+        case "refused" | "non_finite":
+            raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}")
+        case "none" if not allow_noop:
+            raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}{_REMEDY}")
 
 
 def _check_request(folder: Path, required: str, name: str, alias: str | None) -> None:

@@ -114,7 +114,7 @@ def test_change_of_the_logits_is_that_of_peft(
     assert found.max_kl == pytest.approx(float(kl.max()), rel=1e-3)
     changed = (after.argmax(-1) != before.argmax(-1)).double().mean()
     assert found.argmax_changed == pytest.approx(float(changed))
-    assert 0 <= found.noise < found.max_delta / 100
+    assert found.noise is None or found.noise < found.max_delta / 100
 
 
 def test_sound_adapter_is_found_to_change_the_logits(base: Path, tmp_path: Path) -> None:

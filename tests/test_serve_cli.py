@@ -73,13 +73,18 @@ def test_what_is_registered_is_listed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "pirate@1 @canary  rank 4  q_proj,v_proj" in listed
 
 
-def test_adapter_without_effect_is_registered_with_a_warning(
+def test_adapter_without_effect_is_refused_unless_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("register", "base", str(make_base_folder(tmp_path / "base")), "--name", "tiny")
     adapter = make_adapter_folder(tmp_path / "adapter", b_scale=0.0)
-    assert run("register", "adapter", str(adapter), "--name", "noop", "--base", "tiny") == 0
+    words = ("register", "adapter", str(adapter), "--name", "noop", "--base", "tiny")
+    assert run(*words) == 1
+    assert "--allow-noop" in capsys.readouterr().err
+    assert run(*words, "--allow-noop") == 0
     assert "warning: the adapter changes nothing" in capsys.readouterr().out
+    run("models")
+    assert "changes nothing" in capsys.readouterr().out
 
 
 def test_refusal_is_one_sentence_and_exit_code_1(

@@ -66,13 +66,37 @@ def test_same_content_again_is_the_same_version(
     assert num_versions(registry) == (1, 1)
 
 
-def test_adapter_that_changes_nothing_is_registered_with_a_warning(
+def test_adapter_that_changes_nothing_is_refused_unless_allowed(
     registry: Registry, cache: Cache, base: Path, tmp_path: Path
 ) -> None:
     folder = make_adapter_folder(tmp_path / "adapter", b_scale=0.0)
-    registered = register_adapter(registry, folder, "noop", "tiny", cache=cache)
+    with pytest.raises(RegistrationError, match=r"changes nothing.*--allow-noop"):
+        register_adapter(registry, folder, "noop", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+    registered = register_adapter(registry, folder, "noop", "tiny", cache=cache, allow_noop=True)
     assert registered.version.is_noop
+    assert registered.version.effect == "none"
     assert any("changes nothing" in warning for warning in registered.warnings)
+
+
+def test_adapter_whose_change_is_lost_in_rounding_is_refused_where_the_base_is_run(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", b_scale=1e-30)
+    with pytest.raises(RegistrationError, match=r"changes nothing: the logits.*--allow-noop"):
+        register_adapter(registry, folder, "lost", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+    unseen = register_adapter(registry, folder, "lost", "tiny", cache=cache, probe="never")
+    assert unseen.version.effect == "unprobed"
+
+
+def test_adapter_with_which_the_model_gives_no_numbers_is_refused(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", b_scale=1e38)
+    with pytest.raises(RegistrationError, match="NaN or infinite at"):
+        register_adapter(registry, folder, "wild", "tiny", cache=cache, allow_noop=True)
+    assert num_versions(registry) == (1, 0)
 
 
 def test_adapter_of_another_base_is_refused_with_the_shapes(

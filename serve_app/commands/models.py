@@ -40,7 +40,8 @@ def _print_catalog(catalog: Catalog) -> None:
         ]
         for adapter in own:
             targets = ",".join(adapter.targets)
-            tree.add(f"{_pointer(adapter)}  rank {adapter.rank}  {targets}  {_digest(adapter)}")
+            line = f"{_pointer(adapter)}  rank {adapter.rank}  {targets}  {_digest(adapter)}"
+            tree.add(f"{line}{_effect(adapter)}")
         console.print(tree, soft_wrap=True, highlight=False)
     for one in catalog.rejected:
         console.print(
@@ -55,6 +56,13 @@ def _print_catalog(catalog: Catalog) -> None:
 def _pointer(version: BaseVersion | AdapterVersion) -> str:
     aliases = "".join(f" @{alias}" for alias in version.aliases)
     return f"{version.name}@{version.version}{aliases}"
+
+
+def _effect(adapter: AdapterVersion) -> str:
+    """Only where something is amiss: most have an effect."""
+    if adapter.is_noop or adapter.effect == "none":
+        return "  [yellow]changes nothing[/]"
+    return f"  [yellow]{adapter.effect}[/]" if adapter.effect in ("refused", "non_finite") else ""
 
 
 def _digest(version: BaseVersion | AdapterVersion) -> str:

@@ -14,10 +14,14 @@ from registry.catalog import DEFAULT_ALIAS
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app import config
 from serve_app.commands.common import byte_progress, console
+from serve_app.commands.effect_table import print_effect
 from serve_app.commands.store import Uri, open_registry
+from serve_app.effect import Wish
 from serve_app.register import register_adapter, register_base
 
 app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True)
+
+_WISHES: dict[bool | None, Wish] = {None: "auto", True: "always", False: "never"}
 
 Folder = Annotated[Path, typer.Argument(help="Folder with the files")]
 Name = Annotated[str, typer.Option("--name", help="Name to register it under")]
@@ -51,6 +55,16 @@ def adapter(
     name: Name,
     base: Annotated[str, typer.Option("--base", help="Registered NAME, NAME@ALIAS or NAME@N")],
     alias: Alias = DEFAULT_ALIAS,
+    probe: Annotated[
+        bool | None,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Run the base to see what the adapter changes; default: where it takes seconds",
+        ),
+    ] = None,
+    allow_noop: Annotated[
+        bool, typer.Option("--allow-noop", help="Even if it changes nothing")
+    ] = False,
     tracking_uri: Uri = None,
 ) -> None:
     """Register a LoRA adapter: a PEFT folder with adapter_config.json and safetensors."""
@@ -58,7 +72,15 @@ def adapter(
     cache = Cache(config.cache_folder())
     with byte_progress() as progress:
         registered = register_adapter(
-            registry, folder, name, base, cache=cache, alias=alias, progress=progress
+            registry,
+            folder,
+            name,
+            base,
+            cache=cache,
+            alias=alias,
+            probe=_WISHES[probe],
+            allow_noop=allow_noop,
+            progress=progress,
         )
     version = registered.version
     _print_version(
@@ -71,6 +93,11 @@ def adapter(
             "parameters": f"{version.num_parameters:,}",
         },
     )
+    assert registered.effect is not None
+    print_effect(registered.effect)
+    if registered.effect.verdict == "unprobed":
+        check = f"loraplex check {version.name}@{version.version}"
+        console.print(f"To see what it changes: {check}", highlight=False)
     _print_warnings(registered.warnings)
 
 

@@ -55,7 +55,10 @@ def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = N
     for name in ADAPTER_NAMES:
         if not _is_registered(catalog, name):
             folder = ADAPTERS_DIR / name
-            register_adapter(registry, folder, name, BASE_NAME, cache=cache, progress=progress)
+            # Their effect is measured before a release; the start is not to wait for it.
+            register_adapter(
+                registry, folder, name, BASE_NAME, cache=cache, probe="never", progress=progress
+            )
 
 
 def prepare_random_base(home: Path, *, uri: str | None = None) -> None:

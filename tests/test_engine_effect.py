@@ -258,3 +258,18 @@ def test_noise_of_the_base_is_no_effect() -> None:
     verdict, reason = judge(norms, change, "")
     assert verdict == "none"
     assert "noise" in reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_base_runs_in_the_type_that_is_served(base: Path, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "adapter", base, rank=4, targets=EVERYTHING)
+    plan = plan_probe(base)
+    assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
+    report = examine(folder, "digest", base, plan, PROMPTS)
+    assert report.verdict == "changes"
+    assert report.load is not None
+    assert report.load.device == "cuda"
+    exact = logits_of(check(folder, base))
+    assert logits_of(report).mean_delta == pytest.approx(exact.mean_delta, rel=0.1)
+    assert logits_of(report).mean_kl == pytest.approx(exact.mean_kl, rel=0.2)

@@ -173,7 +173,7 @@ def session(child: int) -> tuple[int, ...]:
 
 
 def session_leaders(parent: int) -> list[int]:
-    """Its children that lead a session: `serve run`, not what an import starts for a moment (git)."""
+    """Its children that lead a session: `serve run`, and no passing child of an import."""
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [pid for pid in map(int, text.split()) if pid in session(pid)]
 

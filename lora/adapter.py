@@ -9,7 +9,8 @@ and no registry; the caller says which digest the folder has.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +65,11 @@ class TensorMatch:
 def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
     """From the file's header alone, for those who want to know all that is wrong with it; one
     unmatched tensor is enough for `read_adapter` to refuse. Raises AdapterError."""
-    weights = path / WEIGHTS_FILE
-    if not weights.is_file():
-        raise AdapterError(_no_weights_reason(path))
     targets = targets_by_module(sites)
     reasons: list[str] = []
-    header = read_header(weights)
-    for key in header:
+    with _open_weights(path) as file:
+        keys = tuple(file.entries)
+    for key in keys:
         copy = _BASE_COPY.fullmatch(key)
         if copy is not None and copy["module"] in targets:
             continue
@@ -78,7 +77,7 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
             _parse_key(key, targets)
         except AdapterError as error:
             reasons.append(str(error))
-    return TensorMatch(len(header) - len(reasons), tuple(reasons))
+    return TensorMatch(len(keys) - len(reasons), tuple(reasons))
 
 
 def read_adapter(
@@ -91,19 +90,8 @@ def read_adapter(
     """Raises AdapterError. PEFT saves an adapted embedding (or head) with a copy of the base's own
     weight; `base_weight(module)` gives ours to compare, without it such a file is refused."""
     config = read_peft_config(path)
-    try:
-        with open_regular(path / WEIGHTS_FILE) as file:
-            modules = _read_modules(
-                read_header(file, WEIGHTS_FILE),
-                targets_by_module(sites),
-                config,
-                max_rank,
-                base_weight,
-            )
-    except FileNotFoundError:
-        raise AdapterError(_no_weights_reason(path)) from None
-    except OSError as error:
-        raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
+    with _open_weights(path) as file:
+        modules = _read_modules(file, targets_by_module(sites), config, max_rank, base_weight)
     return Adapter(
         digest=digest,
         rank=max(weights.rank for weights in modules.values()),
@@ -111,6 +99,17 @@ def read_adapter(
         num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
         is_noop=not any(bool(w.a.any()) and bool(w.b.any()) for w in modules.values()),
     )
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[TensorFile]:
+    try:
+        with open_regular(path / WEIGHTS_FILE) as file:
+            yield read_header(file, WEIGHTS_FILE)
+    except FileNotFoundError:
+        raise AdapterError(_no_weights_reason(path)) from None
+    except OSError as error:
+        raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
 
 
 def _read_modules(

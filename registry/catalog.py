@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from registry.entities import AdapterVersion, BaseVersion, ModelEntry, Rejected
+from registry.entities import AdapterVersion, BaseVersion, ModelEntry, Rejected, Setting
 from registry.errors import NotFoundError
 from registry.names import Reference, parse_model, parse_reference
 
@@ -60,9 +60,19 @@ class Catalog:
     bases: tuple[BaseVersion, ...] = ()
     adapters: tuple[AdapterVersion, ...] = ()
     rejected: tuple[Rejected, ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"bases": self.bases, "adapters": self.adapters, "rejected": self.rejected}
+        return {
+            "bases": self.bases,
+            "adapters": self.adapters,
+            "rejected": self.rejected,
+            "settings": self.settings,
+        }
+
+    def setting(self, name: str, key: str) -> str | None:
+        """Of the registered model `name`; `key`: one of `listing.SETTINGS`."""
+        return self._settings.get((name, key))
 
     def resolve(self, model: str) -> Resolution:
         """What `base`, `base:adapter` or `adapter` stands for, each with `@alias` or `@version`."""
@@ -130,6 +140,10 @@ class Catalog:
                 "was made for is no longer registered"
             )
         return base
+
+    @cached_property
+    def _settings(self) -> dict[tuple[str, str], str]:
+        return {(one.name, one.key): one.value for one in self.settings}
 
     @cached_property
     def _bases(self) -> _Index[BaseVersion]:

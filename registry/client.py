@@ -108,6 +108,29 @@ class Registry:
         """To a version that is there already, whoever registered it; an earlier record goes."""
         attach_effect(self._store, version.name, version.version, record)
 
+    def set_alias(self, name: str, alias: str, version: int | None) -> None:
+        """None removes it; one that is not there may be removed."""
+        check_alias(alias)
+        if version is not None:
+            self._store.set_alias(name, alias, version)
+        else:
+            self._store.delete_alias(name, alias)
+
+    def set_setting(self, name: str, key: str, value: str | None) -> None:
+        """`key`: one of `listing.SETTINGS`. None removes it, also one that is not there."""
+        if key not in listing.SETTINGS:
+            raise ValueError(
+                f"no setting is named {key!r}; there are {', '.join(listing.SETTINGS)}"
+            )
+        model = self._store.model(name)
+        if model is None:
+            raise NotFoundError(f"no model is named {name!r}")
+        tag = listing.PREFIX + key
+        if value is not None:
+            self._store.tag_model(name, tag, value)
+        elif tag in model.tags:
+            self._store.untag_model(name, tag)
+
     def snapshot(self) -> Catalog:
         """All that can be served now. A plain version is read and tagged when first seen."""
         return self._read_catalog(adopt_plain=True)
@@ -144,7 +167,8 @@ class Registry:
         return cache.tree(version.digest, manifest, fetch_one, files, link_one)
 
     def _read_catalog(self, *, adopt_plain: bool = False) -> Catalog:
-        found = listing.rows(list(self._store.models()), self._store.versions())
+        models = list(self._store.models())
+        found = listing.rows(models, self._store.versions())
         bases = tuple(
             listing.base_version(row)
             for row in found
@@ -167,7 +191,7 @@ class Registry:
             else:
                 adapters += [adopted] if adopted is not None else []
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
-        return Catalog(bases, tuple(adapters), tuple(rejected))
+        return Catalog(bases, tuple(adapters), tuple(rejected), listing.settings(models))
 
     def _adopt(self, row: listing.Row, bases: dict[str, BaseVersion]) -> AdapterVersion | None:
         adapter = self._inspect(row)

@@ -106,6 +106,15 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """What an operator wants of a registered model, kept in the registry as one of its tags."""
+
+    name: str  # of the registered model
+    key: str  # one of `listing.SETTINGS`
+    value: str  # as it was written: whoever acts on it checks it
+
+
+@dataclass(frozen=True, slots=True)
 class ModelEntry:
     """One line of a model list: what a name without suffix stands for."""
 

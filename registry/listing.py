@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
-from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion, EffectFacts
+from registry.entities import (
+    AdapterFacts,
+    AdapterVersion,
+    BaseFacts,
+    BaseVersion,
+    EffectFacts,
+    Setting,
+)
 
 PREFIX = "loraplex."
 KIND = PREFIX + "kind"  # base | adapter; on the registered model and on the version
@@ -41,6 +48,14 @@ EFFECT_TAGS = {
     "load_s": PREFIX + "load_s",
     "checked_s": PREFIX + "checked_s",
 }
+
+# Of a registered model, not of a version: what is wanted of it, with PREFIX before.
+SETTINGS = (
+    "canary_weight",  # adapter: share of requests, 0 to 1, for the version with alias canary
+    "shadow_weight",  # adapter: share of requests that the version with alias shadow gets a copy of
+    "pin",  # adapter: "true": what its default alias means stays in the engines' memory
+    "serve",  # base: JSON of a ModelArgs without its name: served though no file names it
+)
 
 _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # anybody may write a tag
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -82,6 +97,15 @@ def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) ->
             Row(version.name, number, version.source or "", tags, tuple(aliases), created_s)
         )
     return sorted(found, key=lambda row: (row.name, row.version))
+
+
+def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
+    return tuple(
+        Setting(model.name, key, model.tags[PREFIX + key])
+        for model in sorted(models, key=lambda model: str(model.name))
+        for key in SETTINGS
+        if PREFIX + key in model.tags
+    )
 
 
 def base_version(row: Row) -> BaseVersion:

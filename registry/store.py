@@ -93,6 +93,9 @@ class MlflowStore:
     def tag_model(self, name: str, key: str, value: str) -> None:
         self._call("tagging", lambda: self._client.set_registered_model_tag(name, key, value))
 
+    def untag_model(self, name: str, key: str) -> None:
+        self._call("removing a tag", lambda: self._client.delete_registered_model_tag(name, key))
+
     def tag_version(self, name: str, version: int, key: str, value: str) -> None:
         self._call(
             "tagging", lambda: self._client.set_model_version_tag(name, str(version), key, value)
@@ -108,6 +111,12 @@ class MlflowStore:
         self._call(
             f"setting alias {alias!r} of {name!r}",
             lambda: self._client.set_registered_model_alias(name, alias, str(version)),
+        )
+
+    def delete_alias(self, name: str, alias: str) -> None:
+        self._call(
+            f"deleting alias {alias!r} of {name!r}",
+            lambda: self._client.delete_registered_model_alias(name, alias),
         )
 
     def delete_model(self, name: str) -> None:

@@ -30,6 +30,12 @@ class CachedRegistry:
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         return self._registry.fetch(version, self._cache)
 
+    def set_alias(self, name: str, alias: str, version: int | None) -> None:
+        self._registry.set_alias(name, alias, version)
+
+    def set_setting(self, name: str, key: str, value: str | None) -> None:
+        self._registry.set_setting(name, key, value)
+
     def release(self, folder: Path) -> None:
         self._cache.release(folder)
 

@@ -17,6 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from engine.config import EngineConfig
 
+ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
+
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", start=1)
@@ -134,6 +136,10 @@ def tracking_uri(args: RegistryArgs) -> str:
     """An embedded SQLite registry unless the file or MLflow's own variable names another."""
     configured = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return configured or f"sqlite:///{default_home() / 'mlflow.db'}"
+
+
+def admin_token() -> str | None:
+    return os.environ.get(ADMIN_TOKEN) or None
 
 
 def cache_folder() -> Path:

@@ -22,6 +22,7 @@ from registry.catalog import Resolution
 from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.errors import ServiceUnavailableError
+from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
 from serve_app.topology import BaseDescription, PlatformView, ServedBase
@@ -45,18 +46,20 @@ class Front:
 
 
 class Gateway:
-    def __init__(self, manager: DeploymentHandle[object]) -> None:
+    def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
         self.view: PlatformView | None = None
-        self._manager = manager
+        self.manager = manager
+        self._ingress_id = ingress_id
         self._fronts: dict[str, Front] = {}  # by base digest
         self._once_ready: set[str] = set()  # base digests
         self._unusable: dict[str, str] = {}  # base digest -> why its text files cannot be used
         self._opening: dict[str, asyncio.Task[None]] = {}  # by application
-        self._follower: asyncio.Task[None] | None = None
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        self._follower = asyncio.get_running_loop().create_task(self._follow())
+        loop = asyncio.get_running_loop()
+        self._tasks = (loop.create_task(self._follow()), loop.create_task(self._report()))
 
     @property
     def is_ready(self) -> bool:
@@ -141,7 +144,7 @@ class Gateway:
         revision = ""
         while True:
             try:
-                view = await self._manager.view.remote(revision, _LONG_POLL_S)
+                view = await self.manager.view.remote(revision, _LONG_POLL_S)
             except (RayError, RayServeException) as error:
                 logger.warning("the manager does not answer: %s", error)
                 await asyncio.sleep(_RETRY_S)
@@ -152,6 +155,14 @@ class Gateway:
                     "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
                 )
                 self._take(view)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            try:
+                await self.manager.report.remote(IngressReport(self._ingress_id))
+            except (RayError, RayServeException) as error:  # the next one tells it anew
+                logger.warning("the manager took no report: %s", error)
 
     def _take(self, view: PlatformView) -> None:
         self.view = view

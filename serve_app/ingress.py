@@ -14,7 +14,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app import completion_routes, health_routes, models_routes, tokenize_routes
+from serve_app import (
+    admin_routes,
+    completion_routes,
+    health_routes,
+    models_routes,
+    tokenize_routes,
+)
 from serve_app.asgi import error_response, install_error_handlers
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
@@ -56,7 +62,13 @@ class Counted:
 def build_asgi(state: IngressState) -> ASGIApp:
     app = FastAPI(title="loraplex", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.ingress = state
-    for routes in (completion_routes, models_routes, tokenize_routes, health_routes):
+    for routes in (
+        completion_routes,
+        models_routes,
+        tokenize_routes,
+        health_routes,
+        admin_routes,
+    ):
         app.include_router(routes.router)
     install_error_handlers(app)
     return Counted(app, state.metrics)
@@ -67,8 +79,8 @@ class Ingress:
     """Wrapped by `ingress_application`."""
 
     async def __init__(self, args: IngressArgs, manager: DeploymentHandle[object]) -> None:  # type: ignore[misc]
-        self._gateway = Gateway(manager)
         replica_id = serve.get_replica_context().replica_id.unique_id
+        self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
         self._state = IngressState(args, self._gateway, IngressMetrics(replica_id), pool)
         self._gateway.start()

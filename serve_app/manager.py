@@ -24,6 +24,7 @@ from registry.catalog import Catalog
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
 from serve_app.config import ModelArgs, PlatformArgs
 from serve_app.replica import base_application
+from serve_app.reports import IngressReport
 from serve_app.topology import BaseSpec, PlatformView, RegistryReader, ServedBase, Sources
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Manager:
         self._incarnation = secrets.token_hex(4)
         self._num_views = 0
         self._view: PlatformView | None = None
+        self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
         self._changed = asyncio.Condition()
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
@@ -95,6 +97,10 @@ class Manager:
         except TimeoutError:
             return None
         return self._view
+
+    async def report(self, report: IngressReport) -> None:
+        """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
+        self._reports[report.ingress_id] = report
 
     async def _run(self) -> None:
         # Before it knows its models it would find every base unwanted and itself ready.

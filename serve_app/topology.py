@@ -23,6 +23,14 @@ class RegistryReader(Protocol):
 
     def snapshot(self) -> Catalog: ...
 
+    def set_alias(self, name: str, alias: str, version: int | None) -> None:
+        """None removes it."""
+        ...
+
+    def set_setting(self, name: str, key: str, value: str | None) -> None:
+        """Of a registered model; `key`: one of `registry.listing.SETTINGS`; None removes it."""
+        ...
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         """A verified local folder with the version's files, kept until `release` or the end of
         this process."""

@@ -6,15 +6,16 @@ For Serve tests whose engine is the paced one: no weights, no MLflow, the same i
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from registry.cache import CacheStats
 from registry.catalog import Catalog
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import RegistryUnavailableError
 
 CHAT_TEMPLATE = (
@@ -22,6 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 EOS = "<eos>"
+V = TypeVar("V", BaseVersion, AdapterVersion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,11 @@ class FolderRegistry:
 
     def write(self, catalog: Catalog) -> None:
         temporary = self.folder / "catalog.tmp"
-        parts = {"bases": catalog.bases, "adapters": catalog.adapters}
+        parts = {
+            "bases": catalog.bases,
+            "adapters": catalog.adapters,
+            "settings": catalog.settings,
+        }
         temporary.write_bytes(msgspec.json.encode(parts))
         temporary.rename(self.folder / "catalog.json")
 
@@ -44,7 +50,25 @@ class FolderRegistry:
         return Catalog(
             msgspec.convert(parts["bases"], tuple[BaseVersion, ...]),
             msgspec.convert(parts["adapters"], tuple[AdapterVersion, ...]),
+            settings=msgspec.convert(parts["settings"], tuple[Setting, ...]),
         )
+
+    def set_alias(self, name: str, alias: str, version: int | None) -> None:
+        def aliased(one: V) -> V:
+            aliases = [known for known in one.aliases if known != alias]
+            if (one.name, one.version) == (name, version):
+                aliases.append(alias)
+            return replace(one, aliases=tuple(aliases)) if one.name == name else one
+
+        known = self.snapshot()
+        bases, adapters = map(aliased, known.bases), map(aliased, known.adapters)
+        self.write(replace(known, bases=tuple(bases), adapters=tuple(adapters)))
+
+    def set_setting(self, name: str, key: str, value: str | None) -> None:
+        known = self.snapshot()
+        others = tuple(s for s in known.settings if (s.name, s.key) != (name, key))
+        own = () if value is None else (Setting(name, key, value),)
+        self.write(replace(known, settings=(*others, *own)))
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest

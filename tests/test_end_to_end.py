@@ -422,11 +422,12 @@ def test_readme_registration_with_the_cli_and_with_plain_mlflow(
     base, adapter = base_folder(demo_home), ADAPTERS_DIR / "pirate"
     (commands,) = readme_blocks("bash", "loraplex register")
     lines = [line.split("#")[0].split() for line in commands.splitlines()]
-    register_base, register_adapter, models, chat = (line[1:] for line in lines)
+    register_base, register_adapter, models, check, chat = (line[1:] for line in lines)
     assert chat == ["chat"]
     assert "my-base" in run_cli(own, *[str(base) if w == "FOLDER" else w for w in register_base])
     run_cli(own, *[str(adapter) if w == "FOLDER" else w for w in register_adapter])
     assert "my-adapter" in run_cli(own, *models)
+    assert "changes" in run_cli(own, *check)
 
     (code,) = readme_blocks("python", "mlflow")
     work = tmp_path / "work"

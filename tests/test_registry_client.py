@@ -312,3 +312,37 @@ def test_progress_counts_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert [stage for stage, _, _ in steps] == ["hash", "hash", "upload", "upload"]
     assert steps[-1] == ("upload", total, total)
     assert "README.md" in caplog.text
+
+
+def test_settings_of_a_model_are_read_changed_and_removed(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path)
+    assert registry.snapshot().setting("pirate", "pin") is None
+    registry.set_setting("pirate", "pin", "true")
+    registry.set_setting("pirate", "canary_weight", "0.1")
+    catalog = registry.snapshot()
+    assert catalog.setting("pirate", "pin") == "true"
+    assert catalog.setting("pirate", "canary_weight") == "0.1"
+    registry.set_setting("pirate", "pin", None)
+    registry.set_setting("pirate", "pin", None)
+    assert registry.snapshot().setting("pirate", "pin") is None
+    assert registry.snapshot().revision != catalog.revision
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        registry.set_setting("nobody", "pin", "true")
+    with pytest.raises(ValueError, match="'pins'"):
+        registry.set_setting("pirate", "pins", "true")
+
+
+def test_alias_is_moved_and_removed(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path / "1", content=b"one")
+    register_adapter(registry, tmp_path / "2", content=b"two", alias="canary")
+    registry.set_alias("pirate", "canary", 1)
+    assert [one.aliases for one in registry.snapshot().adapters] == [("canary", "champion"), ()]
+    registry.set_alias("pirate", "canary", None)
+    registry.set_alias("pirate", "canary", None)
+    assert [one.aliases for one in registry.snapshot().adapters] == [("champion",), ()]
+    with pytest.raises(NotFoundError):
+        registry.set_alias("pirate", "champion", 9)

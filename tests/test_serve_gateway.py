@@ -12,7 +12,7 @@ from serve_app.topology import PlatformView
 
 
 def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
-    gateway = Gateway(cast("DeploymentHandle[object]", None))
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
     assert not gateway.is_ready
     assert gateway.obstacles == []
     gateway.view = PlatformView(

@@ -220,5 +220,6 @@ def test_sigterm_ends_everything_that_was_started(home: Path, tmp_path: Path) ->
         "artifacts",
         "cache",
         "serve.lock",
+        "admin_token",
         "logs",
     }

@@ -22,7 +22,7 @@ import typer
 from rich.text import Text
 
 from registry.errors import RegistryError
-from serve_app import config, launch
+from serve_app import admin_auth, config, launch
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_registry
 from serve_app.demo.examples import EXAMPLES
@@ -58,7 +58,8 @@ def serve(
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
             _warn_of_missing(wanted)
-            child = launch.start(file, _new_log(home / "logs"), os.environ, haproxy=haproxy)
+            environment = {**os.environ, config.ADMIN_TOKEN: admin_auth.ensure_token(home)}
+            child = launch.start(file, _new_log(home / "logs"), environment, haproxy=haproxy)
             try:
                 _run(wanted, child, signals, timeout_s)
             finally:

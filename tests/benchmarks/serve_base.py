@@ -52,7 +52,7 @@ def prepare_home(
     cache = Cache(home / "cache")
     folders = write_adapters(home / "adapters", shape, RANK, num_adapters, device)
     for adapter in folders:
-        register_adapter(registry, adapter, adapter.name, BASE, cache=cache)
+        register_adapter(registry, adapter, adapter.name, BASE, cache=cache, probe="never")
     return [adapter.name for adapter in folders]
 
 

@@ -1,0 +1,38 @@
+"""/admin: for whoever operates the server, with the admin token. What lasts is kept in the
+registry, so that it survives every process; the rest is asked of the manager and of the engines.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from serve_app.admin_auth import require_admin
+from serve_app.state import state_of
+
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """What this ingress knows: the view's revision, each base, the registry's state."""
+    view = state_of(request).gateway.view
+    body: dict[str, object] = {"revision": None, "bases": [], "registry_error": None}
+    if view is not None:
+        body = {
+            "revision": view.revision,
+            "registry_error": view.registry_error,
+            "missing": view.missing,
+            "bases": [
+                {
+                    "name": base.base.name,
+                    "version": base.base.version,
+                    "digest": base.base.digest,
+                    "application": base.app_name,
+                    "is_running": base.is_running,
+                    "message": base.message,
+                }
+                for base in view.bases
+            ],
+        }
+    return Response(msgspec.json.encode(body), media_type="application/json")

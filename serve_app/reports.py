@@ -1,0 +1,24 @@
+"""What each ingress replica tells the manager about once a second: the manager decides on sleep and
+roll-back, the ingresses see the requests. Frozen values, ignorant of HTTP and of the registry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REPORT_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BaseActivity:
+    """Of one base at one ingress."""
+
+    digest: str
+    num_open: int  # HTTP requests for it that have not ended, those that wait for it included
+    idle_s: float  # since the last one ended; 0 while one is open
+
+
+@dataclass(frozen=True, slots=True)
+class IngressReport:
+    ingress_id: str
+    bases: tuple[BaseActivity, ...] = ()

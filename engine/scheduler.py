@@ -30,6 +30,7 @@ from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.stopping import Ending, ending
 from engine.types import (
+    NOT_FINITE,
     AdapterResidency,
     EngineLoad,
     Request,
@@ -245,7 +246,7 @@ class Scheduler:
     def _commit_one(self, item: ScheduledSequence, sample: Sample) -> TokenOutput | None:
         sequence = item.sequence
         if not sample.is_finite:
-            self._leave(sequence, Ending("error"), "the model's logits are not finite")
+            self._leave(sequence, Ending("error"), NOT_FINITE)
             return None
         self._tables.publish(item)
         sequence.num_computed_tokens = item.end

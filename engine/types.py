@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+NOT_FINITE = "the model's logits are not finite"  # a TokenOutput's error, told from all others
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ EFFECT_TAGS = {
 SETTINGS = (
     "canary_weight",  # adapter: share of requests, 0 to 1, for the version with alias canary
     "shadow_weight",  # adapter: share of requests that the version with alias shadow gets a copy of
+    "canary_rolled_back",  # adapter: JSON of version, reason and time of the last roll-back
     "pin",  # adapter: "true": what its default alias means stays in the engines' memory
     "serve",  # base: JSON of a ModelArgs without its name: served though no file names it
 )

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.types import TokenLogprobs, TokenOutput
+from engine.types import NOT_FINITE, TokenLogprobs, TokenOutput
 from serve_app.detokenize import Detokenizer, StopMatcher, StopTable
-from serve_app.errors import EngineFailureError, ServiceUnavailableError
+from serve_app.errors import EngineFailureError, NonFiniteError, ServiceUnavailableError
 
 StopReason = str | int | None
 EndReason = Literal["stop", "length"]
@@ -72,7 +72,8 @@ class ChoiceState:
         if self.is_done:
             return None
         if output.finish_reason == "error":
-            raise EngineFailureError(output.error or "the engine failed on this choice")
+            kind = NonFiniteError if output.error == NOT_FINITE else EngineFailureError
+            raise kind(output.error or "the engine failed on this choice")
         if output.finish_reason == "abort":
             raise ServiceUnavailableError("The engine gave this request up; try again.")
         token_ids = output.token_ids

@@ -110,7 +110,20 @@ class IngressArgs(_Args):
     max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429
     max_body_bytes: Bytes = 16 * 1024**2
     tokenizer_threads: int = Field(default=2, ge=1)
+    max_shadow_requests: int = Field(default=8, ge=0)  # at once, a replica; beyond it no copies
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
+
+
+class CanaryArgs(_Args):
+    """When a canary is rolled back by itself, compared with what its name means."""
+
+    min_requests: int = Field(default=50, ge=1)  # of the canary; of both for the latency
+    max_error_rate_increase: float = Field(default=0.02, ge=0, le=1)
+    max_empty_rate_increase: float = Field(default=0.05, ge=0, le=1)  # ended without visible text
+    max_non_finite: int = Field(default=0, ge=0)  # outputs; does not wait for min_requests
+    max_latency_ratio: float = Field(default=2.0, ge=1)  # p95 of the time to first token
+    # The rule looks back so far, and farther where that holds fewer than min_requests.
+    window_s: float = Field(default=600.0, gt=0)
 
 
 class PlatformArgs(_Args):
@@ -119,6 +132,7 @@ class PlatformArgs(_Args):
     models: tuple[ModelArgs, ...] = ()
     registry: RegistryArgs = RegistryArgs()
     ingress: IngressArgs = IngressArgs()
+    canary: CanaryArgs = CanaryArgs()
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> PlatformArgs:

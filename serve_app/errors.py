@@ -4,6 +4,7 @@ ApiError               an answer: status, message, type, param, code
 OverloadedError        too many requests wait: 429 with Retry-After
 ServiceUnavailableError  nothing can answer now: 503 with Retry-After
 EngineFailureError     the engine gave a choice up; its words are for the log: 500
+`- NonFiniteError      because the model gave NaN or infinity
 
 What is not in the table is our own fault: 500 with a constant message; the log has the rest.
 """
@@ -89,6 +90,10 @@ class ServiceUnavailableError(OverloadedError):
 
 
 class EngineFailureError(Exception):
+    pass
+
+
+class NonFiniteError(EngineFailureError):
     pass
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve_app.arms import ArmKey, Tally
+
 REPORT_INTERVAL_S = 1.0
 
 
@@ -22,3 +24,4 @@ class BaseActivity:
 class IngressReport:
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
+    arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started

@@ -78,6 +78,15 @@ class ServedBase:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryState:
+    """What the manager decided about canaries, beyond what the registry says."""
+
+    # (name, digest, reason) of those rolled back; the registry may not have taken it yet.
+    vetoes: tuple[tuple[str, str, str], ...] = ()
+    num_rollbacks: tuple[tuple[str, int], ...] = ()  # by adapter, since the manager's start
+
+
+@dataclass(frozen=True, slots=True)
 class PlatformView:
     """Everything an ingress resolves names with. A new revision replaces the whole."""
 
@@ -87,6 +96,7 @@ class PlatformView:
     missing: tuple[str, ...]  # configured names that the registry does not have
     is_one_node: bool  # then the side stream stays on loopback
     registry_error: str | None  # set while the registry is down; the catalog is the last good one
+    canary: CanaryState = CanaryState()
 
     @property
     def is_ready(self) -> bool:

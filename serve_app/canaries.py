@@ -1,0 +1,202 @@
+"""The manager's part of canaries: judges them, rolls back what fails, starts, promotes and ends
+them for an operator.
+
+What is wished stands in the registry (aliases `canary` and `shadow`, settings). A roll-back counts
+at once, as a veto in the view, and is written to the registry as soon as that takes it. Ignorant of
+requests and of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from registry.catalog import Catalog
+from registry.errors import NotFoundError, RegistryError
+from serve_app.canary_orders import ROLLED_BACK, Orders
+from serve_app.canary_status import CanaryStatus, status_of
+from serve_app.config import CanaryArgs
+from serve_app.reports import IngressReport
+from serve_app.topology import CanaryState, RegistryReader
+from serve_app.traffic import Split, Traffic, read_traffic
+from serve_app.trials import Trials
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 2.0
+# After it was written a veto stays until a snapshot shows it, but no longer than this: somebody may
+# have raised the weight again before we looked.
+_SEEN_S = 30.0
+
+T = TypeVar("T")
+Key = tuple[str, str]  # the adapter's name, the version's digest
+
+
+@dataclass(slots=True, eq=False)
+class _Veto:
+    name: str
+    version: int
+    reason: str
+    at: str  # ISO 8601
+    written_s: float | None = None
+
+
+class Canaries:
+    """All methods belong to the manager's event loop."""
+
+    def __init__(self, rule: CanaryArgs) -> None:
+        self._rule = rule
+        self._trials = Trials(rule)
+        self._vetoes: dict[Key, _Veto] = {}
+        self._num_rollbacks: Counter[str] = Counter()
+        self._registry: RegistryReader | None = None
+        self._writing = asyncio.Lock()  # one change of the registry at a time
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._catalog = Catalog()
+        self._running: frozenset[str] = frozenset()
+        self._traffic = Traffic()
+        self._problems: frozenset[tuple[str, str]] = frozenset()
+
+    def open(self, registry: RegistryReader) -> None:
+        self._registry = registry
+
+    def take(self, report: IngressReport) -> None:
+        self._trials.take(report, _now_s())
+
+    def review(self, catalog: Catalog, running: Collection[str]) -> CanaryState:
+        """Judges what runs. Called with each look at the platform; the answer is for the view."""
+        self._catalog, self._running = catalog, frozenset(running)
+        now_s = _now_s()
+        self._lift_vetoes(now_s)
+        self._follow(now_s)
+        for name, verdict in self._trials.verdicts(now_s).items():
+            split = self._traffic.splits[name]
+            if verdict.reason is not None and split.canary.share > 0:
+                self._roll_back(split, verdict.reason)
+        self._follow(now_s)
+        self._tell_problems()
+        return CanaryState(
+            tuple((name, digest, veto.reason) for (name, digest), veto in self._vetoes.items()),
+            tuple(sorted(self._num_rollbacks.items())),
+        )
+
+    def statuses(self) -> tuple[CanaryStatus, ...]:
+        return tuple(self._status(split) for split in self._traffic.splits.values())
+
+    async def start(
+        self,
+        name: str,
+        version: int | str | None,
+        weight: float | None,
+        shadow_weight: float | None,
+    ) -> CanaryStatus:
+        """`version`: a number or an alias; None: the one that has the alias already."""
+        return await self._order(
+            name, lambda orders: orders.start(name, version, weight, shadow_weight)
+        )
+
+    async def promote(self, name: str) -> CanaryStatus:
+        return await self._order(name, lambda orders: orders.promote(name))
+
+    async def abort(self, name: str) -> CanaryStatus:
+        return await self._order(name, lambda orders: orders.abort(name))
+
+    async def _order(self, name: str, order: Callable[[Orders], None]) -> CanaryStatus:
+        """The status afterwards, as the registry has it then."""
+        async with self._writing:
+            registry = self._opened()
+
+            def act() -> Catalog:
+                order(Orders(registry, registry.snapshot()))
+                return registry.snapshot()
+
+            catalog = await asyncio.to_thread(act)
+            for key in [key for key in self._vetoes if key[0] == name]:
+                del self._vetoes[key]
+        traffic = read_traffic(catalog, self._running, self._reasons())
+        return self._status(traffic.splits[name]) if name in traffic.splits else CanaryStatus(name)
+
+    def _status(self, split: Split) -> CanaryStatus:
+        rolled_back = self._catalog.setting(split.name, ROLLED_BACK)
+        trial = self._trials.by_name.get(split.name)
+        return status_of(split, trial, rolled_back, self._rule, _now_s())
+
+    def _follow(self, now_s: float) -> None:
+        self._traffic = read_traffic(self._catalog, self._running, self._reasons())
+        self._trials.follow(self._traffic.splits, now_s)
+
+    def _reasons(self) -> dict[Key, str]:
+        return {key: veto.reason for key, veto in self._vetoes.items()}
+
+    def _roll_back(self, split: Split, reason: str) -> None:
+        version = split.canary.version
+        assert version is not None
+        logger.error("canary %s@%d is rolled back: %s", split.name, version.version, reason)
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        veto = _Veto(split.name, version.version, reason, at)
+        self._vetoes[split.name, version.digest] = veto
+        self._num_rollbacks[split.name] += 1
+        task = asyncio.get_running_loop().create_task(self._write(veto))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(self, veto: _Veto) -> None:
+        """Until the registry takes it, or nobody needs it any more."""
+        while True:
+            async with self._writing:
+                if veto not in self._vetoes.values():
+                    return
+                try:
+                    await asyncio.to_thread(_store, self._opened(), veto)
+                except NotFoundError:  # deleted meanwhile
+                    return
+                except RegistryError as error:
+                    logger.warning("the roll-back of %s is not written yet: %s", veto.name, error)
+                else:
+                    veto.written_s = _now_s()
+                    return
+            await asyncio.sleep(_RETRY_S)
+
+    def _lift_vetoes(self, now_s: float) -> None:
+        """Those that the registry itself says now, or that nobody's canary is any more."""
+        wished = {
+            (name, split.canary.version.digest)
+            for name, split in read_traffic(self._catalog, self._running, {}).splits.items()
+            if split.canary.version is not None and split.canary.weight > 0
+        }
+        for key, veto in tuple(self._vetoes.items()):
+            is_old = veto.written_s is not None and now_s - veto.written_s > _SEEN_S
+            if key not in wished or is_old:
+                del self._vetoes[key]
+
+    def _tell_problems(self) -> None:
+        """Each once, as long as it lasts."""
+        problems = frozenset(
+            (name, problem)
+            for name, split in self._traffic.splits.items()
+            for problem in split.problems
+        )
+        for name, problem in sorted(problems - self._problems):
+            logger.warning("adapter %s: %s", name, problem)
+        self._problems = problems
+
+    def _opened(self) -> RegistryReader:
+        assert self._registry is not None
+        return self._registry
+
+
+def _store(registry: RegistryReader, veto: _Veto) -> None:
+    """The weight first: it is what counts."""
+    registry.set_setting(veto.name, "canary_weight", "0")
+    record = {"version": veto.version, "reason": veto.reason, "time": veto.at}
+    registry.set_setting(veto.name, ROLLED_BACK, json.dumps(record))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

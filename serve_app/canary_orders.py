@@ -1,0 +1,135 @@
+"""What an operator may order of a canary, written to the registry. Blocking; each order can be
+given again after a failure in its middle. Refusals name the field and its value.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequestError
+from registry.catalog import DEFAULT_ALIAS, Catalog
+from registry.entities import AdapterVersion
+from registry.errors import NotFoundError
+from serve_app.errors import shown
+from serve_app.topology import RegistryReader
+from serve_app.traffic import CANARY, SHADOW, parse_weight
+
+CANARY_WEIGHT = "canary_weight"
+SHADOW_WEIGHT = "shadow_weight"
+ROLLED_BACK = "canary_rolled_back"
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    registry: RegistryReader
+    catalog: Catalog  # taken a moment ago
+
+    def start(
+        self,
+        name: str,
+        version: int | str | None,
+        weight: float | None,
+        shadow_weight: float | None,
+    ) -> None:
+        """The weight last: it is what sends requests."""
+        if weight is None and shadow_weight is None:
+            raise InvalidRequestError("weight: required, or shadow.", "weight")
+        _check_share("weight", weight)
+        _check_share("shadow", shadow_weight)
+        found = self._wanted(name, version, CANARY if weight is not None else SHADOW)
+        if found.digest == self._stable(name).digest:
+            raise InvalidRequestError(
+                f"version: {found.version} is what {name!r} means already.", "version"
+            )
+        registry = self.registry
+        if shadow_weight is not None:
+            registry.set_alias(name, SHADOW, found.version)
+            registry.set_setting(name, SHADOW_WEIGHT, f"{shadow_weight:g}")
+        if weight is not None:
+            self._clear(name, ROLLED_BACK)
+            registry.set_alias(name, CANARY, found.version)
+            registry.set_setting(name, CANARY_WEIGHT, f"{weight:g}")
+
+    def promote(self, name: str) -> None:
+        """The name means the canary's version from now on, and is not split any more."""
+        found = self._aliased(name, CANARY)
+        if found is None:
+            raise NotFoundError(f"adapter {name!r} has no alias {CANARY!r}: nothing to promote")
+        reason = _reason(self.catalog.setting(name, ROLLED_BACK), found.version)
+        if reason is not None:
+            raise InvalidRequestError(
+                f"version: {found.version} was rolled back ({reason}); start it anew first.",
+                "version",
+            )
+        self.registry.set_alias(name, DEFAULT_ALIAS, found.version)
+        self._clear(name, CANARY_WEIGHT, ROLLED_BACK)
+        self.registry.set_alias(name, CANARY, None)
+        if SHADOW in found.aliases:
+            self._clear(name, SHADOW_WEIGHT)
+            self.registry.set_alias(name, SHADOW, None)
+
+    def abort(self, name: str) -> None:
+        """No canary and no shadow any more. Why it was rolled back stays to be read."""
+        wished = [alias for alias in (CANARY, SHADOW) if self._aliased(name, alias) is not None]
+        weights = [
+            key
+            for key in (CANARY_WEIGHT, SHADOW_WEIGHT)
+            if self.catalog.setting(name, key) is not None
+        ]
+        if not wished and not weights:
+            self._stable(name)
+            raise NotFoundError(f"adapter {name!r} has no canary and no shadow: nothing to abort")
+        self._clear(name, *weights)
+        for alias in wished:
+            self.registry.set_alias(name, alias, None)
+
+    def _clear(self, name: str, *keys: str) -> None:
+        for key in keys:
+            if self.catalog.setting(name, key) is not None:
+                self.registry.set_setting(name, key, None)
+
+    def _stable(self, name: str) -> AdapterVersion:
+        adapter = self.catalog.resolve(name).adapter
+        if adapter is None:
+            raise InvalidRequestError(f"adapter: {name!r} is a base model.", "adapter")
+        return adapter
+
+    def _wanted(self, name: str, version: int | str | None, alias: str) -> AdapterVersion:
+        self._stable(name)  # says best what is wrong with the name
+        if version is None:
+            found = self._aliased(name, alias)
+            if found is None:
+                raise InvalidRequestError(
+                    f"version: required, adapter {name!r} has no alias {alias!r}.", "version"
+                )
+            return found
+        field = "version" if isinstance(version, int) else "alias"
+        try:
+            found = self.catalog.resolve(f"{name}@{version}").adapter
+        except NotFoundError as error:
+            raise InvalidRequestError(f"{field}: {shown(version)}: {error}.", field) from None
+        assert found is not None
+        return found
+
+    def _aliased(self, name: str, alias: str) -> AdapterVersion | None:
+        for adapter in self.catalog.adapters:
+            if adapter.name == name and alias in adapter.aliases:
+                return adapter
+        return None
+
+
+def _check_share(field: str, share: float | None) -> None:
+    if share is not None and parse_weight(str(share)) is None:
+        raise InvalidRequestError(f"{field}: must lie in [0, 1], got {share}.", field)
+
+
+def _reason(rolled_back: str | None, version: int) -> str | None:
+    """Why this version was rolled back, if it was; None for text that is not ours."""
+    try:
+        record = json.loads(rolled_back or "null")
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or record.get("version") != version:
+        return None
+    return str(record.get("reason"))

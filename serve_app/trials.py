@@ -1,0 +1,119 @@
+"""What the arms of each split adapter did since its trial began, added up over the ingresses.
+
+A trial is one set of versions with a share of the traffic: an alias that moves begins a new one.
+Ignorant of the registry and of what a verdict leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from serve_app.arms import ArmKey, Tally
+from serve_app.config import CanaryArgs
+from serve_app.reports import IngressReport
+from serve_app.rollback import Verdict, judge
+from serve_app.traffic import Arm, Split, Wish
+
+_POINTS_A_WINDOW = 30
+_FORGET_S = 600.0  # an ingress that is silent for so long does not come back
+
+Versions = tuple[str, str | None, str | None]  # digests: stable, canary, shadow
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Both arms' counts at one moment of a trial."""
+
+    at_s: float
+    stable: Tally
+    canary: Tally
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    name: str
+    versions: Versions
+    begun_s: float
+    is_running: bool = True
+    tallies: dict[Arm, Tally] = field(default_factory=dict)
+    _points: list[_Point] = field(init=False)  # the oldest first
+
+    def __post_init__(self) -> None:
+        self._points = [_Point(self.begun_s, Tally(), Tally())]
+
+    def tally(self, arm: Arm) -> Tally:
+        return self.tallies.get(arm, Tally())
+
+    def add(self, key: ArmKey, new: Tally) -> None:
+        arms: tuple[Arm, ...] = ("stable", "canary", "shadow")
+        if dict(zip(arms, self.versions, strict=True))[key.arm] == key.digest:
+            self.tallies[key.arm] = self.tally(key.arm) + new
+
+    def verdict(self, rule: CanaryArgs, now_s: float) -> Verdict:
+        now = _Point(now_s, self.tally("stable"), self.tally("canary"))
+        self._forget(rule, now)
+        then = self._points[0]
+        if now_s - self._points[-1].at_s >= rule.window_s / _POINTS_A_WINDOW:
+            self._points.append(now)
+        return judge(now.stable - then.stable, now.canary - then.canary, rule)
+
+    def _forget(self, rule: CanaryArgs, now: _Point) -> None:
+        """Keeps the first point of the window, or an older one for the sake of `min_requests`."""
+        while len(self._points) > 1:
+            second = self._points[1]
+            num_left = now.canary.num_judged - second.canary.num_judged
+            if second.at_s > now.at_s - rule.window_s or num_left < rule.min_requests:
+                return
+            del self._points[0]
+
+
+class Trials:
+    def __init__(self, rule: CanaryArgs) -> None:
+        self.by_name: dict[str, Trial] = {}  # the last one of each adapter, ended or not
+        self._rule = rule
+        self._seen: dict[str, tuple[float, dict[ArmKey, Tally]]] = {}  # by ingress: when and what
+
+    def take(self, report: IngressReport, now_s: float) -> None:
+        """Adds what is new since this ingress's last report. Its first one only says where it
+        stands: what it counted before was under another manager, or in a trial long over."""
+        arms = dict(report.arms)
+        _, known = self._seen.get(report.ingress_id, (now_s, arms))
+        self._seen[report.ingress_id] = (now_s, arms)
+        for key, tally in arms.items():
+            trial = self.by_name.get(key.adapter)
+            before = known.get(key, Tally())
+            if sum(tally.outcomes) < sum(before.outcomes):  # forgotten there, and new again
+                before = Tally()
+            if trial is not None and trial.is_running and tally != before:
+                trial.add(key, tally - before)
+        for ingress_id in [i for i, (at_s, _) in self._seen.items() if at_s < now_s - _FORGET_S]:
+            del self._seen[ingress_id]
+
+    def follow(self, splits: Mapping[str, Split], now_s: float) -> None:
+        """Begins and ends trials as the traffic is split now."""
+        for name, trial in tuple(self.by_name.items()):
+            split = splits.get(name)
+            if split is None:
+                del self.by_name[name]
+            elif not split.is_active or _versions(split) != trial.versions:
+                trial.is_running = False
+        for name, split in splits.items():
+            known = self.by_name.get(name)
+            if split.is_active and (known is None or not known.is_running):
+                self.by_name[name] = Trial(name, _versions(split), now_s)
+
+    def verdicts(self, now_s: float) -> dict[str, Verdict]:
+        return {
+            name: trial.verdict(self._rule, now_s)
+            for name, trial in self.by_name.items()
+            if trial.is_running
+        }
+
+
+def _versions(split: Split) -> Versions:
+    return split.stable.digest, _in_use(split.canary), _in_use(split.shadow)
+
+
+def _in_use(wish: Wish) -> str | None:
+    return wish.version.digest if wish.version is not None and wish.share > 0 else None

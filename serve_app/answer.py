@@ -77,6 +77,7 @@ class Answer:
         self._cached_tokens = [0] * len(prompts)
         self._prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
         self._num_tokens = 0
+        self.has_text = request.requested_tokens == 0  # visible, in any choice; then none is asked
         self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
         self._choices = self._make_choices()
         self._num_open = len(self._choices)
@@ -84,6 +85,11 @@ class Answer:
     @property
     def is_done(self) -> bool:
         return self._num_open == 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, in all choices."""
+        return self._num_tokens
 
     def feed(self, prompt: int, output: TokenOutput) -> Fed:
         """`prompt`: the index of the prompt whose engine request this output belongs to.
@@ -102,6 +108,8 @@ class Answer:
             self._prompt_logprobs[prompt] = output.prompt_logprobs
         if delta is None:
             return NOTHING
+        if not self.has_text:
+            self.has_text = bool(delta.text) and not delta.text.isspace()
         if delta.finish_reason is not None:
             self._num_open -= 1
         if not self._request.stream:

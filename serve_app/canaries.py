@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from registry.catalog import Catalog
 from registry.errors import NotFoundError, RegistryError
@@ -34,7 +33,6 @@ _RETRY_S = 2.0
 # have raised the weight again before we looked.
 _SEEN_S = 30.0
 
-T = TypeVar("T")
 Key = tuple[str, str]  # the adapter's name, the version's digest
 
 
@@ -87,7 +85,11 @@ class Canaries:
         )
 
     def statuses(self) -> tuple[CanaryStatus, ...]:
-        return tuple(self._status(split) for split in self._traffic.splits.values())
+        """Of all adapters that have a canary or shadow alias, or a setting for one."""
+        catalog = self._catalog
+        return tuple(
+            self._status(catalog, name, split) for name, split in self._traffic.splits.items()
+        )
 
     async def start(
         self,
@@ -120,12 +122,13 @@ class Canaries:
             for key in [key for key in self._vetoes if key[0] == name]:
                 del self._vetoes[key]
         traffic = read_traffic(catalog, self._running, self._reasons())
-        return self._status(traffic.splits[name]) if name in traffic.splits else CanaryStatus(name)
+        return self._status(catalog, name, traffic.splits.get(name))
 
-    def _status(self, split: Split) -> CanaryStatus:
-        rolled_back = self._catalog.setting(split.name, ROLLED_BACK)
-        trial = self._trials.by_name.get(split.name)
-        return status_of(split, trial, rolled_back, self._rule, _now_s())
+    def _status(self, catalog: Catalog, name: str, split: Split | None) -> CanaryStatus:
+        rolled_back = catalog.setting(name, ROLLED_BACK)
+        if split is None:
+            return CanaryStatus(name, rolled_back=rolled_back)
+        return status_of(split, self._trials.by_name.get(name), rolled_back, self._rule, _now_s())
 
     def _follow(self, now_s: float) -> None:
         self._traffic = read_traffic(self._catalog, self._running, self._reasons())

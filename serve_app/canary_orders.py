@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from engine.errors import InvalidRequestError
 from registry.catalog import DEFAULT_ALIAS, Catalog
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError
+from registry.errors import InvalidNameError, NotFoundError
+from registry.names import check_name
 from serve_app.errors import shown
 from serve_app.topology import RegistryReader
 from serve_app.traffic import CANARY, SHADOW, parse_weight
@@ -53,6 +54,7 @@ class Orders:
 
     def promote(self, name: str) -> None:
         """The name means the canary's version from now on, and is not split any more."""
+        self._stable(name)
         found = self._aliased(name, CANARY)
         if found is None:
             raise NotFoundError(f"adapter {name!r} has no alias {CANARY!r}: nothing to promote")
@@ -71,6 +73,7 @@ class Orders:
 
     def abort(self, name: str) -> None:
         """No canary and no shadow any more. Why it was rolled back stays to be read."""
+        self._stable(name)
         wished = [alias for alias in (CANARY, SHADOW) if self._aliased(name, alias) is not None]
         weights = [
             key
@@ -78,7 +81,6 @@ class Orders:
             if self.catalog.setting(name, key) is not None
         ]
         if not wished and not weights:
-            self._stable(name)
             raise NotFoundError(f"adapter {name!r} has no canary and no shadow: nothing to abort")
         self._clear(name, *weights)
         for alias in wished:
@@ -90,13 +92,14 @@ class Orders:
                 self.registry.set_setting(name, key, None)
 
     def _stable(self, name: str) -> AdapterVersion:
-        adapter = self.catalog.resolve(name).adapter
+        """Says best what is wrong with a name."""
+        adapter = self.catalog.resolve(check_name(name)).adapter
         if adapter is None:
             raise InvalidRequestError(f"adapter: {name!r} is a base model.", "adapter")
         return adapter
 
     def _wanted(self, name: str, version: int | str | None, alias: str) -> AdapterVersion:
-        self._stable(name)  # says best what is wrong with the name
+        self._stable(name)
         if version is None:
             found = self._aliased(name, alias)
             if found is None:
@@ -107,7 +110,7 @@ class Orders:
         field = "version" if isinstance(version, int) else "alias"
         try:
             found = self.catalog.resolve(f"{name}@{version}").adapter
-        except NotFoundError as error:
+        except (NotFoundError, InvalidNameError) as error:
             raise InvalidRequestError(f"{field}: {shown(version)}: {error}.", field) from None
         assert found is not None
         return found

@@ -75,7 +75,8 @@ def _verdict(trial: Trial | None, rule: CanaryArgs, now_s: float) -> str:
 def _arm(arm: Arm, wish: Wish, trial: Trial | None) -> ArmStatus:
     version = wish.version
     assert version is not None
-    tally = Tally() if trial is None else trial.tally(arm)
+    is_of_trial = trial is not None and version.digest in trial.versions
+    tally = trial.tally(arm) if trial is not None and is_of_trial else Tally()
     return ArmStatus(
         arm,
         version.version,

@@ -11,26 +11,34 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from engine.types import Request
+from engine.types import EngineLoad, Request
 from registry.catalog import Resolution
 from serve_app.answer import Answer
-from serve_app.asgi import ClientGoneError, SseResponse, call_when_gone, read_body
-from serve_app.errors import to_api_error
-from serve_app.gateway import Front
+from serve_app.asgi import (
+    ClientGoneError,
+    SseResponse,
+    call_when_gone,
+    error_response,
+    read_body,
+)
+from serve_app.completion import Completion, OnFirstToken
+from serve_app.gateway import Front, Route
 from serve_app.generation import Generation
 from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
-from serve_app.responses import ResponseHead, error_event
+from serve_app.responses import ResponseHead
+from serve_app.shadow import Submitted
 from serve_app.state import IngressState, state_of
+from serve_app.traffic import sticky_key
 
 router = APIRouter()
 T = TypeVar("T")
@@ -60,11 +68,11 @@ async def _complete(
     raw = await read_body(http, state.args.max_body_bytes)
     is_small = len(raw) <= _INLINE_BODY_BYTES
     body = await _run(state, is_small, lambda: parse_body(kind, raw))
-    front, resolution = state.gateway.resolve(body.model)
+    route = state.gateway.route(body.model, _who_asks(http, body))
+    front, adapter = route.front, route.resolution.adapter
     limits = front.description.limits
     text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
     prompts = await _run(state, is_small, lambda: _prompts(body, front, text_limits))
-    adapter = resolution.adapter
     requests = tuple(
         Request(
             uuid.uuid4().hex,
@@ -76,9 +84,28 @@ async def _complete(
         )
         for prompt in prompts
     )
-    answer = Answer(body, prompts, front.text, _head(body, resolution))
-    generation = Generation(state.gateway.stream, front.handle, requests, adapter)
-    return await _respond(http, bool(body.stream), Completion(generation, answer, requests))
+    submitted = Submitted(front, body, prompts, requests, _head(body, route.resolution))
+    try:
+        response = await _respond(http, bool(body.stream), _begin(state, route, submitted))
+    except Exception as error:
+        response = error_response(error)
+    response.headers.update(route.headers)
+    return response
+
+
+def _begin(state: IngressState, route: Route, submitted: Submitted) -> Completion:
+    gateway, shadow = state.gateway, route.shadow
+    watch = None if route.arm is None else gateway.arms.watch(route.arm)
+    on_first_token: OnFirstToken | None = None
+    if shadow is not None:
+
+        def on_first_token(load: EngineLoad | None) -> None:
+            state.shadows.offer(submitted, shadow, load)
+
+    adapter = route.resolution.adapter
+    generation = Generation(gateway.stream, route.front.handle, submitted.requests, adapter)
+    answer = Answer(submitted.body, submitted.prompts, route.front.text, submitted.head)
+    return Completion(generation, answer, submitted.requests, watch, on_first_token)
 
 
 async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:
@@ -105,61 +132,16 @@ async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -
     return response
 
 
-class Completion:
-    """An answer being made: outputs go in, stop strings are told to the engine."""
-
-    def __init__(
-        self, generation: Generation, answer: Answer, requests: tuple[Request, ...]
-    ) -> None:
-        self._generation = generation
-        self._answer = answer
-        self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
-
-    async def read(self) -> bytes:
-        """The next bytes of the stream: all chunks that arrived together, as one write."""
-        answer, generation = self._answer, self._generation
-        while True:
-            parts: list[bytes] = []
-            for output in await generation.read():
-                fed = answer.feed(self._prompt_of[output.request_id], output)
-                if fed.data:
-                    parts.append(fed.data)
-                if fed.abort:
-                    generation.end_choice(output.request_id, output.choice)
-            if answer.is_done:
-                return b"".join((*parts, answer.stream_end()))
-            if parts:
-                return b"".join(parts)
-
-    async def rest(self) -> AsyncIterator[bytes]:
-        """After the first `read`. A failure becomes the last event."""
-        try:
-            while not self._answer.is_done:
-                yield await self.read()
-        except ClientGoneError:
-            raise
-        except Exception as error:
-            yield error_event(to_api_error(error))
-
-    async def whole(self) -> bytes:
-        answer, generation = self._answer, self._generation
-        while not answer.is_done:
-            for output in await generation.read():
-                if answer.feed(self._prompt_of[output.request_id], output).abort:
-                    generation.end_choice(output.request_id, output.choice)
-        return answer.body()
-
-    def leave(self) -> None:
-        self._generation.fail(ClientGoneError())
-
-    def close(self) -> None:
-        self._generation.close()
-
-
 async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:
     if is_small:
         return work()
     return await asyncio.get_running_loop().run_in_executor(state.tokenizer_pool, work)
+
+
+def _who_asks(http: HttpRequest, body: Body) -> str | None:
+    """A person first, then a conversation; last what may be shared by many."""
+    session = http.headers.get("x-session-id")
+    return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)
 
 
 def _prompts(body: Body, front: Front, limits: TextLimits) -> tuple[Prompt, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from dataclasses import dataclass
 
 import ray
@@ -19,13 +20,15 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from registry.catalog import Resolution
-from registry.entities import BaseVersion
+from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
 from serve_app.topology import BaseDescription, PlatformView, ServedBase
+from serve_app.traffic import Traffic, read_traffic
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +48,30 @@ class Front:
     text: BaseText
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one request goes."""
+
+    front: Front
+    resolution: Resolution
+    arm: ArmKey | None = None  # None: the adapter is not split
+    shadow: AdapterVersion | None = None  # gets a copy
+
+    @property
+    def headers(self) -> dict[str, str]:
+        version = self.resolution.adapter or self.resolution.base
+        told = {"x-loraplex-version": f"{version.name}@{version.version}"}
+        return told if self.arm is None else told | {"x-loraplex-arm": self.arm.arm}
+
+
 class Gateway:
     def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
         self.view: PlatformView | None = None
         self.manager = manager
+        self.arms = Arms()
+        self._traffic = Traffic()
+        self._draw = random.random
         self._ingress_id = ingress_id
         self._fronts: dict[str, Front] = {}  # by base digest
         self._once_ready: set[str] = set()  # base digests
@@ -87,6 +109,22 @@ class Gateway:
         view = self.view
         return view is None or all(
             base.is_running for base in view.bases if base.base.digest in self._once_ready
+        )
+
+    def route(self, model: str, key: str | None) -> Route:
+        """As `resolve`, with the split of a name that has a canary or a shadow. `key`: who asks;
+        the same one always sees the same arm."""
+        split = self._traffic.split_of(model)
+        if split is None:
+            return Route(*self.resolve(model))
+        arm, version = split.choose(key, self._draw)
+        if arm == "canary" and version.base_digest not in self._fronts:
+            arm, version = "stable", split.stable
+        of_version = f"{version.name}@{version.version}"
+        front, resolution = self.resolve(model if arm == "stable" else of_version)
+        shadow = split.copied_to(version, self._draw)
+        return Route(
+            front, resolution, ArmKey(split.name, arm, version.version, version.digest), shadow
         )
 
     def resolve(self, model: str) -> tuple[Front, Resolution]:
@@ -160,13 +198,18 @@ class Gateway:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             try:
-                await self.manager.report.remote(IngressReport(self._ingress_id))
+                await self.manager.report.remote(
+                    IngressReport(self._ingress_id, arms=self.arms.tallies())
+                )
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
 
     def _take(self, view: PlatformView) -> None:
         self.view = view
         running = {base.base.digest: base for base in view.bases if base.is_running}
+        vetoes = {(name, digest): reason for name, digest, reason in view.canary.vetoes}
+        self._traffic = read_traffic(view.catalog, running, vetoes)
+        self.arms.keep({(one.name, one.digest) for one in view.catalog.adapters})
         for digest, front in tuple(self._fronts.items()):
             if digest not in running:
                 del self._fronts[digest]

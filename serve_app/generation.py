@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException, RequestCa
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.errors import EngineDeadError
-from engine.types import Request, TokenOutput
+from engine.types import EngineLoad, Request, TokenOutput
 from registry.entities import AdapterVersion
 from serve_app.errors import OverloadedError, ServiceUnavailableError
 from serve_app.replica import root_cause
@@ -66,6 +66,11 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def engine_load(self) -> EngineLoad | None:
+        """Of the engine that answers, as of its last step; None before the first token."""
+        return self._stream.engine_load
 
     @property
     def is_done(self) -> bool:

@@ -9,8 +9,9 @@ from importlib.metadata import version
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from serve_app.arm_metrics import ArmNumbers, arms_text
 from serve_app.ingress_metrics import join_texts
-from serve_app.state import state_of
+from serve_app.state import IngressState, state_of
 
 router = APIRouter()
 _METHODS = ["GET", "HEAD"]
@@ -45,12 +46,25 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     engines = await state.gateway.engine_metrics()
     own = state.metrics.text(state.gateway.stream.num_open)
-    return Response(join_texts([*engines, own]), media_type=_METRICS_TYPE)
+    return Response(join_texts([*engines, own, _arms(state)]), media_type=_METRICS_TYPE)
 
 
 @router.get("/version")
 async def get_version() -> Response:
     return _json({"version": version("loraplex")})
+
+
+def _arms(state: IngressState) -> bytes:
+    gateway, shadows = state.gateway, state.shadows
+    return arms_text(
+        ArmNumbers(
+            state.metrics.ingress,
+            gateway.arms.tallies(),
+            () if gateway.view is None else gateway.view.canary.num_rollbacks,
+            shadows.num_open,
+            shadows.num_dropped,
+        )
+    )
 
 
 def _status(is_good: bool, word: str) -> Response:

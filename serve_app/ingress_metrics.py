@@ -18,7 +18,7 @@ class IngressMetrics(Collector):
     """Of one ingress replica: HTTP answers by route and status, streams, the registry's state."""
 
     def __init__(self, ingress: str) -> None:
-        self._ingress = ingress
+        self.ingress = ingress
         self._answers: Counter[tuple[str, int]] = Counter()
         self._num_disconnects = 0
         self._num_open = 0
@@ -41,17 +41,17 @@ class IngressMetrics(Collector):
             "loraplex_http_answers", "HTTP answers", labels=["ingress", "route", "status"]
         )
         for (route, status), count in sorted(self._answers.items()):
-            answers.add_metric([self._ingress, route, str(status)], count)
+            answers.add_metric([self.ingress, route, str(status)], count)
         yield answers
         disconnects = CounterMetricFamily(
             "loraplex_client_disconnects", "Clients gone before the end", labels=["ingress"]
         )
-        disconnects.add_metric([self._ingress], self._num_disconnects)
+        disconnects.add_metric([self.ingress], self._num_disconnects)
         yield disconnects
         streams = GaugeMetricFamily(
             "loraplex_open_engine_requests", "Engine requests being read", labels=["ingress"]
         )
-        streams.add_metric([self._ingress], self._num_open)
+        streams.add_metric([self.ingress], self._num_open)
         yield streams
 
 

@@ -22,10 +22,19 @@ from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
+from serve_app.canaries import Canaries
+from serve_app.canary_status import CanaryStatus
 from serve_app.config import ModelArgs, PlatformArgs
 from serve_app.replica import base_application
 from serve_app.reports import IngressReport
-from serve_app.topology import BaseSpec, PlatformView, RegistryReader, ServedBase, Sources
+from serve_app.topology import (
+    BaseSpec,
+    CanaryState,
+    PlatformView,
+    RegistryReader,
+    ServedBase,
+    Sources,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +85,7 @@ class Manager:
         self._num_views = 0
         self._view: PlatformView | None = None
         self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
+        self._canaries = Canaries(args.canary)
         self._changed = asyncio.Condition()
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
@@ -101,11 +111,31 @@ class Manager:
     async def report(self, report: IngressReport) -> None:
         """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
         self._reports[report.ingress_id] = report
+        self._canaries.take(report)
+
+    async def canaries(self) -> tuple[CanaryStatus, ...]:
+        return self._canaries.statuses()
+
+    async def start_canary(
+        self,
+        name: str,
+        version: int | str | None,
+        weight: float | None,
+        shadow_weight: float | None,
+    ) -> CanaryStatus:
+        return await self._canaries.start(name, version, weight, shadow_weight)
+
+    async def promote_canary(self, name: str) -> CanaryStatus:
+        return await self._canaries.promote(name)
+
+    async def abort_canary(self, name: str) -> CanaryStatus:
+        return await self._canaries.abort(name)
 
     async def _run(self) -> None:
         # Before it knows its models it would find every base unwanted and itself ready.
         await self._is_configured.wait()
         registry = await asyncio.to_thread(self._sources.open_registry)
+        self._canaries.open(registry)
         loop = asyncio.get_running_loop()
         next_snapshot_s = 0.0
         catalog: Catalog | None = None
@@ -129,7 +159,9 @@ class Manager:
         bases = tuple(_served(spec, status) for spec in wanted.specs)
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
-        await self._publish(catalog, bases, wanted.missing, is_one_node, registry_error)
+        running = {base.base.digest for base in bases if base.is_running}
+        canary = self._canaries.review(catalog, running)
+        await self._publish(catalog, bases, wanted.missing, is_one_node, registry_error, canary)
         if all(base.is_running for base in bases):
             self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
 
@@ -157,17 +189,18 @@ class Manager:
         missing: tuple[str, ...],
         is_one_node: bool,
         registry_error: str | None,
+        canary: CanaryState,
     ) -> None:
         old = self._view
         if old is not None and old.catalog.revision == catalog.revision:
-            known = (old.bases, old.missing, old.is_one_node, old.registry_error)
-            if known == (bases, missing, is_one_node, registry_error):
+            known = (old.bases, old.missing, old.is_one_node, old.registry_error, old.canary)
+            if known == (bases, missing, is_one_node, registry_error, canary):
                 return
         self._num_views += 1
         revision = f"{self._incarnation}-{self._num_views}"
         async with self._changed:
             self._view = PlatformView(
-                revision, catalog, bases, missing, is_one_node, registry_error
+                revision, catalog, bases, missing, is_one_node, registry_error, canary
             )
             self._changed.notify_all()
 

@@ -10,6 +10,7 @@ from fastapi import Request
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.shadow import Shadows
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class IngressState:
     args: IngressArgs
     gateway: Gateway
     metrics: IngressMetrics
+    shadows: Shadows
     tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
 
 

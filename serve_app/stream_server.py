@@ -121,6 +121,12 @@ class TokenStream:
         self._failure: BaseException | None = None
         self._connection: _EngineConnection | None = None  # known from the first tokens on
 
+    @property
+    def engine_load(self) -> EngineLoad | None:
+        return (
+            None if self._connection is None else self._server.loads.get(self._connection.engine_id)
+        )
+
     async def read(self) -> list[TokenOutput]:
         """Everything that arrived since the last read, at least one output; raises the failure."""
         while not self._arrived:

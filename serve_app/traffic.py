@@ -59,9 +59,7 @@ class Split:
                 return "canary", canary.version
         return "stable", self.stable
 
-    def copied_to(
-        self, chosen: AdapterVersion, draw: Callable[[], float]
-    ) -> AdapterVersion | None:
+    def copied_to(self, chosen: AdapterVersion, draw: Callable[[], float]) -> AdapterVersion | None:
         """The shadow, where this request is in its share. It gets the tokens of the request, so
         only the very same base can read them."""
         shadow = self.shadow
@@ -100,7 +98,7 @@ def read_traffic(
             if alias in adapter.aliases:
                 wished.setdefault(adapter.name, {})[alias] = adapter
     for setting in catalog.settings:
-        if setting.key in ("canary_weight", "shadow_weight"):
+        if setting.key in ("canary_weight", "shadow_weight", "canary_rolled_back"):
             wished.setdefault(setting.name, {})
     splits = {}
     for name, versions in sorted(wished.items()):

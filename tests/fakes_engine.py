@@ -3,7 +3,8 @@
 Stands behind the same interface as the real one, for the side stream, the Serve tests and the
 `side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
 A prompt that begins with CRASH_TOKEN ends the process after its second token. An adapter folder
-that holds REFUSED is refused, and told in that file.
+that holds REFUSED is refused, and told in that file; one that holds FAULT has the fault named
+there: its requests end at once.
 """
 
 from __future__ import annotations
@@ -18,12 +19,26 @@ from pathlib import Path
 from engine.admission import EngineLimits
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
-from engine.types import EngineLoad, FinishReason, Request, StepOutput, TokenOutput
+from engine.types import (
+    NOT_FINITE,
+    EngineLoad,
+    FinishReason,
+    Request,
+    StepOutput,
+    TokenOutput,
+)
 from lora.errors import AdapterError
+from tests.fakes_registry import EOS_ID
 
 NUM_BLOCKS = 1024
 CRASH_TOKEN = 250
 REFUSED = "refused"
+FAULT = "fault"  # a file: one of FAULTS
+FAULTS: dict[str, tuple[FinishReason, tuple[int, ...], str | None]] = {
+    "empty": ("stop", (EOS_ID,), None),
+    "error": ("error", (), "the step failed"),
+    "non_finite": ("error", (), NOT_FINITE),
+}
 
 
 @dataclass(slots=True)
@@ -42,6 +57,7 @@ class PacedEngine:
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)  # digest -> name
     steps: int = 0
+    faults: dict[str, str] = field(default_factory=dict)  # by digest
     _running: dict[str, _Running] = field(default_factory=dict)
     _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
     _on_death: list[Callable[[EngineDeadError], None]] = field(default_factory=list)
@@ -100,6 +116,8 @@ class PacedEngine:
             with refused.open("a") as tries:
                 tries.write("read\n")
             raise AdapterError("layer 3 holds NaN")
+        if (fault := Path(path, FAULT)).exists():
+            self.faults[digest] = fault.read_text()
         self.loaded[digest] = name
 
     async def unload_adapter(self, digest: str) -> None:
@@ -147,9 +165,15 @@ class PacedEngine:
                 if running.num_tokens >= request.params.max_tokens:
                     reason = "length"
                     del self._running[request_id]
-                token_ids = (prompt[offset % len(prompt)],)
+                token_ids: tuple[int, ...] = (prompt[offset % len(prompt)],)
+                error: str | None = None
+                if (fault := self.faults.get(request.adapter or "")) is not None:
+                    reason, token_ids, error = FAULTS[fault]
+                    self._running.pop(request_id, None)
                 outputs += [
-                    TokenOutput(request_id, choice, offset, token_ids, finish_reason=reason)
+                    TokenOutput(
+                        request_id, choice, offset, token_ids, finish_reason=reason, error=error
+                    )
                     for choice in running.open_choices
                 ]
         return tuple(outputs)

@@ -23,6 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 EOS = "<eos>"
+EOS_ID = 256  # after the bytes
 V = TypeVar("V", BaseVersion, AdapterVersion)
 
 
@@ -91,12 +92,20 @@ class FolderRegistry:
         return base
 
     def add_adapter(
-        self, name: str, base: BaseVersion, *, has_files: bool = True
+        self,
+        name: str,
+        base: BaseVersion,
+        version: int = 1,
+        *,
+        aliases: tuple[str, ...] = (),
+        has_files: bool = True,
     ) -> AdapterVersion:
-        digest = _digest(f"{name} of {base.digest}")
+        digest = _digest(f"{name}@{version} of {base.digest}")
         if has_files:
             (self.folder / digest).mkdir()
-        return AdapterVersion(name, 1, digest, base.name, base.digest, 8, ("q_proj",), source="")
+        return AdapterVersion(
+            name, version, digest, base.name, base.digest, 8, ("q_proj",), "", aliases
+        )
 
 
 def write_text_files(folder: Path) -> None:

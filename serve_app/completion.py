@@ -1,0 +1,101 @@
+"""An answer being made: the engine's outputs go in, stop strings are told to the engine.
+
+Streamed, whole, or for nobody (a shadow). Ignorant of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+from engine.types import EngineLoad, Request, TokenOutput
+from serve_app.answer import Answer
+from serve_app.arms import Watch
+from serve_app.asgi import ClientGoneError
+from serve_app.errors import to_api_error
+from serve_app.generation import Generation
+from serve_app.responses import error_event
+
+OnFirstToken = Callable[[EngineLoad | None], None]
+
+
+class Completion:
+    def __init__(
+        self,
+        generation: Generation,
+        answer: Answer,
+        requests: tuple[Request, ...],
+        watch: Watch | None = None,
+        on_first_token: OnFirstToken | None = None,
+    ) -> None:
+        """`watch`: of the arm that this request belongs to."""
+        self._generation = generation
+        self._answer = answer
+        self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
+        self._watch = watch
+        self._on_first_token = on_first_token
+        self._has_first_token = False
+
+    async def read(self) -> bytes:
+        """The next bytes of the stream: all chunks that arrived together, as one write."""
+        answer = self._answer
+        while True:
+            parts = await self._feed()
+            if answer.is_done:
+                return b"".join((*parts, answer.stream_end()))
+            if parts:
+                return b"".join(parts)
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """After the first `read`. A failure becomes the last event."""
+        try:
+            while not self._answer.is_done:
+                yield await self.read()
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            yield error_event(to_api_error(error))
+
+    async def whole(self) -> bytes:
+        await self.finish()
+        return self._answer.body()
+
+    async def finish(self) -> None:
+        while not self._answer.is_done:
+            await self._feed()
+
+    def leave(self) -> None:
+        self._generation.fail(ClientGoneError())
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
+        self._generation.close()
+
+    async def _feed(self) -> list[bytes]:
+        """What arrived since the last time, as chunks."""
+        answer = self._answer
+        try:
+            outputs = await self._generation.read()
+            if not self._has_first_token:
+                self._begin()
+            parts = [data for output in outputs if (data := self._feed_one(output))]
+        except BaseException as error:
+            if self._watch is not None:
+                self._watch.failed(error, answer.num_tokens)
+            raise
+        if answer.is_done and self._watch is not None:
+            self._watch.done(answer.has_text, answer.num_tokens)
+        return parts
+
+    def _begin(self) -> None:
+        self._has_first_token = True
+        if self._watch is not None:
+            self._watch.first_token()
+        if self._on_first_token is not None:
+            self._on_first_token(self._generation.engine_load)
+
+    def _feed_one(self, output: TokenOutput) -> bytes:
+        fed = self._answer.feed(self._prompt_of[output.request_id], output)
+        if fed.abort:
+            self._generation.end_choice(output.request_id, output.choice)
+        return fed.data

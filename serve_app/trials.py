@@ -54,7 +54,9 @@ class Trial:
         now = _Point(now_s, self.tally("stable"), self.tally("canary"))
         self._forget(rule, now)
         then = self._points[0]
-        if now_s - self._points[-1].at_s >= rule.window_s / _POINTS_A_WINDOW:
+        last = self._points[-1]
+        is_due = now_s - last.at_s >= rule.window_s / _POINTS_A_WINDOW
+        if is_due and now.canary.num_judged > last.canary.num_judged:  # so they stay few
             self._points.append(now)
         return judge(now.stable - then.stable, now.canary - then.canary, rule)
 

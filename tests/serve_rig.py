@@ -24,12 +24,20 @@ from ray.serve.config import HTTPOptions
 
 from registry.catalog import Catalog
 from serve_app.app import build_with
-from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.config import (
+    ADMIN_TOKEN,
+    EngineArgs,
+    IngressArgs,
+    ModelArgs,
+    PlatformArgs,
+    RegistryArgs,
+)
 from serve_app.topology import Sources
 from tests.fakes_registry import FolderRegistry
 
 RIG_BASE = "base"
 RIG_ADAPTER = "pirate"
+RIG_TOKEN = "token of the rig"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ def running_serve() -> Iterator[int]:
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     port = free_port()
+    os.environ[ADMIN_TOKEN] = RIG_TOKEN  # Ray's processes keep it, this one does not
     ray.init(
         "local",
         num_cpus=2,
@@ -66,6 +75,7 @@ def running_serve() -> Iterator[int]:
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",
     )
+    del os.environ[ADMIN_TOKEN]
     try:
         serve.start(
             proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port)

@@ -1,0 +1,213 @@
+"""The manager's part of canaries, on a registry in a folder: roll-backs and operators' orders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine.errors import InvalidRequestError
+from registry.catalog import Catalog
+from registry.errors import InvalidNameError, NotFoundError, RegistryUnavailableError
+from serve_app import canaries as module
+from serve_app.canaries import Canaries
+from serve_app.config import CanaryArgs
+from serve_app.topology import CanaryState
+from tests.canary_factory import BASE, CANARY, STABLE, adapter, catalog, report, tally
+from tests.fakes_registry import FolderRegistry
+from tests.waiting import until
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    canaries: Canaries
+    registry: FolderRegistry
+
+    def review(self) -> CanaryState:
+        """What the manager does a few times a second."""
+        try:
+            known = self.registry.snapshot()
+        except RegistryUnavailableError:
+            known = self.canaries._catalog
+        return self.canaries.review(known, {BASE.digest})
+
+    def fail(self) -> CanaryState:
+        """Enough of errors for the rule."""
+        self.canaries.take(report())
+        self.review()
+        self.canaries.take(report(stable=tally(ok=50), canary=tally(ok=20, error=30)))
+        return self.review()
+
+    def setting(self, key: str) -> str | None:
+        return self.registry.snapshot().setting("pirate", key)
+
+    def aliases(self, version: int) -> tuple[str, ...]:
+        (found,) = [one for one in self.registry.snapshot().adapters if one.version == version]
+        return found.aliases
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Callable[[Catalog], Desk]:
+    def make(known: Catalog) -> Desk:
+        registry = FolderRegistry(tmp_path)
+        registry.write(known)
+        opened = Canaries(CanaryArgs())
+        opened.open(registry)
+        made = Desk(opened, registry)
+        made.review()
+        return made
+
+    return make
+
+
+Make = Callable[[Catalog], Desk]
+
+
+async def test_a_bad_canary_loses_its_requests_at_once_and_its_weight(desk: Make) -> None:
+    made = desk(catalog(canary_weight="0.5"))
+    state = made.fail()
+    ((name, digest, reason),) = state.vetoes
+    assert (name, digest) == ("pirate", CANARY.digest)
+    assert "30 errors in 50 requests" in reason
+    assert state.num_rollbacks == (("pirate", 1),)
+    await until(lambda: made.setting("canary_rolled_back") is not None)
+    assert made.setting("canary_weight") == "0"
+    record = json.loads(made.setting("canary_rolled_back") or "")
+    assert (record["version"], record["reason"]) == (2, reason)
+    assert record["time"].startswith("20")
+    state = made.review()  # the registry says it now
+    assert (state.vetoes, state.num_rollbacks) == ((), (("pirate", 1),))
+    (status,) = made.canaries.statuses()
+    assert status.verdict == "ended"
+    assert status.rolled_back == made.setting("canary_rolled_back")
+    assert [(arm.arm, arm.weight, arm.outcomes["error"]) for arm in status.arms] == [
+        ("stable", 1.0, 0),
+        ("canary", 0.0, 30),
+    ]
+
+
+async def test_a_registry_that_is_down_stops_no_roll_back(
+    desk: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    made = desk(catalog(canary_weight="0.5"))
+    content = (made.registry.folder / "catalog.json").read_bytes()
+    (made.registry.folder / "catalog.json").unlink()
+    assert made.fail().vetoes
+    for _ in range(3):
+        assert made.review().vetoes
+        assert made.review().num_rollbacks == (("pirate", 1),)
+    (made.registry.folder / "catalog.json").write_bytes(content)
+    await until(lambda: made.setting("canary_rolled_back") is not None)
+    assert made.setting("canary_weight") == "0"
+    assert made.review().vetoes == ()
+
+
+async def test_a_veto_is_for_one_version(desk: Make) -> None:
+    made = desk(catalog(STABLE, CANARY, adapter(3), canary_weight="0.5"))
+    assert made.fail().vetoes
+    await until(lambda: made.setting("canary_rolled_back") is not None)
+    status = await made.canaries.start("pirate", 3, 0.5, None)
+    assert made.review().vetoes == ()
+    assert [(arm.version, arm.weight) for arm in status.arms] == [(1, 0.5), (3, 0.5)]
+    assert made.setting("canary_rolled_back") is None
+
+
+async def test_the_same_version_may_be_tried_again(desk: Make) -> None:
+    made = desk(catalog(canary_weight="0.5"))
+    made.fail()
+    await until(lambda: made.setting("canary_rolled_back") is not None)
+    with pytest.raises(InvalidRequestError, match="2 was rolled back"):
+        await made.canaries.promote("pirate")
+    await made.canaries.start("pirate", None, 0.25, None)
+    for _ in range(3):
+        assert made.review().vetoes == ()
+    assert made.setting("canary_weight") == "0.25"
+    await made.canaries.promote("pirate")
+    assert made.aliases(2) == ("champion",)
+
+
+async def test_a_canary_is_started_and_promoted(desk: Make) -> None:
+    made = desk(catalog(STABLE, adapter(2, "dev")))
+    status = await made.canaries.start("pirate", "dev", 0.3, 1.0)
+    assert [(arm.arm, arm.version, arm.weight) for arm in status.arms] == [
+        ("stable", 1, 0.7),
+        ("canary", 2, 0.3),
+        ("shadow", 2, 1.0),
+    ]
+    assert set(made.aliases(2)) == {"dev", "canary", "shadow"}
+    made.review()
+    assert made.canaries.statuses()[0].verdict.startswith("too few requests")
+    await made.canaries.promote("pirate")
+    assert made.aliases(1) == ()
+    assert set(made.aliases(2)) == {"dev", "champion"}
+    assert made.registry.snapshot().settings == ()
+    with pytest.raises(NotFoundError, match="nothing to promote"):
+        await made.canaries.promote("pirate")
+
+
+async def test_a_promotion_that_broke_off_can_be_given_again(desk: Make) -> None:
+    made = desk(catalog(adapter(1), adapter(2, "champion", "canary"), canary_weight="0.3"))
+    assert not made.review().vetoes
+    await made.canaries.promote("pirate")
+    assert made.aliases(2) == ("champion",)
+    assert made.setting("canary_weight") is None
+
+
+async def test_an_abort_ends_canary_and_shadow(desk: Make) -> None:
+    both = adapter(2, "canary", "shadow")
+    made = desk(catalog(STABLE, both, canary_weight="0.3", shadow_weight="0.1"))
+    await made.canaries.abort("pirate")
+    assert made.aliases(2) == ()
+    assert made.registry.snapshot().settings == ()
+    with pytest.raises(NotFoundError, match="nothing to abort"):
+        await made.canaries.abort("pirate")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "weight", "shadow", "kind", "words"),
+    [
+        ("pirate", 2, 1.5, None, InvalidRequestError, "weight: must lie in [0, 1], got 1.5"),
+        ("pirate", 2, 0.5, -1.0, InvalidRequestError, "shadow: must lie in [0, 1], got -1.0"),
+        ("pirate", 2, float("nan"), None, InvalidRequestError, "weight: must lie"),
+        ("pirate", 2, None, None, InvalidRequestError, "weight: required"),
+        ("pirate", 9, 0.5, None, InvalidRequestError, "version: 9"),
+        ("pirate", "nope", 0.5, None, InvalidRequestError, "alias: 'nope'"),
+        ("pirate", "v2", 0.5, None, InvalidRequestError, "alias: 'v2'"),
+        ("pirate", None, 0.5, None, InvalidRequestError, "no alias 'canary'"),
+        ("pirate", 1, 0.5, None, InvalidRequestError, "1 is what 'pirate' means already"),
+        ("base", 1, 0.5, None, InvalidRequestError, "'base' is a base model"),
+        ("nobody", 1, 0.5, None, NotFoundError, "nobody"),
+        ("pirate@2", 1, 0.5, None, InvalidNameError, "pirate@2"),
+    ],
+)
+async def test_orders_that_mean_nothing_are_refused_and_write_nothing(
+    desk: Make,
+    name: str,
+    version: int | str | None,
+    weight: float | None,
+    shadow: float | None,
+    kind: type[Exception],
+    words: str,
+) -> None:
+    made = desk(catalog(STABLE, adapter(2)))
+    before = made.registry.snapshot()
+    with pytest.raises(kind) as refused:
+        await made.canaries.start(name, version, weight, shadow)
+    assert words in str(refused.value)
+    assert made.registry.snapshot() == before
+
+
+async def test_a_weight_that_is_none_is_logged_once(
+    desk: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = desk(catalog(canary_weight="30%"))
+    for _ in range(5):
+        made.review()
+    told = [record for record in caplog.records if "30%" in record.getMessage()]
+    assert len(told) == 1
+    (status,) = made.canaries.statuses()
+    assert "30%" in status.problems[0]

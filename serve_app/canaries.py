@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from registry.catalog import Catalog
+from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryError
 from serve_app.canary_orders import ROLLED_BACK, Orders
 from serve_app.canary_status import CanaryStatus, status_of
@@ -40,6 +41,7 @@ Key = tuple[str, str]  # the adapter's name, the version's digest
 class _Veto:
     name: str
     version: int
+    digest: str
     reason: str
     at: str  # ISO 8601
     written_s: float | None = None
@@ -73,11 +75,14 @@ class Canaries:
         now_s = _now_s()
         self._lift_vetoes(now_s)
         self._follow(now_s)
+        has_failed = False
         for name, verdict in self._trials.verdicts(now_s).items():
             split = self._traffic.splits[name]
             if verdict.reason is not None and split.canary.share > 0:
                 self._roll_back(split, verdict.reason)
-        self._follow(now_s)
+                has_failed = True
+        if has_failed:
+            self._follow(now_s)
         self._tell_problems()
         return CanaryState(
             tuple((name, digest, veto.reason) for (name, digest), veto in self._vetoes.items()),
@@ -109,18 +114,19 @@ class Canaries:
     async def abort(self, name: str) -> CanaryStatus:
         return await self._order(name, lambda orders: orders.abort(name))
 
-    async def _order(self, name: str, order: Callable[[Orders], None]) -> CanaryStatus:
+    async def _order(
+        self, name: str, order: Callable[[Orders], AdapterVersion | None]
+    ) -> CanaryStatus:
         """The status afterwards, as the registry has it then."""
         async with self._writing:
             registry = self._opened()
 
-            def act() -> Catalog:
-                order(Orders(registry, registry.snapshot()))
-                return registry.snapshot()
+            def act() -> tuple[AdapterVersion | None, Catalog]:
+                return order(Orders(registry, registry.snapshot())), registry.snapshot()
 
-            catalog = await asyncio.to_thread(act)
-            for key in [key for key in self._vetoes if key[0] == name]:
-                del self._vetoes[key]
+            on_trial, catalog = await asyncio.to_thread(act)
+            if on_trial is not None:  # whatever happened to it before
+                self._vetoes.pop((name, on_trial.digest), None)
         traffic = read_traffic(catalog, self._running, self._reasons())
         return self._status(catalog, name, traffic.splits.get(name))
 
@@ -142,7 +148,7 @@ class Canaries:
         assert version is not None
         logger.error("canary %s@%d is rolled back: %s", split.name, version.version, reason)
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        veto = _Veto(split.name, version.version, reason, at)
+        veto = _Veto(split.name, version.version, version.digest, reason, at)
         self._vetoes[split.name, version.digest] = veto
         self._num_rollbacks[split.name] += 1
         task = asyncio.get_running_loop().create_task(self._write(veto))
@@ -153,7 +159,7 @@ class Canaries:
         """Until the registry takes it, or nobody needs it any more."""
         while True:
             async with self._writing:
-                if veto not in self._vetoes.values():
+                if self._vetoes.get((veto.name, veto.digest)) is not veto:
                     return
                 try:
                     await asyncio.to_thread(_store, self._opened(), veto)
@@ -168,6 +174,8 @@ class Canaries:
 
     def _lift_vetoes(self, now_s: float) -> None:
         """Those that the registry itself says now, or that nobody's canary is any more."""
+        if not self._vetoes:
+            return
         wished = {
             (name, split.canary.version.digest)
             for name, split in read_traffic(self._catalog, self._running, {}).splits.items()
@@ -195,7 +203,10 @@ class Canaries:
 
 
 def _store(registry: RegistryReader, veto: _Veto) -> None:
-    """The weight first: it is what counts."""
+    """The weight first: it is what counts. Unless another version is on trial by now."""
+    split = read_traffic(registry.snapshot(), (), {}).splits.get(veto.name)
+    if split is None or split.canary.version is None or split.canary.version.digest != veto.digest:
+        return
     registry.set_setting(veto.name, "canary_weight", "0")
     record = {"version": veto.version, "reason": veto.reason, "time": veto.at}
     registry.set_setting(veto.name, ROLLED_BACK, json.dumps(record))

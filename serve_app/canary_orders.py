@@ -32,8 +32,8 @@ class Orders:
         version: int | str | None,
         weight: float | None,
         shadow_weight: float | None,
-    ) -> None:
-        """The weight last: it is what sends requests."""
+    ) -> AdapterVersion | None:
+        """The canary on trial from now on, if any. The weight last: it is what sends requests."""
         if weight is None and shadow_weight is None:
             raise InvalidRequestError("weight: required, or shadow.", "weight")
         _check_share("weight", weight)
@@ -51,6 +51,7 @@ class Orders:
             self._clear(name, ROLLED_BACK)
             registry.set_alias(name, CANARY, found.version)
             registry.set_setting(name, CANARY_WEIGHT, f"{weight:g}")
+        return found if weight is not None else None
 
     def promote(self, name: str) -> None:
         """The name means the canary's version from now on, and is not split any more."""

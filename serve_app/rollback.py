@@ -11,6 +11,7 @@ from serve_app.arms import Outcome, Tally, quantile
 from serve_app.config import CanaryArgs
 
 FIRST_TOKEN_QUANTILE = 0.95
+_ROUNDING = 1e-9  # 0.07 - 0.05 > 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def judge(stable: Tally, canary: Tally, rule: CanaryArgs) -> Verdict:
         (rule.max_error_rate_increase, errors),
         (rule.max_empty_rate_increase, empty),
     ):
-        if increase > limit:
+        if increase > limit + _ROUNDING:
             return Verdict(f"{words}: more than {100 * limit:g} points", has_enough)
     return Verdict(_slowness(stable, canary, rule) if has_enough else None, has_enough)
 

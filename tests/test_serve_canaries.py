@@ -116,6 +116,22 @@ async def test_a_veto_is_for_one_version(desk: Make) -> None:
     assert made.setting("canary_rolled_back") is None
 
 
+async def test_a_late_roll_back_leaves_the_next_versions_weight_alone(
+    desk: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    made = desk(catalog(STABLE, CANARY, adapter(3), canary_weight="0.5"))
+    file = made.registry.folder / "catalog.json"
+    content = file.read_bytes()
+    file.unlink()
+    assert made.fail().vetoes
+    file.write_bytes(content)
+    await made.canaries.start("pirate", 3, 0.5, None)
+    await until(lambda: not made.canaries._tasks)
+    assert made.setting("canary_weight") == "0.5"
+    assert made.review().vetoes == ()
+
+
 async def test_the_same_version_may_be_tried_again(desk: Make) -> None:
     made = desk(catalog(canary_weight="0.5"))
     made.fail()

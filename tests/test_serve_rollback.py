@@ -36,6 +36,7 @@ RULE = CanaryArgs()
         (tally(ok=500), tally(ok=48, error=2), "2 errors in 50 requests against 0 in 500"),
         (tally(ok=500), tally(ok=20, error=29), None),  # too few
         (tally(ok=450, error=50), tally(ok=88, error=12), None),
+        (tally(ok=95, error=5), tally(ok=93, error=7), None),  # 2 points, whatever a float says
         (tally(ok=450, error=50), tally(ok=87, error=13), "more than 2 points"),
         (Tally(), tally(ok=48, error=2), "against 0 in 0"),  # all the traffic is the canary's
         (tally(ok=500), tally(ok=95, empty=5), None),
@@ -211,7 +212,7 @@ def test_a_window_with_too_few_requests_reaches_farther_back() -> None:
 def test_points_do_not_pile_up() -> None:
     known = trials(CanaryArgs(window_s=10, min_requests=5))
     for step in range(1000):
-        counts = {"stable": tally(ok=step), "canary": tally(ok=max(0, step - 500) // 100)}
-        known.take(report(**counts), 10.0 * step)
+        canary = tally(ok=max(0, step - 500) // 100)
+        known.take(report(stable=tally(ok=step), canary=canary), 10.0 * step)
         assert reason(known, 10.0 * step) is None
         assert len(known.by_name["pirate"]._points) <= 7

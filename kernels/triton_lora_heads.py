@@ -1,4 +1,4 @@
-"""What both kinds of tile of the fused RoPE share: which heads a program has, norm and rotation."""
+"""What RoPE kernels share, the fused ones and the plain: which heads a program has, norm, rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What RoPE kernels share, the fused ones and the plain: which heads a program has, norm, rotation."""
+"""What all RoPE kernels share, fused or not: which heads a program has, norm and rotation."""
 
 from __future__ import annotations
 

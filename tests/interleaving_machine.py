@@ -55,6 +55,7 @@ MUST_HAPPEN = (
     "broken",
     "no host memory",
     "unloads taken back",
+    "copies called off",
     "ended: length",
     "ended: abort",
     "ended: error",
@@ -146,6 +147,22 @@ class Interleaving(RuleBasedStateMachine):
         self.retiring.add(digest)
         self.tally.add("unloads")
         self._ask_whether_gone(digest)
+
+    @precondition(lambda self: self.ledger.open_ids)
+    @rule(data=st.data())
+    def cancel_all_and_unload(self, data: st.DataObject) -> None:
+        """Of one adapter: its copy to the device may be under way, for nobody."""
+        open_ones = [self.ledger.entries[request_id] for request_id in self.ledger.open_ids]
+        digest = data.draw(st.sampled_from(open_ones)).request.adapter
+        for request in [entry.request for entry in open_ones if entry.request.adapter == digest]:
+            self.engine.abort(request.request_id)
+            self.ledger.abort(request.request_id)
+            self.tally.add("cancels")
+        if digest is not None:
+            self.tally.add("copies called off", digest in self.pool._arriving)
+            self.retiring.add(digest)
+            self.tally.add("unloads")
+            self._ask_whether_gone(digest)
 
     @precondition(lambda self: self.pinned is None)
     @rule(name=names, version=st.integers(0, 1))
@@ -303,7 +320,7 @@ class Interleaving(RuleBasedStateMachine):
             self.pinned = None if self.pinned == digest else self.pinned
             self.resident.discard(digest)
         else:
-            assert users, "nobody used it"
+            assert any(e.open - e.aborted for e in users), "nobody used it"
 
 
 def machine_of(world: World, tally: Tally) -> type[Interleaving]:

@@ -130,15 +130,14 @@ class DeviceSteps:
         if size is not None:
             has_lora = self._decode.write_for_graph(batch, self._drawn_rows, size)
             logits = self._graphs.replay(GraphKey(size, has_lora))[: len(parts)]
-            logprobs = self._finish(logits, parts, self._decode.sampling(len(parts)), True)
+            logprobs = self._finish(logits, parts, self._decode, True)
         else:
             inputs = self._mixed.write(batch, self._drawn_rows)
             hidden = self._model.forward(inputs, self._kv, self._pool)
             logprobs = None
             if parts:
                 logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
-                sampling = self._mixed.sampling(len(parts))
-                logprobs = self._finish(logits, parts, sampling, False)
+                logprobs = self._finish(logits, parts, self._mixed, False)
             if hidden.shape[0] > len(parts):
                 prompts = _Prompts(inputs, hidden)
         self._drawn_rows = {part.sequence: row for row, part in enumerate(parts)}
@@ -181,7 +180,7 @@ class DeviceSteps:
         self,
         logits: torch.Tensor,  # [R, V]
         parts: Sequence[ScheduledSequence],
-        sampling: SamplingInputs,
+        inputs: StepInputs,
         is_drawn: bool,  # by the graph, from unchanged logits
     ) -> _Logprobs | None:
         wanted = tuple(
@@ -197,7 +196,7 @@ class DeviceSteps:
             change_logits_(logits, parts, self._eos_token_ids)
             is_drawn = False
         if not is_drawn:
-            self._draw(logits, sampling)
+            self._draw(logits, inputs.sampling(len(parts)))
         if raw is None:
             return None
         limits = tuple(parts[row].sequence.request.params.logprobs or 0 for row in wanted)

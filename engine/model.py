@@ -15,7 +15,7 @@ from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, lora_sites
 from engine.rope import cos_sin_table
 from engine.weights import Weights
-from kernels.embedding import gather_embedding
+from kernels.embedding import gather_embedding, resolve_tokens
 from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -97,8 +97,7 @@ class Model:
         lora = inputs.optional_lora
         if lora is not None:
             if in_flight is not None:
-                drawn = in_flight.drawn.index_select(0, in_flight.sources.clamp(min=0)).clamp(min=0)
-                token_ids = torch.where(in_flight.sources < 0, token_ids, drawn)
+                token_ids = resolve_tokens(token_ids, in_flight.sources, in_flight.drawn)
             apply_lora_embedding_(self._embedding_site, embedded, token_ids, lora, pool)
         return embedded
 

@@ -25,10 +25,17 @@ def gather_embedding(
     return gather_embedding_reference(token_ids, sources, drawn, weight)
 
 
+def resolve_tokens(
+    token_ids: torch.Tensor, sources: torch.Tensor, drawn: torch.Tensor
+) -> torch.Tensor:
+    """-> [T], the ids that the rows are of."""
+    if not drawn.numel():
+        return token_ids
+    earlier = drawn.index_select(0, sources.clamp(min=0)).clamp_(min=0)
+    return torch.where(sources < 0, token_ids, earlier)
+
+
 def gather_embedding_reference(
     token_ids: torch.Tensor, sources: torch.Tensor, drawn: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    if drawn.numel():
-        earlier = drawn.index_select(0, sources.clamp(min=0)).clamp_(min=0)
-        token_ids = torch.where(sources < 0, token_ids, earlier)
-    return weight.index_select(0, token_ids)
+    return weight.index_select(0, resolve_tokens(token_ids, sources, drawn))

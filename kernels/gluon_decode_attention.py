@@ -29,7 +29,7 @@ from kernels.gluon_attention import (
     step,
     take,
 )
-from kernels.paged_plan import MAX_SPLITS, PagedPlan
+from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
 
 BLOCK_N = 64
 
@@ -65,7 +65,7 @@ def paged_decode(
         plan.query_start,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

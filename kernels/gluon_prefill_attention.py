@@ -34,7 +34,7 @@ from kernels.gluon_attention import (
     step,
     take,
 )
-from kernels.paged_plan import TILE_ROWS, PagedPlan
+from kernels.paged_plan import LOG2_E, TILE_ROWS, PagedPlan
 
 BLOCK_N = 128
 STAGES = 2
@@ -70,7 +70,7 @@ def paged_prefill(
         plan.kv_lens,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

@@ -32,6 +32,7 @@ MIN_CHUNK_OF_FEW = 256
 FEW = 64  # sequences times KV heads; 16 x 2048 keys: 43 us in items of 256, 38 of 1024
 CHUNK_STEP = 64  # a chunk is a multiple: no tile of keys lies across two items
 MAX_SPLITS = 16
+LOG2_E = 1.4426950408889634  # what attends takes powers of 2: it gets the scale times this
 
 
 @dataclass(frozen=True, slots=True)

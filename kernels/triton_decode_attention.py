@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.paged_plan import MAX_SPLITS, PagedPlan
+from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def paged_decode(
         plan.kv_lens,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         sliding_window or 0,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,

@@ -25,14 +25,27 @@ OVERLAPS = not IS_INTERPRETED  # programmatic dependent launch: the interpreter 
 
 
 @triton.jit
-def start_overlapped(OVERLAPPED: tl.constexpr):
-    """The next kernel of the stream may start; what this one reads of an earlier one is there.
+def start_dependents(OVERLAPPED: tl.constexpr):
+    """The next kernel of the stream may start: it waits by itself for what this one writes."""
+    if OVERLAPPED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPPED: tl.constexpr):
+    """What this kernel reads of an earlier one is there. Before it, only what no kernel of a step
+    writes may be read.
 
     Every program comes here, else the next kernel but one could start before the last but one ends.
     """
     if OVERLAPPED:
-        gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def start_overlapped(OVERLAPPED: tl.constexpr):
+    start_dependents(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
 
 
 class Launcher:

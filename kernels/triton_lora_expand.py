@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
-from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COLUMNS,
     PAGE,
@@ -27,9 +27,7 @@ from kernels.triton_lora_tiles import (
     page_dot,
     pair_delta,
     read_tile,
-    start_dependents,
     store_pair,
-    wait_for_inputs,
 )
 
 NUM_WARPS = 1

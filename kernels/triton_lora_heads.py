@@ -1,4 +1,4 @@
-"""What both kinds of tile of the fused RoPE share: which heads a program has, norm and rotation."""
+"""What all RoPE kernels share, fused or not: which heads a program has, norm and rotation."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
-from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_rope_large import launch_lora_rope_large
 from kernels.triton_lora_tiles import (
@@ -27,8 +27,6 @@ from kernels.triton_lora_tiles import (
     num_programs,
     pair_delta,
     read_tile,
-    start_dependents,
-    wait_for_inputs,
 )
 
 NUM_WARPS = 1

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, Bridge, LoraPlan
-from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_tiles import (
     PAGE,
@@ -16,8 +16,6 @@ from kernels.triton_lora_tiles import (
     load_page,
     page_dot,
     read_tile,
-    start_dependents,
-    wait_for_inputs,
 )
 
 PART = 32

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
-from kernels.triton_launch import OVERLAPS, Launcher
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COUNTERS_OF_TILE,
     PAGE,
@@ -24,8 +24,6 @@ from kernels.triton_lora_tiles import (
     page_dot,
     read_tile,
     read_unit,
-    start_dependents,
-    wait_for_inputs,
 )
 
 NUM_WARPS = 1

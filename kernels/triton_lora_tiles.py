@@ -13,9 +13,6 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
 
-if not IS_INTERPRETED:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 # Of a program for a small tile, all in one warp: it then holds a page's 16 rows of a column in one
 # thread. The same everywhere, for the order of a sum depends on it.
 COLUMNS = 256
@@ -24,21 +21,6 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _TILE = tl.constexpr(TILE_FIELDS)
 _UNIT = tl.constexpr(UNIT_FIELDS)
 COUNTERS_OF_TILE = tl.constexpr(COUNTERS)
-
-
-@triton.jit
-def start_dependents(OVERLAPPED: tl.constexpr):
-    """The next kernel of the stream may start: it waits by itself for what this one writes."""
-    if OVERLAPPED:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_inputs(OVERLAPPED: tl.constexpr):
-    """Every program must come here, else the next kernel but one could start before the last but
-    one has ended. Before it, only what no kernel of a step writes may be read."""
-    if OVERLAPPED:
-        gdc_wait()
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.paged_plan import TILE_ROWS, PagedPlan
+from kernels.paged_plan import LOG2_E, TILE_ROWS, PagedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def paged_prefill(
         plan.kv_lens,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         sliding_window or 0,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,

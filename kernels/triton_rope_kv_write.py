@@ -12,21 +12,12 @@ import triton
 import triton.language as tl
 
 from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
+from kernels.triton_lora_heads import norm_heads
 
 HEADS = 8  # of a program, at most; 0.9 us for one token, where 16 take 1.1
 MANY_HEADS = 16  # of 8192 tokens: 51 us, where 8 take 61
 MANY_TOKENS = 1024
 NUM_WARPS = 4
-
-
-@triton.jit
-def _normed(a, b, weight_a, weight_b, DIM: tl.constexpr, EPS: tl.constexpr):
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    squares = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1)
-    inverse = tl.rsqrt(squares / DIM + EPS)[:, None]
-    normed_a = (wide_a * inverse).to(a.dtype).to(tl.float32) * weight_a.to(tl.float32)
-    normed_b = (wide_b * inverse).to(a.dtype).to(tl.float32) * weight_b.to(tl.float32)
-    return normed_a.to(a.dtype), normed_b.to(a.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
@@ -75,7 +66,7 @@ def _rope_kv_write_kernel(
         k_weight_b = tl.load(k_norm_ptr + HALF + lanes + 0 * heads, mask=in_half, other=0.0)
         weight_a = tl.where(is_q, weight_a, k_weight_a)
         weight_b = tl.where(is_q, weight_b, k_weight_b)
-        turning_a, turning_b = _normed(a, b, weight_a, weight_b, 2 * HALF, EPS)
+        turning_a, turning_b = norm_heads(a, b, weight_a, weight_b, 2 * HALF, EPS)
     wide_a, wide_b = turning_a.to(tl.float32), turning_b.to(tl.float32)
     turned_a = tl.where(is_v, a, (wide_a * cos - wide_b * sin).to(a.dtype))
     turned_b = tl.where(is_v, b, (wide_b * cos + wide_a * sin).to(a.dtype))

@@ -25,9 +25,7 @@ from requests import Response
 
 from registry.border import call
 from registry.errors import ArtifactError, NotFoundError
-from registry.manifest import CHUNK_BYTES, is_plain_path
-
-MAX_LISTED = 10_000  # names in one folder of a version
+from registry.manifest import CHUNK_BYTES, MAX_LISTED, is_plain_path
 
 
 def download(repository: ArtifactRepository, path: str, target: Path, *, max_bytes: int) -> None:

@@ -32,7 +32,13 @@ from registry.errors import (
     RegistryError,
 )
 from registry.flavor import ADAPTER_CONFIG
-from registry.manifest import Progress, no_progress, scan_folder
+from registry.manifest import (
+    MAX_ADAPTER_BYTES,
+    MAX_BASE_BYTES,
+    Progress,
+    no_progress,
+    scan_folder,
+)
 from registry.names import check_alias, check_name
 from registry.publish import Publication, attach_effect, publish
 from registry.store import MlflowStore
@@ -71,7 +77,7 @@ class Registry:
     ) -> BaseVersion:
         """`link`: a local store takes the files by hardlink, so that a large base is held once."""
         _check(name, alias)
-        manifest = scan_folder(folder, "config.json", progress)
+        manifest = scan_folder(folder, "config.json", MAX_BASE_BYTES, progress)
         publication = Publication(
             folder, name, "base", manifest, listing.base_tags(facts), tags, alias, link, None
         )
@@ -92,7 +98,7 @@ class Registry:
     ) -> AdapterVersion:
         """`base`: `name`, `name@alias` or `name@version` of a registered base."""
         _check(name, alias)
-        manifest = scan_folder(folder, ADAPTER_CONFIG, progress)
+        manifest = scan_folder(folder, ADAPTER_CONFIG, MAX_ADAPTER_BYTES, progress)
         try:
             found = self._read_catalog().resolve_base(base)
         except NotFoundError as error:

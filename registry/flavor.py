@@ -14,7 +14,7 @@ from pathlib import Path
 from mlflow.models import Model
 from mlflow.models.model import ModelInfo
 
-from registry.manifest import scan_folder
+from registry.manifest import MAX_ADAPTER_BYTES, scan_folder
 
 FLAVOR_NAME = "loraplex"
 DATA = "files"  # where the served files lie, below the artifacts of a version
@@ -34,7 +34,7 @@ def save_model(
     source = Path(adapter_folder)
     target = Path(path) / DATA
     target.mkdir(parents=True)
-    for entry in scan_folder(source, ADAPTER_CONFIG):
+    for entry in scan_folder(source, ADAPTER_CONFIG, MAX_ADAPTER_BYTES):
         shutil.copyfile(source / entry.path, target / entry.path)
     describe(mlflow_model or Model(), "adapter", base).save(str(Path(path) / "MLmodel"))
 

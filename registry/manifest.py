@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 SERVED_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"})
 # MLflow puts these beside the files of a model.
 BOOKKEEPING = frozenset({"loraplex.json", "requirements.txt"})
+MAX_LISTED = 10_000  # names in one folder of a version
 MAX_FILES = 512
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_TEXT_BYTES = 256 * 1024**2  # of any file that is not weights; tokenizers have tens of MB
@@ -42,27 +44,30 @@ def is_served(name: str) -> bool:
     return PurePosixPath(name).suffix in SERVED_SUFFIXES and not hidden and name not in BOOKKEEPING
 
 
-def scan_folder(folder: Path, required: str, progress: Progress = no_progress) -> Manifest:
-    """Every served file at the top of the folder. `required` is the file that makes it a model."""
+def scan_folder(
+    folder: Path, required: str, max_bytes: int, progress: Progress = no_progress
+) -> Manifest:
+    """Every served file at the top of the folder. `required` is the file that makes it a model.
+
+    What could not be fetched again later is refused here, before a byte is read."""
     if not folder.is_dir():
         raise RegistrationError(f"{folder} is not a folder")
-    paths = sorted(path for path in folder.iterdir() if not path.is_dir() or path.is_symlink())
-    served = [path for path in paths if is_served(path.name)]
-    ignored = [path.name for path in paths if path not in served]
-    for path in served:
-        _check_regular(path, folder)
-    check_contents([path.name for path in served], ignored, required, str(folder))
+    names = _list_files(folder)
+    served = [name for name in names if is_served(name)]
+    ignored = [name for name in names if not is_served(name)]
+    check_contents(served, ignored, required, str(folder))
+    if strange := [name for name in served if not is_plain_path(name)]:
+        raise RegistrationError(f"a file in {folder} has an illegal name: {strange[0]!r}")
+    for name in served:
+        _check_regular(folder / name, folder)
     if ignored:
-        logger.info("left out of %s: %s", folder, ", ".join(ignored))
-    total = sum(path.stat().st_size for path in served)
-    entries: list[FileEntry] = []
-    done = 0
-    for path in served:
-        size, digest = hash_file(path)
-        entries.append(FileEntry(path.name, size, digest))
-        done += size
-        progress("hash", done, total)
-    return tuple(entries)
+        logger.info("left out of %s: %s", folder, _some(ignored))
+    found = tuple(FileEntry(name, (folder / name).stat().st_size, "") for name in served)
+    try:
+        check_sizes(found, max_bytes, str(folder))
+    except ArtifactError as error:
+        raise RegistrationError(str(error)) from error
+    return _hash_all(folder, found, progress)
 
 
 def check_contents(served: list[str], ignored: list[str], required: str, where: str) -> None:
@@ -71,15 +76,16 @@ def check_contents(served: list[str], ignored: list[str], required: str, where: 
     if required not in served:
         raise RegistrationError(f"{where} has no {required}")
     if not any(name.endswith(".safetensors") for name in served):
-        others = f"; {', '.join(ignored[:8])} cannot be used" if ignored else ""
+        others = f"; {_some(ignored)} cannot be used" if ignored else ""
         raise RegistrationError(f"{where} has no weights in the safetensors format{others}")
 
 
-def hash_file(path: Path) -> tuple[int, str]:
+def hash_file(path: Path, max_bytes: int | None = None) -> tuple[int, str]:
+    """Of no more than a chunk beyond `max_bytes`: another may write while it is read."""
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while (max_bytes is None or size <= max_bytes) and (chunk := file.read(CHUNK_BYTES)):
             digest.update(chunk)
             size += len(chunk)
     return size, digest.hexdigest()
@@ -133,6 +139,38 @@ def check_sizes(manifest: Manifest, max_bytes: int, what: str) -> None:
     total = sum(entry.size for entry in manifest)
     if total > max_bytes:
         raise ArtifactError(f"{what}: {total} bytes in all, at most {max_bytes} are taken")
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Whatever is no folder. The listing ends at the limit, not when the folder does."""
+    names: list[str] = []
+    with os.scandir(folder) as entries:
+        for count, entry in enumerate(entries, 1):
+            if count > MAX_LISTED:
+                raise RegistrationError(f"{folder} holds more than {MAX_LISTED} names")
+            if not entry.is_dir(follow_symlinks=False):
+                names.append(entry.name)
+    return sorted(names)
+
+
+def _hash_all(folder: Path, found: Manifest, progress: Progress) -> Manifest:
+    total = sum(entry.size for entry in found)
+    entries: list[FileEntry] = []
+    done = 0
+    for entry in found:
+        size, digest = hash_file(folder / entry.path, entry.size)
+        if size != entry.size:
+            raise RegistrationError(f"{entry.path} in {folder} changed while it was read")
+        entries.append(FileEntry(entry.path, size, digest))
+        done += size
+        progress("hash", done, total)
+    return tuple(entries)
+
+
+def _some(names: list[str]) -> str:
+    """Of names that may be anything and any number: what a log and a terminal can show."""
+    shown = [name if is_plain_path(name) else ascii(name) for name in names[:8]]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _check_distinct(manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from registry.errors import RegistryUnavailableError
+from registry.errors import CacheFullError, RegistryUnavailableError
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -29,7 +29,9 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 
 @dataclass(frozen=True, slots=True)
 class FolderRegistry:
-    """`catalog.json` in the folder is the snapshot; without it the registry is down."""
+    """`catalog.json` in the folder is the snapshot; without it the registry is down.
+
+    `DIGEST.full` beside the files of a version: there is no room for a copy of them."""
 
     folder: Path
 
@@ -47,6 +49,8 @@ class FolderRegistry:
         try:
             parts = json.loads((self.folder / "catalog.json").read_bytes())
         except FileNotFoundError:
+            with (self.folder / "vain").open("a") as file:
+                file.write(".")
             raise RegistryUnavailableError("catalog.json is away") from None
         return Catalog(
             msgspec.convert(parts["bases"], tuple[BaseVersion, ...]),
@@ -71,8 +75,16 @@ class FolderRegistry:
         own = () if value is None else (Setting(name, key, value),)
         self.write(replace(known, settings=(*others, *own)))
 
+    @property
+    def num_vain_polls(self) -> int:
+        """Of any process, while the catalogue was away."""
+        vain = self.folder / "vain"
+        return vain.stat().st_size if vain.exists() else 0
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest
+        if (self.folder / f"{version.digest}.full").exists():
+            raise CacheFullError("no space left for a local copy")
         if not path.is_dir():
             raise RegistryUnavailableError(f"the files of {version.name} are away")
         return path

@@ -21,6 +21,7 @@ from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, rig_args, wait_r
 pytestmark = pytest.mark.serve
 
 RATE = 200.0
+MANY_POLLS = 12
 MODELS = (RIG_BASE, RIG_ADAPTER, f"{RIG_BASE}:{RIG_ADAPTER}", f"{RIG_BASE}@1:{RIG_ADAPTER}@1")
 
 
@@ -313,6 +314,57 @@ def test_what_is_known_is_served_while_the_registry_is_down(rig: Rig, client: ht
     assert client.get("/ready").status_code == 200
     catalog.write_bytes(content)
     eventually(lambda: client.post("/v1/completions", json=unknown).status_code == 404)
+
+
+def test_a_registry_that_stays_away_for_many_polls_takes_nothing_known_away(
+    rig: Rig, client: httpx.Client
+) -> None:
+    """Polls are counted, for ten minutes are a hundred of them or a thousand."""
+    known = rig.registry.snapshot()
+    cold = rig.registry.add_adapter("cold", known.bases[0], has_files=False)
+    warm = rig.registry.add_adapter("warm", known.bases[0])
+    rig.registry.write(Catalog(known.bases, (*known.adapters, cold, warm)))
+    eventually(lambda: client.get("/v1/models/cold").status_code == 200)
+    listed = client.get("/v1/models").json()["data"]
+    (rig.registry.folder / "catalog.json").rename(rig.registry.folder / "catalog.away")
+    last = rig.registry.num_vain_polls + MANY_POLLS
+    while rig.registry.num_vain_polls < last:
+        for model in (*MODELS, "warm"):
+            answer = client.post("/v1/completions", json=completion(model=model))
+            assert answer.status_code == 200
+        for streamed in (False, True):
+            body = completion(model="cold", stream=streamed)
+            refused = client.post("/v1/completions", json=body)
+            assert refused.status_code == 503
+            assert error_of(refused)["code"] == "registry_unavailable"
+            assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/ready").status_code == 200
+        assert client.get("/health").status_code == 200
+    assert client.get("/v1/models").json()["data"] == listed
+    (rig.registry.folder / cold.digest).mkdir()
+    (rig.registry.folder / "catalog.away").rename(rig.registry.folder / "catalog.json")
+    assert client.post("/v1/completions", json=completion(model="cold")).status_code == 200
+    unknown = completion(model="unknown")
+    eventually(lambda: client.post("/v1/completions", json=unknown).status_code == 404)
+
+
+def test_an_adapter_for_which_the_disk_has_no_room_fails_alone(
+    rig: Rig, client: httpx.Client
+) -> None:
+    known = rig.registry.snapshot()
+    large = rig.registry.add_adapter("large", known.bases[0])
+    no_room = rig.registry.folder / f"{large.digest}.full"
+    no_room.touch()
+    rig.registry.write(Catalog(known.bases, (*known.adapters, large)))
+    eventually(lambda: client.get("/v1/models/large").status_code == 200)
+    for _ in range(2):
+        refused = client.post("/v1/completions", json=completion(model="large"))
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "cache_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert client.post("/v1/completions", json=completion()).status_code == 200
+    no_room.unlink()
+    assert client.post("/v1/completions", json=completion(model="large")).status_code == 200
 
 
 # An engine that dies

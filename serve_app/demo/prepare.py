@@ -17,7 +17,7 @@ from engine.random_base import RandomShape, write_random_base
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.entities import content_digest
-from registry.manifest import Progress, no_progress, scan_folder
+from registry.manifest import MAX_ADAPTER_BYTES, Progress, no_progress, scan_folder
 from serve_app.commands.store import open_registry
 from serve_app.demo.source import GGUF_NAME, obtain_gguf
 from serve_app.register import register_adapter, register_base
@@ -88,7 +88,9 @@ def convert_base(home: Path, progress: Progress = no_progress) -> Path:
 
 def _is_registered(catalog: Catalog, name: str) -> bool:
     """With the content that this release ships; another content becomes a new version."""
-    digest = content_digest(scan_folder(ADAPTERS_DIR / name, "adapter_config.json"))
+    digest = content_digest(
+        scan_folder(ADAPTERS_DIR / name, "adapter_config.json", MAX_ADAPTER_BYTES)
+    )
     return any((a.name, a.digest) == (name, digest) for a in catalog.adapters)
 
 

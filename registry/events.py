@@ -131,7 +131,8 @@ def changes(old: Catalog, new: Catalog) -> tuple[Change, ...]:
 
 
 def _versions(catalog: Catalog) -> dict[tuple[str, int, str], _Version]:
-    return {(one.name, one.version, one.digest): one for one in (*catalog.bases, *catalog.adapters)}
+    every: tuple[_Version, ...] = (*catalog.bases, *catalog.adapters)
+    return {(one.name, one.version, one.digest): one for one in every}
 
 
 def _moved_aliases(before: Iterable[_Version], after: Iterable[_Version]) -> Iterator[AliasMoved]:

@@ -20,6 +20,7 @@ from serve_app import (
     health_routes,
     models_routes,
     tokenize_routes,
+    webhook_routes,
 )
 from serve_app.asgi import error_response, install_error_handlers
 from serve_app.config import IngressArgs
@@ -68,6 +69,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
         tokenize_routes,
         health_routes,
         admin_routes,
+        webhook_routes,
     ):
         app.include_router(routes.router)
     install_error_handlers(app)

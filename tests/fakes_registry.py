@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from registry.errors import RegistryUnavailableError
+from registry.errors import RegistryError, RegistryUnavailableError
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -69,6 +69,9 @@ class FolderRegistry:
         others = tuple(s for s in known.settings if (s.name, s.key) != (name, key))
         own = () if value is None else (Setting(name, key, value),)
         self.write(replace(known, settings=(*others, *own)))
+
+    def ensure_webhook(self, url: str, secret: str) -> None:
+        raise RegistryError("a folder calls nobody")
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest

@@ -51,6 +51,14 @@ def test_one_version_is_served_once_however_often_it_is_named() -> None:
     assert len(plan(models, Catalog((base(),)), cluster_has_gpu=False).specs) == 1
 
 
+def test_another_alias_is_no_reason_for_another_application() -> None:
+    names = {
+        plan([ModelArgs(name="a", alias=alias)], Catalog((base(),)), False).specs[0].app_name
+        for alias in (None, "stable")
+    }
+    assert len(names) == 1
+
+
 def test_auto_takes_the_gpu_that_the_cluster_has() -> None:
     catalog = Catalog((base(),))
     forced = ModelArgs(name="a", engine=EngineArgs(device="cpu"))

@@ -37,7 +37,8 @@ class Postgres:
 
     @property
     def uri(self) -> str:
-        return f"postgresql://loraplex@127.0.0.1:{self.port}/postgres"
+        # The driver is named: SQLAlchemy's own choice depends on its version.
+        return f"postgresql+psycopg2://loraplex@127.0.0.1:{self.port}/postgres"
 
     def create(self) -> None:
         if (user := _user()) is not None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.mlflow_server import free_port
 
@@ -102,7 +103,7 @@ def _user() -> int | None:
         return pwd.getpwnam("nobody").pw_uid
 
 
-def _as(user: int | None) -> dict[str, object]:
+def _as(user: int | None) -> dict[str, Any]:
     if user is None:
         return {}
     return {"user": user, "group": pwd.getpwuid(user).pw_gid, "extra_groups": []}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -46,17 +46,6 @@ class MlflowStore:
         if tracking_uri.startswith("sqlite:"):
             sqlite_file(tracking_uri).parent.mkdir(parents=True, exist_ok=True)
             self._probe = ChangeProbe(sqlite_file(tracking_uri))
-        if not self.is_remote:
-            # Whoever opens a new database first says where plain MLflow runs put their files; a
-            # client would say ./mlruns, below whatever folder this process happens to be in.
-            root = self._artifact_root.absolute().as_uri()
-            call(
-                f"opening {shown_uri(tracking_uri)}",
-                lambda: SqlAlchemyStore(tracking_uri, root),  # type: ignore[no-untyped-call]
-            )
-        self._client: MlflowClient = call(
-            f"opening {shown_uri(tracking_uri)}", lambda: MlflowClient(tracking_uri, tracking_uri)
-        )
 
     def marker(self) -> Marker | None:
         """Another one after any change of an embedded store; None: only a listing tells."""
@@ -212,6 +201,17 @@ class MlflowStore:
 
     def _webhooks(self, token: str | None) -> PagedList[Webhook]:
         return self._client.list_webhooks(_HOOKS_A_PAGE, token)
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        """Opened when first asked: its database away, a replica still starts from its cache."""
+        uri = self.tracking_uri
+        if not self.is_remote:
+            # Whoever opens a new database first says where plain MLflow runs put their files; a
+            # client would say ./mlruns, below whatever folder this process happens to be in.
+            root = self._artifact_root.absolute().as_uri()
+            SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
+        return MlflowClient(uri, uri)
 
     def _experiment_id(self) -> str:
         if (known := self._find_experiment()) is not None:

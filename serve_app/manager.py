@@ -23,6 +23,7 @@ from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
 from registry.errors import InvalidNameError, NotFoundError
+from registry.events import Change
 from serve_app.config import ModelArgs, PlatformArgs, default_aliases
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.replica import base_application
@@ -79,6 +80,7 @@ class Manager:
         self._registry: RegistryReader | None = None  # until it could be opened
         self._watcher = Watcher(self._look, args.registry.poll_interval_s)
         self._watcher.subscribe(log_changes)
+        self._watcher.subscribe(self._publish_names)
         self._registry_metrics = RegistryMetrics(self._watcher)
         self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
         self._catalog: Catalog | None = None  # the same with what bare names mean here
@@ -159,6 +161,27 @@ class Manager:
             self._catalog = known = replace(catalog, default_aliases=aliases)
         return known
 
+    def _publish_names(self, changes: tuple[Change, ...]) -> None:
+        """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,
+        which may take seconds on a loaded machine."""
+        view = self._view
+        if view is not None and self._watcher.catalog is not None:
+            catalog = self._named(self._watcher.catalog)
+            if _about_bases(catalog) == _about_bases(view.catalog):
+                self._show(replace(view, catalog=catalog))
+                task = asyncio.get_running_loop().create_task(self._tell())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _show(self, view: PlatformView) -> None:
+        """The view from now on, with a revision of its own; `_tell` must follow."""
+        self._num_views += 1
+        self._view = replace(view, revision=f"{self._incarnation}-{self._num_views}")
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
     async def _reconcile(self, catalog: Catalog, registry_error: str | None) -> None:
         has_gpu = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
         wanted = plan(self._models, catalog, has_gpu)
@@ -167,7 +190,10 @@ class Manager:
         bases = tuple(_served(spec, status) for spec in wanted.specs)
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
-        await self._publish(catalog, bases, wanted.missing, is_one_node, registry_error)
+        latest = self._named(self._watcher.catalog or catalog)
+        if _about_bases(latest) != _about_bases(catalog):
+            return  # planned with what is old news: the next round comes at once
+        await self._publish(latest, bases, wanted.missing, is_one_node, registry_error)
         if all(base.is_running for base in bases):
             self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
 
@@ -201,13 +227,8 @@ class Manager:
             known = (old.bases, old.missing, old.is_one_node, old.registry_error)
             if known == (bases, missing, is_one_node, registry_error):
                 return
-        self._num_views += 1
-        revision = f"{self._incarnation}-{self._num_views}"
-        async with self._changed:
-            self._view = PlatformView(
-                revision, catalog, bases, missing, is_one_node, registry_error
-            )
-            self._changed.notify_all()
+        self._show(PlatformView("", catalog, bases, missing, is_one_node, registry_error))
+        await self._tell()
 
     def _remove_unwanted(self, wanted: set[str], status: ServeStatus) -> None:
         """Called when every wanted application answers, so nothing is removed too early."""
@@ -244,6 +265,11 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         args.model_copy(update={"models": ()}), sources
     )
     return application
+
+
+def _about_bases(catalog: Catalog) -> tuple[object, ...]:
+    """What `plan` reads of a catalog."""
+    return catalog.bases, *(one for one in catalog.settings if one.key == "serve")
 
 
 def _served(spec: BaseSpec, status: ServeStatus) -> ServedBase:

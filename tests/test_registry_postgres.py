@@ -71,18 +71,25 @@ def test_registered_in_the_database_comes_back_from_the_disk(
     assert list(files.rglob("adapter_model.safetensors"))
 
 
-def test_a_database_that_went_and_came_back_is_read_again(postgres: Postgres, files: Path) -> None:
+def test_a_database_that_went_and_came_back_is_read_again(
+    postgres: Postgres, files: Path, tmp_path: Path
+) -> None:
     registry = Registry(postgres.uri, artifact_root=files)
-    known = registry.snapshot()
+    known, cache = registry.snapshot(), Cache(tmp_path / "cache")
+    base = known.resolve_base("tiny")
+    folder = registry.fetch(base, cache)
     postgres.stop()
     try:
         with pytest.raises(RegistryUnavailableError):
             registry.snapshot()
+        # Another process that starts now goes on with what it has on its disk.
+        started = Registry(postgres.uri, artifact_root=files)
+        assert started.fetch(base, cache) == folder
         with pytest.raises(RegistryUnavailableError):
-            Registry(postgres.uri, artifact_root=files)
+            started.snapshot()
     finally:
         postgres.start()
-    assert registry.snapshot() == known
+    assert registry.snapshot() == started.snapshot() == known
 
 
 def test_a_server_on_the_database_tells_the_same(

@@ -20,6 +20,8 @@ from mlflow.environment_variables import (
     MLFLOW_HTTP_REQUEST_TIMEOUT,
 )
 from mlflow.exceptions import MlflowException
+from mlflow.store.db import utils as mlflow_databases
+from sqlalchemy.exc import SQLAlchemyError
 
 from registry.errors import CacheFullError, NotFoundError, RegistryError, RegistryUnavailableError
 from registry.files import NO_SPACE
@@ -38,6 +40,7 @@ _OUR_FAULT = frozenset(
         "CUSTOMER_UNAUTHORIZED",
     }
 )
+_OPEN_TRIES = 4  # of a database, 1.1 s together; MLflow's 10 would sleep for 100 s
 _LOCKED_TRIES = (
     6  # SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again
 )
@@ -52,6 +55,7 @@ def configure(timeout_s: int, max_retries: int) -> None:
         MLFLOW_HTTP_REQUEST_BACKOFF_JITTER.name: 0.5,
     }
     os.environ.update({name: str(value) for name, value in settings.items()})
+    mlflow_databases.MAX_RETRY_COUNT = _OPEN_TRIES
     # Creating a database would tell of each of its migrations.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -65,8 +69,16 @@ def call(action: str, function: Callable[[], T]) -> T:
         except MlflowException as error:
             if "database is locked" not in str(error) or attempt == _LOCKED_TRIES - 1:
                 raise _translated(action, error) from error
+        except SQLAlchemyError as error:  # from where MLflow does not wrap them: opening a store
+            text = str(error).splitlines()[0][:500]
+            raise RegistryUnavailableError(f"{action}: {text}") from error
         except OSError as error:  # requests' exceptions are OSErrors too
             raise _translated_os(action, error) from error
+        except ImportError as error:  # SQLAlchemy's default driver of a database is not installed
+            raise RegistryError(
+                f"{action}: {error}; install it, or name the driver that you have in the URI, "
+                "as postgresql+psycopg2:// does"
+            ) from error
         except ValueError as error:  # a body that is no JSON, or JSON of another shape
             raise RegistryUnavailableError(f"{action}: unreadable answer: {error}") from error
         time.sleep(0.05 * 2**attempt * (1 + random.random()))

@@ -27,10 +27,23 @@ class Resolution:
     adapter: AdapterVersion | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DefaultAliases:
+    """Which alias a name without suffix means; the highest version where there is none."""
+
+    everywhere: str = DEFAULT_ALIAS
+    of_adapters: tuple[tuple[str, str], ...] = ()  # (base's name, alias): of a base's adapters
+
+    def of(self, version: BaseVersion | AdapterVersion) -> str:
+        if isinstance(version, BaseVersion):
+            return self.everywhere
+        return dict(self.of_adapters).get(version.base_name, self.everywhere)
+
+
 class _Index(Generic[V]):
     """Versions of one kind: by name, then by version or alias."""
 
-    def __init__(self, versions: Iterable[V]) -> None:
+    def __init__(self, versions: Iterable[V], default_aliases: DefaultAliases) -> None:
         self.by_version: dict[str, dict[int, V]] = {}
         self.by_alias: dict[str, dict[str, V]] = {}
         self.default: dict[str, V] = {}
@@ -39,8 +52,10 @@ class _Index(Generic[V]):
             aliases = self.by_alias.setdefault(version.name, {})
             aliases.update(dict.fromkeys(version.aliases, version))
         for name, numbered in self.by_version.items():
+            # Versions of one adapter may be for several bases: the highest one's alias counts.
             highest = numbered[max(numbered)]
-            self.default[name] = self.by_alias[name].get(DEFAULT_ALIAS, highest)
+            alias = default_aliases.of(highest)
+            self.default[name] = self.by_alias[name].get(alias, highest)
 
     def find(self, reference: Reference) -> V:
         found: V | None
@@ -61,6 +76,7 @@ class Catalog:
     adapters: tuple[AdapterVersion, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     settings: tuple[Setting, ...] = ()
+    default_aliases: DefaultAliases = DefaultAliases()  # the server's, not the registry's
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -68,6 +84,7 @@ class Catalog:
             "adapters": self.adapters,
             "rejected": self.rejected,
             "settings": self.settings,
+            "default_aliases": self.default_aliases,
         }
 
     def setting(self, name: str, key: str) -> str | None:
@@ -147,11 +164,11 @@ class Catalog:
 
     @cached_property
     def _bases(self) -> _Index[BaseVersion]:
-        return _Index(self.bases)
+        return _Index(self.bases, self.default_aliases)
 
     @cached_property
     def _adapters(self) -> _Index[AdapterVersion]:
-        return _Index(self.adapters)
+        return _Index(self.adapters, self.default_aliases)
 
     @cached_property
     def _bases_by_digest(self) -> dict[tuple[str, str], BaseVersion]:

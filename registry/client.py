@@ -10,7 +10,7 @@ import logging
 import tempfile
 from pathlib import Path
 
-from registry import listing, plain
+from registry import listing, plain, webhooks
 from registry.cache import Cache
 from registry.catalog import DEFAULT_ALIAS, Catalog
 from registry.entities import (
@@ -41,6 +41,7 @@ from registry.manifest import (
 )
 from registry.names import check_alias, check_name
 from registry.publish import Publication, attach_effect, publish
+from registry.sqlite_changes import Marker
 from registry.store import MlflowStore
 from registry.version_files import VersionFiles
 
@@ -50,7 +51,8 @@ _REFUSALS = (RegistrationError, InvalidNameError, ArtifactError)  # of a plain v
 
 
 class Registry:
-    """`sqlite:///HOME/mlflow.db` keeps its files in HOME/artifacts; a server keeps its own."""
+    """`sqlite:///HOME/mlflow.db` keeps its files in HOME/artifacts, another database in
+    `artifact_root`; a server keeps its own."""
 
     def __init__(
         self,
@@ -63,6 +65,8 @@ class Registry:
         self._store = MlflowStore(tracking_uri, artifact_root, timeout_s, max_retries)
         # What plain versions hold, None for what is no adapter: files of a version never change.
         self._inspected: dict[tuple[str, int], plain.PlainAdapter | RegistryError | None] = {}
+        # The last snapshot, and the store's marker before it was taken.
+        self._seen: tuple[Marker, Catalog] | None = None
 
     def register_base(
         self,
@@ -100,7 +104,7 @@ class Registry:
         _check(name, alias)
         manifest = scan_folder(folder, ADAPTER_CONFIG, MAX_ADAPTER_BYTES, progress)
         try:
-            found = self._read_catalog().resolve_base(base)
+            found = self._read_catalog()[0].resolve_base(base)
         except NotFoundError as error:
             raise RegistrationError(f"adapter {name!r}: {error}") from error
         facts_tags = listing.adapter_tags(facts, found)
@@ -113,6 +117,12 @@ class Registry:
     def attach_effect(self, version: AdapterVersion, record: EffectRecord) -> None:
         """To a version that is there already, whoever registered it; an earlier record goes."""
         attach_effect(self._store, version.name, version.version, record)
+
+    def ensure_webhook(self, url: str, secret: str) -> None:
+        """That the server tells `url` of changes, signed with `secret`; once for each URL."""
+        if not self._store.is_remote:
+            raise RegistryError("the registry is no MLflow server: it calls no webhooks")
+        self._store.ensure_webhook(webhooks.hook_name(url), url, webhooks.EVENTS, secret)
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
         """None removes it; one that is not there may be removed."""
@@ -138,8 +148,15 @@ class Registry:
             self._store.untag_model(name, tag)
 
     def snapshot(self) -> Catalog:
-        """All that can be served now. A plain version is read and tagged when first seen."""
-        return self._read_catalog(adopt_plain=True)
+        """All that can be served now. A plain version is read and tagged when first seen.
+
+        The same object as before where an embedded store says that nobody wrote to it."""
+        marker = self._store.marker()
+        if marker is not None and self._seen is not None and self._seen[0] == marker:
+            return self._seen[1]
+        catalog, is_whole = self._read_catalog(adopt_plain=True)
+        self._seen = (marker, catalog) if marker is not None and is_whole else None
+        return catalog
 
     def fetch(
         self,
@@ -172,7 +189,9 @@ class Registry:
 
         return cache.tree(version.digest, manifest, fetch_one, files, link_one)
 
-    def _read_catalog(self, *, adopt_plain: bool = False) -> Catalog:
+    def _read_catalog(self, *, adopt_plain: bool = False) -> tuple[Catalog, bool]:
+        """And whether all could be read that is there."""
+        is_whole = True
         models = list(self._store.models())
         found = listing.rows(models, self._store.versions())
         bases = tuple(
@@ -193,11 +212,13 @@ class Registry:
             except _REFUSALS as error:
                 rejected.append(Rejected(row.name, row.version, str(error)))
             except RegistryError as error:  # one version must not hide all the others
+                is_whole = False
                 logger.warning("%s version %d cannot be read now: %s", row.name, row.version, error)
             else:
                 adapters += [adopted] if adopted is not None else []
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
-        return Catalog(bases, tuple(adapters), tuple(rejected), listing.settings(models))
+        catalog = Catalog(bases, tuple(adapters), tuple(rejected), listing.settings(models))
+        return catalog, is_whole
 
     def _adopt(self, row: listing.Row, bases: dict[str, BaseVersion]) -> AdapterVersion | None:
         adapter = self._inspect(row)

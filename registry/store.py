@@ -6,8 +6,8 @@ Knows MLflow's shapes and quirks; knows nothing of bases and adapters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+from mlflow.entities.webhook import Webhook, WebhookEvent, WebhookEventStr
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
@@ -23,12 +24,14 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from registry.border import call, configure
 from registry.errors import NotFoundError, RegistryError
+from registry.sqlite_changes import ChangeProbe, Marker
 
 T = TypeVar("T")
 
 EXPERIMENT = "loraplex"
 _MODELS_A_PAGE = 500
 _VERSIONS_A_PAGE = 5000
+_HOOKS_A_PAGE = 100
 
 
 class MlflowStore:
@@ -39,18 +42,14 @@ class MlflowStore:
         self.tracking_uri = tracking_uri
         self.is_remote = urlsplit(tracking_uri).scheme in ("http", "https")
         self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
+        self._probe: ChangeProbe | None = None
         if tracking_uri.startswith("sqlite:"):
-            sqlite_folder(tracking_uri).mkdir(parents=True, exist_ok=True)
-            # Whoever opens a new database first says where plain MLflow runs put their files; a
-            # client would say ./mlruns, below whatever folder this process happens to be in.
-            root = self._artifact_root.absolute().as_uri()
-            call(
-                f"opening {tracking_uri}",
-                lambda: SqlAlchemyStore(tracking_uri, root),  # type: ignore[no-untyped-call]
-            )
-        self._client: MlflowClient = call(
-            f"opening {tracking_uri}", lambda: MlflowClient(tracking_uri, tracking_uri)
-        )
+            sqlite_file(tracking_uri).parent.mkdir(parents=True, exist_ok=True)
+            self._probe = ChangeProbe(sqlite_file(tracking_uri))
+
+    def marker(self) -> Marker | None:
+        """Another one after any change of an embedded store; None: only a listing tells."""
+        return None if self._probe is None else self._probe.marker()
 
     def models(self) -> Iterator[RegisteredModel]:
         """With aliases and tags. (A search of versions returns aliases empty.)"""
@@ -179,6 +178,41 @@ class MlflowStore:
             lambda: get_artifact_repository(uri, self.tracking_uri, self.tracking_uri),
         )
 
+    def ensure_webhook(self, name: str, url: str, events: Sequence[str], secret: str) -> None:
+        """By name: one that is there gets what is wanted now, its secret too, which nobody can
+        read back."""
+        known = self._pages("listing webhooks", self._webhooks)
+        mine = next((hook for hook in known if hook.name == name), None)
+        wanted: list[WebhookEventStr | WebhookEvent] = [
+            WebhookEvent(*event.split(".", 1)) for event in events
+        ]
+        if mine is None:
+            self._call(
+                "creating a webhook",
+                lambda: self._client.create_webhook(name, url, wanted, secret=secret),
+            )
+        else:
+            self._call(
+                "updating a webhook",
+                lambda: self._client.update_webhook(
+                    mine.webhook_id, url=url, events=wanted, secret=secret, status="ACTIVE"
+                ),
+            )
+
+    def _webhooks(self, token: str | None) -> PagedList[Webhook]:
+        return self._client.list_webhooks(_HOOKS_A_PAGE, token)
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        """Opened when first asked: its database away, a replica still starts from its cache."""
+        uri = self.tracking_uri
+        if not self.is_remote:
+            # Whoever opens a new database first says where plain MLflow runs put their files; a
+            # client would say ./mlruns, below whatever folder this process happens to be in.
+            root = self._artifact_root.absolute().as_uri()
+            SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
+        return MlflowClient(uri, uri)
+
     def _experiment_id(self) -> str:
         if (known := self._find_experiment()) is not None:
             return known
@@ -207,7 +241,7 @@ class MlflowStore:
             yield from page
 
     def _call(self, action: str, function: Callable[[], T]) -> T:
-        return call(f"MLflow at {self.tracking_uri}, {action}", function)
+        return call(f"MLflow at {shown_uri(self.tracking_uri)}, {action}", function)
 
 
 def upload(repository: ArtifactRepository, path: Path, folder: str | None, link: bool) -> None:
@@ -223,13 +257,25 @@ def upload(repository: ArtifactRepository, path: Path, folder: str | None, link:
     call(f"storing {path.name}", lambda: repository.log_artifact(str(path), folder))  # type: ignore[no-untyped-call]
 
 
-def sqlite_folder(tracking_uri: str) -> Path:
-    return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0]).parent
+def shown_uri(uri: str) -> str:
+    """Without the password that the URI of a database or a server may hold."""
+    head, separator, tail = uri.rpartition("@")
+    if not separator or "://" not in head:
+        return uri
+    scheme, _, user = head.partition("://")
+    return f"{scheme}://{user.partition(':')[0]}@{tail}"
+
+
+def sqlite_file(tracking_uri: str) -> Path:
+    return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0])
 
 
 def default_artifact_root(tracking_uri: str) -> Path:
     if tracking_uri.startswith("sqlite:"):
-        return sqlite_folder(tracking_uri) / "artifacts"
+        return sqlite_file(tracking_uri).parent / "artifacts"
     if urlsplit(tracking_uri).scheme in ("http", "https"):
         return Path()  # the server decides; never used
-    raise RegistryError(f"{tracking_uri} needs an artifact root: a database holds no files")
+    raise RegistryError(
+        f"{shown_uri(tracking_uri)} needs an artifact root, registry.artifact_root or "
+        "LORAPLEX_ARTIFACT_ROOT: a database holds no files"
+    )

@@ -18,9 +18,13 @@ class CachedRegistry:
     """Implements `topology.RegistryReader`."""
 
     def __init__(
-        self, tracking_uri: str, cache_folder: Path, cache_bytes: int | None = None
+        self,
+        tracking_uri: str,
+        cache_folder: Path,
+        cache_bytes: int | None = None,
+        artifact_root: Path | None = None,
     ) -> None:
-        self._registry = Registry(tracking_uri)
+        self._registry = Registry(tracking_uri, artifact_root=artifact_root)
         quarantine = FolderQuarantine(cache_folder / "quarantine")
         self._cache = Cache(cache_folder, max_bytes=cache_bytes, quarantine=quarantine)
 
@@ -35,6 +39,9 @@ class CachedRegistry:
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
         self._registry.set_setting(name, key, value)
+
+    def ensure_webhook(self, url: str, secret: str) -> None:
+        self._registry.ensure_webhook(url, secret)
 
     def release(self, folder: Path) -> None:
         self._cache.release(folder)

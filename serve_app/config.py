@@ -3,21 +3,34 @@ read.
 
 YAML -> this pydantic tree (unknown keys are errors) -> frozen inward configs such as EngineConfig.
 LORAPLEX_HOME (default ~/.loraplex) holds the embedded registry and the cache; the registry is
-`registry.tracking_uri`, else MLFLOW_TRACKING_URI, else SQLite in the home.
+`registry.tracking_uri`, else MLFLOW_TRACKING_URI, else SQLite in the home; a database that is no
+SQLite file needs `registry.artifact_root`, else LORAPLEX_ARTIFACT_ROOT.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from engine.config import EngineConfig
+from registry.catalog import DEFAULT_ALIAS, DefaultAliases
+from registry.errors import InvalidNameError
+from registry.names import check_alias
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
+WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -36,6 +49,14 @@ def parse_bytes(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _legal_alias(value: str) -> str:
+    try:
+        return check_alias(value)
+    except InvalidNameError as error:
+        raise ValueError(str(error)) from error
+
+
+AliasName = Annotated[str, AfterValidator(_legal_alias)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 
 
@@ -84,6 +105,7 @@ class ModelArgs(_Args):
     """One base model to serve: a registered name, as `name`, `name@alias` or `name@version`."""
 
     name: str = Field(min_length=1)
+    alias: AliasName | None = None  # what its adapters' bare names mean; None: registry.alias
     replicas: int = Field(default=1, ge=1)
     engine: EngineArgs = EngineArgs()
     max_ongoing_requests: int = Field(default=256, ge=1)  # a replica
@@ -99,7 +121,11 @@ class ModelArgs(_Args):
 
 class RegistryArgs(_Args):
     tracking_uri: str | None = None
+    artifact_root: Path | None = None  # where a database that is no SQLite file keeps the files
+    alias: AliasName = DEFAULT_ALIAS  # what a bare name means
     poll_interval_s: float = Field(default=2.0, gt=0)
+    # Of this server's /v1/registry/webhook, as the MLflow server reaches it. None: polling only.
+    webhook_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/")
     # Of a node's local copies. None: all that the disk holds; what is unused goes when it is full.
     cache_bytes: Bytes | None = None
 
@@ -139,7 +165,19 @@ class PlatformArgs(_Args):
         names = [model.name for model in self.models]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models listed twice: {', '.join(twice)}")
+        aliases = {(base_name(model), model.alias) for model in self.models if model.alias}
+        if len(aliases) != len({name for name, _ in aliases}):
+            raise ValueError("models of one base name have different aliases")
         return self
+
+
+def base_name(model: ModelArgs) -> str:
+    return model.name.partition("@")[0]
+
+
+def default_aliases(everywhere: str, models: Iterable[ModelArgs]) -> DefaultAliases:
+    own = {(base_name(model), model.alias) for model in models if model.alias is not None}
+    return DefaultAliases(everywhere, tuple(sorted(own)))
 
 
 def default_home() -> Path:
@@ -150,6 +188,16 @@ def tracking_uri(args: RegistryArgs) -> str:
     """An embedded SQLite registry unless the file or MLflow's own variable names another."""
     configured = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return configured or f"sqlite:///{default_home() / 'mlflow.db'}"
+
+
+def artifact_root(args: RegistryArgs) -> Path | None:
+    """Of a database; SQLite has its own beside the file, a server too."""
+    configured = args.artifact_root or os.environ.get("LORAPLEX_ARTIFACT_ROOT")
+    return Path(configured).expanduser() if configured else None
+
+
+def webhook_secret() -> str | None:
+    return os.environ.get(WEBHOOK_SECRET) or None
 
 
 def admin_token() -> str | None:

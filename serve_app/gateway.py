@@ -178,6 +178,15 @@ class Gateway:
         answers = [answer for result in results if isinstance(result, list) for answer in result]
         return [answer for answer in answers if isinstance(answer, bytes)]
 
+    async def manager_metrics(self) -> list[bytes]:
+        """None while it does not answer."""
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                return [await self.manager.metrics.remote()]
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("the manager tells no metrics: %s", error)
+            return []
+
     async def _follow(self) -> None:
         revision = ""
         while True:

@@ -4,6 +4,7 @@ models beyond their names and what keeps them from being ready.
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 
 import msgspec
@@ -42,11 +43,12 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/metrics", methods=_METHODS)
 async def metrics(request: Request) -> Response:
-    """Of this ingress replica and of all engines, Prometheus' text format."""
+    """Of this ingress replica, of the manager and of all engines, Prometheus' text format."""
     state = state_of(request)
-    engines = await state.gateway.engine_metrics()
-    own = state.metrics.text(state.gateway.stream.num_open)
-    return Response(join_texts([*engines, own, _arms(state)]), media_type=_METRICS_TYPE)
+    gateway = state.gateway
+    engines, manager = await asyncio.gather(gateway.engine_metrics(), gateway.manager_metrics())
+    own = state.metrics.text(gateway.stream.num_open)
+    return Response(join_texts([*engines, *manager, own, _arms(state)]), media_type=_METRICS_TYPE)
 
 
 @router.get("/version")

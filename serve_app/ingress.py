@@ -21,6 +21,7 @@ from serve_app import (
     health_routes,
     models_routes,
     tokenize_routes,
+    webhook_routes,
 )
 from serve_app.asgi import error_response, install_error_handlers
 from serve_app.config import IngressArgs
@@ -71,6 +72,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
         health_routes,
         admin_routes,
         admin_canary_routes,
+        webhook_routes,
     ):
         app.include_router(routes.router)
     install_error_handlers(app)

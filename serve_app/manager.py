@@ -1,9 +1,9 @@
 """The manager: one Serve deployment that knows what should be served and makes it so.
 
-Polls the registry (the last good snapshot survives while it is down), turns the configured models
-into one Serve application a base version, named by its content and settings (a new version comes
-up beside the old one, which goes once the new one answers), and hands ingresses a PlatformView by
-long poll. The model list comes as `user_config`: changing it restarts nothing.
+Has the registry watched (the last good catalog stays while it is down), turns the configured
+models into one Serve application a base version, named by its content and settings (a new version
+comes up beside the old one, which goes once the new one answers), and hands ingresses a
+PlatformView by long poll. The model list comes as `user_config`: changing it restarts nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import logging
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
-from registry.errors import InvalidNameError, NotFoundError, RegistryError
+from registry.errors import InvalidNameError, NotFoundError
+from registry.events import Change
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
-from serve_app.config import ModelArgs, PlatformArgs
+from serve_app.config import ModelArgs, PlatformArgs, default_aliases
+from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.replica import base_application
 from serve_app.reports import IngressReport
 from serve_app.topology import (
@@ -35,6 +38,8 @@ from serve_app.topology import (
     ServedBase,
     Sources,
 )
+from serve_app.watcher import Watcher
+from serve_app.webhook_setup import announce
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +71,9 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
         device = model.engine.device
         if device == "auto":
             device = "cuda" if cluster_has_gpu else "cpu"
-        settings = hashlib.sha256(model.model_dump_json().encode() + device.encode()).hexdigest()
+        # The alias is of names only: no reason for another application.
+        dumped = model.model_dump_json(exclude={"alias"})
+        settings = hashlib.sha256(dumped.encode() + device.encode()).hexdigest()
         name = re.sub(r"[^A-Za-z0-9._-]", "-", base.name)
         app_name = f"{APP_PREFIX}{name}--{base.digest[:12]}-{settings[:8]}"
         specs[base.digest] = BaseSpec(base, model, device, app_name)
@@ -77,8 +84,15 @@ class Manager:
     """Wrapped by `manager_application`. One replica; ingresses go on without it for a while."""
 
     async def __init__(self, args: PlatformArgs, sources: Sources) -> None:  # type: ignore[misc]
-        self._poll_interval_s = args.registry.poll_interval_s
         self._sources = sources
+        self._registry_args = args.registry
+        self._registry: RegistryReader | None = None  # until it could be opened
+        self._watcher = Watcher(self._look, args.registry.poll_interval_s)
+        self._watcher.subscribe(log_changes)
+        self._watcher.subscribe(self._publish_names)
+        self._registry_metrics = RegistryMetrics(self._watcher)
+        self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
+        self._catalog: Catalog | None = None  # the same with what bare names mean here
         self._models: tuple[ModelArgs, ...] = ()
         self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._incarnation = secrets.token_hex(4)
@@ -131,25 +145,72 @@ class Manager:
     async def abort_canary(self, name: str) -> CanaryStatus:
         return await self._canaries.abort(name)
 
+    async def wake(self) -> None:
+        """Something changed in the registry: look now."""
+        self._watcher.wake()
+
+    async def metrics(self) -> bytes:
+        return self._registry_metrics.text()
+
+    def _look(self) -> Catalog:
+        """In a thread."""
+        if self._registry is None:
+            self._registry = self._sources.open_registry()
+        return self._registry.snapshot()
+
     async def _run(self) -> None:
         # Before it knows its models it would find every base unwanted and itself ready.
         await self._is_configured.wait()
-        registry = await asyncio.to_thread(self._sources.open_registry)
-        self._canaries.open(registry)
         loop = asyncio.get_running_loop()
-        next_snapshot_s = 0.0
-        catalog: Catalog | None = None
-        error: str | None = None
+        watcher = self._watcher
+        self._tasks.add(loop.create_task(watcher.run()))
+        while self._registry is None or watcher.catalog is None:
+            await watcher.news.wait()
+            watcher.news.clear()
+        self._canaries.open(self._registry)
+        if (url := self._registry_args.webhook_url) is not None:
+            self._tasks.add(loop.create_task(announce(self._registry, url)))
         while True:
-            if loop.time() >= next_snapshot_s:
-                catalog, error = await _refresh(registry, catalog)
-                next_snapshot_s = loop.time() + self._poll_interval_s
-            if catalog is not None:
-                try:
-                    await self._reconcile(catalog, error)
-                except Exception:  # Serve's controller restarting, say: the next round tries again
-                    logger.exception("reconciling failed")
-            await asyncio.sleep(_STATUS_POLL_S)
+            watcher.news.clear()
+            catalog = self._named(watcher.catalog)
+            try:
+                await self._reconcile(catalog, watcher.error)
+            except Exception:  # Serve's controller restarting, say: the next round tries again
+                logger.exception("reconciling failed")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_POLL_S):
+                    await watcher.news.wait()
+
+    def _named(self, catalog: Catalog) -> Catalog:
+        """With the aliases that count here; the same object as long as nothing changed, for its
+        indices' and its revision's sake."""
+        aliases = default_aliases(self._registry_args.alias, self._models)
+        known = self._catalog
+        if known is None or known.default_aliases != aliases or self._watched is not catalog:
+            self._watched = catalog
+            self._catalog = known = replace(catalog, default_aliases=aliases)
+        return known
+
+    def _publish_names(self, changes: tuple[Change, ...]) -> None:
+        """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,
+        which may take seconds on a loaded machine."""
+        view = self._view
+        if view is not None and self._watcher.catalog is not None:
+            catalog = self._named(self._watcher.catalog)
+            if _about_bases(catalog) == _about_bases(view.catalog):
+                self._show(replace(view, catalog=catalog))
+                task = asyncio.get_running_loop().create_task(self._tell())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _show(self, view: PlatformView) -> None:
+        """The view from now on, with a revision of its own; `_tell` must follow."""
+        self._num_views += 1
+        self._view = replace(view, revision=f"{self._incarnation}-{self._num_views}")
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _reconcile(self, catalog: Catalog, registry_error: str | None) -> None:
         has_gpu = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
@@ -159,9 +220,12 @@ class Manager:
         bases = tuple(_served(spec, status) for spec in wanted.specs)
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
+        latest = self._named(self._watcher.catalog or catalog)
+        if _about_bases(latest) != _about_bases(catalog):
+            return  # planned with what is old news: the next round comes at once
         running = {base.base.digest for base in bases if base.is_running}
-        canary = self._canaries.review(catalog, running)
-        await self._publish(catalog, bases, wanted.missing, is_one_node, registry_error, canary)
+        canary = self._canaries.review(latest, running)
+        await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
         if all(base.is_running for base in bases):
             self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
 
@@ -196,13 +260,8 @@ class Manager:
             known = (old.bases, old.missing, old.is_one_node, old.registry_error, old.canary)
             if known == (bases, missing, is_one_node, registry_error, canary):
                 return
-        self._num_views += 1
-        revision = f"{self._incarnation}-{self._num_views}"
-        async with self._changed:
-            self._view = PlatformView(
-                revision, catalog, bases, missing, is_one_node, registry_error, canary
-            )
-            self._changed.notify_all()
+        self._show(PlatformView("", catalog, bases, missing, is_one_node, registry_error, canary))
+        await self._tell()
 
     def _remove_unwanted(self, wanted: set[str], status: ServeStatus) -> None:
         """Called when every wanted application answers, so nothing is removed too early."""
@@ -241,14 +300,9 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
     return application
 
 
-async def _refresh(
-    registry: RegistryReader, known: Catalog | None
-) -> tuple[Catalog | None, str | None]:
-    try:
-        return await asyncio.to_thread(registry.snapshot), None
-    except RegistryError as error:
-        logger.warning("registry not readable, going on with what is known: %s", error)
-        return known, str(error)
+def _about_bases(catalog: Catalog) -> tuple[object, ...]:
+    """What `plan` reads of a catalog."""
+    return catalog.bases, *(one for one in catalog.settings if one.key == "serve")
 
 
 def _served(spec: BaseSpec, status: ServeStatus) -> ServedBase:

@@ -31,6 +31,10 @@ class RegistryReader(Protocol):
         """Of a registered model; `key`: one of `registry.listing.SETTINGS`; None removes it."""
         ...
 
+    def ensure_webhook(self, url: str, secret: str) -> None:
+        """That the registry calls `url` when something changes; RegistryError where it cannot."""
+        ...
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         """A verified local folder with the version's files, kept until `release` or the end of
         this process."""

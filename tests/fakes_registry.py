@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from registry.errors import CacheFullError, RegistryUnavailableError
+from registry.errors import CacheFullError, RegistryError, RegistryUnavailableError
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -80,6 +80,9 @@ class FolderRegistry:
         """Of any process, while the catalogue was away."""
         vain = self.folder / "vain"
         return vain.stat().st_size if vain.exists() else 0
+
+    def ensure_webhook(self, url: str, secret: str) -> None:
+        raise RegistryError("a folder calls nobody")
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest

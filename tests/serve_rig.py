@@ -26,6 +26,7 @@ from registry.catalog import Catalog
 from serve_app.app import build_with
 from serve_app.config import (
     ADMIN_TOKEN,
+    WEBHOOK_SECRET,
     EngineArgs,
     IngressArgs,
     ModelArgs,
@@ -61,6 +62,7 @@ def free_port() -> int:
 def running_serve() -> Iterator[int]:
     """Ray and Serve, nothing deployed. The port of the HTTP proxy."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ[WEBHOOK_SECRET] = "of the tests"  # Ray's workers inherit it
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     port = free_port()

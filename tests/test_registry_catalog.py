@@ -1,11 +1,12 @@
 """Names, resolution and the way a catalog travels: pure, no store."""
 
 import pickle
+from dataclasses import replace
 
 import msgspec
 import pytest
 
-from registry.catalog import Catalog
+from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
 from registry.names import check_name, parse_model
@@ -113,6 +114,34 @@ def test_catalog_travels_by_pickle_and_msgspec() -> None:
         assert copy == CATALOG
         assert copy.revision == CATALOG.revision
         assert copy.resolve("tiny:pirate") == CATALOG.resolve("tiny:pirate")
+
+
+@pytest.mark.parametrize(
+    ("aliases", "base_digest", "adapter_digest"),
+    [
+        (DefaultAliases(), "tiny-2", "pirate-3"),
+        (DefaultAliases("canary"), "tiny-3", "pirate-2"),
+        (DefaultAliases(of_adapters=(("tiny", "canary"),)), "tiny-2", "pirate-2"),
+        (DefaultAliases("canary", (("tiny", "production"),)), "tiny-3", "pirate-3"),
+        (DefaultAliases(of_adapters=(("other", "canary"),)), "tiny-2", "pirate-3"),
+    ],
+)
+def test_a_bare_name_means_the_default_alias(
+    aliases: DefaultAliases, base_digest: str, adapter_digest: str
+) -> None:
+    catalog = replace(CATALOG, default_aliases=aliases)
+    found = catalog.resolve("tiny:pirate").adapter
+    assert found is not None
+    assert found == catalog.resolve("pirate").adapter
+    assert (catalog.resolve("tiny").base.digest, found.digest) == (base_digest, adapter_digest)
+    listed = {entry.name: entry.digest for entry in catalog.entries()}
+    assert (listed["tiny"], listed["pirate"]) == (base_digest, adapter_digest)
+    copy = pickle.loads(pickle.dumps(catalog))
+    assert copy.resolve("pirate").adapter == found
+
+
+def test_other_default_aliases_are_another_revision() -> None:
+    assert replace(CATALOG, default_aliases=DefaultAliases("canary")).revision != CATALOG.revision
 
 
 def test_moved_alias_changes_the_revision() -> None:

@@ -1,86 +1,24 @@
 """The registry against a real `mlflow server`: the same calls, over HTTP, and its absence."""
 
-import contextlib
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from registry.cache import TEXT_FILES, Cache
 from registry.client import Registry
 from registry.errors import DigestMismatchError, RegistrationError, RegistryUnavailableError
-from tests.registry_helpers import register_adapter, register_base, template_database
-
-READY_WITHIN_S = 90
-
-
-@dataclass(frozen=True)
-class Server:
-    uri: str
-    artifacts: Path
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@contextlib.contextmanager
-def running_server(folder: Path) -> Iterator[Server]:
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(template_database(), folder / "mlflow.db")
-    uri = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1"]
-    command += ["--port", uri.rpartition(":")[2]]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=os.environ | quiet,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # its worker is a child: the group ends as a whole
-        )
-        try:
-            wait_until_ready(uri, process, folder / "server.log")
-            yield Server(uri, folder / "artifacts")
-        finally:
-            # Asked politely it waits for kept-alive connections, ours among them.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_ready(uri: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{uri}/health", timeout=2).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise AssertionError(log.read_text())
+from tests.mlflow_server import MlflowServer, running_server
+from tests.registry_helpers import register_adapter, register_base
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     with running_server(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
-def test_registered_over_http_resolves_and_comes_back(server: Server, tmp_path: Path) -> None:
+def test_registered_over_http_resolves_and_comes_back(server: MlflowServer, tmp_path: Path) -> None:
     registry = Registry(server.uri)
     base = register_base(registry, tmp_path, name="b.1")
     adapter = register_adapter(registry, tmp_path, base="b.1", content=b"x" * 1_000_000)
@@ -95,7 +33,7 @@ def test_registered_over_http_resolves_and_comes_back(server: Server, tmp_path: 
     assert not (registry.fetch(base, cache, TEXT_FILES) / "model.safetensors").exists()
 
 
-def test_tampered_artifact_is_refused(server: Server, tmp_path: Path) -> None:
+def test_tampered_artifact_is_refused(server: MlflowServer, tmp_path: Path) -> None:
     registry = Registry(server.uri)
     register_base(registry, tmp_path, name="tampered-base")
     adapter = register_adapter(registry, tmp_path, "tampered", b"honest bytes", "tampered-base")
@@ -109,7 +47,7 @@ def test_tampered_artifact_is_refused(server: Server, tmp_path: Path) -> None:
     assert cache.digests() == frozenset()
 
 
-def test_refused_registration_leaves_nothing(server: Server, tmp_path: Path) -> None:
+def test_refused_registration_leaves_nothing(server: MlflowServer, tmp_path: Path) -> None:
     registry = Registry(server.uri)
     before = registry.snapshot()
     with pytest.raises(RegistrationError):
@@ -136,6 +74,6 @@ def test_server_that_is_gone_is_unavailable_and_known_files_stay(tmp_path: Path)
     assert registry.fetch(base, cache) == tree
 
 
-def test_server_that_answers_nonsense_is_unavailable(server: Server) -> None:
+def test_server_that_answers_nonsense_is_unavailable(server: MlflowServer) -> None:
     with pytest.raises(RegistryUnavailableError):
         Registry(f"{server.uri}/no-such-path", timeout_s=2, max_retries=0).snapshot()

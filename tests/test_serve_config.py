@@ -9,12 +9,15 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from engine.config import EngineConfig
+from registry.catalog import DefaultAliases
 from serve_app.config import (
     EngineArgs,
     ModelArgs,
     PlatformArgs,
     RegistryArgs,
+    artifact_root,
     cache_folder,
+    default_aliases,
     default_home,
     tracking_uri,
 )
@@ -65,6 +68,13 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"models": [{}]}, "name"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "models listed twice: a"),
         ({"registry": {"poll_interval_s": 0}}, "poll_interval_s"),
+        ({"registry": {"alias": "latest"}}, "no legal alias"),
+        ({"registry": {"webhook_url": "front:8000"}}, "webhook_url"),
+        ({"models": [{"name": "a", "alias": "a b"}]}, "no legal alias"),
+        (
+            {"models": [{"name": "a@1", "alias": "x"}, {"name": "a@2", "alias": "y"}]},
+            "different aliases",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_field(args: dict[str, object], words: str) -> None:
@@ -92,6 +102,21 @@ def test_the_file_wins_over_the_environment_and_the_home_is_last(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     assert tracking_uri(RegistryArgs()) == "http://127.0.0.1:5000"
     assert tracking_uri(RegistryArgs(tracking_uri="sqlite:////x.db")) == "sqlite:////x.db"
+
+
+def test_a_database_is_told_where_files_lie_by_file_or_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("LORAPLEX_ARTIFACT_ROOT", raising=False)
+    assert artifact_root(RegistryArgs()) is None
+    monkeypatch.setenv("LORAPLEX_ARTIFACT_ROOT", str(tmp_path))
+    assert artifact_root(RegistryArgs()) == tmp_path
+    assert artifact_root(RegistryArgs(artifact_root=Path("/files"))) == Path("/files")
+
+
+def test_a_bases_alias_is_of_its_name_whatever_version_is_served() -> None:
+    models = (ModelArgs(name="a@2", alias="stable"), ModelArgs(name="a@3"), ModelArgs(name="b"))
+    assert default_aliases("champion", models) == DefaultAliases("champion", (("a", "stable"),))
 
 
 def test_without_a_variable_the_home_is_below_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.config import EngineArgs, ModelArgs, PlatformArgs
+from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.manager import Manager, plan
 from serve_app.topology import Sources
 from tests.fakes_registry import FolderRegistry
@@ -51,6 +53,14 @@ def test_one_version_is_served_once_however_often_it_is_named() -> None:
     assert len(plan(models, Catalog((base(),)), cluster_has_gpu=False).specs) == 1
 
 
+def test_another_alias_is_no_reason_for_another_application() -> None:
+    names = {
+        plan([ModelArgs(name="a", alias=alias)], Catalog((base(),)), False).specs[0].app_name
+        for alias in (None, "stable")
+    }
+    assert len(names) == 1
+
+
 def test_auto_takes_the_gpu_that_the_cluster_has() -> None:
     catalog = Catalog((base(),))
     forced = ModelArgs(name="a", engine=EngineArgs(device="cpu"))
@@ -63,6 +73,29 @@ def test_auto_takes_the_gpu_that_the_cluster_has() -> None:
         )
     ]
     assert devices == ["cuda", "cpu", "cpu"]
+
+
+async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Path) -> None:
+    """No Serve runs here: whatever waits for its status would wait for ever."""
+    registry = FolderRegistry(tmp_path)
+    one = AdapterVersion("lora", 1, "d" * 64, "a", base().digest, 8, (), "", ("champion",))
+    registry.write(Catalog((base(),), (one, replace(one, version=2, digest="e" * 64, aliases=()))))
+    manager = Manager.__new__(Manager)
+    sources = Sources(partial(FolderRegistry, tmp_path), "tests.fakes_engine:open_paced_engine")
+    args = PlatformArgs(registry=RegistryArgs(poll_interval_s=0.01))
+    await manager.__init__(args, sources)  # type: ignore[misc]
+    watching = asyncio.create_task(manager._watcher.run())
+    await manager._watcher.news.wait()
+    known = manager._named(manager._watcher.catalog)  # type: ignore[arg-type]
+    await manager._publish(known, (), (), True, None)
+    first = await manager.view("", 5)
+    assert first is not None
+    registry.set_alias("lora", "champion", 2)
+    second = await manager.view(first.revision, 20)
+    assert second is not None
+    assert second.catalog.resolve("lora").adapter.version == 2  # type: ignore[union-attr]
+    for task in (watching, *manager._tasks):
+        task.cancel()
 
 
 async def test_a_manager_that_was_not_told_its_models_has_no_view(tmp_path: Path) -> None:

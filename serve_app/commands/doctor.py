@@ -20,6 +20,7 @@ from rich.table import Table
 from engine.devices import describe_devices
 from registry.catalog import Catalog
 from registry.errors import RegistryError
+from registry.store import shown_uri
 from serve_app import config, launch
 from serve_app.commands.common import Failure, console
 from serve_app.commands.store import open_registry
@@ -198,7 +199,7 @@ def _port(port: int) -> Finding:
 
 
 def _registry() -> Iterator[Finding]:
-    uri = config.tracking_uri(config.RegistryArgs())
+    uri = shown_uri(config.tracking_uri(config.RegistryArgs()))
     try:
         catalog = open_registry(None).snapshot()
     except RegistryError as error:

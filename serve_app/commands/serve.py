@@ -24,7 +24,7 @@ from rich.text import Text
 from registry.errors import RegistryError
 from serve_app import admin_auth, config, launch
 from serve_app.commands.common import Failure, console, list_served, ready_status
-from serve_app.commands.store import open_registry
+from serve_app.commands.store import open_configured
 from serve_app.demo.examples import EXAMPLES
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
@@ -74,7 +74,7 @@ def _warn_of_missing(wanted: ServeFile) -> None:
     """Not a refusal: the server takes up a base as soon as the registry has it."""
     with console.status("Looking into the registry"):
         try:
-            catalog = open_registry(wanted.args.registry.tracking_uri).snapshot()
+            catalog = open_configured(wanted.args.registry).snapshot()
         except RegistryError as error:
             console.print("[yellow]warning:[/]", Text(f"the registry does not answer: {error}"))
             return

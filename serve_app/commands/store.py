@@ -13,4 +13,8 @@ Uri = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow, instead
 
 
 def open_registry(tracking_uri: str | None) -> Registry:
-    return Registry(config.tracking_uri(config.RegistryArgs(tracking_uri=tracking_uri)))
+    return open_configured(config.RegistryArgs(tracking_uri=tracking_uri))
+
+
+def open_configured(args: config.RegistryArgs) -> Registry:
+    return Registry(config.tracking_uri(args), artifact_root=config.artifact_root(args))

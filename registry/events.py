@@ -1,0 +1,184 @@
+"""What changed between two moments of the registry, as frozen events that say themselves in words.
+
+Pure: two catalogs in, events out, in the order of names and versions. A version whose content is
+another under its old number (the model was deleted and made anew) was removed and added.
+
+VersionAdded, VersionRemoved   a base or adapter version that can be served came or went
+AliasMoved                     None: it was not there before, or is not there any more
+TagChanged                     of a version: the user's own tags, and the verdict of its check
+SettingChanged                 an operator's wish, kept at the registered model
+VersionRejected                a version that cannot be served came, with the reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+
+EFFECT_TAG = "loraplex.effect"  # `listing.EFFECT`, which knows MLflow
+_SHOWN_CHARS = 80  # of a tag's value, which anybody may write
+
+
+@dataclass(frozen=True, slots=True)
+class VersionAdded:
+    kind: ClassVar[str] = "version_added"
+    name: str
+    version: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} version {self.version} ({self.digest[:12]}) is new"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRemoved:
+    kind: ClassVar[str] = "version_removed"
+    name: str
+    version: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} version {self.version} ({self.digest[:12]}) is gone"
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMoved:
+    kind: ClassVar[str] = "alias_moved"
+    name: str
+    alias: str
+    old: int | None
+    new: int | None
+
+    def __str__(self) -> str:
+        if self.new is None:
+            return f"{self.name}@{self.alias} is gone, it was version {self.old}"
+        if self.old is None:
+            return f"{self.name}@{self.alias} is new: version {self.new}"
+        return f"{self.name}@{self.alias} moved from version {self.old} to {self.new}"
+
+
+@dataclass(frozen=True, slots=True)
+class TagChanged:
+    kind: ClassVar[str] = "tag_changed"
+    name: str
+    version: int
+    key: str
+    old: str | None
+    new: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name} version {self.version}, tag {_change(self.key, self.old, self.new)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingChanged:
+    kind: ClassVar[str] = "setting_changed"
+    name: str
+    key: str
+    old: str | None
+    new: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name}, setting {_change(self.key, self.old, self.new)}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRejected:
+    kind: ClassVar[str] = "version_rejected"
+    name: str
+    version: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} version {self.version} cannot be served: {self.reason}"
+
+
+Change = VersionAdded | VersionRemoved | AliasMoved | TagChanged | SettingChanged | VersionRejected
+KINDS = tuple(
+    event.kind
+    for event in (
+        VersionAdded,
+        VersionRemoved,
+        AliasMoved,
+        TagChanged,
+        SettingChanged,
+        VersionRejected,
+    )
+)
+
+_Version = BaseVersion | AdapterVersion
+
+
+def changes(old: Catalog, new: Catalog) -> tuple[Change, ...]:
+    before, after = _versions(old), _versions(new)
+    return (
+        *(VersionRemoved(*key) for key in sorted(before.keys() - after.keys())),
+        *(VersionAdded(*key) for key in sorted(after.keys() - before.keys())),
+        *_moved_aliases(before.values(), after.values()),
+        *_changed_tags(before, after),
+        *_changed_settings(old, new),
+        *(
+            VersionRejected(one.name, one.version, one.reason)
+            for one in sorted(
+                set(new.rejected) - set(old.rejected), key=lambda r: (r.name, r.version)
+            )
+        ),
+    )
+
+
+def _versions(catalog: Catalog) -> dict[tuple[str, int, str], _Version]:
+    every: tuple[_Version, ...] = (*catalog.bases, *catalog.adapters)
+    return {(one.name, one.version, one.digest): one for one in every}
+
+
+def _moved_aliases(before: Iterable[_Version], after: Iterable[_Version]) -> Iterator[AliasMoved]:
+    old, new = _aliases(before), _aliases(after)
+    for name, alias in sorted(old.keys() | new.keys()):
+        was, now = old.get((name, alias)), new.get((name, alias))
+        if was != now:
+            yield AliasMoved(name, alias, was, now)
+
+
+def _aliases(versions: Iterable[_Version]) -> dict[tuple[str, str], int]:
+    return {(one.name, alias): one.version for one in versions for alias in one.aliases}
+
+
+def _changed_tags(
+    before: Mapping[tuple[str, int, str], _Version], after: Mapping[tuple[str, int, str], _Version]
+) -> Iterator[TagChanged]:
+    """Of versions that stayed: a new one's tags are part of its being new."""
+    for key in sorted(before.keys() & after.keys()):
+        old, new = _tags(before[key]), _tags(after[key])
+        for tag in sorted(old.keys() | new.keys()):
+            if old.get(tag) != new.get(tag):
+                yield TagChanged(key[0], key[1], tag, old.get(tag), new.get(tag))
+
+
+def _tags(version: _Version) -> dict[str, str]:
+    own = dict(version.tags)
+    if isinstance(version, AdapterVersion) and version.effect:
+        own[EFFECT_TAG] = version.effect
+    return own
+
+
+def _changed_settings(old: Catalog, new: Catalog) -> Iterator[SettingChanged]:
+    before = {(one.name, one.key): one.value for one in old.settings}
+    after = {(one.name, one.key): one.value for one in new.settings}
+    for name, key in sorted(before.keys() | after.keys()):
+        was, now = before.get((name, key)), after.get((name, key))
+        if was != now:
+            yield SettingChanged(name, key, was, now)
+
+
+def _change(key: str, old: str | None, new: str | None) -> str:
+    if new is None:
+        return f"{key} is gone"
+    return f"{key} is {_shown(new)}" + ("" if old is None else f", was {_shown(old)}")
+
+
+def _shown(value: str) -> str:
+    return ascii(value if len(value) <= _SHOWN_CHARS else value[:_SHOWN_CHARS] + "...")

@@ -1,0 +1,47 @@
+"""/v1/registry/webhook: the MLflow server says that something changed. Nothing of the delivery is
+believed but that it came from who knows the secret: it wakes the manager's watch, no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from fastapi import APIRouter, Request, Response
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from registry.webhooks import BadDeliveryError, check_delivery
+from serve_app.asgi import read_body
+from serve_app.config import WEBHOOK_SECRET, webhook_secret
+from serve_app.errors import ApiError, ServiceUnavailableError
+from serve_app.state import state_of
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+
+PATH = "/v1/registry/webhook"
+_MAX_BODY_BYTES = 1024**2  # a version's tags may hold the list of its files
+_MANAGER_TIMEOUT_S = 5.0
+
+
+@router.post(PATH)
+async def webhook(request: Request) -> Response:
+    secret = webhook_secret()
+    if secret is None:
+        raise ApiError(
+            403, f"Webhooks are off: the server runs without {WEBHOOK_SECRET}.", code="webhooks_off"
+        )
+    body = await read_body(request, _MAX_BODY_BYTES)
+    try:
+        check_delivery(secret, request.headers, body, time.time())
+    except BadDeliveryError as error:
+        raise ApiError(401, f"Not taken: {error}.", code="invalid_signature") from error
+    try:
+        async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+            await state_of(request).gateway.manager.wake.remote()
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("a webhook could not wake the manager: %s", error)
+        raise ServiceUnavailableError("The manager does not answer.", 1) from error
+    return Response(status_code=204)

@@ -1,0 +1,107 @@
+"""The registry on a real PostgreSQL: as a database with files on disk, and behind `mlflow server`.
+
+Skipped, with the reason, where Debian's package (apt-get install postgresql) is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from registry.cache import Cache
+from registry.client import Registry
+from registry.errors import RegistryError, RegistryUnavailableError
+from registry.events import AliasMoved, changes
+from tests.mlflow_server import running_server
+from tests.postgres import Postgres, binaries, running_postgres
+from tests.registry_helpers import register_adapter, register_base
+
+FOUND = binaries()
+
+pytestmark = [
+    pytest.mark.skipif(
+        FOUND is None, reason="NOT TESTED on PostgreSQL: no /usr/lib/postgresql/*/bin/initdb"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("psycopg2") is None,
+        reason="NOT TESTED on PostgreSQL: its driver psycopg2 is not installed",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    assert FOUND is not None
+    with running_postgres(FOUND) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+def test_a_database_needs_a_place_for_files(postgres: Postgres) -> None:
+    secret_uri = postgres.uri.replace("loraplex@", "loraplex:pass-word@")
+    with pytest.raises(RegistryError, match="artifact root") as refused:
+        Registry(secret_uri)
+    assert "pass-word" not in str(refused.value)
+
+
+def test_registered_in_the_database_comes_back_from_the_disk(
+    postgres: Postgres, files: Path, tmp_path: Path
+) -> None:
+    registry = Registry(postgres.uri, artifact_root=files)
+    base = register_base(registry, tmp_path)
+    first = register_adapter(registry, tmp_path, content=b"first version")
+    second = register_adapter(registry, tmp_path, content=b"second version")
+    before = registry.snapshot()
+    assert before.resolve("tiny:pirate").base == base
+    registry.set_alias("pirate", "champion", 1)
+    after = Registry(postgres.uri, artifact_root=files).snapshot()
+    assert changes(before, after) == (AliasMoved("pirate", "champion", 2, 1),)
+    found = after.resolve("pirate").adapter
+    assert found is not None
+    assert (found.digest, second.version) == (first.digest, 2)
+    tree = registry.fetch(found, Cache(tmp_path / "cache"))
+    assert b"first version" in (tree / "adapter_model.safetensors").read_bytes()
+    assert list(files.rglob("adapter_model.safetensors"))
+
+
+def test_a_database_that_went_and_came_back_is_read_again(
+    postgres: Postgres, files: Path, tmp_path: Path
+) -> None:
+    registry = Registry(postgres.uri, artifact_root=files)
+    known, cache = registry.snapshot(), Cache(tmp_path / "cache")
+    base = known.resolve_base("tiny")
+    folder = registry.fetch(base, cache)
+    postgres.stop()
+    try:
+        with pytest.raises(RegistryUnavailableError):
+            registry.snapshot()
+        # Another process that starts now goes on with what it has on its disk.
+        started = Registry(postgres.uri, artifact_root=files)
+        assert started.fetch(base, cache) == folder
+        with pytest.raises(RegistryUnavailableError):
+            started.snapshot()
+    finally:
+        postgres.start()
+    assert registry.snapshot() == started.snapshot() == known
+
+
+def test_a_server_on_the_database_tells_the_same(
+    postgres: Postgres, files: Path, tmp_path: Path
+) -> None:
+    direct = Registry(postgres.uri, artifact_root=files)
+    with running_server(tmp_path / "server", store_uri=postgres.uri) as server:
+        registry = Registry(server.uri)
+        assert registry.snapshot() == direct.snapshot()
+        adapter = register_adapter(registry, tmp_path, "other", b"through the server")
+        found = direct.snapshot().resolve("tiny:other@champion").adapter
+        assert found is not None
+        assert found.digest == adapter.digest
+        tree = registry.fetch(adapter, Cache(tmp_path / "cache"))
+        assert b"through the server" in (tree / "adapter_model.safetensors").read_bytes()

@@ -1,0 +1,170 @@
+"""The registry as a running server follows it, against a real `mlflow server`: told by webhook, by
+polling, and while it is away. The engine is the paced one; which version a name means is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from mlflow import MlflowClient
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from registry.client import Registry
+from registry.errors import RegistryError
+from serve_app.app import build_with
+from serve_app.cached_registry import CachedRegistry
+from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.topology import Sources
+from serve_app.webhook_routes import PATH
+from tests.fakes_registry import write_text_files
+from tests.mlflow_server import WEBHOOK_SETTINGS, MlflowServer, running_server
+from tests.registry_helpers import (
+    BASE_FACTS,
+    embedded,
+    register_adapter,
+    write_safetensors,
+)
+
+pytestmark = pytest.mark.serve
+
+NEVER_S = 3600.0  # what is seen within such an interval was told by webhook
+
+
+@dataclass(frozen=True)
+class Front:
+    client: httpx.Client
+    port: int
+    cache: Path
+    server: MlflowServer
+    registry: Registry
+
+    def deploy(self, poll_interval_s: float, webhook_url: str | None) -> None:
+        args = PlatformArgs(
+            models=(ModelArgs(name="tiny", graceful_shutdown_timeout_s=1),),
+            registry=RegistryArgs(poll_interval_s=poll_interval_s, webhook_url=webhook_url),
+            ingress=IngressArgs(graceful_shutdown_timeout_s=1),
+        )
+        opened = partial(CachedRegistry, self.server.uri, self.cache)
+        sources = Sources(opened, "tests.fakes_engine:open_paced_engine")
+        serve.run(build_with(args, sources), name="api", route_prefix="/")
+        eventually(lambda: self.client.get("/ready").status_code == 200)
+
+    @property
+    def webhook_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}{PATH}"
+
+    def version_of(self, name: str) -> str:
+        """What a bare name means, as `name@version`; "" for one that is not known."""
+        lines = self.client.get("/v1/models").json()["data"]
+        return next((str(line["root"]) for line in lines if line["id"] == name), "")
+
+    def answers(self, model: str) -> int:
+        body = {"model": model, "prompt": "abc", "max_tokens": 3}
+        return self.client.post("/v1/completions", json=body).status_code
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = self.client.get("/metrics").text
+        (value,) = (
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+        return value
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def front(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    folder = tmp_path_factory.mktemp("front")
+    with (
+        running_server(folder / "server", settings=WEBHOOK_SETTINGS) as server,
+        httpx.Client(base_url=f"http://127.0.0.1:{serve_port}", timeout=30) as client,
+    ):
+        registry = Registry(server.uri)
+        write_text_files(folder / "base")
+        write_safetensors(folder / "base" / "model.safetensors", b"no engine reads this")
+        registry.register_base(folder / "base", "tiny", facts=BASE_FACTS)
+        for content in (b"one", b"two"):
+            register_adapter(registry, folder, content=content)
+        yield Front(client, serve_port, folder / "cache", server, registry)
+        serve.delete("api")
+
+
+def test_a_webhook_brings_every_change_at_once(front: Front, tmp_path: Path) -> None:
+    front.deploy(NEVER_S, front.webhook_url)
+    hooks = MlflowClient(front.server.uri, front.server.uri)
+    eventually(lambda: len(hooks.list_webhooks()) == 1)
+    assert front.version_of("pirate") == "pirate@2"
+    flips = front.metric("loraplex_registry_changes_total", kind="alias_moved")
+    # Until the server's cache of its webhooks is stale, a second, a change may go untold.
+    eventually(lambda: _is_told(front))
+    front.registry.set_alias("pirate", "champion", 1)
+    eventually(lambda: front.version_of("pirate") == "pirate@1")
+    assert front.metric("loraplex_registry_changes_total", kind="alias_moved") > flips
+    register_adapter(front.registry, tmp_path, "late")
+    eventually(lambda: front.version_of("late") == "late@1")
+    assert front.answers("late") == 200
+
+
+def _is_told(front: Front) -> bool:
+    """A tag of another value each time."""
+    before = front.metric("loraplex_registry_changes_total", kind="tag_changed")
+    value = str(time.monotonic())
+    MlflowClient(front.server.uri, front.server.uri).set_model_version_tag(
+        "pirate", "1", "tried", value
+    )
+    time.sleep(0.5)
+    return front.metric("loraplex_registry_changes_total", kind="tag_changed") > before
+
+
+def test_a_webhook_is_registered_once_and_renewed(front: Front) -> None:
+    hooks = MlflowClient(front.server.uri, front.server.uri)
+    front.registry.ensure_webhook(front.webhook_url, "another secret")
+    front.registry.ensure_webhook(front.webhook_url, "of the tests")
+    (mine,) = (hook for hook in hooks.list_webhooks() if hook.url == front.webhook_url)
+    front.registry.ensure_webhook("http://127.0.0.1:1/elsewhere", "of another server")
+    assert len(hooks.list_webhooks()) == 2
+    hooks.delete_webhook(mine.webhook_id)
+
+
+def test_an_embedded_store_has_no_webhooks(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="no MLflow server"):
+        embedded(tmp_path).ensure_webhook("http://127.0.0.1:1/hook", "secret")
+
+
+def test_what_is_known_is_served_while_the_server_is_away_and_changes_are_caught_up(
+    front: Front, tmp_path: Path
+) -> None:
+    front.deploy(0.2, None)
+    old = front.version_of("pirate")
+    new = "pirate@2" if old == "pirate@1" else "pirate@1"
+    front.registry.set_alias("pirate", "champion", int(new[-1]))
+    eventually(lambda: front.version_of("pirate") == new)  # by polling
+    assert front.metric("loraplex_registry_up") == 1
+    assert front.answers("pirate") == 200
+    front.server.kill()
+    eventually(lambda: front.metric("loraplex_registry_up") == 0)
+    last_success_s = front.metric("loraplex_registry_last_success_timestamp_seconds")
+    assert {front.answers(model) for model in ("tiny", "pirate", "tiny:pirate")} == {200}
+    assert front.client.get("/ready").status_code == 200
+    assert front.answers("unknown") == 503
+    front.server.start()
+    front.registry.set_alias("pirate", "champion", int(old[-1]))
+    eventually(lambda: front.version_of("pirate") == old)
+    assert front.metric("loraplex_registry_up") == 1
+    assert front.metric("loraplex_registry_last_success_timestamp_seconds") > last_success_s
+    assert front.answers("unknown") == 404

@@ -48,7 +48,7 @@ def status_of(
     is_running = trial is not None and trial.is_running
     return CanaryStatus(
         split.name,
-        _verdict(trial, rule, now_s),
+        _verdict(split, trial, rule, now_s),
         tuple(_arm(arm, wish, trial) for arm, wish in wishes if wish.version is not None),
         split.problems,
         rolled_back,
@@ -56,11 +56,11 @@ def status_of(
     )
 
 
-def _verdict(trial: Trial | None, rule: CanaryArgs, now_s: float) -> str:
-    if trial is None:
-        return "no trial"
-    if not trial.is_running:
-        return "ended"
+def _verdict(split: Split, trial: Trial | None, rule: CanaryArgs, now_s: float) -> str:
+    if trial is None or not trial.is_running:
+        if split.is_active:
+            return "begins"  # the manager has not looked at the registry again yet
+        return "no trial" if trial is None else "ended"
     if trial.versions[1] is None:
         return "shadow only"
     verdict = trial.verdict(rule, now_s)

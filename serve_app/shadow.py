@@ -59,7 +59,7 @@ class Shadows:
 
     def offer(self, submitted: Submitted, version: AdapterVersion, load: EngineLoad | None) -> None:
         """`load`: of the engine that answers the request."""
-        if len(self._tasks) >= self._limit or load is None or _is_busy(load):
+        if len(self._tasks) >= self._limit or load is None or is_busy(load):
             self.num_dropped += 1
             return
         # In a context of its own: Serve's router tells calls of one HTTP request apart by nothing,
@@ -91,7 +91,7 @@ class Shadows:
                 completion.close()
 
 
-def _is_busy(load: EngineLoad) -> bool:
+def is_busy(load: EngineLoad) -> bool:
     """Somebody waits for room, other than for an adapter."""
     is_queueing = load.num_waiting > load.num_waiting_for_adapter
     return is_queueing or load.num_free_blocks < _MIN_FREE_BLOCKS * load.num_blocks

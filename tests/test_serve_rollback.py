@@ -65,6 +65,8 @@ def test_the_rules_numbers_are_the_operators() -> None:
     assert judge(stable, tally(0.5, ok=4, non_finite=1), rule).reason is None
     assert judge(stable, tally(ok=2, error=3), rule).reason is not None
     assert judge(stable, tally(2.0, ok=5), rule).reason is not None
+    lax = CanaryArgs(min_requests=5, max_non_finite=9)
+    assert judge(stable, tally(ok=4, non_finite=1), lax).reason is not None  # an error, too
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
@@ -200,6 +202,15 @@ def test_an_old_good_time_does_not_hide_a_bad_present() -> None:
     known.take(report(stable=tally(ok=60_000), canary=tally(ok=60_000, error=500)), 630.0)
     assert rule.max_error_rate_increase > 500 / 60_500  # of the whole trial
     assert reason(known, 630.0) is not None
+
+
+def test_the_whole_window_counts_and_not_just_its_end() -> None:
+    known = trials(CanaryArgs(window_s=600))
+    for step in range(11):
+        known.take(report(canary=tally(ok=100 * step)), 50.0 * step)
+        assert reason(known, 50.0 * step) is None
+    known.take(report(canary=tally(ok=1048, error=2)), 550.0)  # 2 of the last 50
+    assert reason(known, 550.0) is None
 
 
 def test_a_window_with_too_few_requests_reaches_farther_back() -> None:

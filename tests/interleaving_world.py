@@ -112,7 +112,7 @@ def _tokens_alone(
         runner.load_adapter(digest, path)
     config = EngineConfig("unused", "base", block_size=4, enable_prefix_caching=False)
     engine = Engine(config, runner)
-    alone = {}
+    alone: dict[tuple[str | None, int], tuple[int, ...]] = {}
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
     for number, prompt in enumerate(prompts):
         for digest in (None, *paths):
@@ -121,9 +121,8 @@ def _tokens_alone(
             alone[digest, number] = tuple(t for output in outputs for t in output.token_ids)
             for likely in (logprobs.top for output in outputs for logprobs in output.logprobs):
                 assert likely[0][1] - likely[1][1] > _CLEAR, "choose other weights"
-        answers = [alone[digest, number][:1] for digest in (None, *paths)]
-        full = {alone[digest, number] for digest in (None, *paths)}
-        assert len(full) == len(answers), "a wrong version would not be seen"
+        answers = {alone[digest, number] for digest in (None, *paths)}
+        assert len(answers) == 1 + len(paths), "a wrong version would not be seen"
     return alone
 
 

@@ -108,8 +108,8 @@ def _tokens_alone(
     runner: ModelRunner, paths: dict[str, Path], prompts: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[str | None, int], tuple[int, ...]]:
     """Of an engine that runs one request at a time and shares nothing between them."""
-    for digest, path in paths.items():
-        runner.load_adapter(digest, path)
+    for known, path in paths.items():
+        runner.load_adapter(known, path)
     config = EngineConfig("unused", "base", block_size=4, enable_prefix_caching=False)
     engine = Engine(config, runner)
     alone: dict[tuple[str | None, int], tuple[int, ...]] = {}

@@ -108,11 +108,11 @@ def _tokens_alone(
     runner: ModelRunner, paths: dict[str, Path], prompts: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[str | None, int], tuple[int, ...]]:
     """Of an engine that runs one request at a time and shares nothing between them."""
-    for digest, path in paths.items():
-        runner.load_adapter(digest, path)
+    for known, path in paths.items():
+        runner.load_adapter(known, path)
     config = EngineConfig("unused", "base", block_size=4, enable_prefix_caching=False)
     engine = Engine(config, runner)
-    alone = {}
+    alone: dict[tuple[str | None, int], tuple[int, ...]] = {}
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
     for number, prompt in enumerate(prompts):
         for digest in (None, *paths):
@@ -121,9 +121,8 @@ def _tokens_alone(
             alone[digest, number] = tuple(t for output in outputs for t in output.token_ids)
             for likely in (logprobs.top for output in outputs for logprobs in output.logprobs):
                 assert likely[0][1] - likely[1][1] > _CLEAR, "choose other weights"
-        answers = [alone[digest, number][:1] for digest in (None, *paths)]
-        full = {alone[digest, number] for digest in (None, *paths)}
-        assert len(full) == len(answers), "a wrong version would not be seen"
+        answers = {alone[digest, number] for digest in (None, *paths)}
+        assert len(answers) == 1 + len(paths), "a wrong version would not be seen"
     return alone
 
 

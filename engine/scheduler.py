@@ -93,6 +93,10 @@ class Scheduler:
     def uses_adapter(self, digest: str) -> bool:
         return any(group.request.adapter == digest for group in self._groups.values())
 
+    def num_requests_of(self, digest: str) -> int:
+        """Waiting or running with this adapter."""
+        return sum(group.request.adapter == digest for group in self._groups.values())
+
     def add(self, request: Request, seed: int) -> None:
         assert request.request_id not in self._groups
         group = _Group(request, {})

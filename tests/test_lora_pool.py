@@ -98,12 +98,13 @@ def test_acquire_waits_while_all_pages_are_in_use() -> None:
 
 
 def test_a_pinned_adapter_is_not_evicted() -> None:
-    pool = loaded("a", "b", num_pages=1)
+    pool = loaded("a", "b", "c", num_pages=2)
     pool.pin("a")
     assert acquire_and_release(pool, "a")
-    assert not pool.acquire("b")
-    pool.unpin("a")
     assert pool.acquire("b")
+    assert not pool.acquire("c")
+    pool.unpin("a")
+    assert pool.acquire("c")
 
 
 def test_removal_waits_for_the_last_reference() -> None:

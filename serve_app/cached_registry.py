@@ -42,5 +42,8 @@ class CachedRegistry:
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
         return self._cache.verify(version.digest)
 
+    def local_digests(self) -> frozenset[str]:
+        return self._cache.digests()
+
     def cache_stats(self) -> CacheStats:
         return self._cache.stats()

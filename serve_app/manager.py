@@ -22,6 +22,7 @@ from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
+from serve_app.adapter_plan import AdapterArranger
 from serve_app.config import ModelArgs, PlatformArgs
 from serve_app.replica import base_application
 from serve_app.reports import IngressReport
@@ -75,6 +76,7 @@ class Manager:
         self._incarnation = secrets.token_hex(4)
         self._num_views = 0
         self._view: PlatformView | None = None
+        self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
         self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
         self._changed = asyncio.Condition()
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
@@ -130,6 +132,8 @@ class Manager:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         await self._publish(catalog, bases, wanted.missing, is_one_node, registry_error)
+        running = {base.base.digest: base.app_name for base in bases if base.is_running}
+        self._arranger.update(catalog, running)
         if all(base.is_running for base in bases):
             self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
 

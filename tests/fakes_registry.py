@@ -82,6 +82,9 @@ class FolderRegistry:
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
         return True
 
+    def local_digests(self) -> frozenset[str]:
+        return frozenset(path.name for path in self.folder.iterdir() if path.is_dir())
+
     def cache_stats(self) -> CacheStats:
         return CacheStats(0, None, 0, 0, 0, 0, 0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from registry import listing, plain
 from registry.cache import Cache
-from registry.catalog import DEFAULT_ALIAS, Catalog
+from registry.catalog import DEFAULT_ALIAS, Catalog, in_sight
 from registry.entities import (
     AdapterFacts,
     AdapterVersion,
@@ -191,7 +191,8 @@ class Registry:
             else:
                 adapters += [adopted] if adopted is not None else []
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
-        return Catalog(bases, tuple(adapters), tuple(rejected), listing.settings(models))
+        settings = listing.settings(models)
+        return Catalog(bases, in_sight(adapters, settings), tuple(rejected), settings)
 
     def _adopt(self, row: listing.Row, bases: dict[str, BaseVersion]) -> AdapterVersion | None:
         adapter = self._inspect(row)

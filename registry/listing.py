@@ -54,6 +54,7 @@ SETTINGS = (
     "canary_weight",  # adapter: share of requests, 0 to 1, for the version with alias canary
     "shadow_weight",  # adapter: share of requests that the version with alias shadow gets a copy of
     "pin",  # adapter: "true": what its default alias means stays in the engines' memory
+    "runtime",  # adapter: "loaded" or "unloaded" by a script; the latter is out of sight
     "serve",  # base: JSON of a ModelArgs without its name: served though no file names it
 )
 

@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app.commands.common import Failure
 
-COMMANDS = ("serve", "demo", "register", "check", "models", "chat", "bench", "doctor")
+COMMANDS = ("serve", "demo", "register", "check", "models", "adapters", "chat", "bench", "doctor")
 
 
 def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -37,7 +37,7 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
         except ModuleNotFoundError as error:  # an extra that is not installed
             app.command(name)(_refusing(error))
             continue
-        if name == "register":
+        if hasattr(module, "app"):  # a group of commands
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))

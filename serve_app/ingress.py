@@ -15,9 +15,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import (
+    admin_adapter_routes,
     admin_routes,
     completion_routes,
     health_routes,
+    lora_routes,
     models_routes,
     tokenize_routes,
 )
@@ -68,6 +70,8 @@ def build_asgi(state: IngressState) -> ASGIApp:
         tokenize_routes,
         health_routes,
         admin_routes,
+        admin_adapter_routes,
+        lora_routes,
     ):
         app.include_router(routes.router)
     install_error_handlers(app)

@@ -21,7 +21,14 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
-from registry.errors import InvalidNameError, NotFoundError, RegistryError
+from registry.entities import AdapterVersion
+from registry.errors import (
+    InvalidNameError,
+    NotFoundError,
+    RegistryError,
+    RegistryUnavailableError,
+)
+from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_plan import AdapterArranger
 from serve_app.config import ModelArgs, PlatformArgs
 from serve_app.replica import base_application
@@ -77,6 +84,9 @@ class Manager:
         self._num_views = 0
         self._view: PlatformView | None = None
         self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
+        self._adapter_admin = AdapterAdmin()
+        self._registry: RegistryReader | None = None
+        self._has_changed_registry = False  # by us: it is looked at before the next poll
         self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
         self._changed = asyncio.Condition()
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
@@ -104,17 +114,26 @@ class Manager:
         """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
         self._reports[report.ingress_id] = report
 
+    async def change_adapter(self, change: AdapterChange) -> AdapterVersion | None:
+        """What an operator wants of an adapter; see `adapter_admin`."""
+        if self._registry is None:
+            raise RegistryUnavailableError("the registry was not read yet")
+        adapter = await self._adapter_admin.change(change, self._registry)
+        self._has_changed_registry = True
+        return adapter
+
     async def _run(self) -> None:
         # Before it knows its models it would find every base unwanted and itself ready.
         await self._is_configured.wait()
-        registry = await asyncio.to_thread(self._sources.open_registry)
+        self._registry = await asyncio.to_thread(self._sources.open_registry)
         loop = asyncio.get_running_loop()
         next_snapshot_s = 0.0
         catalog: Catalog | None = None
         error: str | None = None
         while True:
-            if loop.time() >= next_snapshot_s:
-                catalog, error = await _refresh(registry, catalog)
+            if loop.time() >= next_snapshot_s or self._has_changed_registry:
+                self._has_changed_registry = False
+                catalog, error = await _refresh(self._registry, catalog)
                 next_snapshot_s = loop.time() + self._poll_interval_s
             if catalog is not None:
                 try:

@@ -31,6 +31,10 @@ class RegistryReader(Protocol):
         """Of a registered model; `key`: one of `registry.listing.SETTINGS`; None removes it."""
         ...
 
+    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+        """Checked as `loraplex register adapter` does, its default alias set. RegistrationError."""
+        ...
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         """A verified local folder with the version's files, kept until `release` or the end of
         this process."""

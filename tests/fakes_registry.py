@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from registry.cache import CacheStats
-from registry.catalog import Catalog
+from registry.catalog import Catalog, in_sight
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import RegistryUnavailableError
 
@@ -47,10 +47,12 @@ class FolderRegistry:
             parts = json.loads((self.folder / "catalog.json").read_bytes())
         except FileNotFoundError:
             raise RegistryUnavailableError("catalog.json is away") from None
+        settings = msgspec.convert(parts["settings"], tuple[Setting, ...])
+        adapters = msgspec.convert(parts["adapters"], tuple[AdapterVersion, ...])
         return Catalog(
             msgspec.convert(parts["bases"], tuple[BaseVersion, ...]),
-            msgspec.convert(parts["adapters"], tuple[AdapterVersion, ...]),
-            settings=msgspec.convert(parts["settings"], tuple[Setting, ...]),
+            in_sight(adapters, settings),
+            settings=settings,
         )
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
@@ -69,6 +71,14 @@ class FolderRegistry:
         others = tuple(s for s in known.settings if (s.name, s.key) != (name, key))
         own = () if value is None else (Setting(name, key, value),)
         self.write(replace(known, settings=(*others, *own)))
+
+    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+        """Every folder is good; its content is its path's last part."""
+        known = self.snapshot()
+        version = 1 + max((a.version for a in known.adapters if a.name == name), default=0)
+        added = self.add_adapter(f"{name}-{folder.name}", known.resolve_base(base))
+        one = replace(added, name=name, version=version)
+        self.write(replace(known, adapters=(*known.adapters, one)))
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest

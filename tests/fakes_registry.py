@@ -43,16 +43,18 @@ class FolderRegistry:
         temporary.rename(self.folder / "catalog.json")
 
     def snapshot(self) -> Catalog:
+        known = self._read()
+        return replace(known, adapters=in_sight(known.adapters, known.settings))
+
+    def _read(self) -> Catalog:
         try:
             parts = json.loads((self.folder / "catalog.json").read_bytes())
         except FileNotFoundError:
             raise RegistryUnavailableError("catalog.json is away") from None
-        settings = msgspec.convert(parts["settings"], tuple[Setting, ...])
-        adapters = msgspec.convert(parts["adapters"], tuple[AdapterVersion, ...])
         return Catalog(
             msgspec.convert(parts["bases"], tuple[BaseVersion, ...]),
-            in_sight(adapters, settings),
-            settings=settings,
+            msgspec.convert(parts["adapters"], tuple[AdapterVersion, ...]),
+            settings=msgspec.convert(parts["settings"], tuple[Setting, ...]),
         )
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
@@ -62,19 +64,19 @@ class FolderRegistry:
                 aliases.append(alias)
             return replace(one, aliases=tuple(aliases)) if one.name == name else one
 
-        known = self.snapshot()
+        known = self._read()
         bases, adapters = map(aliased, known.bases), map(aliased, known.adapters)
         self.write(replace(known, bases=tuple(bases), adapters=tuple(adapters)))
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
-        known = self.snapshot()
+        known = self._read()
         others = tuple(s for s in known.settings if (s.name, s.key) != (name, key))
         own = () if value is None else (Setting(name, key, value),)
         self.write(replace(known, settings=(*others, *own)))
 
     def register_adapter(self, folder: Path, name: str, base: str) -> None:
         """Every folder is good; its content is its path's last part."""
-        known = self.snapshot()
+        known = self._read()
         version = 1 + max((a.version for a in known.adapters if a.name == name), default=0)
         added = self.add_adapter(f"{name}-{folder.name}", known.resolve_base(base))
         one = replace(added, name=name, version=version)
@@ -108,7 +110,7 @@ class FolderRegistry:
     ) -> AdapterVersion:
         digest = _digest(f"{name} of {base.digest}")
         if has_files:
-            (self.folder / digest).mkdir()
+            (self.folder / digest).mkdir(exist_ok=True)
         return AdapterVersion(name, 1, digest, base.name, base.digest, 8, ("q_proj",), source="")
 
 

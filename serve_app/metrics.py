@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.host_memory import resident_bytes
 from engine.types import EngineLoad, Request, StepOutput, TokenOutput
 from serve_app.histograms import ALIASES, HISTOGRAMS, Histogram
 
@@ -226,6 +227,8 @@ class EngineMetrics(Collector):
             family.add_metric([*values, "device"], device)
             family.add_metric([*values, "host"], host)
             yield family
+        if (resident := resident_bytes()) is not None:
+            yield self._gauge("loraplex_engine_resident_bytes", "The process's memory", resident)
         yield self._gauge("loraplex_adapters_pinned", "In memory", load.num_pinned_adapters)
         copies = CounterMetricFamily(
             "loraplex_adapter_device_copies", "Host to device", labels=list(self._labels)

@@ -1,9 +1,9 @@
 """Many adapters in little memory: first tokens beside the same traffic with all of them resident.
 
 One server with two engines of equal shape. Both get the same requests in turns: 200 adapters, used
-in a skewed way (Zipf), open-loop arrivals. `resident` has them all on the device; `tiered` has 1,000
-registered, room for 16 on the device, 64 in host memory and 128 on disk. Then every one of the 1,000
-is used once: no limit may be passed.
+in a skewed way (Zipf), open-loop arrivals. `resident` has them all on the device; `tiered` has
+1,000 registered, room for 16 on the device, 64 in host memory and 128 on disk. Then every one of
+the 1,000 is used once: no limit may be passed.
 
     python -m tests.benchmarks.tiers [--out FILE] [--home FOLDER]    (a kept home saves registering)
 """

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 RESEND_S = 3.0  # replicas that are new or did not answer get it then
 _SEND_TIMEOUT_S = 5.0
-_MAX_RETIRED = 4096  # remembered; the oldest have long been told to everybody
+_TELL_RETIRED_S = 120.0  # then whoever has not heard of it lets it go when room is wanted
+_MAX_RETIRED = 4096  # remembered
 
 Key = tuple[str, str]  # digests of the base and of the adapter
 
@@ -86,7 +87,8 @@ def plan_for(
         tuple(
             (one.key[1], one.number)
             for one in observed.retired
-            if one.key[0] == base_digest and one.since_s <= retired_until_s
+            if one.key[0] == base_digest
+            and retired_until_s - _TELL_RETIRED_S < one.since_s <= retired_until_s
         ),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -63,6 +64,7 @@ class AdapterStore(AdapterResidency, Protocol):
     def num_copied_to_device(self) -> int: ...
     def residents(self) -> tuple[Resident, ...]: ...
     def is_pinned(self, digest: str) -> bool: ...
+    def spare(self, digests: Iterable[str]) -> None: ...
     def pin(self, digest: str) -> None: ...
     def unpin(self, digest: str) -> None: ...
     def remove(self, digest: str) -> bool:
@@ -156,6 +158,10 @@ class Engine:
 
     def has_adapter(self, digest: str) -> bool:
         return digest not in self._leaving and self._adapters.has(digest)
+
+    def prepare_for_adapter(self) -> None:
+        """Before one is put into the store: nobody who waits here shall lose his for it."""
+        self._adapters.spare(self.scheduler.adapters_of_requests())
 
     def keep_adapter(self, digest: str) -> None:
         """A load takes back an unload that still waits."""

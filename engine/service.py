@@ -177,6 +177,7 @@ class AsyncEngine:
             insert = self._reader.read(digest, path)
 
             def insert_and_keep() -> None:
+                self._engine.prepare_for_adapter()
                 insert()
                 self._engine.keep_adapter(digest)
 

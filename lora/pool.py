@@ -59,6 +59,7 @@ class AdapterPool:
         self._copies = PageCopies(self._pools, slots) if slots else None
         self._arriving: set[str] = set()  # on their way to the device; the pool itself holds them
         self._wanted: frozenset[str] = frozenset()  # by those who wait
+        self._spared: frozenset[str] = frozenset()  # dropped by no insertion
         # A device copies from page-locked memory on its own; a CPU needs none of that.
         is_cuda = self.device.type == "cuda"
         self._allocate_host = PinnedMemory(host_bytes).allocate if is_cuda else _allocate
@@ -128,6 +129,10 @@ class AdapterPool:
 
     def add(self, adapter: Adapter) -> tuple[str, ...]:
         return self.insert(self.pack(adapter))
+
+    def spare(self, digests: Iterable[str]) -> None:
+        """From now on no insertion drops them, though nobody has a reference yet."""
+        self._spared = frozenset(digests)
 
     def remove(self, digest: str) -> bool:
         """False: still referenced; it accepts no new reference and goes with the last one."""
@@ -292,7 +297,7 @@ class AdapterPool:
     def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
         """Drops idle adapters, least recently used first; then those on the device; those that
         somebody waits for last."""
-        idle = [digest for digest in self._host if self._table.is_evictable(digest)]
+        idle = [d for d in self._host if self._table.is_evictable(d) and d not in self._spared]
         resident = set(self._table.resident())
         room = self._host_limit - self.host_bytes_used
         dropped: list[str] = []

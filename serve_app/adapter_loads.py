@@ -34,8 +34,8 @@ _NUM_DOWNLOADS = 4  # at a time; each may wait for a slow store
 _NUM_LOCAL = 2  # threads that only look at local copies
 _FIRST_RETRY_S = 5  # after that the quarantine says
 _OTHER_RETRY_S = 30
-_ROOM_WAIT_S = 10.0  # for requests to end, while all of the host tier is in use
-_ROOM_POLL_S = 0.2
+_ROOM_WAIT_S = 60.0  # for requests to end, while all of the host tier is in use
+_ROOM_POLL_S = (0.2, 2.0)  # the first and the last: each look reads the files again
 
 
 # The engine's: (name, digest, folder); once a digest, however many ask.
@@ -123,6 +123,7 @@ class AdapterLoads:
 
     async def _read(self, adapter: AdapterVersion, folder: Path) -> None:
         until_s = time.monotonic() + _ROOM_WAIT_S
+        delay_s, max_delay_s = _ROOM_POLL_S
         while True:
             try:
                 await self._load_into_engine(adapter.name, adapter.digest, str(folder))
@@ -133,7 +134,8 @@ class AdapterLoads:
                     raise cause from None
                 if not isinstance(cause, NO_ROOM) or time.monotonic() > until_s:
                     raise
-            await asyncio.sleep(_ROOM_POLL_S)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, max_delay_s)
 
 
 def _has_succeeded(task: asyncio.Task[Source]) -> bool:

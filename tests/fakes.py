@@ -100,6 +100,9 @@ class FakePool:
     def unpin(self, digest: str) -> None:
         self.pinned.discard(digest)
 
+    def spare(self, digests: Iterable[str]) -> None:
+        pass
+
     def is_pinned(self, digest: str) -> bool:
         return digest in self.pinned
 

@@ -14,7 +14,7 @@ from engine.errors import AdapterInUseError, UnknownAdapterError
 from engine.factory import open_engine
 from engine.service import AsyncEngine
 from engine.types import Request, Resident, SamplingParams
-from lora.errors import PinnedMemoryError
+from lora.errors import HostMemoryError, PinnedMemoryError
 from tests.engine_helpers import make_adapter, make_base
 from tests.fakes import FakePool, FakeRunner, make_engine, make_request
 
@@ -181,6 +181,23 @@ async def test_memory_stays_within_its_limits_and_is_counted(
     assert now.adapter_device_bytes == POOL_PAGES * (now.adapter_device_bytes // POOL_PAGES) > 0
     used = [one.used_s for one in residents]
     assert used == sorted(used)
+
+
+async def test_nobody_who_waits_loses_the_adapter_to_a_newcomer(
+    engine: AsyncEngine, folders: list[Path]
+) -> None:
+    await load(engine, folders, 0, 1, 2, 3)
+    streams = [engine.generate(request(f"r{i}", f"a{i}", max_tokens=100)) for i in range(4)]
+    first = [asyncio.create_task(anext(stream)) for stream in streams]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)  # two run, two wait
+    with pytest.raises(HostMemoryError):
+        await load(engine, folders, 4)
+    outputs = await asyncio.gather(*first)
+    assert {output.finish_reason for output in outputs} == {None}
+    for stream in streams:
+        await stream.aclose()
+    await load(engine, folders, 4)
+    assert engine.has_adapter("a4")
 
 
 def test_a_request_that_waits_counts_as_a_use() -> None:

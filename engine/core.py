@@ -12,19 +12,26 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.admission import EngineLimits, check_request
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
+from engine.errors import (
+    AdapterInUseError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnknownAdapterError,
+)
 from engine.scheduler import Scheduler
 from engine.types import (
     AdapterResidency,
     EngineLoad,
     LaunchedStep,
     Request,
+    Resident,
     Runner,
     Sample,
     ScheduledBatch,
@@ -47,6 +54,19 @@ class ModelFacts(Protocol):
 class AdapterStore(AdapterResidency, Protocol):
     def on_device(self) -> tuple[str, ...]: ...
     def on_host(self) -> tuple[str, ...]: ...
+    @property
+    def device_bytes_used(self) -> int: ...
+    @property
+    def host_bytes_used(self) -> int: ...
+    @property
+    def num_pinned(self) -> int: ...
+    @property
+    def num_copied_to_device(self) -> int: ...
+    def residents(self) -> tuple[Resident, ...]: ...
+    def is_pinned(self, digest: str) -> bool: ...
+    def spare(self, digests: Iterable[str]) -> None: ...
+    def pin(self, digest: str) -> None: ...
+    def unpin(self, digest: str) -> None: ...
     def remove(self, digest: str) -> bool:
         """False: still referenced."""
         ...
@@ -95,8 +115,8 @@ class Engine:
         check_request(request, self.limits)
         if self.scheduler.has_request(request.request_id):
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
-        if request.adapter is not None and not self.has_adapter(request.adapter):
-            raise UnknownAdapterError(f"adapter {request.adapter} is not loaded")
+        if request.adapter is not None:
+            self._check_known(request.adapter)
         seed = request.params.seed
         self.scheduler.add(
             request, _as_int64(self._seeds.getrandbits(64) if seed is None else seed)
@@ -130,10 +150,18 @@ class Engine:
             num_steps=self._num_steps,
             adapters_on_device=self._adapters.on_device(),
             adapters_on_host=self._adapters.on_host(),
+            adapter_device_bytes=self._adapters.device_bytes_used,
+            adapter_host_bytes=self._adapters.host_bytes_used,
+            num_pinned_adapters=self._adapters.num_pinned,
+            num_adapter_copies=self._adapters.num_copied_to_device,
         )
 
     def has_adapter(self, digest: str) -> bool:
         return digest not in self._leaving and self._adapters.has(digest)
+
+    def prepare_for_adapter(self) -> None:
+        """Before one is put into the store: nobody who waits here shall lose his for it."""
+        self._adapters.spare(self.scheduler.adapters_of_requests())
 
     def keep_adapter(self, digest: str) -> None:
         """A load takes back an unload that still waits."""
@@ -149,6 +177,40 @@ class Engine:
 
     def is_retiring(self, digest: str) -> bool:
         return digest in self._leaving
+
+    def adapters(self) -> tuple[Resident, ...]:
+        """All in memory, least recently used first; waiting requests count as references, too."""
+        return tuple(
+            replace(
+                one,
+                num_references=max(one.num_references, self.scheduler.num_requests_of(one.digest)),
+                is_leaving=one.is_leaving or one.digest in self._leaving,
+            )
+            for one in self._adapters.residents()
+        )
+
+    def pin_adapter(self, digest: str) -> None:
+        """Dropped from no tier from now on; on its way to the device if there is room."""
+        self._check_known(digest)
+        self._adapters.pin(digest)
+        if self._adapters.acquire(digest):
+            self._adapters.release(digest)
+
+    def unpin_adapter(self, digest: str) -> None:
+        self._adapters.unpin(digest)
+
+    def evict_adapter(self, digest: str) -> None:
+        """Out of memory now, unless it is in use; the next load brings it back."""
+        self._check_known(digest)
+        if self._adapters.is_pinned(digest):
+            raise AdapterInUseError(f"adapter {digest} is pinned")
+        if count := self.scheduler.num_requests_of(digest):
+            raise AdapterInUseError(f"adapter {digest} is in use by {count} requests")
+        self.retire_adapter(digest)
+
+    def _check_known(self, digest: str) -> None:
+        if not self.has_adapter(digest):
+            raise UnknownAdapterError(f"adapter {digest} is not loaded")
 
     def _launch(self, batch: ScheduledBatch) -> _Step:
         if not batch.sequences:

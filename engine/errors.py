@@ -4,6 +4,7 @@ EngineError
 |- InvalidRequestError      the request can never be served: HTTP 400, `param` names the field
 |  `- ContextLengthError    prompt longer than the model's context or than all KV
 |- UnknownAdapterError      the request names a digest that is not loaded
+|- AdapterInUseError        an adapter cannot be taken out of memory now, with the reason
 |- UnsupportedModelError    a base folder that we refuse, with the reason
 |- EngineMemoryError        the device is too small for what was asked; with the sum, line by line
 `- EngineDeadError          the step loop ended; nothing more will come
@@ -31,6 +32,10 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnknownAdapterError(EngineError):
+    pass
+
+
+class AdapterInUseError(EngineError):
     pass
 
 

@@ -26,6 +26,14 @@ def available_bytes() -> int:
     return min(machine, max(0, limit - used + cache))
 
 
+def resident_bytes() -> int | None:
+    """Of this process, mapped files included."""
+    try:
+        return _fields(_PROCESS / "status")["VmRSS"]
+    except OSError:
+        return None
+
+
 def peak_of(work: Callable[[], T]) -> tuple[T, int | None]:
     """What the work returns, and by how many bytes the process was larger at the peak than before
     (mapped files included). None where the system does not let a process reset its own peak."""

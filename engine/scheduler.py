@@ -94,6 +94,15 @@ class Scheduler:
     def uses_adapter(self, digest: str) -> bool:
         return any(group.request.adapter == digest for group in self._groups.values())
 
+    def adapters_of_requests(self) -> set[str]:
+        """Waiting and running."""
+        requests = (group.request for group in self._groups.values())
+        return {request.adapter for request in requests if request.adapter is not None}
+
+    def num_requests_of(self, digest: str) -> int:
+        """Waiting or running with this adapter."""
+        return sum(group.request.adapter == digest for group in self._groups.values())
+
     def add(self, request: Request, seed: int) -> None:
         assert request.request_id not in self._groups
         group = _Group(request, {})

@@ -19,7 +19,7 @@ from engine.core import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.loop import EngineLoop
 from engine.streams import Streams
-from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,10 @@ class EngineInterface(Protocol):
     def on_death(self, callback: Callable[[EngineDeadError], None]) -> None: ...
     async def load_adapter(self, name: str, digest: str, path: str) -> None: ...
     async def unload_adapter(self, digest: str) -> None: ...
+    async def adapters(self) -> tuple[Resident, ...]: ...
+    async def pin_adapter(self, digest: str) -> None: ...
+    async def unpin_adapter(self, digest: str) -> None: ...
+    async def evict_adapter(self, digest: str) -> None: ...
     def has_adapter(self, digest: str) -> bool: ...
     def load(self) -> EngineLoad: ...
     def last_step_age_s(self) -> float: ...
@@ -134,6 +138,23 @@ class AsyncEngine:
             asyncio.wrap_future(self._loop.call_when_true(self._retirement(digest)))
         )
 
+    async def adapters(self) -> tuple[Resident, ...]:
+        """As they are between two steps."""
+        found: list[Resident] = []
+        await self._between_steps(lambda: found.extend(self._engine.adapters()))
+        return tuple(found)
+
+    async def pin_adapter(self, digest: str) -> None:
+        """Raises UnknownAdapterError, or a refusal where the pins would leave too little room."""
+        await self._between_steps(lambda: self._engine.pin_adapter(digest))
+
+    async def unpin_adapter(self, digest: str) -> None:
+        await self._between_steps(lambda: self._engine.unpin_adapter(digest))
+
+    async def evict_adapter(self, digest: str) -> None:
+        """Raises UnknownAdapterError or AdapterInUseError."""
+        await self._between_steps(lambda: self._engine.evict_adapter(digest))
+
     def has_adapter(self, digest: str) -> bool:
         return self._engine.has_adapter(digest)
 
@@ -144,6 +165,9 @@ class AsyncEngine:
         """How long the step in progress has taken so far; 0 when idle, infinite when dead."""
         return self._loop.last_step_age_s()
 
+    async def _between_steps(self, command: Callable[[], None]) -> None:
+        await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))
+
     def _abort_if_admitted(self, request: Request, admitted: Future[None]) -> None:
         if not admitted.cancelled() and admitted.exception() is None:
             self.abort(request.request_id)
@@ -153,6 +177,7 @@ class AsyncEngine:
             insert = self._reader.read(digest, path)
 
             def insert_and_keep() -> None:
+                self._engine.prepare_for_adapter()
                 insert()
                 self._engine.keep_adapter(digest)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from lora.resident import Resident as Resident
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 NOT_FINITE = "the model's logits are not finite"  # a TokenOutput's error, told from all others
 
@@ -98,6 +100,10 @@ class EngineLoad:
     num_steps: int = 0  # since start
     adapters_on_device: tuple[str, ...] = ()  # digests
     adapters_on_host: tuple[str, ...] = ()
+    adapter_device_bytes: int = 0
+    adapter_host_bytes: int = 0
+    num_pinned_adapters: int = 0
+    num_adapter_copies: int = 0  # from the host to the device, since start
 
 
 @dataclass(frozen=True, slots=True)

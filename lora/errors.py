@@ -4,7 +4,8 @@ LoraError
 |- AdapterError             a folder that we refuse; the message is the reason, in words
 |  `- AdapterTooLargeError  it could never fit, however empty the pool
 |- AdapterNotLoadedError    the pool does not hold this digest (any more)
-`- HostMemoryError          the host tier is full of adapters in use
+|- HostMemoryError          the host tier is full of adapters in use
+`- PinnedMemoryError        with what is pinned beside it, one adapter could never come in
 """
 
 from __future__ import annotations
@@ -27,4 +28,8 @@ class AdapterNotLoadedError(LoraError):
 
 
 class HostMemoryError(LoraError):
+    pass
+
+
+class PinnedMemoryError(LoraError):
     pass

@@ -35,6 +35,10 @@ class PageTable:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
     def resident(self) -> tuple[str, ...]:
         """Least recently used first."""
         return tuple(self._pages)
@@ -47,6 +51,9 @@ class PageTable:
 
     def num_references(self, digest: str) -> int:
         return self._references.get(digest, 0)
+
+    def is_pinned(self, digest: str) -> bool:
+        return digest in self._pinned
 
     def is_evictable(self, digest: str) -> bool:
         return self.num_references(digest) == 0 and digest not in self._pinned

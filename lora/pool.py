@@ -9,6 +9,7 @@ here. One thread calls it, but for `pack`.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,8 @@ from lora.page_pools import PagePools
 from lora.page_pools import SitePool as SitePool
 from lora.pages import PageTable
 from lora.pinned_memory import PinnedMemory
+from lora.pins import check_pin, check_room_beside
+from lora.resident import Resident
 from lora.sites import Site
 from lora.staging import StagingSlot, cuda_slots
 
@@ -56,11 +59,15 @@ class AdapterPool:
         self._copies = PageCopies(self._pools, slots) if slots else None
         self._arriving: set[str] = set()  # on their way to the device; the pool itself holds them
         self._wanted: frozenset[str] = frozenset()  # by those who wait
+        self._spared: frozenset[str] = frozenset()  # dropped by no insertion
         # A device copies from page-locked memory on its own; a CPU needs none of that.
         is_cuda = self.device.type == "cuda"
         self._allocate_host = PinnedMemory(host_bytes).allocate if is_cuda else _allocate
         self._host: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
         self._host_limit = host_bytes
+        self._host_bytes = 0
+        self._used_s: dict[str, float] = {}  # of those on the host
+        self._num_copied = 0  # to the device
         self._leaving: set[str] = set()  # removed while referenced
 
     @property
@@ -72,8 +79,21 @@ class AdapterPool:
         return self._table.num_free
 
     @property
+    def device_bytes_used(self) -> int:
+        return (self.num_pages - self.num_free_pages) * self.page_bytes
+
+    @property
     def host_bytes_used(self) -> int:
-        return sum(packed.num_bytes for packed in self._host.values())
+        return self._host_bytes
+
+    @property
+    def num_pinned(self) -> int:
+        return self._table.num_pinned
+
+    @property
+    def num_copied_to_device(self) -> int:
+        """Since the start."""
+        return self._num_copied
 
     def has(self, digest: str) -> bool:
         """False for an adapter never added, removed, or dropped when the host tier was full."""
@@ -99,13 +119,20 @@ class AdapterPool:
         self._leaving.discard(packed.digest)
         if packed.digest in self._host:
             return ()
+        check_room_beside(packed, self._pinned(), self.num_pages)
         dropped = self._make_host_room(packed.num_bytes)
         self._pools.add_sites(packed.optional_sites)
         self._host[packed.digest] = packed
+        self._host_bytes += packed.num_bytes
+        self._used_s[packed.digest] = time.time()
         return dropped
 
     def add(self, adapter: Adapter) -> tuple[str, ...]:
         return self.insert(self.pack(adapter))
+
+    def spare(self, digests: Iterable[str]) -> None:
+        """From now on no insertion drops them, though nobody has a reference yet."""
+        self._spared = frozenset(digests)
 
     def remove(self, digest: str) -> bool:
         """False: still referenced; it accepts no new reference and goes with the last one."""
@@ -133,6 +160,7 @@ class AdapterPool:
         if placement is None:
             return False
         self._host.move_to_end(digest)
+        self._used_s[digest] = time.time()
         return not placement.is_new or self._bring(packed, placement.pages)
 
     def release(self, digest: str) -> None:
@@ -175,12 +203,34 @@ class AdapterPool:
             self._land()
 
     def pin(self, digest: str) -> None:
-        """A pinned adapter is dropped from neither tier."""
-        self._known(digest)
+        """A pinned adapter is dropped from neither tier, but by `remove`. PinnedMemoryError: too
+        little room would be left for others."""
+        packed = self._known(digest)
+        pinned = {one.digest for one in self._pinned()}
+        check_pin(packed, self._host.values(), pinned, self.num_pages, self._host_limit)
         self._table.pin(digest)
 
     def unpin(self, digest: str) -> None:
         self._table.unpin(digest)
+
+    def is_pinned(self, digest: str) -> bool:
+        return self._table.is_pinned(digest)
+
+    def residents(self) -> tuple[Resident, ...]:
+        """All in memory, least recently used first."""
+        return tuple(
+            Resident(
+                digest,
+                self._table.is_resident(digest),
+                packed.num_bytes,
+                packed.num_pages,
+                self._table.num_references(digest),
+                self._table.is_pinned(digest),
+                digest in self._leaving,
+                self._used_s[digest],
+            )
+            for digest, packed in self._host.items()
+        )
 
     def pages(self, digest: str) -> tuple[int, ...]:
         return self._table.pages(digest)
@@ -205,12 +255,16 @@ class AdapterPool:
             raise AdapterNotLoadedError(f"adapter {digest} is not loaded")
         return self._host[digest]
 
+    def _pinned(self) -> list[PackedAdapter]:
+        return [packed for packed in self._host.values() if self._table.is_pinned(packed.digest)]
+
     def _can_bring(self, digest: str) -> bool:
         is_ready = self._copies is None or self._copies.can_start
         return is_ready or self._table.is_resident(digest)
 
     def _bring(self, packed: PackedAdapter, pages: tuple[int, ...]) -> bool:
         """True: it is there. Else the reference just taken is the pool's, until it has landed."""
+        self._num_copied += 1
         if self._copies is None:
             for image, page in zip(packed.images, pages, strict=True):
                 self._pools.write(image, page)
@@ -237,12 +291,13 @@ class AdapterPool:
         self._table.unpin(digest)
         if self._table.is_resident(digest):
             self._table.drop(digest)
-        del self._host[digest]
+        self._host_bytes -= self._host.pop(digest).num_bytes
+        del self._used_s[digest]
 
     def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
         """Drops idle adapters, least recently used first; then those on the device; those that
         somebody waits for last."""
-        idle = [digest for digest in self._host if self._table.is_evictable(digest)]
+        idle = [d for d in self._host if self._table.is_evictable(d) and d not in self._spared]
         resident = set(self._table.resident())
         room = self._host_limit - self.host_bytes_used
         dropped: list[str] = []

@@ -181,3 +181,11 @@ class Catalog:
 
 def _version(base: BaseVersion) -> int:
     return base.version
+
+
+def in_sight(
+    adapters: Iterable[AdapterVersion], settings: Iterable[Setting]
+) -> tuple[AdapterVersion, ...]:
+    """Without those that whoever loaded them at run time has unloaded."""
+    hidden = {one.name for one in settings if (one.key, one.value) == ("runtime", "unloaded")}
+    return tuple(adapter for adapter in adapters if adapter.name not in hidden)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from registry import listing, plain, webhooks
 from registry.cache import Cache
-from registry.catalog import DEFAULT_ALIAS, Catalog
+from registry.catalog import DEFAULT_ALIAS, Catalog, in_sight
 from registry.entities import (
     AdapterFacts,
     AdapterVersion,
@@ -217,7 +217,8 @@ class Registry:
             else:
                 adapters += [adopted] if adopted is not None else []
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
-        catalog = Catalog(bases, tuple(adapters), tuple(rejected), listing.settings(models))
+        settings = listing.settings(models)
+        catalog = Catalog(bases, in_sight(adapters, settings), tuple(rejected), settings)
         return catalog, is_whole
 
     def _adopt(self, row: listing.Row, bases: dict[str, BaseVersion]) -> AdapterVersion | None:

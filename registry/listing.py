@@ -55,6 +55,7 @@ SETTINGS = (
     "shadow_weight",  # adapter: share of requests that the version with alias shadow gets a copy of
     "canary_rolled_back",  # adapter: JSON of version, reason and time of the last roll-back
     "pin",  # adapter: "true": what its default alias means stays in the engines' memory
+    "runtime",  # adapter: "loaded" or "unloaded" by a script; the latter is out of sight
     "serve",  # base: JSON of a ModelArgs without its name: served though no file names it
 )
 

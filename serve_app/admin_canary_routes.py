@@ -16,7 +16,7 @@ from serve_app.asgi import read_body
 from serve_app.canary_status import CanaryStatus
 from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.protocol import parse_body
-from serve_app.replica import root_cause
+from serve_app.ray_errors import root_cause
 from serve_app.state import state_of
 
 router = APIRouter(prefix="/admin/canaries", dependencies=[Depends(require_admin)])

@@ -5,13 +5,18 @@ Apart from `topology`, so that an ingress, which asks neither, need not import M
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from registry.cache import Cache, CacheStats
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
+from registry.errors import RegistrationError
 from registry.quarantine import FolderQuarantine
+
+_REGISTER_TIMEOUT_S = 600.0  # the base's files may have to be fetched first
 
 
 class CachedRegistry:
@@ -24,6 +29,7 @@ class CachedRegistry:
         cache_bytes: int | None = None,
         artifact_root: Path | None = None,
     ) -> None:
+        self._tracking_uri = tracking_uri
         self._registry = Registry(tracking_uri, artifact_root=artifact_root)
         quarantine = FolderQuarantine(cache_folder / "quarantine")
         self._cache = Cache(cache_folder, max_bytes=cache_bytes, quarantine=quarantine)
@@ -43,11 +49,31 @@ class CachedRegistry:
     def ensure_webhook(self, url: str, secret: str) -> None:
         self._registry.ensure_webhook(url, secret)
 
+    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+        """In a process of its own: the check needs torch, which nobody else here imports."""
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "serve_app", "register", "adapter", str(folder)),
+                *(f"--name={name}", f"--base={base}", "--no-probe"),
+                f"--tracking-uri={self._tracking_uri}",
+            ],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_REGISTER_TIMEOUT_S,
+        )
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise RegistrationError(lines[-1].removeprefix("error: "))
+
     def release(self, folder: Path) -> None:
         self._cache.release(folder)
 
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
         return self._cache.verify(version.digest)
+
+    def local_digests(self) -> frozenset[str]:
+        return self._cache.digests()
 
     def cache_stats(self) -> CacheStats:
         return self._cache.stats()

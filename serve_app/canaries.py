@@ -56,6 +56,7 @@ class Canaries:
         self._vetoes: dict[Key, _Veto] = {}
         self._num_rollbacks: Counter[str] = Counter()
         self._registry: RegistryReader | None = None
+        self._look: Callable[[], Catalog] = Catalog
         self._writing = asyncio.Lock()  # one change of the registry at a time
         self._tasks: set[asyncio.Task[None]] = set()
         self._catalog = Catalog()
@@ -63,8 +64,9 @@ class Canaries:
         self._traffic = Traffic()
         self._problems: frozenset[tuple[str, str]] = frozenset()
 
-    def open(self, registry: RegistryReader) -> None:
-        self._registry = registry
+    def open(self, registry: RegistryReader, look: Callable[[], Catalog]) -> None:
+        """`look`: blocks; what the registry says now, with the default aliases that count here."""
+        self._registry, self._look = registry, look
 
     def take(self, report: IngressReport) -> None:
         self._trials.take(report, _now_s())
@@ -122,7 +124,7 @@ class Canaries:
             registry = self._opened()
 
             def act() -> tuple[AdapterVersion | None, Catalog]:
-                return order(Orders(registry, registry.snapshot())), registry.snapshot()
+                return order(Orders(registry, self._look())), self._look()
 
             on_trial, catalog = await asyncio.to_thread(act)
             if on_trial is not None:  # whatever happened to it before

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
-from registry.catalog import DEFAULT_ALIAS, Catalog
+from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import check_name
@@ -65,7 +65,8 @@ class Orders:
                 f"version: {found.version} was rolled back ({reason}); start it anew first.",
                 "version",
             )
-        self.registry.set_alias(name, DEFAULT_ALIAS, found.version)
+        default = self.catalog.default_aliases.of(found)
+        self.registry.set_alias(name, default, found.version)
         self._clear(name, CANARY_WEIGHT, ROLLED_BACK)
         self.registry.set_alias(name, CANARY, None)
         if SHADOW in found.aliases:

@@ -19,9 +19,10 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app.commands.common import Failure
 
-COMMANDS = ("serve", "demo", "register", "check", "models", "canary", "chat", "bench", "doctor")
-
-GROUPS = ("register", "canary")  # of commands
+COMMANDS = (
+    *("serve", "demo", "register", "check", "models", "adapters", "canary"),
+    *("chat", "bench", "doctor"),
+)
 
 
 def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -39,7 +40,7 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
         except ModuleNotFoundError as error:  # an extra that is not installed
             app.command(name)(_refusing(error))
             continue
-        if name in GROUPS:
+        if hasattr(module, "app"):  # a group of commands
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))

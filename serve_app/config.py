@@ -135,6 +135,8 @@ class IngressArgs(_Args):
     max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
     max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429
     max_body_bytes: Bytes = 16 * 1024**2
+    # /v1/load_lora_adapter and its opposite, which take paths on this machine's disk
+    allow_runtime_lora_updating: bool = False
     tokenizer_threads: int = Field(default=2, ge=1)
     max_shadow_requests: int = Field(default=8, ge=0)  # at once, a replica; beyond it no copies
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)

@@ -20,7 +20,7 @@ from engine.admission import EngineLimits
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.service import EngineInterface
-from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 from serve_app.metrics import EngineMetrics
 from serve_app.stream import HEARTBEAT_S, Abort, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
@@ -75,9 +75,14 @@ class EngineHost:
         self._engine.stop()
 
     async def submit(
-        self, requests: Sequence[Request], reply_to: StreamAddress, adapter_name: str | None
+        self,
+        requests: Sequence[Request],
+        reply_to: StreamAddress,
+        adapter_name: str | None,
+        found_in: str | None = None,
     ) -> None:
-        """Returns when every choice ended or was aborted. Cancelling it aborts the rest."""
+        """Returns when every choice ended or was aborted. Cancelling it aborts the rest.
+        `found_in`: the tier that the adapter came from; None: memory."""
         link = await self._link(reply_to)
         call = _Call(link, asyncio.get_running_loop().create_future(), set())
         now_s = time.time()
@@ -86,9 +91,11 @@ class EngineHost:
             call.open_choices |= {(request_id, choice) for choice in range(request.params.n)}
             self._calls[request_id] = call
             self._metrics.begin(request, adapter_name, now_s)
+        tier = found_in or self._tier_of(requests[0].adapter)
         try:
             for request in requests:
                 await self._engine.submit(request)
+            self._metrics.found_adapter(tier)
             await call.done
         finally:
             self._abandon(call)
@@ -101,6 +108,12 @@ class EngineHost:
         for open_id, open_choice in tuple(call.open_choices):
             if open_id == request_id and choice in (None, open_choice):
                 self._end_choice(call, request_id, open_choice, "abort")
+
+    def _tier_of(self, digest: str | None) -> str | None:
+        """Of memory, as the newest step left it; None: no adapter."""
+        if digest is None:
+            return None
+        return "device" if digest in self._engine.load().adapters_on_device else "host"
 
     def _on_step(self, step: StepOutput) -> None:
         self._metrics.observe_step(step, time.time())
@@ -201,10 +214,14 @@ class EngineActor:
         return self._engine.model_limits
 
     async def submit(
-        self, requests: tuple[Request, ...], reply_to: StreamAddress, adapter_name: str | None
+        self,
+        requests: tuple[Request, ...],
+        reply_to: StreamAddress,
+        adapter_name: str | None,
+        found_in: str | None,
     ) -> None:
         assert self._host is not None
-        await self._host.submit(requests, reply_to, adapter_name)
+        await self._host.submit(requests, reply_to, adapter_name, found_in)
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         assert self._host is not None
@@ -218,6 +235,26 @@ class EngineActor:
     async def unload_adapter(self, digest: str) -> None:
         assert self._engine is not None
         await self._engine.unload_adapter(digest)
+
+    async def has_adapter(self, digest: str) -> bool:
+        assert self._engine is not None
+        return self._engine.has_adapter(digest)
+
+    async def adapters(self) -> tuple[Resident, ...]:
+        assert self._engine is not None
+        return await self._engine.adapters()
+
+    async def pin_adapter(self, digest: str) -> None:
+        assert self._engine is not None
+        await self._engine.pin_adapter(digest)
+
+    async def unpin_adapter(self, digest: str) -> None:
+        assert self._engine is not None
+        await self._engine.unpin_adapter(digest)
+
+    async def evict_adapter(self, digest: str) -> None:
+        assert self._engine is not None
+        await self._engine.evict_adapter(digest)
 
     async def last_step_age_s(self) -> float:
         assert self._engine is not None

@@ -153,6 +153,11 @@ class Gateway:
             "but not served here"
         )
 
+    @property
+    def fronts(self) -> tuple[Front, ...]:
+        """Of all bases that can be called now."""
+        return tuple(self._fronts.values())
+
     def only_front(self) -> Front:
         """The base of a server with one base."""
         if len(self._fronts) != 1:

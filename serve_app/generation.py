@@ -19,7 +19,7 @@ from engine.errors import EngineDeadError
 from engine.types import EngineLoad, Request, TokenOutput
 from registry.entities import AdapterVersion
 from serve_app.errors import OverloadedError, ServiceUnavailableError
-from serve_app.replica import root_cause
+from serve_app.ray_errors import root_cause
 from serve_app.stream import StreamError
 from serve_app.stream_server import StreamServer
 from serve_app.topology import SubmitCall

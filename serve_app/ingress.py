@@ -15,10 +15,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import (
+    admin_adapter_routes,
     admin_canary_routes,
     admin_routes,
     completion_routes,
     health_routes,
+    lora_routes,
     models_routes,
     tokenize_routes,
     webhook_routes,
@@ -71,7 +73,9 @@ def build_asgi(state: IngressState) -> ASGIApp:
         tokenize_routes,
         health_routes,
         admin_routes,
+        admin_adapter_routes,
         admin_canary_routes,
+        lora_routes,
         webhook_routes,
     ):
         app.include_router(routes.router)

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -22,8 +22,11 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
-from registry.errors import InvalidNameError, NotFoundError
+from registry.entities import AdapterVersion
+from registry.errors import InvalidNameError, NotFoundError, RegistryUnavailableError
 from registry.events import Change
+from serve_app.adapter_admin import AdapterAdmin, AdapterChange
+from serve_app.adapter_plan import AdapterArranger
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
 from serve_app.config import ModelArgs, PlatformArgs, default_aliases
@@ -98,6 +101,8 @@ class Manager:
         self._incarnation = secrets.token_hex(4)
         self._num_views = 0
         self._view: PlatformView | None = None
+        self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
+        self._adapter_admin = AdapterAdmin()
         self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
         self._canaries = Canaries(args.canary)
         self._changed = asyncio.Condition()
@@ -137,13 +142,19 @@ class Manager:
         weight: float | None,
         shadow_weight: float | None,
     ) -> CanaryStatus:
-        return await self._canaries.start(name, version, weight, shadow_weight)
+        return await self._ordered(self._canaries.start(name, version, weight, shadow_weight))
 
     async def promote_canary(self, name: str) -> CanaryStatus:
-        return await self._canaries.promote(name)
+        return await self._ordered(self._canaries.promote(name))
 
     async def abort_canary(self, name: str) -> CanaryStatus:
-        return await self._canaries.abort(name)
+        return await self._ordered(self._canaries.abort(name))
+
+    async def _ordered(self, order: Coroutine[None, None, CanaryStatus]) -> CanaryStatus:
+        try:
+            return await order
+        finally:  # part of it may have been written
+            self._watcher.wake()
 
     async def wake(self) -> None:
         """Something changed in the registry: look now."""
@@ -158,6 +169,15 @@ class Manager:
             self._registry = self._sources.open_registry()
         return self._registry.snapshot()
 
+    async def change_adapter(self, change: AdapterChange) -> AdapterVersion | None:
+        """What an operator wants of an adapter; see `adapter_admin`."""
+        if self._registry is None:
+            raise RegistryUnavailableError("the registry was not read yet")
+        try:
+            return await self._adapter_admin.change(change, self._registry, self._read_now)
+        finally:  # part of it may have been written
+            self._watcher.wake()
+
     async def _run(self) -> None:
         # Before it knows its models it would find every base unwanted and itself ready.
         await self._is_configured.wait()
@@ -167,7 +187,7 @@ class Manager:
         while self._registry is None or watcher.catalog is None:
             await watcher.news.wait()
             watcher.news.clear()
-        self._canaries.open(self._registry)
+        self._canaries.open(self._registry, self._read_now)
         if (url := self._registry_args.webhook_url) is not None:
             self._tasks.add(loop.create_task(announce(self._registry, url)))
         while True:
@@ -190,6 +210,12 @@ class Manager:
             self._watched = catalog
             self._catalog = known = replace(catalog, default_aliases=aliases)
         return known
+
+    def _read_now(self) -> Catalog:
+        """In a thread: what the registry says, with the aliases that count here."""
+        assert self._registry is not None
+        aliases = default_aliases(self._registry_args.alias, self._models)
+        return replace(self._registry.snapshot(), default_aliases=aliases)
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:
         """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,
@@ -223,9 +249,10 @@ class Manager:
         latest = self._named(self._watcher.catalog or catalog)
         if _about_bases(latest) != _about_bases(catalog):
             return  # planned with what is old news: the next round comes at once
-        running = {base.base.digest for base in bases if base.is_running}
-        canary = self._canaries.review(latest, running)
+        running = {base.base.digest: base.app_name for base in bases if base.is_running}
+        canary = self._canaries.review(latest, running.keys())
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
+        self._arranger.update(latest, running)
         if all(base.is_running for base in bases):
             self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
 

@@ -15,10 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.host_memory import resident_bytes
 from engine.types import EngineLoad, Request, StepOutput, TokenOutput
 from serve_app.histograms import ALIASES, HISTOGRAMS, Histogram
 
 _REASONS = ("stop", "length", "abort", "error")
+_TIERS = ("device", "host", "disk", "registry")
 _MAX_ADAPTERS_LISTED = 100
 
 
@@ -53,6 +55,7 @@ class EngineMetrics(Collector):
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generated = 0
+        self._tier_hits: Counter[str] = Counter()
         self._updated_s = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -61,6 +64,11 @@ class EngineMetrics(Collector):
         """`adapter`: its registered name, never a client's string (label values stay bounded)."""
         choices = set(range(request.params.n))
         self._live[request.request_id] = _Live(request, adapter, now_s, choices)
+
+    def found_adapter(self, tier: str | None) -> None:
+        """Where a call that was admitted found its adapter; None: it has none."""
+        if tier is not None:
+            self._tier_hits[tier] += 1
 
     def observe_step(self, step: StepOutput, now_s: float) -> None:
         self._load = step.load
@@ -92,6 +100,7 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
         yield from self._counters()
+        yield from self._tiers()
         for name, (documentation, _) in HISTOGRAMS.items():
             histogram = self._histograms[ALIASES.get(name, name)]
             family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
@@ -189,6 +198,43 @@ class EngineMetrics(Collector):
         for reason in _REASONS:
             success.add_metric([*self._labels.values(), reason], self._finished[reason])
         yield success
+
+    def _tiers(self) -> Iterator[Metric]:
+        load, values = self._load, list(self._labels.values())
+        hits = CounterMetricFamily(
+            "loraplex_adapter_tier_hits",
+            "Requests by the tier that held their adapter when they came",
+            labels=[*self._labels, "tier"],
+        )
+        for tier in _TIERS:
+            hits.add_metric([*values, tier], self._tier_hits[tier])
+        yield hits
+        for name, documentation, device, host in (
+            (
+                "loraplex_adapters_in_memory",
+                "Adapters; those on the device lie on the host, too",
+                len(load.adapters_on_device),
+                len(load.adapters_on_host),
+            ),
+            (
+                "loraplex_adapter_memory_bytes",
+                "Taken by adapters",
+                load.adapter_device_bytes,
+                load.adapter_host_bytes,
+            ),
+        ):
+            family = GaugeMetricFamily(name, documentation, labels=[*self._labels, "tier"])
+            family.add_metric([*values, "device"], device)
+            family.add_metric([*values, "host"], host)
+            yield family
+        if (resident := resident_bytes()) is not None:
+            yield self._gauge("loraplex_engine_resident_bytes", "The process's memory", resident)
+        yield self._gauge("loraplex_adapters_pinned", "In memory", load.num_pinned_adapters)
+        copies = CounterMetricFamily(
+            "loraplex_adapter_device_copies", "Host to device", labels=list(self._labels)
+        )
+        copies.add_metric(values, load.num_adapter_copies)
+        yield copies
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         return self._info(name, documentation, {}, value)

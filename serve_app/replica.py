@@ -15,26 +15,34 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine.errors import EngineDeadError, UnknownAdapterError
-from engine.refusals import REFUSALS
-from engine.types import EngineLoad
+from engine.types import EngineLoad, Resident
 from registry.entities import AdapterVersion
-from registry.errors import ArtifactError, QuarantinedError
-from registry.quarantine import Quarantine
+from serve_app.adapter_keeper import AdapterKeeper
+from serve_app.adapter_loads import AdapterLoads
+from serve_app.adapter_plan import AdapterPlan
 from serve_app.cache_metrics import cache_text
 from serve_app.engine_actor import EngineActor
-from serve_app.errors import ServiceUnavailableError
 from serve_app.ingress_metrics import join_texts
+from serve_app.ray_errors import root_cause
 from serve_app.text import TEXT_FILES
-from serve_app.topology import BaseDescription, BaseSpec, RegistryReader, Sources, SubmitCall
+from serve_app.topology import (
+    BaseDescription,
+    BaseSpec,
+    Outcome,
+    RegistryReader,
+    ReplicaAdapters,
+    Sources,
+    SubmitCall,
+)
 
 logger = logging.getLogger(__name__)
 
 _ACTOR_ANSWER_S = 5.0  # the actor's loop does nothing long: no answer means it is stuck
-_FIRST_RETRY_S = 5  # after that the quarantine says
-_OTHER_RETRY_S = 30
+_NUM_TRIES = 3  # of a request whose adapter leaves the engine's memory before it gets there
 _EXIT_DELAY_S = 0.5  # lets the failures of running calls reach the ingresses first
 
 
@@ -45,8 +53,6 @@ class EngineReplica:
         self._spec = spec
         self._registry: RegistryReader = await asyncio.to_thread(sources.open_registry)
         self._folder: Path = await asyncio.to_thread(self._registry.fetch, spec.base)
-        self._loading: dict[str, asyncio.Task[None]] = {}  # by digest; kept when done
-        self._refused = Quarantine()  # by this engine; what cannot be fetched is the registry's
         self._routing_load = EngineLoad()
         self._is_stopping = False
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
@@ -61,23 +67,17 @@ class EngineReplica:
             self._limits = await self._actor.start.remote()
         except RayTaskError as error:
             raise root_cause(error) from None
+        self._loads = AdapterLoads(self._registry, self._actor.load_adapter.remote)
+        self._keeper = AdapterKeeper(self._loads, _ActorMemory(self._actor))
         self._watch = asyncio.get_running_loop().create_task(self._exit_with_the_actor())
 
     async def submit(self, call: SubmitCall) -> None:
         """Returns when every choice ended; tokens go to `call.reply_to`."""
-        name = None if call.adapter is None else call.adapter.name
         try:
-            if call.adapter is not None:
-                await self._ensure_adapter(call.adapter)
-            try:
-                await self._actor.submit.remote(call.requests, call.reply_to, name)
-            except RayTaskError as error:
-                if call.adapter is None or not isinstance(root_cause(error), UnknownAdapterError):
-                    raise
-                # It fell out of the engine's host memory.
-                self._loading.pop(call.adapter.digest, None)
-                await self._ensure_adapter(call.adapter)
-                await self._actor.submit.remote(call.requests, call.reply_to, name)
+            if call.adapter is None:
+                await self._actor.submit.remote(call.requests, call.reply_to, None, None)
+            else:
+                await self._submit_with(call, call.adapter)
         except asyncio.CancelledError:
             self._actor.abort.remote(tuple(request.request_id for request in call.requests))
             raise
@@ -86,6 +86,37 @@ class EngineReplica:
         except RayTaskError as error:
             raise root_cause(error) from None
 
+    async def arrange(self, plan: AdapterPlan) -> None:
+        """Returns at once; the manager sends it again and again."""
+        self._keeper.arrange(plan)
+
+    async def preload(self, adapter: AdapterVersion) -> Outcome:
+        """Into the engine's memory, if it is not there."""
+        try:
+            loaded = await self._loads.ensure(adapter)
+            if loaded.found_in is None and not await self._actor.has_adapter.remote(adapter.digest):
+                self._loads.forget(adapter.digest, loaded)
+                loaded = await self._loads.ensure(adapter)
+        except Exception as error:  # told, so that the caller sees which engine it was
+            return Outcome(self._engine_id, False, str(root_cause(error)))
+        return Outcome(self._engine_id, True, loaded.found_in or "memory")
+
+    async def evict(self, adapter: AdapterVersion) -> Outcome:
+        """Out of the engine's memory, unless it is in use there."""
+        try:
+            await self._actor.evict_adapter.remote(adapter.digest)
+        except RayTaskError as error:
+            cause = root_cause(error)
+            is_out = isinstance(cause, UnknownAdapterError)
+            words = "it was not in memory" if is_out else str(cause)
+            return Outcome(self._engine_id, is_out, words)
+        return Outcome(self._engine_id, True, "evicted")
+
+    async def adapters(self) -> ReplicaAdapters:
+        residents = await self._actor.adapters.remote()
+        local = await self._loads.local_digests()
+        return ReplicaAdapters(self._engine_id, residents, local, dict(self._keeper.failures))
+
     async def describe(self) -> BaseDescription:
         return BaseDescription(await asyncio.to_thread(_read_texts, self._folder), self._limits)
 
@@ -93,7 +124,8 @@ class EngineReplica:
         engine: bytes = await self._actor.metrics.remote()
         stats = await asyncio.to_thread(self._registry.cache_stats)
         labels = {"model_name": self._spec.base.name, "engine": self._engine_id}
-        return join_texts([engine, cache_text(stats, len(self._refused.verdicts()), labels)])
+        cache = cache_text(stats, self._loads.num_refused, labels)
+        return join_texts([engine, cache, self._loads.times.text(labels)])
 
     async def check_health(self) -> None:
         """Raises when steps stopped while there is work; Serve then replaces this replica."""
@@ -118,47 +150,19 @@ class EngineReplica:
         if hasattr(self, "_actor"):
             ray.kill(self._actor)
 
-    async def _ensure_adapter(self, adapter: AdapterVersion) -> None:
-        """One load a digest, shared by all who wait; a failure fails them, the next one retries."""
-        task = self._loading.get(adapter.digest)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.get_running_loop().create_task(self._load_adapter(adapter))
-            self._loading[adapter.digest] = task
-        await asyncio.shield(task)  # one caller who leaves does not stop it for the others
-
-    async def _load_adapter(self, adapter: AdapterVersion) -> None:
-        try:
-            self._refused.check(adapter.digest)
+    async def _submit_with(self, call: SubmitCall, adapter: AdapterVersion) -> None:
+        for tries_left in reversed(range(_NUM_TRIES)):
+            loaded = await self._loads.ensure(adapter)
             try:
-                await self._fetch_and_load(adapter)
-            except REFUSALS:
-                # Registration validates: the registry holds what it should not, or our disk rots.
-                if await asyncio.to_thread(self._registry.verify, adapter):
+                await self._actor.submit.remote(
+                    call.requests, call.reply_to, adapter.name, loaded.found_in
+                )
+                return
+            except RayTaskError as error:
+                if not tries_left or not isinstance(root_cause(error), UnknownAdapterError):
                     raise
-                await self._fetch_and_load(adapter)
-        except REFUSALS as error:
-            self._refused.add(adapter.digest, str(error))
-            raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
-        except QuarantinedError as error:
-            raise _unavailable(adapter, error, error.retry_after_s) from error
-        except ArtifactError as error:
-            raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
-        except RayTaskError as error:
-            raise _unavailable(adapter, root_cause(error), _OTHER_RETRY_S) from None
-        self._refused.forgive(adapter.digest)
-        logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])
-
-    async def _fetch_and_load(self, adapter: AdapterVersion) -> None:
-        """Its files stay in the cache as long as the engine reads them."""
-        folder = await asyncio.to_thread(self._registry.fetch, adapter)
-        try:
-            await self._actor.load_adapter.remote(adapter.name, adapter.digest, str(folder))
-        except RayTaskError as error:
-            if isinstance(cause := root_cause(error), REFUSALS):
-                raise cause from None
-            raise
-        finally:
-            self._registry.release(folder)
+            # Evicted, retired, or it fell out of the engine's host memory.
+            self._loads.forget(adapter.digest, loaded)
 
     async def _exit_with_the_actor(self) -> None:
         """A new process is the way back from a dead engine: Serve sees an exit within a second,
@@ -169,6 +173,26 @@ class EngineReplica:
             logger.error("the engine of %s died, this replica exits", self._spec.base.name)
             await asyncio.sleep(_EXIT_DELAY_S)
             os._exit(1)
+
+
+class _ActorMemory:
+    """Implements `adapter_keeper.Memory`."""
+
+    def __init__(self, actor: ActorHandle[EngineActor]) -> None:
+        self._actor = actor
+
+    async def adapters(self) -> tuple[Resident, ...]:
+        residents: tuple[Resident, ...] = await self._actor.adapters.remote()
+        return residents
+
+    async def pin(self, digest: str) -> None:
+        await self._actor.pin_adapter.remote(digest)
+
+    async def unpin(self, digest: str) -> None:
+        await self._actor.unpin_adapter.remote(digest)
+
+    async def unload(self, digest: str) -> None:
+        await self._actor.unload_adapter.remote(digest)
 
 
 def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
@@ -187,20 +211,6 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     )
     application: serve.Application = deployment.bind(spec, sources)
     return application
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The exception that was raised at the far end, without Ray's wrapping and its tracebacks."""
-    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        error = error.cause
-    return error
-
-
-def _unavailable(
-    adapter: AdapterVersion, error: BaseException, retry_after_s: int
-) -> ServiceUnavailableError:
-    words = f"The adapter {adapter.name!r} cannot be loaded: {error}"
-    return ServiceUnavailableError(words, retry_after_s)
 
 
 def _read_texts(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.admission import EngineLimits
-from engine.types import Request
+from engine.types import Request, Resident
 from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
@@ -35,6 +35,10 @@ class RegistryReader(Protocol):
         """That the registry calls `url` when something changes; RegistryError where it cannot."""
         ...
 
+    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+        """Checked as `loraplex register adapter` does, its default alias set. RegistrationError."""
+        ...
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         """A verified local folder with the version's files, kept until `release` or the end of
         this process."""
@@ -46,6 +50,10 @@ class RegistryReader(Protocol):
 
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
         """Reads the local copy again. False: it was rotten and is gone, fetch it anew."""
+        ...
+
+    def local_digests(self) -> frozenset[str]:
+        """Whose files lie in this node's cache."""
         ...
 
     def cache_stats(self) -> CacheStats: ...
@@ -122,3 +130,22 @@ class BaseDescription:
 
     files: dict[str, bytes]
     limits: EngineLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an order at one engine replica."""
+
+    engine: str
+    is_done: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAdapters:
+    """What one engine replica has of adapters, and where."""
+
+    engine: str
+    residents: tuple[Resident, ...]
+    local_digests: frozenset[str]  # on its node's disk
+    pin_failures: dict[str, str]  # digest -> why it is not kept in memory

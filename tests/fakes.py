@@ -21,6 +21,7 @@ from engine.scheduler import Scheduler
 from engine.stopping import banned_token_ids, ending
 from engine.types import (
     Request,
+    Resident,
     Sample,
     SamplingParams,
     ScheduledBatch,
@@ -53,6 +54,14 @@ class FakePool:
     references: Counter[str] = field(default_factory=Counter)
     blocked: set[str] = field(default_factory=set)  # never find room
     copying: set[str] = field(default_factory=set)  # until `wait_pending`
+    pinned: set[str] = field(default_factory=set)
+    device_bytes_used: int = 0
+    host_bytes_used: int = 0
+    num_copied_to_device: int = 0
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self.pinned)
 
     def has(self, digest: str) -> bool:
         return digest in self.known
@@ -84,6 +93,33 @@ class FakePool:
             return False
         self.known.discard(digest)
         return True
+
+    def pin(self, digest: str) -> None:
+        self.pinned.add(digest)
+
+    def unpin(self, digest: str) -> None:
+        self.pinned.discard(digest)
+
+    def spare(self, digests: Iterable[str]) -> None:
+        pass
+
+    def is_pinned(self, digest: str) -> bool:
+        return digest in self.pinned
+
+    def residents(self) -> tuple[Resident, ...]:
+        return tuple(
+            Resident(
+                digest,
+                digest in self.on_device(),
+                1,
+                1,
+                self.references[digest],
+                digest in self.pinned,
+                False,
+                0.0,
+            )
+            for digest in self.on_host()
+        )
 
     def on_device(self) -> tuple[str, ...]:
         return tuple(digest for digest, count in self.references.items() if count)

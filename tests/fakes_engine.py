@@ -9,6 +9,7 @@ there: its requests end at once.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -18,12 +19,18 @@ from pathlib import Path
 
 from engine.admission import EngineLimits
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
+from engine.errors import (
+    AdapterInUseError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnknownAdapterError,
+)
 from engine.types import (
     NOT_FINITE,
     EngineLoad,
     FinishReason,
     Request,
+    Resident,
     StepOutput,
     TokenOutput,
 )
@@ -56,6 +63,8 @@ class PacedEngine:
     block_size: int = 16
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)  # digest -> name
+    pinned: set[str] = field(default_factory=set)
+    leaving: set[str] = field(default_factory=set)  # unloads that wait for requests
     steps: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by digest
     _running: dict[str, _Running] = field(default_factory=dict)
@@ -83,7 +92,7 @@ class PacedEngine:
             raise EngineDeadError("the engine was stopped")
         if not request.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
-        if request.adapter is not None and request.adapter not in self.loaded:
+        if request.adapter is not None and not self.has_adapter(request.adapter):
             raise UnknownAdapterError(request.adapter)
         with self._lock:
             self._running[request.request_id] = _Running(request, set(range(request.params.n)))
@@ -118,13 +127,52 @@ class PacedEngine:
             raise AdapterError("layer 3 holds NaN")
         if (fault := Path(path, FAULT)).exists():
             self.faults[digest] = fault.read_text()
+        self.leaving.discard(digest)
         self.loaded[digest] = name
 
     async def unload_adapter(self, digest: str) -> None:
-        self.loaded.pop(digest, None)
+        self.leaving.add(digest)
+        while digest in self.leaving and self._num_requests(digest):
+            await asyncio.sleep(1 / self.rate)
+        if digest in self.leaving:
+            self.leaving.discard(digest)
+            self.pinned.discard(digest)
+            self.loaded.pop(digest, None)
 
     def has_adapter(self, digest: str) -> bool:
-        return digest in self.loaded
+        return digest in self.loaded and digest not in self.leaving
+
+    async def adapters(self) -> tuple[Resident, ...]:
+        return tuple(
+            Resident(
+                digest,
+                True,
+                1024,
+                1,
+                self._num_requests(digest),
+                digest in self.pinned,
+                digest in self.leaving,
+                0.0,
+            )
+            for digest in self.loaded
+        )
+
+    async def pin_adapter(self, digest: str) -> None:
+        if not self.has_adapter(digest):
+            raise UnknownAdapterError(digest)
+        self.pinned.add(digest)
+
+    async def unpin_adapter(self, digest: str) -> None:
+        self.pinned.discard(digest)
+
+    async def evict_adapter(self, digest: str) -> None:
+        if not self.has_adapter(digest):
+            raise UnknownAdapterError(digest)
+        if digest in self.pinned:
+            raise AdapterInUseError(f"adapter {digest} is pinned")
+        if count := self._num_requests(digest):
+            raise AdapterInUseError(f"adapter {digest} is in use by {count} requests")
+        del self.loaded[digest]
 
     def load(self) -> EngineLoad:
         num = len(self._running)
@@ -134,10 +182,15 @@ class PacedEngine:
             num_free_blocks=max(0, NUM_BLOCKS - num),
             num_steps=self.steps,
             adapters_on_device=tuple(self.loaded),
+            num_pinned_adapters=len(self.pinned),
         )
 
     def last_step_age_s(self) -> float:
         return 0.0
+
+    def _num_requests(self, digest: str) -> int:
+        with self._lock:
+            return sum(one.request.adapter == digest for one in self._running.values())
 
     def _run(self) -> None:
         due_s = time.monotonic()

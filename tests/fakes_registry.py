@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from registry.cache import CacheStats
-from registry.catalog import Catalog
+from registry.catalog import Catalog, in_sight
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import CacheFullError, RegistryError, RegistryUnavailableError
 
@@ -46,6 +46,10 @@ class FolderRegistry:
         temporary.rename(self.folder / "catalog.json")
 
     def snapshot(self) -> Catalog:
+        known = self._read()
+        return replace(known, adapters=in_sight(known.adapters, known.settings))
+
+    def _read(self) -> Catalog:
         try:
             parts = json.loads((self.folder / "catalog.json").read_bytes())
         except FileNotFoundError:
@@ -65,12 +69,12 @@ class FolderRegistry:
                 aliases.append(alias)
             return replace(one, aliases=tuple(aliases)) if one.name == name else one
 
-        known = self.snapshot()
+        known = self._read()
         bases, adapters = map(aliased, known.bases), map(aliased, known.adapters)
         self.write(replace(known, bases=tuple(bases), adapters=tuple(adapters)))
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
-        known = self.snapshot()
+        known = self._read()
         others = tuple(s for s in known.settings if (s.name, s.key) != (name, key))
         own = () if value is None else (Setting(name, key, value),)
         self.write(replace(known, settings=(*others, *own)))
@@ -83,6 +87,14 @@ class FolderRegistry:
 
     def ensure_webhook(self, url: str, secret: str) -> None:
         raise RegistryError("a folder calls nobody")
+
+    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+        """Every folder is good; its content is its path's last part."""
+        known = self._read()
+        version = 1 + max((a.version for a in known.adapters if a.name == name), default=0)
+        added = self.add_adapter(f"{name}-{folder.name}", known.resolve_base(base))
+        one = replace(added, name=name, version=version)
+        self.write(replace(known, adapters=(*known.adapters, one)))
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest
@@ -98,11 +110,15 @@ class FolderRegistry:
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
         return True
 
+    def local_digests(self) -> frozenset[str]:
+        return frozenset(path.name for path in self.folder.iterdir() if path.is_dir())
+
     def cache_stats(self) -> CacheStats:
         return CacheStats(0, None, 0, 0, 0, 0, 0)
 
     def add_base(self, name: str, version: int = 1) -> BaseVersion:
-        base = BaseVersion(name, version, _digest(f"{name}@{version}"), source="")
+        # The folder too: applications are named by digests, and each reads its own folder.
+        base = BaseVersion(name, version, _digest(f"{name}@{version} in {self.folder}"), source="")
         write_text_files(self.folder / base.digest)
         return base
 
@@ -117,7 +133,7 @@ class FolderRegistry:
     ) -> AdapterVersion:
         digest = _digest(f"{name}@{version} of {base.digest}")
         if has_files:
-            (self.folder / digest).mkdir()
+            (self.folder / digest).mkdir(exist_ok=True)
         return AdapterVersion(
             name, version, digest, base.name, base.digest, 8, ("q_proj",), "", aliases
         )

@@ -66,18 +66,23 @@ def running_serve() -> Iterator[int]:
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     port = free_port()
-    os.environ[ADMIN_TOKEN] = RIG_TOKEN  # Ray's processes keep it, this one does not
-    ray.init(
-        "local",
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=128 * 1024**2,
-        _temp_dir=folder,
-        _node_ip_address="127.0.0.1",
-    )
-    del os.environ[ADMIN_TOKEN]
+    before = os.environ.get(ADMIN_TOKEN)
+    os.environ[ADMIN_TOKEN] = RIG_TOKEN  # Ray's processes inherit it; other tests must not
+    try:
+        ray.init(
+            "local",
+            num_cpus=2,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=128 * 1024**2,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+    finally:
+        del os.environ[ADMIN_TOKEN]
+        if before is not None:
+            os.environ[ADMIN_TOKEN] = before
     try:
         serve.start(
             proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port)
@@ -123,11 +128,21 @@ def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None 
 
 
 def wait_ready(rig: Rig, timeout_s: float = 60.0) -> None:
+    """Ready, and with this registry's names: the ingress of the rig before may still answer."""
+    catalog = rig.registry.snapshot()
+    names = {base.name for base in catalog.bases} | {one.name for one in catalog.adapters}
     deadline = time.monotonic() + timeout_s
-    while httpx.get(f"{rig.url}/ready").status_code != 200:
+    while not _serves(rig, names):
         if time.monotonic() > deadline:
             raise TimeoutError("the rig is not ready")
         time.sleep(0.05)
+
+
+def _serves(rig: Rig, names: set[str]) -> bool:
+    if httpx.get(f"{rig.url}/ready").status_code != 200:
+        return False
+    listed = httpx.get(f"{rig.url}/v1/models").json()["data"]
+    return names == {model["id"].rpartition(":")[2] for model in listed}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.validation import check_adapter
 from tests.benchmarks.cases import Case, select, standard_cases, tiny
 from tests.benchmarks.gpu_trace import break_down, parse_events, triton_classes
 from tests.benchmarks.kernel_timing import LoraProblem
@@ -15,6 +16,8 @@ from tests.benchmarks.our_engine import OurEngine, Settings, figures
 from tests.benchmarks.report import Report
 from tests.benchmarks.serve_base import prepare_home
 from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.tiers_home import TIERED, adapter_name, prepare
+from tests.registry_helpers import embedded
 
 
 def kernel(name: str, start: float, duration: float, launch: int) -> dict[str, object]:
@@ -102,3 +105,16 @@ def test_a_base_without_weights_and_its_adapters_can_be_registered(
     monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path))
     names = prepare_home(tmp_path, SHAPES["tiny"], 2, has_weights=False, device="cpu")
     assert names == ["r16-0", "r16-1"]
+
+
+def test_quickly_registered_adapters_are_whole_and_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    registry = embedded(tmp_path)
+    prepare(tmp_path, {TIERED: 2})
+    first, second = registry.snapshot().adapters
+    assert (first.name, second.name) == (adapter_name(TIERED, 0), adapter_name(TIERED, 1))
+    assert first.digest != second.digest
+    assert check_adapter(tmp_path / "made" / first.name, tmp_path / "made" / TIERED).rank == 16

@@ -14,6 +14,7 @@ from lora.errors import (
     AdapterNotLoadedError,
     AdapterTooLargeError,
     HostMemoryError,
+    PinnedMemoryError,
 )
 from lora.layers import apply_lora_, apply_lora_embedding_
 from lora.mapping import LoraBatch, build_lora_batch
@@ -98,12 +99,13 @@ def test_acquire_waits_while_all_pages_are_in_use() -> None:
 
 
 def test_a_pinned_adapter_is_not_evicted() -> None:
-    pool = loaded("a", "b", num_pages=1)
+    pool = loaded("a", "b", "c", num_pages=2)
     pool.pin("a")
     assert acquire_and_release(pool, "a")
-    assert not pool.acquire("b")
-    pool.unpin("a")
     assert pool.acquire("b")
+    assert not pool.acquire("c")
+    pool.unpin("a")
+    assert pool.acquire("c")
 
 
 def test_removal_waits_for_the_last_reference() -> None:
@@ -170,6 +172,50 @@ def test_what_somebody_waits_for_is_dropped_from_the_host_last() -> None:
     assert acquire_and_release(pool, "b")
     pool.prefetch(["a", "c"])
     assert pool.add(make_adapter("d")) == ("b",)
+
+
+def test_what_is_spared_is_dropped_for_nobody() -> None:
+    pool = loaded("a", "b", "c", host_bytes=3 * ADAPTER_BYTES)
+    pool.spare(["a"])
+    assert pool.add(make_adapter("d")) == ("b",)
+    pool.spare(["a", "c", "d"])
+    with pytest.raises(HostMemoryError, match="only 0 are free or idle"):
+        pool.add(make_adapter("e"))
+
+
+def test_pins_leave_room_for_the_largest_other() -> None:
+    pool = loaded("a", num_pages=3)
+    pool.pin("a")
+    pool.pin("a")  # again is no second pin
+    pool.add(make_adapter("wide", {"q": 32}))
+    pool.add(make_adapter("b"))
+    with pytest.raises(PinnedMemoryError, match="2 of 3 pages on the device would be pinned"):
+        pool.pin("b")
+    with pytest.raises(PinnedMemoryError, match="needs 3 pages; 1 of 3 on the device are pinned"):
+        pool.add(make_adapter("widest", {"q": 48}))
+    pool.unpin("a")
+    pool.add(make_adapter("widest", {"q": 48}))
+    assert pool.acquire("widest")
+
+
+def test_pins_leave_half_of_the_host() -> None:
+    pool = loaded("a", "b", "c", num_pages=9, host_bytes=3 * ADAPTER_BYTES)
+    pool.pin("a")
+    with pytest.raises(PinnedMemoryError, match="in host memory would be pinned"):
+        pool.pin("b")
+
+
+def test_residents_tell_where_each_adapter_is() -> None:
+    pool = loaded("a", "b")
+    assert pool.acquire("a")
+    pool.pin("b")
+    pool.remove("a")
+    b, a = pool.residents()
+    assert (b.digest, b.is_on_device, b.is_pinned, b.num_references) == ("b", False, True, 0)
+    assert (a.digest, a.is_on_device, a.is_leaving, a.num_references) == ("a", True, True, 1)
+    assert a.num_bytes + b.num_bytes == pool.host_bytes_used
+    assert pool.device_bytes_used == pool.page_bytes
+    assert pool.num_copied_to_device == 1
 
 
 def test_a_host_full_of_adapters_in_use_refuses_another() -> None:

@@ -55,7 +55,7 @@ def desk(tmp_path: Path) -> Callable[[Catalog], Desk]:
         registry = FolderRegistry(tmp_path)
         registry.write(known)
         opened = Canaries(CanaryArgs())
-        opened.open(registry)
+        opened.open(registry, registry.snapshot)
         made = Desk(opened, registry)
         made.review()
         return made

@@ -68,8 +68,8 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}) + "\n")
 
 
-def write_weights(folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
+def write_weights(folder: Path, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, dims in expected_shapes(read_model_config(folder)).items():
         values = torch.ones(dims)

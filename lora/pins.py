@@ -1,0 +1,45 @@
+"""How much may be pinned: never so much that some other adapter waits for room for ever.
+
+A pinned adapter is dropped from neither tier, so pins take room for good. Pure; whoever keeps pins
+asks before each new one and before each adapter that comes in beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lora.errors import PinnedMemoryError
+from lora.page_image import PackedAdapter
+
+_MAX_HOST_SHARE = 0.5  # the others need room to come and go
+
+
+def check_room_beside(packed: PackedAdapter, pinned: Iterable[PackedAdapter], pages: int) -> None:
+    """PinnedMemoryError: `packed` would never find its pages among `pages`."""
+    held = sum(one.num_pages for one in pinned if one.digest != packed.digest)
+    if packed.num_pages > pages - held:
+        raise PinnedMemoryError(
+            f"adapter {packed.digest} needs {packed.num_pages} pages; {held} of {pages} on the "
+            "device are pinned (adapter_pool_bytes)"
+        )
+
+
+def check_pin(
+    packed: PackedAdapter, known: Iterable[PackedAdapter], pinned: set[str], pages: int, limit: int
+) -> None:
+    """`limit`: bytes of the host tier. PinnedMemoryError: too little would be left."""
+    wanted = pinned | {packed.digest}
+    held = [one for one in known if one.digest in wanted]
+    largest = max((one.num_pages for one in known if one.digest not in wanted), default=1)
+    num_pages = sum(one.num_pages for one in held)
+    if num_pages + largest > pages:
+        raise PinnedMemoryError(
+            f"{num_pages} of {pages} pages on the device would be pinned, other adapters need "
+            f"{largest} (adapter_pool_bytes)"
+        )
+    num_bytes = sum(one.num_bytes for one in held)
+    if num_bytes > _MAX_HOST_SHARE * limit:
+        raise PinnedMemoryError(
+            f"{num_bytes} bytes of {limit} in host memory would be pinned, half of them stays for "
+            "other adapters (adapter_host_bytes)"
+        )

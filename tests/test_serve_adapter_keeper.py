@@ -1,0 +1,194 @@
+"""A plan in one engine replica, and the loads behind it: the paced engine stands for the actor."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.types import Request, Resident, SamplingParams
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app.adapter_keeper import AdapterKeeper
+from serve_app.adapter_loads import AdapterLoads
+from serve_app.adapter_plan import AdapterPlan
+from tests.fakes_engine import PacedEngine
+from tests.fakes_registry import FolderRegistry
+
+
+class EngineMemory:
+    """The paced engine by the names that a keeper knows."""
+
+    def __init__(self, engine: PacedEngine) -> None:
+        self._engine = engine
+
+    async def adapters(self) -> tuple[Resident, ...]:
+        return await self._engine.adapters()
+
+    async def pin(self, digest: str) -> None:
+        await self._engine.pin_adapter(digest)
+
+    async def unpin(self, digest: str) -> None:
+        await self._engine.unpin_adapter(digest)
+
+    async def unload(self, digest: str) -> None:
+        await self._engine.unload_adapter(digest)
+
+
+class Replica:
+    """As much of an engine replica as has to do with adapters."""
+
+    def __init__(self, folder: Path) -> None:
+        self.registry = FolderRegistry(folder)
+        self.base = self.registry.add_base("base")
+        self.registry.write(Catalog((self.base,)))
+        self.engine = PacedEngine(rate=500.0)
+        self.loads = AdapterLoads(self.registry, self.engine.load_adapter)
+        self.keeper = AdapterKeeper(self.loads, EngineMemory(self.engine))
+
+    def adapter(self, name: str, *, has_files: bool = True) -> AdapterVersion:
+        return self.registry.add_adapter(name, self.base, has_files=has_files)
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Replica:
+    return Replica(tmp_path)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_pins_are_loaded_and_pinned_and_let_go_again(replica: Replica) -> None:
+    adapters = tuple(replica.adapter(name) for name in "abcd")
+    digests = {adapter.digest for adapter in adapters}
+    replica.keeper.arrange(AdapterPlan("m", adapters))
+    await eventually(lambda: replica.engine.pinned == digests)
+    assert set(replica.engine.loaded) == digests
+    replica.keeper.arrange(AdapterPlan("m", adapters[:1]))
+    await eventually(lambda: replica.engine.pinned == {adapters[0].digest})
+    assert set(replica.engine.loaded) == digests  # they may stay, and be dropped
+
+
+async def test_a_pin_that_fails_is_told_and_the_others_are_kept(replica: Replica) -> None:
+    away, here = replica.adapter("away", has_files=False), replica.adapter("here")
+    plan = AdapterPlan("m", (away, here))
+    replica.keeper.arrange(plan)
+    await eventually(lambda: replica.engine.pinned == {here.digest})
+    await eventually(lambda: away.digest in replica.keeper.failures)
+    assert "the files of away are away" in replica.keeper.failures[away.digest]
+    (replica.registry.folder / away.digest).mkdir()
+    replica.keeper.arrange(plan)  # as the manager does again and again
+    await eventually(lambda: replica.engine.pinned == {away.digest, here.digest})
+    await eventually(lambda: not replica.keeper.failures)
+
+
+async def test_a_pinned_adapter_that_left_memory_comes_back(replica: Replica) -> None:
+    adapter = replica.adapter("a")
+    plan = AdapterPlan("m", (adapter,))
+    replica.keeper.arrange(plan)
+    await eventually(lambda: replica.engine.pinned == {adapter.digest})
+    await replica.engine.unload_adapter(adapter.digest)
+    replica.keeper.arrange(plan)
+    await eventually(lambda: replica.engine.pinned == {adapter.digest})
+
+
+async def test_a_version_is_unloaded_once_a_retirement(replica: Replica) -> None:
+    adapter = replica.adapter("a")
+    await replica.loads.ensure(adapter)
+    first = AdapterPlan("m", (), ((adapter.digest, 1),))
+    replica.keeper.arrange(first)
+    await eventually(lambda: not replica.engine.loaded)
+    replica.loads.forget(adapter.digest)
+    await replica.loads.ensure(adapter)  # somebody names the old version
+    replica.keeper.arrange(first)
+    await asyncio.sleep(0.05)
+    assert replica.engine.has_adapter(adapter.digest)
+    replica.keeper.arrange(AdapterPlan("m", (), ((adapter.digest, 2),)))
+    await eventually(lambda: not replica.engine.loaded)
+
+
+async def test_another_managers_numbers_are_its_own(replica: Replica) -> None:
+    adapter = replica.adapter("a")
+    for incarnation in ("m", "n"):
+        await replica.loads.ensure(adapter)
+        replica.keeper.arrange(AdapterPlan(incarnation, (), ((adapter.digest, 1),)))
+        await eventually(lambda: not replica.engine.loaded)
+        replica.loads.forget(adapter.digest)
+
+
+async def test_a_retired_version_leaves_with_its_last_request(replica: Replica) -> None:
+    adapter = replica.adapter("a")
+    await replica.loads.ensure(adapter)
+    await replica.engine.submit(Request("r", (1, 2), SamplingParams(max_tokens=9), adapter.digest))
+    replica.keeper.arrange(AdapterPlan("m", (), ((adapter.digest, 1),)))
+    await eventually(lambda: not replica.engine.has_adapter(adapter.digest))
+    assert replica.engine.loaded
+    replica.engine.abort("r")
+    await eventually(lambda: not replica.engine.loaded)
+
+
+async def test_what_is_pinned_is_not_unloaded_though_another_name_gave_it_up(
+    replica: Replica,
+) -> None:
+    adapter = replica.adapter("a")
+    replica.keeper.arrange(AdapterPlan("m", (adapter,), ((adapter.digest, 1),)))
+    await eventually(lambda: replica.engine.pinned == {adapter.digest})
+    await asyncio.sleep(0.05)
+    assert replica.engine.has_adapter(adapter.digest)
+
+
+class SlowStore(FolderRegistry):
+    """Downloads wait for `gate`; what is on disk does not."""
+
+    gate = threading.Event()
+    fetching: list[str] = []  # noqa: RUF012  (shared on purpose: the registry is a frozen value)
+
+    def local_digests(self) -> frozenset[str]:
+        return frozenset(d for d in super().local_digests() if not d.startswith(SLOW))
+
+    def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
+        if version.digest.startswith(SLOW):
+            self.fetching.append(version.digest)
+            assert self.gate.wait(20)
+        return super().fetch(version)
+
+
+SLOW = b"slow".hex()
+
+
+async def test_what_is_on_disk_does_not_wait_behind_downloads(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path)
+    store.gate.clear()
+    store.fetching.clear()
+    base = store.add_base("base")
+    engine = PacedEngine()
+    loads = AdapterLoads(store, engine.load_adapter)
+    slow = [store.add_adapter(f"slow{i}", base) for i in range(10)]
+    downloads = [asyncio.create_task(loads.ensure(adapter)) for adapter in slow for _ in range(3)]
+    await eventually(lambda: len(store.fetching) >= 4)
+    quick = await loads.ensure(store.add_adapter("quick", base))
+    assert quick.found_in == "disk"
+    assert len(store.fetching) == 4  # so many at a time
+    store.gate.set()
+    loaded = await asyncio.gather(*downloads)
+    assert {one.found_in for one in loaded} == {"registry"}
+    assert len(store.fetching) == 10  # once each, however many wait
+    assert (await loads.ensure(slow[0])).found_in is None
+    text = loads.times.text({}).decode()
+    assert 'loraplex_adapter_load_seconds_count{tier="registry"} 10.0' in text
+    assert 'loraplex_adapter_load_seconds_count{tier="disk"} 1.0' in text
+
+
+async def test_only_the_load_that_was_seen_is_forgotten(replica: Replica) -> None:
+    adapter = replica.adapter("a")
+    first = await replica.loads.ensure(adapter)
+    replica.loads.forget(adapter.digest, first)
+    second = await replica.loads.ensure(adapter)
+    replica.loads.forget(adapter.digest, first)  # by a second request that had seen the first
+    assert (await replica.loads.ensure(adapter)).task is second.task

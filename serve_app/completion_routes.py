@@ -1,8 +1,8 @@
 """/v1/chat/completions and /v1/completions: one body in, one answer out, streamed or whole.
 
-Parse, resolve the model (pure), tokenize, submit, read the side stream into an `Answer`. The first
-token is awaited before the response begins, so that every refusal has a status. A client that goes
-away ends its requests in the engine.
+Parse, resolve the model (its base may have to be woken), tokenize, submit, read the side stream
+into an `Answer`. The first token is awaited before the response begins, so that every refusal has a
+status. A client that goes away ends its requests in the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from fastapi import Request as HttpRequest
 
 from engine.types import Request
 from registry.catalog import Resolution
+from serve_app.activity import Visit
 from serve_app.answer import Answer
 from serve_app.asgi import ClientGoneError, SseResponse, call_when_gone, read_body
+from serve_app.cold_start import Admission
 from serve_app.errors import to_api_error
 from serve_app.gateway import Front
 from serve_app.generation import Generation
@@ -60,7 +62,23 @@ async def _complete(
     raw = await read_body(http, state.args.max_body_bytes)
     is_small = len(raw) <= _INLINE_BODY_BYTES
     body = await _run(state, is_small, lambda: parse_body(kind, raw))
-    front, resolution = state.gateway.resolve(body.model)
+    try:
+        admission = await state.cold_starts.admit(body.model, http.receive)
+    except ClientGoneError:
+        state.metrics.disconnected()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    try:
+        completion = await _begin(state, body, admission, is_small, arrival_s)
+        return await _respond(http, bool(body.stream), completion)
+    except BaseException:
+        admission.visit.leave()
+        raise
+
+
+async def _begin(
+    state: IngressState, body: Body, admission: Admission, is_small: bool, arrival_s: float
+) -> Completion:
+    front, resolution = admission.front, admission.resolution
     limits = front.description.limits
     text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
     prompts = await _run(state, is_small, lambda: _prompts(body, front, text_limits))
@@ -78,7 +96,7 @@ async def _complete(
     )
     answer = Answer(body, prompts, front.text, _head(body, resolution))
     generation = Generation(state.gateway.stream, front.handle, requests, adapter)
-    return await _respond(http, bool(body.stream), Completion(generation, answer, requests))
+    return Completion(generation, answer, requests, admission.visit)
 
 
 async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:
@@ -109,8 +127,13 @@ class Completion:
     """An answer being made: outputs go in, stop strings are told to the engine."""
 
     def __init__(
-        self, generation: Generation, answer: Answer, requests: tuple[Request, ...]
+        self,
+        generation: Generation,
+        answer: Answer,
+        requests: tuple[Request, ...],
+        visit: Visit,
     ) -> None:
+        self._visit = visit
         self._generation = generation
         self._answer = answer
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
@@ -154,6 +177,7 @@ class Completion:
 
     def close(self) -> None:
         self._generation.close()
+        self._visit.leave()
 
 
 async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:

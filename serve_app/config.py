@@ -13,7 +13,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from engine.config import EngineConfig
 
@@ -95,6 +102,16 @@ class ModelArgs(_Args):
     stall_timeout_s: float = Field(
         default=60.0, gt=0
     )  # no step for so long with work to do: replaced
+    # Scale to zero: without a request for so long its engines stop. None: never.
+    idle_timeout_s: float | None = Field(default=None, gt=0)
+    # What a request for a base that sleeps gets while it starts: it waits, at most
+    # max_queued_requests of them an ingress replica, or 503 with Retry-After.
+    cold_start: Literal["wait", "refuse"] = "wait"
+    cold_start_timeout_s: float = Field(default=300.0, gt=0)
+
+
+# Changing these restarts no engine.
+FRONT_SETTINGS = frozenset({"idle_timeout_s", "cold_start", "cold_start_timeout_s"})
 
 
 class RegistryArgs(_Args):
@@ -126,6 +143,15 @@ class PlatformArgs(_Args):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models listed twice: {', '.join(twice)}")
         return self
+
+
+def in_words(error: ValidationError, prefix: str = "") -> str:
+    """Each wrong field by its path, in one sentence."""
+    found = [
+        f"{prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for one in error.errors()
+    ]
+    return "; ".join(found)
 
 
 def default_home() -> Path:

@@ -4,6 +4,7 @@ models beyond their names and what keeps them from being ready.
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 
 import msgspec
@@ -32,7 +33,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/ready", methods=_METHODS)
 async def ready(request: Request) -> Response:
-    """Every configured base model answers."""
+    """Every base model of the file answers, or sleeps. What is added later holds up nobody."""
     gateway = state_of(request).gateway
     if gateway.is_ready:
         return _status(True, "ready")
@@ -43,9 +44,11 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Of this ingress replica and of all engines, Prometheus' text format."""
     state = state_of(request)
-    engines = await state.gateway.engine_metrics()
+    engines, bases = await asyncio.gather(
+        state.gateway.engine_metrics(), state.gateway.base_metrics()
+    )
     own = state.metrics.text(state.gateway.stream.num_open)
-    return Response(join_texts([*engines, own]), media_type=_METRICS_TYPE)
+    return Response(join_texts([*engines, bases, own]), media_type=_METRICS_TYPE)
 
 
 @router.get("/version")

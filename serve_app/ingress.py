@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import (
+    admin_base_routes,
     admin_routes,
     completion_routes,
     health_routes,
@@ -22,6 +23,7 @@ from serve_app import (
     tokenize_routes,
 )
 from serve_app.asgi import error_response, install_error_handlers
+from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
@@ -68,6 +70,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
         tokenize_routes,
         health_routes,
         admin_routes,
+        admin_base_routes,
     ):
         app.include_router(routes.router)
     install_error_handlers(app)
@@ -82,7 +85,8 @@ class Ingress:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._state = IngressState(args, self._gateway, IngressMetrics(replica_id), pool)
+        metrics = IngressMetrics(replica_id)
+        self._state = IngressState(args, self._gateway, metrics, ColdStarts(self._gateway), pool)
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -22,3 +22,5 @@ class BaseActivity:
 class IngressReport:
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
+    # (digest, rest_id) of the bases that it sends nothing to any more
+    asleep: tuple[tuple[str, float], ...] = ()

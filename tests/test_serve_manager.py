@@ -7,8 +7,9 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
+from serve_app.base_plan import plan
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs
-from serve_app.manager import Manager, plan
+from serve_app.manager import Manager
 from serve_app.topology import Sources
 from tests.fakes_registry import FolderRegistry
 

@@ -63,6 +63,13 @@ class SleepKeeper:
             for digest, _ in heard.report.asleep:
                 self._sleepers.setdefault(digest, _Sleeper("asleep", now_s))
 
+    def has_let_go(self, application: str, since_s: float, now_s: float) -> bool:
+        """Whether every ingress said, later than `since_s`, that it sends it nothing."""
+        fresh = self._fresh(now_s)
+        return bool(fresh) and all(
+            heard.at_s > since_s and application not in heard.report.fronts for heard in fresh
+        )
+
     def phase(self, digest: str) -> Phase:
         sleeper = self._sleepers.get(digest)
         return "awake" if sleeper is None else sleeper.phase

@@ -19,7 +19,8 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app.commands.common import Failure
 
-COMMANDS = ("serve", "demo", "register", "check", "models", "chat", "bench", "doctor")
+COMMANDS = ("serve", "demo", "register", "check", "models", "bases", "chat", "bench", "doctor")
+GROUPS = ("register", "bases")  # of commands
 
 
 def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
@@ -37,7 +38,7 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
         except ModuleNotFoundError as error:  # an extra that is not installed
             app.command(name)(_refusing(error))
             continue
-        if name == "register":
+        if name in GROUPS:
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import pkgutil
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ray
@@ -27,6 +30,7 @@ from serve_app.stream_client import IngressLink
 
 logger = logging.getLogger(__name__)
 
+_START_NICENESS = 10
 EngineFactory = Callable[[EngineConfig], EngineInterface]
 
 
@@ -186,7 +190,7 @@ class EngineActor:
     def __init__(self, config: EngineConfig, factory: str, model_name: str, engine_id: str) -> None:
         """`factory`: "module:function"; only here is it imported."""
         self._config = config
-        self._factory: EngineFactory = pkgutil.resolve_name(factory)
+        self._factory = factory
         self._engine_id = engine_id
         # max_lora: the pool is limited by bytes, not by a number of adapters.
         self._metrics = EngineMetrics(model_name, engine_id, config.block_size, 0)
@@ -195,10 +199,22 @@ class EngineActor:
 
     async def start(self) -> EngineLimits:
         """Loads the model (minutes for a large one) and begins to serve."""
-        self._engine = await asyncio.to_thread(self._factory, self._config)
+        self._engine = await asyncio.to_thread(self._open)
         self._host = EngineHost(self._engine, self._engine_id, self._metrics)
         self._host.start()
         return self._engine.model_limits
+
+    def _open(self) -> EngineInterface:
+        """On a CPU in a thread of lower priority: another engine may be in the midst of streams.
+        Linux keeps it by thread, and nobody but root could raise it again: the thread ends with it.
+        """
+        settle = _yield_to_others if self._config.device == "cpu" else None
+        with ThreadPoolExecutor(1, initializer=settle) as thread:
+            return thread.submit(self._import_and_open).result()
+
+    def _import_and_open(self) -> EngineInterface:
+        factory: EngineFactory = pkgutil.resolve_name(self._factory)
+        return factory(self._config)
 
     async def submit(
         self, requests: tuple[Request, ...], reply_to: StreamAddress, adapter_name: str | None
@@ -238,3 +254,10 @@ class EngineActor:
     async def stop(self) -> None:
         if self._host is not None:
             self._host.stop()
+
+
+def _yield_to_others() -> None:
+    """Of the thread that calls it, and of those that it starts."""
+    thread = threading.get_native_id()
+    now = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, max(now, _START_NICENESS))

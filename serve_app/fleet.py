@@ -28,8 +28,10 @@ from serve_app.topology import BaseLine, BaseSpec, BaseState, ColdStart, ServedB
 logger = logging.getLogger(__name__)
 
 _RETRY_FAILED_S = 30.0
-_HANDOVER_S = 5.0  # after a view without an application, before it is drained
-_ADOPT_S = 3.0  # a new manager waits so long for ingresses to say what slept
+# After a view without an application, before it is drained: the least, and the most when an ingress
+# does not say that it let go.
+_HANDOVER_S, _HANDOVER_MAX_S = 0.5, 10.0
+_ADOPT_S = 3.0  # a new manager waits so long for an ingress to say what slept
 _ERROR_LINE = re.compile(r"^(?:\S+: )?\s*([\w.]+(?:Error|Exception|Exit|Interrupt)): (.+)$")
 _MAX_WORDS = 400
 
@@ -37,16 +39,22 @@ _MAX_WORDS = 400
 class Fleet:
     """All methods belong to one event loop."""
 
-    def __init__(self, sources: Sources, now_s: float) -> None:
+    def __init__(self, sources: Sources) -> None:
         self.sleep = SleepKeeper()
         self.starts = StartLog()
         self.lines: tuple[BaseLine, ...] = ()  # as of the last round
         self._sources = sources
-        self._began_s = now_s
-        self._has_adopted = False
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
         self._seen: dict[str, BaseSpec] = {}  # every spec that this manager made, by application
+
+    async def meet_ingresses(self) -> None:
+        """Before the first round: a manager that was restarted must not wake what sleeps."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _ADOPT_S
+        while not self.sleep.has_heard and loop.time() < deadline_s:
+            await asyncio.sleep(0.05)
+        self.sleep.adopt(loop.time())
 
     async def round(self, wanted: Plan, catalog: Catalog, now_s: float) -> tuple[ServedBase, ...]:
         """What the ingresses are to be told. Removes what an earlier view left out."""
@@ -59,8 +67,7 @@ class Fleet:
             self.sleep.step(spec.base.digest, _runs(app), spec.model.idle_timeout_s, now_s)
             if _runs(app):
                 self.starts.end(spec.app_name, spec.base.name, now_s, is_cold=is_cold)
-        if self._may_start(now_s):
-            await self._start(wanted.specs, status, now_s)
+        await self._start(wanted.specs, status, now_s)
         await self._stop_sleepers(wanted.specs, status)
         bases = tuple(self._served(spec, status) for spec in wanted.specs)
         old = self._stand_ins(bases, catalog, status)
@@ -78,14 +85,6 @@ class Fleet:
             *_refused_lines(wanted),
         )
         return (*served, *old)
-
-    def _may_start(self, now_s: float) -> bool:
-        """A manager that was restarted must not wake what sleeps."""
-        if not self._has_adopted:
-            self._has_adopted = self.sleep.has_heard or now_s - self._began_s > _ADOPT_S
-            if self._has_adopted:
-                self.sleep.adopt(now_s)
-        return self._has_adopted
 
     async def _start(self, specs: Sequence[BaseSpec], status: ServeStatus, now_s: float) -> None:
         targets: list[serve.RunTarget] = []
@@ -117,7 +116,11 @@ class Fleet:
         for name, app in status.applications.items():
             if not name.startswith(APP_PREFIX) or name in standing:
                 self._unwanted_s.pop(name, None)
-            elif now_s - self._unwanted_s.setdefault(name, now_s) > _HANDOVER_S:
+                continue
+            since_s = self._unwanted_s.setdefault(name, now_s)
+            if now_s - since_s > _HANDOVER_MAX_S or self.sleep.has_let_go(
+                name, since_s + _HANDOVER_S, now_s
+            ):
                 await self._delete(name, app)
         for name in self._unwanted_s.keys() - status.applications.keys():
             del self._unwanted_s[name]

@@ -216,7 +216,8 @@ class Gateway:
 
     async def _report(self) -> None:
         while True:
-            report = IngressReport(self._ingress_id, self.activity.report(), self._asleep())
+            fronts = tuple(front.app_name for front in self._fronts.values())
+            report = IngressReport(self._ingress_id, self.activity.report(), fronts, self._asleep())
             try:
                 await self.manager.report.remote(report)
             except (RayError, RayServeException) as error:  # the next one tells it anew

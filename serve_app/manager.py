@@ -44,7 +44,7 @@ class Manager:
         self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
-        self._fleet = Fleet(sources, loop.time())
+        self._fleet = Fleet(sources)
         self._registry: RegistryReader | None = None
         self._catalog: Catalog | None = None  # the last good one
         self._has_changed_registry = False
@@ -94,6 +94,7 @@ class Manager:
         # Before it knows its models it would find every base unwanted and itself ready.
         await self._is_configured.wait()
         self._registry = await asyncio.to_thread(self._sources.open_registry)
+        await self._fleet.meet_ingresses()
         loop = asyncio.get_running_loop()
         next_snapshot_s = 0.0
         error: str | None = None

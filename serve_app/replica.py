@@ -182,6 +182,8 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         health_check_period_s=model.health_check_period_s,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
+        # What does not start twice is told to who waits for it; the manager tries again later.
+        max_constructor_retry_count=max(2, model.replicas),
         ray_actor_options={"num_cpus": 0.01 if spec.device == "cuda" else 0},
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
     )

@@ -22,5 +22,6 @@ class BaseActivity:
 class IngressReport:
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
+    fronts: tuple[str, ...] = ()  # applications that it sends requests to
     # (digest, rest_id) of the bases that it sends nothing to any more
     asleep: tuple[tuple[str, float], ...] = ()

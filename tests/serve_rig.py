@@ -24,12 +24,20 @@ from ray.serve.config import HTTPOptions
 
 from registry.catalog import Catalog
 from serve_app.app import build_with
-from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.config import (
+    ADMIN_TOKEN,
+    EngineArgs,
+    IngressArgs,
+    ModelArgs,
+    PlatformArgs,
+    RegistryArgs,
+)
 from serve_app.topology import Sources
 from tests.fakes_registry import FolderRegistry
 
 RIG_BASE = "base"
 RIG_ADAPTER = "pirate"
+RIG_TOKEN = "rig-admin-token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +64,23 @@ def running_serve() -> Iterator[int]:
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     port = free_port()
-    ray.init(
-        "local",
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=128 * 1024**2,
-        _temp_dir=folder,
-        _node_ip_address="127.0.0.1",
-    )
+    before = os.environ.get(ADMIN_TOKEN)
+    os.environ[ADMIN_TOKEN] = RIG_TOKEN  # Ray's processes inherit it; other tests must not
+    try:
+        ray.init(
+            "local",
+            num_cpus=2,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=128 * 1024**2,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+    finally:
+        del os.environ[ADMIN_TOKEN]
+        if before is not None:
+            os.environ[ADMIN_TOKEN] = before
     try:
         serve.start(
             proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port)

@@ -201,6 +201,8 @@ class Fleet:
             replicas=0 if spec is None or base.state == "asleep" else spec.model.replicas,
             idle_s=self.sleep.idle_s(base.base.digest, now_s) if base.is_running else None,
             start_s=base.start_s,
+            idle_timeout_s=None if spec is None else spec.model.idle_timeout_s,
+            cold_start="wait" if spec is None else spec.model.cold_start,
             application=base.app_name,
             digest=base.base.digest,
         )
@@ -216,16 +218,18 @@ class Fleet:
             spec = self._seen.get(name)
             lines.append(
                 BaseLine(
-                    base.name,
-                    base.version,
-                    "draining",
-                    "requests in flight finish",
-                    "registry" if spec is None else spec.source,
-                    1 if spec is None else spec.model.replicas,
-                    None,
-                    self.starts.last_s(base.name),
-                    name,
-                    base.digest,
+                    name=base.name,
+                    version=base.version,
+                    state="draining",
+                    message="requests in flight finish",
+                    source="registry" if spec is None else spec.source,
+                    replicas=1 if spec is None else spec.model.replicas,
+                    idle_s=None,
+                    start_s=self.starts.last_s(base.name),
+                    idle_timeout_s=None,
+                    cold_start="",
+                    application=name,
+                    digest=base.digest,
                 )
             )
         return tuple(lines)
@@ -233,7 +237,7 @@ class Fleet:
 
 def _refused_lines(wanted: Plan) -> tuple[BaseLine, ...]:
     return tuple(
-        BaseLine(one.name, None, "failed", one.reason, "registry", 0, None, None, "", "")
+        BaseLine(one.name, None, "failed", one.reason, "registry", 0, None, None, None, "", "", "")
         for one in wanted.refused
     )
 

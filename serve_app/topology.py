@@ -111,6 +111,8 @@ class BaseLine:
     replicas: int
     idle_s: float | None  # None: not running
     start_s: float | None
+    idle_timeout_s: float | None
+    cold_start: str
     application: str
     digest: str
 

@@ -201,12 +201,14 @@ def test_a_base_that_refuses_cold_starts_says_when_to_come_back(
     client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
     add(admin, napper, **NAP, cold_start="refuse")
-    eventually(lambda: state(admin, napper) == "asleep")
+    eventually(lambda: (line(admin, napper) or {}).get("cold_start") == "refuse")
+    eventually(lambda: sleeps(admin, napper))
     refused = ask(client, napper)
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
     eventually(lambda: ask(client, napper).status_code == 200)
     add(admin, napper, **NAP)
+    eventually(lambda: (line(admin, napper) or {}).get("cold_start") == "wait")
 
 
 def test_a_waiting_client_that_leaves_is_forgotten_at_once(

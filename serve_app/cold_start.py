@@ -115,6 +115,6 @@ class ColdStarts:
 
     async def _ask(self, digest: str) -> None:
         try:
-            await self._gateway.manager.wake.remote(digest)
+            await self._gateway.manager.wake_base.remote(digest)
         except (RayError, RayServeException) as error:  # asked again as long as somebody waits
             logger.warning("the manager does not answer: %s", error)

@@ -256,8 +256,10 @@ def _runs(app: ApplicationStatusOverview | None) -> bool:
 
 
 def _state_of(app: ApplicationStatusOverview | None) -> tuple[BaseState, str]:
-    if app is None or app.status == "DELETING":
+    if app is None:
         return "starting", ""
+    if app.status == "DELETING":
+        return "starting", "waits for the requests of the engines before"
     if _runs(app):
         return "running", ""
     parts = [app.message, *(deployment.message for deployment in app.deployments.values())]

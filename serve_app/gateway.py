@@ -231,12 +231,12 @@ class Gateway:
     def _take(self, view: PlatformView) -> None:
         self.view = view
         running = {base.base.digest: base for base in view.bases if base.is_running}
-        asleep = {base.base.digest for base in view.bases if base.state == "asleep"}
+        asleep = {b.base.digest for b in view.bases if b.state == "asleep" or b.is_waking}
+        self._once_ready -= asleep  # that nothing answers there is no illness
         for digest, front in tuple(self._fronts.items()):
             if digest not in running:
                 del self._fronts[digest]
                 if digest in asleep:
-                    self._once_ready.discard(digest)
                     self._resting[digest] = front
                 logger.info("%s gets no more requests", front.app_name)
         for digest in self._resting.keys() - {base.base.digest for base in view.bases}:

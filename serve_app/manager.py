@@ -71,7 +71,7 @@ class Manager:
         self._reports[report.ingress_id] = report
         self._fleet.sleep.hear(report, asyncio.get_running_loop().time())
 
-    async def wake(self, digest: str) -> None:
+    async def wake_base(self, digest: str) -> None:
         """A request waits for this base."""
         self._fleet.sleep.wake(digest, asyncio.get_running_loop().time())
         self._wish.set()

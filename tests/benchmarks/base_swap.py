@@ -22,8 +22,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -197,21 +197,38 @@ class Admin:
         return (first_s or time.monotonic()) - began_s
 
 
-@contextmanager
-def span(spans: list[tuple[float, float]]) -> Iterator[None]:
-    began_s = time.monotonic()
-    yield
-    spans.append((began_s, time.monotonic()))
+@dataclass(slots=True)
+class Phase:
+    """All rounds of one phase."""
+
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    busy_s: float = 0.0  # of all cores, by whomever
+    loads: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        began_s, busy_s = time.monotonic(), busy_seconds()
+        yield
+        self.spans.append((began_s, time.monotonic()))
+        self.busy_s += busy_seconds() - busy_s
+        self.loads.append(round(os.getloadavg()[0], 2))
+
+    def figures(self, gaps_ms: list[float], usual_p99_ms: float) -> dict[str, object]:
+        seconds = [end - begin for begin, end in self.spans]
+        return {
+            "gaps": len(gaps_ms),
+            "gap_ms": spread(gaps_ms, 1),
+            "above_twice_the_usual_p99": sum(gap > 2 * usual_p99_ms for gap in gaps_ms),
+            "seconds": [round(one, 2) for one in seconds],
+            "busy_cores": round(self.busy_s / sum(seconds), 2),
+            "load_averages": self.loads,
+        }
 
 
-def figures(phase: str, gaps_ms: list[float], usual_p99_ms: float) -> dict[str, object]:
-    return {
-        "phase": phase,
-        "gaps": len(gaps_ms),
-        "gap_ms": spread(gaps_ms, 1),
-        "above_twice_the_usual_p99": sum(gap > 2 * usual_p99_ms for gap in gaps_ms),
-        "load_average": round(os.getloadavg()[0], 2),
-    }
+def busy_seconds() -> float:
+    """Of the whole machine since its start; the kernel's first line: user, nice, system, idle..."""
+    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def import_elsewhere(niceness: int) -> None:
@@ -221,38 +238,35 @@ def import_elsewhere(niceness: int) -> None:
 
 
 def measure_swap(admin: Admin, streams: Streams, rounds: int, report: Report) -> None:
-    spans: dict[str, list[tuple[float, float]]] = {}
+    phases: dict[str, Phase] = {}
 
-    def phase(name: str) -> list[tuple[float, float]]:
-        return spans.setdefault(name, [])
+    def phase(name: str) -> AbstractContextManager[None]:
+        return phases.setdefault(name, Phase()).round()
 
     time.sleep(SETTLE_S)
     for _ in range(rounds):
-        with span(phase("quiet")):
+        with phase("quiet"):
             time.sleep(QUIET_S / rounds)
-        with span(phase("second base starts")):
+        with phase("second base starts"):
             admin.add()
-        with span(phase("second base there")):
+        with phase("second base there"):
             for _ in range(5):
                 admin.first_token_s()
-        with span(phase("second base goes")):
+        with phase("second base goes"):
             admin.remove()
-        time.sleep(SETTLE_S)
-    for niceness in (0, 10):
-        with span(phase(f"imports elsewhere, nice {niceness}")):
-            for _ in range(rounds):
+        for niceness in (0, 10):
+            with phase(f"imports elsewhere, nice {niceness}"):
                 import_elsewhere(niceness)
         time.sleep(SETTLE_S)
-    usual = percentile(streams.gaps_ms(spans["quiet"]), 99)
+    usual = percentile(streams.gaps_ms(phases["quiet"].spans), 99)
     rows = []
-    for name, times in spans.items():
-        line = figures(name, streams.gaps_ms(times), usual)
-        line["seconds"] = [round(end - begin, 2) for begin, end in times]
-        report.emit(**line)
+    for name, one in phases.items():
+        line = one.figures(streams.gaps_ms(one.spans), usual)
+        report.emit(phase=name, **line)
         gaps = line["gap_ms"]
         assert isinstance(gaps, dict)
-        rows.append((name, *gaps.values(), line["above_twice_the_usual_p99"]))
-    print_table(("phase", "p50 ms", "p99", "max", "> 2 p99"), rows)
+        rows.append((name, *gaps.values(), line["above_twice_the_usual_p99"], line["busy_cores"]))
+    print_table(("phase", "p50 ms", "p99", "max", "> 2 p99", "busy cores"), rows)
 
 
 def main() -> None:

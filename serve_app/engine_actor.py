@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pkgutil
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ray
@@ -24,13 +21,13 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.service import EngineInterface
 from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+from serve_app.background import in_background
 from serve_app.metrics import EngineMetrics
 from serve_app.stream import HEARTBEAT_S, Abort, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
 
 logger = logging.getLogger(__name__)
 
-_START_NICENESS = 10
 EngineFactory = Callable[[EngineConfig], EngineInterface]
 
 
@@ -199,20 +196,15 @@ class EngineActor:
 
     async def start(self) -> EngineLimits:
         """Loads the model (minutes for a large one) and begins to serve."""
-        self._engine = await asyncio.to_thread(self._open)
+        # A GPU's driver starts threads that stay, and they would keep a lower priority.
+        is_on_cpu = self._config.device == "cpu"
+        opening = in_background(self._open) if is_on_cpu else asyncio.to_thread(self._open)
+        self._engine = await opening
         self._host = EngineHost(self._engine, self._engine_id, self._metrics)
         self._host.start()
         return self._engine.model_limits
 
     def _open(self) -> EngineInterface:
-        """On a CPU in a thread of lower priority: another engine may be in the midst of streams.
-        Linux keeps it by thread, and nobody but root could raise it again: the thread ends with it.
-        """
-        settle = _yield_to_others if self._config.device == "cpu" else None
-        with ThreadPoolExecutor(1, initializer=settle) as thread:
-            return thread.submit(self._import_and_open).result()
-
-    def _import_and_open(self) -> EngineInterface:
         factory: EngineFactory = pkgutil.resolve_name(self._factory)
         return factory(self._config)
 
@@ -254,10 +246,3 @@ class EngineActor:
     async def stop(self) -> None:
         if self._host is not None:
             self._host.stop()
-
-
-def _yield_to_others() -> None:
-    """Of the thread that calls it, and of those that it starts."""
-    thread = threading.get_native_id()
-    now = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, max(now, _START_NICENESS))

@@ -23,6 +23,7 @@ from engine.types import EngineLoad
 from registry.entities import AdapterVersion
 from registry.errors import ArtifactError, QuarantinedError
 from registry.quarantine import Quarantine
+from serve_app.background import in_background
 from serve_app.cache_metrics import cache_text
 from serve_app.engine_actor import EngineActor
 from serve_app.errors import ServiceUnavailableError
@@ -43,8 +44,8 @@ class EngineReplica:
 
     async def __init__(self, spec: BaseSpec, sources: Sources) -> None:  # type: ignore[misc]
         self._spec = spec
-        self._registry: RegistryReader = await asyncio.to_thread(sources.open_registry)
-        self._folder: Path = await asyncio.to_thread(self._registry.fetch, spec.base)
+        self._registry: RegistryReader = await in_background(sources.open_registry)
+        self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
         self._loading: dict[str, asyncio.Task[None]] = {}  # by digest; kept when done
         self._refused = Quarantine()  # by this engine; what cannot be fetched is the registry's
         self._routing_load = EngineLoad()

@@ -96,6 +96,25 @@ def napper(admin: httpx.Client) -> str:
     return NAPPER
 
 
+Commands = Callable[..., str]
+
+
+@pytest.fixture
+def commands(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Commands:
+    """`loraplex bases ...`: what it prints, or its complaint."""
+    monkeypatch.setenv(ADMIN_TOKEN, RIG_TOKEN)
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bases", *words, "--url", rig.url])
+        printed = capsys.readouterr()
+        return printed.out if not ended.value.code else printed.err
+
+    return run
+
+
 def sleeps(admin: httpx.Client, name: str) -> bool:
     return state(admin, name) == "asleep" and is_stopped(name)
 
@@ -104,7 +123,7 @@ def sleeps(admin: httpx.Client, name: str) -> bool:
 
 
 def test_a_base_comes_and_goes_while_another_streams(
-    rig: Rig, client: httpx.Client, admin: httpx.Client
+    rig: Rig, client: httpx.Client, admin: httpx.Client, commands: Commands
 ) -> None:
     assert ask(client, SECOND).status_code == 404
     body = {"model": RIG_BASE, "prompt": "abcd", "max_tokens": 2400, "stream": True}
@@ -113,16 +132,16 @@ def test_a_base_comes_and_goes_while_another_streams(
         httpx.Client(base_url=rig.url, timeout=60) as other,
         client.stream("POST", "/v1/completions", json=body) as stream,
     ):
-        add(admin, SECOND, graceful_shutdown_timeout_s=60)
-        eventually(lambda: state(admin, SECOND) == "running")
+        seed = ("--engine", "seed=200")
+        assert "is running" in commands("add", SECOND, *seed, "--idle-timeout", "600", "--wait")
         assert other.get("/ready").status_code == 200
         assert ask(other, SECOND).status_code == 200
         found = line(admin, SECOND)
         assert found is not None
-        assert (found["source"], found["replicas"]) == ("registry", 1)
+        assert (found["source"], found["idle_timeout_s"]) == ("registry", 600)
         in_flight = pool.submit(ask, other, SECOND, max_tokens=800)  # four seconds
         eventually(lambda: (line(admin, SECOND) or {}).get("idle_s") == 0)
-        assert admin.delete(f"/bases/{SECOND}").status_code == 202
+        assert "drained" in commands("remove", SECOND)
         eventually(lambda: ask(other, SECOND).status_code == 404)
         eventually(lambda: state(admin, SECOND) == "draining")
         assert in_flight.result().json()["usage"]["completion_tokens"] == 800
@@ -137,7 +156,7 @@ def test_a_base_comes_and_goes_while_another_streams(
     eventually(lambda: line(admin, SECOND) is None)
 
 
-def test_what_cannot_be_served_is_refused_in_words(admin: httpx.Client) -> None:
+def test_what_cannot_be_served_is_refused_in_words(admin: httpx.Client, commands: Commands) -> None:
     def refusal(answer: httpx.Response) -> tuple[int, str]:
         return answer.status_code, answer.json()["error"]["message"]
 
@@ -150,6 +169,7 @@ def test_what_cannot_be_served_is_refused_in_words(admin: httpx.Client) -> None:
     assert (status, "configuration file" in words) == (409, True)
     status, words = refusal(admin.delete(f"/bases/{RIG_BASE}"))
     assert (status, "configuration file" in words) == (409, True)
+    assert "engine.seed" in commands("add", SECOND, "--engine", "seed=quick")
     assert refusal(admin.delete("/bases/nobody"))[0] == 404
     assert refusal(admin.post("/bases/nobody/sleep"))[0] == 404
 
@@ -228,59 +248,35 @@ def test_a_waiting_client_that_leaves_is_forgotten_at_once(
     eventually(lambda: state(admin, napper) == "asleep")  # nobody is counted as open
 
 
-def test_an_operator_has_commands_for_all_of_it(
-    rig: Rig,
-    client: httpx.Client,
-    admin: httpx.Client,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_an_operator_puts_a_base_to_sleep_and_wakes_it(
+    rig: Rig, client: httpx.Client, commands: Commands
 ) -> None:
-    monkeypatch.setenv(ADMIN_TOKEN, RIG_TOKEN)
-
-    def bases(*words: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["bases", *words, "--url", rig.url])
-        printed = capsys.readouterr()
-        return printed.out if not ended.value.code else printed.err
-
-    assert "is asleep" in bases("sleep", RIG_BASE, "--wait")
+    assert "is asleep" in commands("sleep", RIG_BASE, "--wait")
     assert client.get("/ready").status_code == 200
-    assert "asleep" in bases("list")
-    assert "is running" in bases("wake", RIG_BASE, "--wait")
+    assert "asleep" in commands("list")
+    assert "is running" in commands("wake", RIG_BASE, "--wait")
     assert ask(client, RIG_BASE).status_code == 200
-    assert "engine.seed" in bases("add", SECOND, "--engine", "seed=quick")
-    wait = ("--wait", "--idle-timeout", "60")
-    assert "is running" in bases("add", SECOND, "--engine", "seed=200", *wait)
-    found = line(admin, SECOND)
-    assert found is not None
-    assert found["idle_timeout_s"] == 60
-    assert "is gone" in bases("remove", SECOND, "--wait")
-    assert "configuration file" in bases("remove", RIG_BASE)
 
 
 def test_a_manager_that_died_knows_what_was_added_and_what_sleeps(
     client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
-    add(admin, SECOND)
-    eventually(lambda: state(admin, SECOND) == "running" and state(admin, napper) == "asleep")
+    eventually(lambda: sleeps(admin, napper))
     manager = next(
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)
         if "api#manager" in actor["name"]
     )
     ray.kill(ray.get_actor(manager, namespace="serve"), no_restart=True)
-    assert ask(client, SECOND).status_code == 200
+    assert ask(client, RIG_BASE).status_code == 200
 
     def is_back() -> bool:
         answer = admin.get("/bases", timeout=5)
-        names = {one["name"] for one in answer.json().get("bases", ())}
-        return names >= {RIG_BASE, SECOND, napper}
+        return {one["name"] for one in answer.json().get("bases", ())} >= {RIG_BASE, napper}
 
     eventually(is_back)
-    assert state(admin, napper) == "asleep"
-    assert ask(client, SECOND).status_code == 200
-    admin.delete(f"/bases/{SECOND}")
-    eventually(lambda: line(admin, SECOND) is None)
+    assert sleeps(admin, napper)
+    assert ask(client, napper).status_code == 200
 
 
 def test_a_base_that_does_not_wake_says_why(

@@ -28,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import psutil
 import torch
 import yaml
 from safetensors.torch import save_file
@@ -203,12 +204,14 @@ class Phase:
 
     spans: list[tuple[float, float]] = field(default_factory=list)
     busy_s: float = 0.0  # of all cores, by whomever
+    waited_s: float = 0.0  # the streaming engine's threads, ready and without a core
     loads: list[float] = field(default_factory=list)
 
     @contextmanager
-    def round(self) -> Iterator[None]:
-        began_s, busy_s = time.monotonic(), busy_seconds()
+    def round(self, engine: Path) -> Iterator[None]:
+        began_s, busy_s, waited_s = time.monotonic(), busy_seconds(), waited_seconds(engine)
         yield
+        self.waited_s += waited_seconds(engine) - waited_s
         self.spans.append((began_s, time.monotonic()))
         self.busy_s += busy_seconds() - busy_s
         self.loads.append(round(os.getloadavg()[0], 2))
@@ -221,6 +224,7 @@ class Phase:
             "above_twice_the_usual_p99": sum(gap > 2 * usual_p99_ms for gap in gaps_ms),
             "seconds": [round(one, 2) for one in seconds],
             "busy_cores": round(self.busy_s / sum(seconds), 2),
+            "engine_waits_for_cores": round(self.waited_s / sum(seconds), 3),
             "load_averages": self.loads,
         }
 
@@ -231,17 +235,34 @@ def busy_seconds() -> float:
     return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
+def engine_process(server: DemoServer) -> Path:
+    """Of the only base that runs yet."""
+    found = [
+        child.pid
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if " ".join(child.cmdline()).startswith("ray::EngineActor")
+    ]
+    assert len(found) == 1, found
+    return Path("/proc") / str(found[0])
+
+
+def waited_seconds(process: Path) -> float:
+    """Of all its threads, from the kernel's count of nanoseconds on a run queue."""
+    counts = [path.read_text().split() for path in process.glob("task/*/schedstat")]
+    return sum(int(count[1]) for count in counts) / 1e9
+
+
 def import_elsewhere(niceness: int) -> None:
     """What an engine's process and its replica's import, in a process of nobody."""
     command = ["nice", "-n", str(niceness), sys.executable, "-c"]
     subprocess.run([*command, "import ray.serve, mlflow, torch, engine.factory"], check=True)
 
 
-def measure_swap(admin: Admin, streams: Streams, rounds: int, report: Report) -> None:
+def measure_swap(admin: Admin, streams: Streams, engine: Path, rounds: int, report: Report) -> None:
     phases: dict[str, Phase] = {}
 
     def phase(name: str) -> AbstractContextManager[None]:
-        return phases.setdefault(name, Phase()).round()
+        return phases.setdefault(name, Phase()).round(engine)
 
     time.sleep(SETTLE_S)
     for _ in range(rounds):
@@ -288,7 +309,7 @@ def main() -> None:
         with serving(home, home / "serve.yaml", url) as server:
             admin = Admin(server)
             with Streams(port, STREAMER.name, args.streams) as streams:
-                measure_swap(admin, streams, args.rounds, report)
+                measure_swap(admin, streams, engine_process(server), args.rounds, report)
             report.emit(
                 streams_complete=streams.num_complete,
                 failed_streams=streams.failed,

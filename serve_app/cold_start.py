@@ -59,7 +59,7 @@ class ColdStarts:
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:
         digest, policy = base.base.digest, base.cold_start
         self._wake(digest)
-        if policy.is_refused:
+        if policy.is_refused and not base.is_running:  # else our end of it opens this moment
             raise ServiceUnavailableError(
                 f"The base model {base.base.name!r} is being started.", retry_after_s
             )

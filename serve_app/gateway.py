@@ -298,7 +298,7 @@ def _not_yet(base: ServedBase) -> ServiceUnavailableError:
     if base.state == "failed":
         why = f": {base.message}" if base.message else ""
         return ServiceUnavailableError(f"The base model {name!r} does not start{why}.", 30)
-    # Running: its replica answers the manager, our end opens in milliseconds.
+    # Running: its replica is up, our end of it opens this moment.
     if base.state == "asleep" or base.is_waking or base.is_running:
         return BaseAsleepError(base, ceil(base.start_s or _UNKNOWN_START_S))
     return ServiceUnavailableError(f"The base model {name!r} is loading.", 2)

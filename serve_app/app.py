@@ -9,17 +9,17 @@ from functools import partial
 
 from ray.serve import Application
 
-from serve_app.cached_registry import CachedRegistry
 from serve_app.config import PlatformArgs, artifact_root, cache_folder, tracking_uri
 from serve_app.ingress import ingress_application
 from serve_app.manager import manager_application
-from serve_app.topology import Sources
+from serve_app.topology import Sources, open_named
 
 
 def build(args: PlatformArgs) -> Application:
     registry = args.registry
     open_registry = partial(
-        CachedRegistry,
+        open_named,
+        "serve_app.cached_registry:CachedRegistry",
         tracking_uri(registry),
         cache_folder(),
         registry.cache_bytes,

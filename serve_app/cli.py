@@ -20,7 +20,7 @@ from registry.errors import RegistryError
 from serve_app.commands.common import Failure
 
 COMMANDS = (
-    *("serve", "demo", "register", "check", "models", "adapters", "canary"),
+    *("serve", "demo", "register", "check", "models", "bases", "adapters", "canary"),
     *("chat", "bench", "doctor"),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 from engine.types import EngineLoad, Request, TokenOutput
+from serve_app.activity import Visit
 from serve_app.answer import Answer
 from serve_app.arms import Watch
 from serve_app.asgi import ClientGoneError
@@ -26,13 +27,15 @@ class Completion:
         requests: tuple[Request, ...],
         watch: Watch | None = None,
         on_first_token: OnFirstToken | None = None,
+        visit: Visit | None = None,
     ) -> None:
-        """`watch`: of the arm that this request belongs to."""
+        """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake."""
         self._generation = generation
         self._answer = answer
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
         self._watch = watch
         self._on_first_token = on_first_token
+        self._visit = visit
         self._has_first_token = False
 
     async def read(self) -> bytes:
@@ -70,6 +73,8 @@ class Completion:
         if self._watch is not None:
             self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
         self._generation.close()
+        if self._visit is not None:
+            self._visit.leave()
 
     async def _feed(self) -> list[bytes]:
         """What arrived since the last time, as chunks."""

@@ -1,8 +1,8 @@
 """/v1/chat/completions and /v1/completions: one body in, one answer out, streamed or whole.
 
-Parse, resolve the model (pure), tokenize, submit, read the side stream into an `Answer`. The first
-token is awaited before the response begins, so that every refusal has a status. A client that goes
-away ends its requests in the engine.
+Parse, resolve the model (its base may have to be woken), tokenize, submit, read the side stream
+into an `Answer`. The first token is awaited before the response begins, so that every refusal has a
+status. A client that goes away ends its requests in the engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from serve_app.asgi import (
     error_response,
     read_body,
 )
+from serve_app.cold_start import Admission
 from serve_app.completion import Completion, OnFirstToken
-from serve_app.gateway import Front, Route
+from serve_app.gateway import Front
 from serve_app.generation import Generation
 from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
 from serve_app.protocol import parse_body
@@ -68,7 +69,27 @@ async def _complete(
     raw = await read_body(http, state.args.max_body_bytes)
     is_small = len(raw) <= _INLINE_BODY_BYTES
     body = await _run(state, is_small, lambda: parse_body(kind, raw))
-    route = state.gateway.route(body.model, _who_asks(http, body))
+    try:
+        admission = await state.cold_starts.admit(body.model, http.receive, _who_asks(http, body))
+    except ClientGoneError:
+        state.metrics.disconnected()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    try:
+        completion = await _begin(state, body, admission, is_small, arrival_s)
+        response = await _respond(http, bool(body.stream), completion)
+    except BaseException as error:
+        admission.visit.leave()
+        if not isinstance(error, Exception):
+            raise
+        response = error_response(error)
+    response.headers.update(admission.route.headers)
+    return response
+
+
+async def _begin(
+    state: IngressState, body: Body, admission: Admission, is_small: bool, arrival_s: float
+) -> Completion:
+    route, gateway = admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
     limits = front.description.limits
     text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
@@ -84,28 +105,18 @@ async def _complete(
         )
         for prompt in prompts
     )
-    submitted = Submitted(front, body, prompts, requests, _head(body, route.resolution))
-    try:
-        response = await _respond(http, bool(body.stream), _begin(state, route, submitted))
-    except Exception as error:
-        response = error_response(error)
-    response.headers.update(route.headers)
-    return response
-
-
-def _begin(state: IngressState, route: Route, submitted: Submitted) -> Completion:
-    gateway, shadow = state.gateway, route.shadow
+    head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
+    generation = Generation(gateway.stream, front.handle, requests, adapter)
+    answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
-    if shadow is not None:
+    if (shadow := route.shadow) is not None:
+        submitted = Submitted(front, body, prompts, requests, head)
 
         def on_first_token(load: EngineLoad | None) -> None:
             state.shadows.offer(submitted, shadow, load)
 
-    adapter = route.resolution.adapter
-    generation = Generation(gateway.stream, route.front.handle, submitted.requests, adapter)
-    answer = Answer(submitted.body, submitted.prompts, route.front.text, submitted.head)
-    return Completion(generation, answer, submitted.requests, watch, on_first_token)
+    return Completion(generation, answer, requests, watch, on_first_token, admission.visit)
 
 
 async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:

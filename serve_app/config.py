@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     model_validator,
 )
 
@@ -117,6 +118,16 @@ class ModelArgs(_Args):
     stall_timeout_s: float = Field(
         default=60.0, gt=0
     )  # no step for so long with work to do: replaced
+    # Scale to zero: without a request for so long its engines stop. None: never.
+    idle_timeout_s: float | None = Field(default=None, gt=0)
+    # What a request for a base that sleeps gets while it starts: it waits, at most
+    # max_queued_requests of them an ingress replica, or 503 with Retry-After.
+    cold_start: Literal["wait", "refuse"] = "wait"
+    cold_start_timeout_s: float = Field(default=300.0, gt=0)
+
+
+# Changing these restarts no engine.
+FRONT_SETTINGS = frozenset({"alias", "idle_timeout_s", "cold_start", "cold_start_timeout_s"})
 
 
 class RegistryArgs(_Args):
@@ -180,6 +191,15 @@ def base_name(model: ModelArgs) -> str:
 def default_aliases(everywhere: str, models: Iterable[ModelArgs]) -> DefaultAliases:
     own = {(base_name(model), model.alias) for model in models if model.alias is not None}
     return DefaultAliases(everywhere, tuple(sorted(own)))
+
+
+def in_words(error: ValidationError, prefix: str = "") -> str:
+    """Each wrong field by its path, in one sentence."""
+    found = [
+        f"{prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for one in error.errors()
+    ]
+    return "; ".join(found)
 
 
 def default_home() -> Path:

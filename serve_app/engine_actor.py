@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.service import EngineInterface
 from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
+from serve_app.background import in_background
 from serve_app.metrics import EngineMetrics
 from serve_app.stream import HEARTBEAT_S, Abort, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
@@ -199,7 +200,7 @@ class EngineActor:
     def __init__(self, config: EngineConfig, factory: str, model_name: str, engine_id: str) -> None:
         """`factory`: "module:function"; only here is it imported."""
         self._config = config
-        self._factory: EngineFactory = pkgutil.resolve_name(factory)
+        self._factory = factory
         self._engine_id = engine_id
         # max_lora: the pool is limited by bytes, not by a number of adapters.
         self._metrics = EngineMetrics(model_name, engine_id, config.block_size, 0)
@@ -208,10 +209,17 @@ class EngineActor:
 
     async def start(self) -> EngineLimits:
         """Loads the model (minutes for a large one) and begins to serve."""
-        self._engine = await asyncio.to_thread(self._factory, self._config)
+        # A GPU's driver starts threads that stay, and they would keep a lower priority.
+        is_on_cpu = self._config.device == "cpu"
+        opening = in_background(self._open) if is_on_cpu else asyncio.to_thread(self._open)
+        self._engine = await opening
         self._host = EngineHost(self._engine, self._engine_id, self._metrics)
         self._host.start()
         return self._engine.model_limits
+
+    def _open(self) -> EngineInterface:
+        factory: EngineFactory = pkgutil.resolve_name(self._factory)
+        return factory(self._config)
 
     async def submit(
         self,

@@ -2,6 +2,7 @@
 
 ApiError               an answer: status, message, type, param, code
 OverloadedError        too many requests wait: 429 with Retry-After
+ConflictError          the server's state forbids what was asked: 409
 ServiceUnavailableError  nothing can answer now: 503 with Retry-After
 EngineFailureError     the engine gave a choice up; its words are for the log: 500
 `- NonFiniteError      because the model gave NaN or infinity
@@ -97,6 +98,10 @@ class NonFiniteError(EngineFailureError):
     pass
 
 
+class ConflictError(Exception):
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     status: int
@@ -114,6 +119,7 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
     InvalidNameError: _Answer(400, "invalid_model_name", param="model"),
     RegistrationError: _Answer(400, "registration_refused"),
     NotFoundError: _Answer(404, "model_not_found", param="model"),
+    ConflictError: _Answer(409, "conflict"),
     OverloadedError: _Answer(429, "overloaded", "rate_limit_error"),
     ServiceUnavailableError: _Answer(503, "unavailable", SERVER_ERROR),
     RegistryUnavailableError: _Answer(

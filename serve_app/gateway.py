@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 
 import ray
 from ray import serve
@@ -22,6 +24,8 @@ from engine.errors import InvalidRequestError, UnsupportedModelError
 from registry.catalog import Resolution
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
+from registry.names import parse_model
+from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
@@ -35,6 +39,7 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 20.0
 _RETRY_S = 0.5
 _METRICS_TIMEOUT_S = 2.0
+_UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,18 @@ class Front:
     handle: DeploymentHandle[object]
     description: BaseDescription
     text: BaseText
+    deployed_s: float
+
+    def is_of(self, base: ServedBase) -> bool:
+        return (self.app_name, self.deployed_s) == (base.app_name, base.deployed_s)
+
+
+class BaseAsleepError(ServiceUnavailableError):
+    """The base sleeps or is being woken: who may wait for it waits."""
+
+    def __init__(self, base: ServedBase, retry_after_s: int) -> None:
+        super().__init__(f"The base model {base.base.name!r} is being started.", retry_after_s)
+        self.base = base
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +90,14 @@ class Gateway:
         self._traffic = Traffic()
         self._draw = random.random
         self._ingress_id = ingress_id
+        self.activity = Activity()
+        self._changed = asyncio.Event()
         self._fronts: dict[str, Front] = {}  # by base digest
+        self._resting: dict[str, Front] = {}  # of bases that sleep, or are about to
         self._once_ready: set[str] = set()  # base digests
         self._unusable: dict[str, str] = {}  # base digest -> why its text files cannot be used
-        self._opening: dict[str, asyncio.Task[None]] = {}  # by application
+        # By application and deployment.
+        self._opening: dict[tuple[str, float], asyncio.Task[None]] = {}
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
@@ -89,7 +110,7 @@ class Gateway:
         return (
             view is not None
             and view.is_ready
-            and all(base.base.digest in self._fronts for base in view.bases)
+            and all(b.base.digest in self._fronts for b in view.bases if b.is_awaited)
         )
 
     @property
@@ -108,7 +129,9 @@ class Gateway:
         """No engine that worked is gone or stuck. A base that still loads is no illness."""
         view = self.view
         return view is None or all(
-            base.is_running for base in view.bases if base.base.digest in self._once_ready
+            base.is_running
+            for base in view.bases
+            if base.base.digest in self._once_ready and self.stand_in(base.base.digest) is None
         )
 
     def route(self, model: str, key: str | None) -> Route:
@@ -146,8 +169,12 @@ class Gateway:
             raise ServiceUnavailableError(
                 f"The base model {resolution.base.name!r} cannot be served: {why}", 60
             )
-        if any(base.base.digest == digest for base in view.bases):
-            raise ServiceUnavailableError(f"The base model {resolution.base.name!r} is loading.", 2)
+        old = self.stand_in(digest)
+        if old and resolution.adapter is None and parse_model(model)[0].version is None:
+            return old, Resolution(old.base)
+        for base in view.bases:
+            if base.base.digest == digest:
+                raise _not_yet(base)
         raise NotFoundError(
             f"{resolution.base.name!r} version {resolution.base.version} is registered "
             "but not served here"
@@ -158,16 +185,38 @@ class Gateway:
         """Of all bases that can be called now."""
         return tuple(self._fronts.values())
 
-    def only_front(self) -> Front:
+    def stand_in(self, digest: str) -> Front | None:
+        """The front of the version before, while this one only starts."""
+        assert self.view is not None
+        for base in self.view.bases:
+            if base.replaced_by == digest:
+                return self._fronts.get(base.base.digest)
+        return None
+
+    def only_model(self) -> str:
         """The base of a server with one base."""
-        if len(self._fronts) != 1:
-            if not self._fronts:
-                raise ServiceUnavailableError("The models are loading.", 2)
+        names = set() if self.view is None else {base.base.name for base in self.view.bases}
+        if not names:
+            raise ServiceUnavailableError("The models are loading.", 2)
+        if len(names) > 1:
             raise InvalidRequestError("model: required, more than one base is served.", "model")
-        return next(iter(self._fronts.values()))
+        return names.pop()
+
+    def served(self, digest: str) -> ServedBase | None:
+        bases = () if self.view is None else self.view.bases
+        return next((base for base in bases if base.base.digest == digest), None)
+
+    def is_settled(self, digest: str) -> bool:
+        """Whether it can be called, or never will."""
+        return digest in self._fronts or digest in self._unusable
+
+    async def change(self, timeout_s: float) -> None:
+        """Returns at the next change of what can be called, or at the time-out."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def max_model_len(self, base_digest: str) -> int | None:
-        front = self._fronts.get(base_digest)
+        front = self._fronts.get(base_digest) or self._resting.get(base_digest)
         return None if front is None else front.description.limits.max_model_len
 
     async def engine_metrics(self) -> list[bytes]:
@@ -210,13 +259,23 @@ class Gateway:
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            fronts = tuple(front.app_name for front in self._fronts.values())
+            report = IngressReport(
+                self._ingress_id,
+                self.activity.report(),
+                fronts,
+                self._asleep(),
+                self.arms.tallies(),
+            )
             try:
-                await self.manager.report.remote(
-                    IngressReport(self._ingress_id, arms=self.arms.tallies())
-                )
+                await self.manager.report.remote(report)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _asleep(self) -> tuple[tuple[str, float], ...]:
+        bases = () if self.view is None else self.view.bases
+        return tuple((base.base.digest, base.rest_id) for base in bases if base.state == "asleep")
 
     def _take(self, view: PlatformView) -> None:
         self.view = view
@@ -224,17 +283,31 @@ class Gateway:
         vetoes = {(name, digest): reason for name, digest, reason in view.canary.vetoes}
         self._traffic = read_traffic(view.catalog, running, vetoes)
         self.arms.keep({(one.name, one.digest) for one in view.catalog.adapters})
+        asleep = {b.base.digest for b in view.bases if b.state == "asleep" or b.is_waking}
+        self._once_ready -= asleep  # that nothing answers there is no illness
         for digest, front in tuple(self._fronts.items()):
             if digest not in running:
                 del self._fronts[digest]
-                logger.info("%s is not served any more", front.app_name)
+                if digest in asleep:
+                    self._resting[digest] = front
+                logger.info("%s gets no more requests", front.app_name)
+        for digest in self._resting.keys() - {base.base.digest for base in view.bases}:
+            del self._resting[digest]
         for digest, base in running.items():
-            known = self._fronts.get(digest)
-            if (known is None or known.app_name != base.app_name) and (
-                base.app_name not in self._opening
-            ):
-                task = asyncio.get_running_loop().create_task(self._open(base))
-                self._opening[base.app_name] = task
+            known = self._fronts.get(digest) or self._resting.pop(digest, None)
+            if known is not None and known.is_of(base):
+                self._admit(known)
+            elif (key := (base.app_name, base.deployed_s)) not in self._opening:
+                self._opening[key] = asyncio.get_running_loop().create_task(self._open(base))
+        self._tell()
+
+    def _admit(self, front: Front) -> None:
+        self._fronts[front.base.digest] = front
+        self._once_ready.add(front.base.digest)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _open(self, base: ServedBase) -> None:
         """Until it works or the base is not wanted any more."""
@@ -250,19 +323,34 @@ class Gateway:
                     logger.error("%s cannot be served: %s", base.app_name, error)
                     self._unusable[base.base.digest] = str(error)
                     return
-                self._fronts[base.base.digest] = front
-                self._once_ready.add(base.base.digest)
-                return
+                if self._wants(base):
+                    self._admit(front)
+                    self._tell()
+                    return
         finally:
-            del self._opening[base.app_name]
+            del self._opening[base.app_name, base.deployed_s]
 
     def _wants(self, base: ServedBase) -> bool:
         assert self.view is not None
-        return any(b.app_name == base.app_name and b.is_running for b in self.view.bases)
+        return any(
+            b.is_running and (b.app_name, b.deployed_s) == (base.app_name, base.deployed_s)
+            for b in self.view.bases
+        )
 
 
 async def _open_front(base: ServedBase) -> Front:
     handle = await asyncio.to_thread(serve.get_app_handle, base.app_name)
     description: BaseDescription = await handle.describe.remote()
     text = await asyncio.to_thread(BaseText.from_files, description.files)
-    return Front(base.base, base.app_name, handle, description, text)
+    return Front(base.base, base.app_name, handle, description, text, base.deployed_s)
+
+
+def _not_yet(base: ServedBase) -> ServiceUnavailableError:
+    name = base.base.name
+    if base.state == "failed":
+        why = f": {base.message}" if base.message else ""
+        return ServiceUnavailableError(f"The base model {name!r} does not start{why}.", 30)
+    # Running: its replica is up, our end of it opens this moment.
+    if base.state == "asleep" or base.is_waking or base.is_running:
+        return BaseAsleepError(base, ceil(base.start_s or _UNKNOWN_START_S))
+    return ServiceUnavailableError(f"The base model {name!r} is loading.", 2)

@@ -34,7 +34,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/ready", methods=_METHODS)
 async def ready(request: Request) -> Response:
-    """Every configured base model answers."""
+    """Every base model of the file answers, or sleeps. What is added later holds up nobody."""
     gateway = state_of(request).gateway
     if gateway.is_ready:
         return _status(True, "ready")

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import (
     admin_adapter_routes,
+    admin_base_routes,
     admin_canary_routes,
     admin_routes,
     completion_routes,
@@ -26,6 +27,7 @@ from serve_app import (
     webhook_routes,
 )
 from serve_app.asgi import error_response, install_error_handlers
+from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
@@ -74,6 +76,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
         health_routes,
         admin_routes,
         admin_adapter_routes,
+        admin_base_routes,
         admin_canary_routes,
         lora_routes,
         webhook_routes,
@@ -91,9 +94,9 @@ class Ingress:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
-        gateway = self._gateway
+        gateway, metrics = self._gateway, IngressMetrics(replica_id)
         shadows = Shadows(gateway.stream, gateway.arms, args.max_shadow_requests)
-        self._state = IngressState(args, gateway, IngressMetrics(replica_id), shadows, pool)
+        self._state = IngressState(args, gateway, metrics, ColdStarts(gateway), shadows, pool)
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -9,32 +9,32 @@ PlatformView by long poll. The model list comes as `user_config`: changing it re
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import re
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ray
 from ray import serve
-from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
-from registry.catalog import Catalog
+from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion
-from registry.errors import InvalidNameError, NotFoundError, RegistryUnavailableError
+from registry.errors import RegistryUnavailableError
 from registry.events import Change
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_plan import AdapterArranger
+from serve_app.base_admin import BaseChange, change_base
+from serve_app.base_plan import plan, wished
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
 from serve_app.config import ModelArgs, PlatformArgs, default_aliases
+from serve_app.fleet import Fleet
+from serve_app.ingress_metrics import join_texts
 from serve_app.registry_metrics import RegistryMetrics, log_changes
-from serve_app.replica import base_application
 from serve_app.reports import IngressReport
 from serve_app.topology import (
-    BaseSpec,
+    BaseLine,
     CanaryState,
     PlatformView,
     RegistryReader,
@@ -46,41 +46,8 @@ from serve_app.webhook_setup import announce
 
 logger = logging.getLogger(__name__)
 
-APP_PREFIX = "base--"
 _STATUS_POLL_S = 0.25  # of Serve, not of the registry: 2 ms of the controller each
-_RETRY_FAILED_S = 30.0
-_HANDOVER_S = 5.0  # after a view without an old base version, before that version is drained
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    specs: tuple[BaseSpec, ...]
-    missing: tuple[str, ...]
-
-
-def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -> Plan:
-    """Which applications the configured models mean, given what the registry holds."""
-    specs: dict[str, BaseSpec] = {}
-    missing: list[str] = []
-    for model in models:
-        try:
-            base = catalog.resolve_base(model.name)
-        except (NotFoundError, InvalidNameError):
-            missing.append(model.name)
-            continue
-        if base.digest in specs:
-            logger.error("model %s is %s, which is already served", model.name, base.name)
-            continue
-        device = model.engine.device
-        if device == "auto":
-            device = "cuda" if cluster_has_gpu else "cpu"
-        # The alias is of names only: no reason for another application.
-        dumped = model.model_dump_json(exclude={"alias"})
-        settings = hashlib.sha256(dumped.encode() + device.encode()).hexdigest()
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", base.name)
-        app_name = f"{APP_PREFIX}{name}--{base.digest[:12]}-{settings[:8]}"
-        specs[base.digest] = BaseSpec(base, model, device, app_name)
-    return Plan(tuple(specs.values()), tuple(missing))
+_HANDOVER_S = 5.0  # after a view that does not mean a version any more, before it is let go
 
 
 class Manager:
@@ -103,12 +70,9 @@ class Manager:
         self._view: PlatformView | None = None
         self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
         self._adapter_admin = AdapterAdmin()
-        self._reports: dict[str, IngressReport] = {}  # the latest, by ingress
         self._canaries = Canaries(args.canary)
+        self._fleet = Fleet(sources)
         self._changed = asyncio.Condition()
-        self._failed_s: dict[str, float] = {}  # when an application was last seen failed
-        self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
-        self._deleting: set[str] = set()
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._run())}
 
@@ -129,8 +93,26 @@ class Manager:
 
     async def report(self, report: IngressReport) -> None:
         """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
-        self._reports[report.ingress_id] = report
         self._canaries.take(report)
+        self._fleet.sleep.hear(report, asyncio.get_running_loop().time())
+
+    async def wake_base(self, digest: str) -> None:
+        """A request waits for this base."""
+        self._fleet.sleep.wake(digest, asyncio.get_running_loop().time())
+        self._watcher.news.set()  # the next round begins now
+
+    async def bases(self) -> tuple[BaseLine, ...]:
+        return self._fleet.lines
+
+    async def change_base(self, change: BaseChange) -> None:
+        """What an operator wants of a base; see `base_admin`."""
+        if self._registry is None or self._catalog is None:
+            raise RegistryUnavailableError("the registry was not read yet")
+        try:
+            await change_base(change, self._models, self._catalog, self._registry, self._fleet)
+        finally:
+            self._watcher.wake()
+            self._watcher.news.set()
 
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
@@ -161,7 +143,8 @@ class Manager:
         self._watcher.wake()
 
     async def metrics(self) -> bytes:
-        return self._registry_metrics.text()
+        bases = self._fleet.starts.text(self._fleet.lines)
+        return join_texts([self._registry_metrics.text(), bases])
 
     def _look(self) -> Catalog:
         """In a thread."""
@@ -187,6 +170,7 @@ class Manager:
         while self._registry is None or watcher.catalog is None:
             await watcher.news.wait()
             watcher.news.clear()
+        await self._fleet.meet_ingresses()
         self._canaries.open(self._registry, self._read_now)
         if (url := self._registry_args.webhook_url) is not None:
             self._tasks.add(loop.create_task(announce(self._registry, url)))
@@ -204,7 +188,7 @@ class Manager:
     def _named(self, catalog: Catalog) -> Catalog:
         """With the aliases that count here; the same object as long as nothing changed, for its
         indices' and its revision's sake."""
-        aliases = default_aliases(self._registry_args.alias, self._models)
+        aliases = self._aliases(catalog)
         known = self._catalog
         if known is None or known.default_aliases != aliases or self._watched is not catalog:
             self._watched = catalog
@@ -214,8 +198,11 @@ class Manager:
     def _read_now(self) -> Catalog:
         """In a thread: what the registry says, with the aliases that count here."""
         assert self._registry is not None
-        aliases = default_aliases(self._registry_args.alias, self._models)
-        return replace(self._registry.snapshot(), default_aliases=aliases)
+        catalog = self._registry.snapshot()
+        return replace(catalog, default_aliases=self._aliases(catalog))
+
+    def _aliases(self, catalog: Catalog) -> DefaultAliases:
+        return default_aliases(self._registry_args.alias, wished(self._models, catalog))
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:
         """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,
@@ -241,9 +228,7 @@ class Manager:
     async def _reconcile(self, catalog: Catalog, registry_error: str | None) -> None:
         has_gpu = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
         wanted = plan(self._models, catalog, has_gpu)
-        status: ServeStatus = await asyncio.to_thread(serve.status)
-        await self._create(wanted.specs, status)
-        bases = tuple(_served(spec, status) for spec in wanted.specs)
+        bases = await self._fleet.round(wanted, catalog, asyncio.get_running_loop().time())
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         latest = self._named(self._watcher.catalog or catalog)
@@ -253,25 +238,6 @@ class Manager:
         canary = self._canaries.review(latest, running.keys())
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
         self._arranger.update(latest, running)
-        if all(base.is_running for base in bases):
-            self._remove_unwanted({spec.app_name for spec in wanted.specs}, status)
-
-    async def _create(self, specs: Sequence[BaseSpec], status: ServeStatus) -> None:
-        now_s = asyncio.get_running_loop().time()
-        targets: list[serve.RunTarget] = []
-        for spec in specs:
-            app = status.applications.get(spec.app_name)
-            if app is not None and app.status == "DEPLOY_FAILED":
-                if now_s - self._failed_s.setdefault(spec.app_name, now_s) < _RETRY_FAILED_S:
-                    continue
-                del self._failed_s[spec.app_name]
-            elif app is not None:
-                continue
-            logger.info("starting %s", spec.app_name)
-            target = base_application(spec, self._sources)
-            targets.append(serve.RunTarget(target=target, name=spec.app_name, route_prefix=None))
-        if targets:
-            await asyncio.to_thread(serve.run_many, targets, wait_for_applications_running=False)
 
     async def _publish(
         self,
@@ -289,25 +255,6 @@ class Manager:
                 return
         self._show(PlatformView("", catalog, bases, missing, is_one_node, registry_error, canary))
         await self._tell()
-
-    def _remove_unwanted(self, wanted: set[str], status: ServeStatus) -> None:
-        """Called when every wanted application answers, so nothing is removed too early."""
-        now_s = asyncio.get_running_loop().time()
-        for name in status.applications:
-            if not name.startswith(APP_PREFIX) or name in wanted or name in self._deleting:
-                self._unwanted_s.pop(name, None)
-            elif now_s - self._unwanted_s.setdefault(name, now_s) > _HANDOVER_S:
-                logger.info("draining and removing %s", name)
-                self._deleting.add(name)
-                task = asyncio.get_running_loop().create_task(self._delete(name))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    async def _delete(self, name: str) -> None:
-        try:
-            await asyncio.to_thread(serve.delete, name)  # drains first: minutes
-        finally:
-            self._deleting.discard(name)
 
 
 def manager_application(args: PlatformArgs, sources: Sources) -> serve.Application:
@@ -330,17 +277,3 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
 def _about_bases(catalog: Catalog) -> tuple[object, ...]:
     """What `plan` reads of a catalog."""
     return catalog.bases, *(one for one in catalog.settings if one.key == "serve")
-
-
-def _served(spec: BaseSpec, status: ServeStatus) -> ServedBase:
-    app = status.applications.get(spec.app_name)
-    return ServedBase(
-        spec.base, spec.app_name, _is_running(app), "" if app is None else app.message
-    )
-
-
-def _is_running(app: ApplicationStatusOverview | None) -> bool:
-    if app is None or app.status == "DELETING":
-        return False
-    states = [deployment.replica_states for deployment in app.deployments.values()]
-    return any(count > 0 for state in states for name, count in state.items() if name == "RUNNING")

@@ -24,6 +24,7 @@ from registry.entities import AdapterVersion
 from serve_app.adapter_keeper import AdapterKeeper
 from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
+from serve_app.background import in_background
 from serve_app.cache_metrics import cache_text
 from serve_app.engine_actor import EngineActor
 from serve_app.ingress_metrics import join_texts
@@ -51,8 +52,8 @@ class EngineReplica:
 
     async def __init__(self, spec: BaseSpec, sources: Sources) -> None:  # type: ignore[misc]
         self._spec = spec
-        self._registry: RegistryReader = await asyncio.to_thread(sources.open_registry)
-        self._folder: Path = await asyncio.to_thread(self._registry.fetch, spec.base)
+        self._registry: RegistryReader = await in_background(sources.open_registry)
+        self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
         self._routing_load = EngineLoad()
         self._is_stopping = False
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
@@ -206,6 +207,8 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         health_check_period_s=model.health_check_period_s,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
+        # What does not start twice is told to who waits for it; the manager tries again later.
+        max_constructor_retry_count=max(2, model.replicas),
         ray_actor_options={"num_cpus": 0.01 if spec.device == "cuda" else 0},
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
     )

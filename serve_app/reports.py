@@ -24,4 +24,7 @@ class BaseActivity:
 class IngressReport:
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
+    fronts: tuple[str, ...] = ()  # applications that it sends requests to
+    # (digest, rest_id) of the bases that it sends nothing to any more
+    asleep: tuple[tuple[str, float], ...] = ()
     arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started

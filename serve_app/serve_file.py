@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import PlatformArgs
+from serve_app.config import PlatformArgs, in_words
 
 IMPORT_PATH = "serve_app.app:build"
 
@@ -47,7 +47,7 @@ def read_serve_file(path: Path) -> ServeFile:
     try:
         schema = ServeDeploySchema.model_validate(content)
     except ValidationError as error:
-        raise ServeFileError(f"{path}: {_sentence(error, '')}") from error
+        raise ServeFileError(f"{path}: {in_words(error)}") from error
     ours = [app for app in schema.applications if app.import_path == IMPORT_PATH]
     if len(ours) != 1:
         raise ServeFileError(
@@ -57,15 +57,7 @@ def read_serve_file(path: Path) -> ServeFile:
     try:
         args = PlatformArgs.model_validate(ours[0].args)
     except ValidationError as error:
-        raise ServeFileError(f"{path}: {_sentence(error, 'args.')}") from error
+        raise ServeFileError(f"{path}: {in_words(error, 'args.')}") from error
     if not args.models:
         raise ServeFileError(f"{path}: args.models names no base model to serve")
     return ServeFile(path, schema.http_options.host or "0.0.0.0", schema.http_options.port, args)
-
-
-def _sentence(error: ValidationError, prefix: str) -> str:
-    found = [
-        f"{prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
-        for one in error.errors()
-    ]
-    return "; ".join(found)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
@@ -18,6 +19,7 @@ class IngressState:
     args: IngressArgs
     gateway: Gateway
     metrics: IngressMetrics
+    cold_starts: ColdStarts
     shadows: Shadows
     tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
 

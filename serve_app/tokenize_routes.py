@@ -26,7 +26,7 @@ T = TypeVar("T")
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body = parse_body(TokenizeRequest, await read_body(request, state.args.max_body_bytes))
-    front = _front(state, body.model)
+    front = await _front(request, body.model)
     ids = await _in_pool(state, lambda: _encode(front.text, body))
     token_text = front.text.tokenizer.token_text
     return _json(
@@ -43,7 +43,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body = parse_body(DetokenizeRequest, await read_body(request, state.args.max_body_bytes))
-    tokenizer = _front(state, body.model).text.tokenizer
+    tokenizer = (await _front(request, body.model)).text.tokenizer
     for token_id in body.tokens:
         if token_id >= tokenizer.vocab_size:
             raise InvalidRequestError(
@@ -61,7 +61,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-    front = _front(state_of(request), model)
+    front = await _front(request, model)
     files = front.description.files
     info: dict[str, object] = json.loads(files.get("tokenizer_config.json", b"{}"))
     if "chat_template.jinja" in files:
@@ -69,11 +69,13 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     return _json(info | front.text.special_tokens)
 
 
-def _front(state: IngressState, model: str | None) -> Front:
+async def _front(request: Request, model: str | None) -> Front:
     """Harnesses that know one model only do not name it."""
-    if model is None:
-        return state.gateway.only_front()
-    return state.gateway.resolve(model)[0]
+    state = state_of(request)
+    named = state.gateway.only_model() if model is None else model
+    admission = await state.cold_starts.admit(named, request.receive)
+    admission.visit.leave()
+    return admission.route.front
 
 
 def _encode(text: BaseText, body: TokenizeRequest) -> list[int]:

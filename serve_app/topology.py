@@ -4,10 +4,11 @@ files and engines come from. Frozen; ignorant of HTTP. `Sources` is the seam for
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.admission import EngineLimits
 from engine.types import Request, Resident
@@ -59,6 +60,12 @@ class RegistryReader(Protocol):
     def cache_stats(self) -> CacheStats: ...
 
 
+def open_named(path: str, *arguments: object) -> RegistryReader:
+    """`path`: "module:class", imported here and not where this is handed on: MLflow takes 2.5 s."""
+    registry: RegistryReader = pkgutil.resolve_name(path)(*arguments)
+    return registry
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Where a process gets its registry and its engine. Each opens its own."""
@@ -69,6 +76,10 @@ class Sources:
     engine_factory: str
 
 
+BaseSource = Literal["file", "registry"]  # of the wish to serve it; the file's goes first
+BaseState = Literal["starting", "running", "asleep", "draining", "failed"]
+
+
 @dataclass(frozen=True, slots=True)
 class BaseSpec:
     """One base application: what an engine replica is told at its start."""
@@ -77,16 +88,52 @@ class BaseSpec:
     model: ModelArgs
     device: str  # "cpu" or "cuda", decided by the manager, which sees the cluster
     app_name: str
+    source: BaseSource = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """What a request for a base that sleeps gets."""
+
+    is_refused: bool = False  # at once; else it waits
+    timeout_s: float = 300.0
+    max_waiting: int = 256  # an ingress replica
 
 
 @dataclass(frozen=True, slots=True)
 class ServedBase:
-    """A configured base as the manager sees it now."""
+    """A base that is to be served as the manager sees it now, or the version before it."""
 
     base: BaseVersion
     app_name: str
-    is_running: bool  # at least one replica answers
+    is_running: bool  # at least one replica answers, and it is to get requests
     message: str = ""  # why not
+    state: BaseState = "starting"
+    is_waking: bool = False  # it slept, and a request waits for its start
+    rest_id: float = 0.0  # which falling asleep; ingresses say it back
+    is_awaited: bool = True  # the server is not ready without it
+    replaced_by: str = ""  # digest of its next version: this one stands in until that one answers
+    deployed_s: float = 0.0  # tells two deployments of one application apart
+    start_s: float | None = None  # what its last start took
+    cold_start: ColdStart = ColdStart()
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLine:
+    """A base as an operator is told of it."""
+
+    name: str
+    version: int | None  # None: its setting is wrong, so that no version is served
+    state: BaseState
+    message: str
+    source: BaseSource
+    replicas: int
+    idle_s: float | None  # None: not running
+    start_s: float | None
+    idle_timeout_s: float | None
+    cold_start: str
+    application: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +159,7 @@ class PlatformView:
 
     @property
     def is_ready(self) -> bool:
-        return not self.missing and all(base.is_running for base in self.bases)
+        return not self.missing and all(base.is_running for base in self.bases if base.is_awaited)
 
 
 @dataclass(frozen=True, slots=True)

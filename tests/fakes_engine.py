@@ -3,8 +3,8 @@
 Stands behind the same interface as the real one, for the side stream, the Serve tests and the
 `side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
 A prompt that begins with CRASH_TOKEN ends the process after its second token. An adapter folder
-that holds REFUSED is refused, and told in that file; one that holds FAULT has the fault named
-there: its requests end at once.
+that holds REFUSED is refused, and told in that file (a base folder with it starts no engine); one
+that holds FAULT has the fault named there: its requests end at once.
 """
 
 from __future__ import annotations
@@ -234,4 +234,6 @@ class PacedEngine:
 
 def open_paced_engine(config: EngineConfig) -> PacedEngine:
     """An EngineFactory: the pace is the `seed` of the configuration, in tokens a second."""
+    if Path(config.model_path, REFUSED).exists():
+        raise ValueError("layer 3 of the base holds NaN")
     return PacedEngine(rate=float(config.seed or 100), block_size=config.block_size)

@@ -5,6 +5,7 @@ For Serve tests whose engine is the paced one: no weights, no MLflow, the same i
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,4 +155,4 @@ def write_text_files(folder: Path) -> None:
 
 
 def _digest(text: str) -> str:
-    return text.encode().hex().ljust(64, "0")[:64]
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -7,11 +7,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from registry.catalog import Catalog
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, Setting
+from serve_app.base_plan import plan
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
-from serve_app.manager import Manager, plan
-from serve_app.topology import Sources
+from serve_app.fleet import failure_in_words
+from serve_app.manager import Manager
+from serve_app.topology import CanaryState, Sources
 from tests.fakes_registry import FolderRegistry
 
 
@@ -87,7 +91,7 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     watching = asyncio.create_task(manager._watcher.run())
     await manager._watcher.news.wait()
     known = manager._named(manager._watcher.catalog)  # type: ignore[arg-type]
-    await manager._publish(known, (), (), True, None)
+    await manager._publish(known, (), (), True, None, CanaryState())
     first = await manager.view("", 5)
     assert first is not None
     registry.set_alias("lora", "champion", 2)
@@ -96,6 +100,78 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     assert second.catalog.resolve("lora").adapter.version == 2  # type: ignore[union-attr]
     for task in (watching, *manager._tasks):
         task.cancel()
+
+
+def with_setting(value: str, *bases: BaseVersion, name: str = "b") -> Catalog:
+    return Catalog(bases, settings=(Setting(name, "serve", value), Setting(name, "pin", "true")))
+
+
+def test_a_setting_in_the_registry_serves_a_base_that_no_file_names() -> None:
+    catalog = with_setting('{"replicas": 2, "engine": {"seed": 7}}', base("a"), base("b"))
+    first, second = plan([ModelArgs(name="a")], catalog, cluster_has_gpu=False).specs
+    assert (first.base.name, first.source) == ("a", "file")
+    assert (second.base.name, second.source) == ("b", "registry")
+    assert (second.model.replicas, second.model.engine.seed) == (2, 7)
+
+
+def test_an_added_base_follows_its_alias_and_keeps_its_application_when_it_moves_to_the_file() -> (
+    None
+):
+    catalog = with_setting("{}", base("b", 1), base("b", 2, alias="champion"), base("b", 3))
+    (added,) = plan([], catalog, cluster_has_gpu=False).specs
+    assert added.base.version == 2
+    (named,) = plan([ModelArgs(name="b")], catalog, cluster_has_gpu=False).specs
+    assert (named.source, named.app_name) == ("file", added.app_name)
+
+
+def test_the_file_wins_where_both_name_a_base() -> None:
+    catalog = with_setting('{"replicas": 9}', base("b", 1), base("b", 2))
+    (spec,) = plan([ModelArgs(name="b@1")], catalog, cluster_has_gpu=False).specs
+    assert (spec.base.version, spec.model.replicas, spec.source) == (1, 1, "file")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"name": "c"}', "name"),
+        ('{"replicas": 0}', "replicas"),
+        ('{"engine": {"block_size": "x"}}', "engine.block_size"),
+        ('{"unknown": 1}', "unknown"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_words_and_holds_up_nobody(value: str, words: str) -> None:
+    wanted = plan([ModelArgs(name="a")], with_setting(value, base("a"), base("b")), False)
+    assert [spec.base.name for spec in wanted.specs] == ["a"]
+    assert [one.name for one in wanted.refused] == ["b"]
+    assert words in wanted.refused[0].reason
+    assert wanted.missing == ()
+
+
+def test_a_setting_of_what_is_no_base_is_refused() -> None:
+    wanted = plan([], with_setting("{}", base("a")), cluster_has_gpu=False)
+    assert (wanted.specs, wanted.missing) == ((), ())
+    assert "no base model is named 'b'" in wanted.refused[0].reason
+
+
+def test_when_to_sleep_is_no_matter_of_the_application() -> None:
+    catalog = Catalog((base(),))
+    sleepy = ModelArgs(name="a", idle_timeout_s=5, cold_start="refuse", cold_start_timeout_s=9)
+    assert app_names(catalog, sleepy) == app_names(catalog, ModelArgs(name="a"))
+
+
+def test_the_reason_of_a_failed_start_is_found_in_serves_message() -> None:
+    message = """A replica failed to start with exception. Retrying 1 more time(s). Error:
+ray::ServeReplica:base--a--61-ba:engine.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
+  File "replica.py", line 70, in __init__
+    raise root_cause(error) from None
+ValueError: layer 3 of the base holds NaN"""
+    assert failure_in_words(["The deployments ['engine'] are UPDATING.", message]) == (
+        "layer 3 of the base holds NaN"
+    )
+    assert failure_in_words(["", "The deployments ['engine'] are UPDATING."]) == ""
 
 
 async def test_a_manager_that_was_not_told_its_models_has_no_view(tmp_path: Path) -> None:

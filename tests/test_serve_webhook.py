@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -102,18 +103,18 @@ def test_what_was_not_signed_so_is_refused(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "signing",
     [
-        headers(secret="another secret"),
-        headers(body=b"{}"),
-        headers(age_s=webhooks.MAX_AGE_S + 10),
-        headers(age_s=-webhooks.MAX_AGE_S - 10),
+        {"secret": "another secret"},
+        {"body": b"{}"},
+        {"age_s": webhooks.MAX_AGE_S + 10},
+        {"age_s": -webhooks.MAX_AGE_S - 10},
     ],
 )
 def test_another_secret_another_body_and_another_day_are_refused(
-    client: TestClient, manager: FakeManager, given: dict[str, str]
+    client: TestClient, manager: FakeManager, signing: dict[str, Any]
 ) -> None:
-    assert client.post(PATH, content=BODY, headers=given).status_code == 401
+    assert client.post(PATH, content=BODY, headers=headers(**signing)).status_code == 401
     assert manager.num_wakes == 0
 
 

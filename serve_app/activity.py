@@ -1,0 +1,51 @@
+"""Which bases this ingress has open requests for, and since when it has none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serve_app.reports import BaseActivity
+
+
+@dataclass(slots=True)
+class _Count:
+    num_open: int = 0
+    last_s: float = 0.0
+
+
+class Activity:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: dict[str, _Count] = {}  # by base digest
+
+    def enter(self, digest: str) -> Visit:
+        self._counts.setdefault(digest, _Count()).num_open += 1
+        return Visit(self, digest)
+
+    def report(self) -> tuple[BaseActivity, ...]:
+        now_s = self._clock()
+        return tuple(
+            BaseActivity(digest, count.num_open, 0.0 if count.num_open else now_s - count.last_s)
+            for digest, count in self._counts.items()
+        )
+
+    def _leave(self, digest: str) -> None:
+        count = self._counts[digest]
+        count.num_open -= 1
+        count.last_s = self._clock()
+
+
+@dataclass(slots=True)
+class Visit:
+    """One request that is open; `leave` it once or more often."""
+
+    _activity: Activity
+    _digest: str
+    _is_open: bool = field(default=True)
+
+    def leave(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._activity._leave(self._digest)

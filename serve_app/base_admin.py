@@ -1,0 +1,80 @@
+"""What an operator may ask of a base: serve it, serve it no more, let it sleep, wake it.
+
+The first two are written into the registry, where every manager finds them; the others are of the
+moment. A base that the file names is the file's: only sleep and wake are for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from registry.catalog import Catalog
+from registry.errors import NotFoundError
+from serve_app.base_plan import SERVE, file_names, parse_setting
+from serve_app.config import ModelArgs
+from serve_app.errors import ConflictError
+from serve_app.fleet import Fleet
+from serve_app.topology import BaseLine, RegistryReader
+
+
+@dataclass(frozen=True, slots=True)
+class BaseChange:
+    kind: Literal["add", "remove", "sleep", "wake"]
+    name: str  # of the registered model
+    setting: str = "{}"  # for add: JSON of a ModelArgs without its name
+
+
+async def change_base(
+    change: BaseChange,
+    models: Sequence[ModelArgs],
+    catalog: Catalog,
+    registry: RegistryReader,
+    fleet: Fleet,
+) -> None:
+    """Raises NotFoundError, ConflictError or a RegistryError."""
+    if change.kind in ("add", "remove"):
+        await _write(change, models, catalog, registry)
+        return
+    now_s = asyncio.get_running_loop().time()
+    line = _line(change.name, fleet)
+    if change.kind == "wake":
+        fleet.sleep.wake(line.digest, now_s)
+    elif line.state == "running":
+        if num_open := fleet.sleep.num_open(line.digest, now_s):
+            raise ConflictError(
+                f"{change.name!r} has {num_open} open requests: it cannot sleep now"
+            )
+        fleet.sleep.rest(line.digest, now_s)
+    elif line.state != "asleep":
+        raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
+
+
+async def _write(
+    change: BaseChange,
+    models: Sequence[ModelArgs],
+    catalog: Catalog,
+    registry: RegistryReader,
+) -> None:
+    name = change.name
+    if name in file_names(models):
+        raise ConflictError(
+            f"{name!r} is named by the configuration file's models: change it there"
+        )
+    if change.kind == "remove":
+        if catalog.setting(name, SERVE) is None:
+            raise NotFoundError(f"no admin call asked to serve a base {name!r}")
+        await asyncio.to_thread(registry.set_setting, name, SERVE, None)
+        return
+    parse_setting(name, change.setting)  # the caller has checked it: nothing else gets in
+    catalog.resolve_base(name)
+    await asyncio.to_thread(registry.set_setting, name, SERVE, change.setting)
+
+
+def _line(name: str, fleet: Fleet) -> BaseLine:
+    lines = [line for line in fleet.lines if line.name == name and line.state != "draining"]
+    if not lines or not lines[0].digest:
+        raise NotFoundError(f"no base {name!r} is served here")
+    return lines[0]

@@ -1,0 +1,169 @@
+"""When a base sleeps and wakes, moment by moment, without Serve."""
+
+from __future__ import annotations
+
+from serve_app.activity import Activity
+from serve_app.base_sleep import SleepKeeper
+from serve_app.reports import BaseActivity, IngressReport
+
+BASE = "b" * 64
+
+
+class World:
+    """One keeper and its ingresses; time passes only when it is told to."""
+
+    def __init__(self, idle_timeout_s: float | None = 10.0) -> None:
+        self.keeper = SleepKeeper()
+        self.idle_timeout_s = idle_timeout_s
+        self.now_s = 100.0
+        self.is_running = True
+
+    def tick(self, seconds: float = 0.25) -> str:
+        self.now_s += seconds
+        return self.keeper.step(BASE, self.is_running, self.idle_timeout_s, self.now_s)
+
+    def hear(
+        self, ingress: str = "one", num_open: int = 0, idle_s: float = 99.0, lets_go: bool = False
+    ) -> None:
+        asleep = ((BASE, self.keeper.rest_id(BASE)),) if lets_go else ()
+        bases = (BaseActivity(BASE, num_open, idle_s),)
+        self.keeper.hear(IngressReport(ingress, bases, (), asleep), self.now_s)
+
+    def drowsy(self) -> None:
+        self.tick()
+        self.tick(10.0)
+        self.hear()
+        assert self.tick(0.1) == "drowsy"
+
+
+def test_an_idle_base_sleeps_once_its_ingress_let_go() -> None:
+    world = World()
+    world.drowsy()
+    world.hear(lets_go=False)
+    assert world.tick() == "drowsy"
+    world.hear(lets_go=True)
+    assert world.tick() == "asleep"
+    world.is_running = False
+    assert world.tick(1000.0) == "asleep"
+
+
+def test_it_stays_awake_without_a_limit_before_it_and_while_a_request_is_open() -> None:
+    never, early, busy = World(None), World(), World()
+    for world in (never, early, busy):
+        world.tick()
+    for _ in range(40):
+        never.hear()
+        assert never.tick(1.0) == "awake"
+        busy.hear(num_open=1, idle_s=0.0)
+        assert busy.tick(1.0) == "awake"
+    early.hear()
+    assert early.tick(9.0) == "awake"
+
+
+def test_the_last_request_at_any_ingress_counts() -> None:
+    world = World()
+    world.tick(0.0)
+    for _ in range(20):
+        world.now_s += 1.0
+        world.hear("one", idle_s=50.0)
+        world.hear("two", idle_s=3.0)
+        assert world.tick(0.0) == "awake"
+
+
+def test_nothing_sleeps_while_no_ingress_is_heard() -> None:
+    world = World()
+    world.tick()
+    assert world.tick(1000.0) == "awake"
+    world.hear()
+    world.now_s += 6.0  # it has gone
+    assert world.tick() == "awake"
+
+
+def test_a_request_in_the_hand_over_calls_sleep_off() -> None:
+    by_report, by_wake = World(), World()
+    by_report.drowsy()
+    by_report.hear(num_open=1, idle_s=0.0)
+    assert by_report.tick() == "awake"
+    by_wake.drowsy()
+    by_wake.hear(lets_go=True)
+    by_wake.keeper.wake(BASE, by_wake.now_s)
+    assert by_wake.tick() == "awake"
+    assert by_wake.tick(5.0) == "awake"  # its idle time begins anew
+
+
+def test_letting_go_of_an_earlier_sleep_does_not_count_for_this_one() -> None:
+    world = World()
+    world.drowsy()
+    earlier = world.keeper.rest_id(BASE)
+    world.keeper.wake(BASE, world.now_s)
+    world.tick()
+    world.keeper.rest(BASE, world.now_s)
+    world.keeper.hear(IngressReport("one", (), (), ((BASE, earlier),)), world.now_s)
+    assert world.tick() == "drowsy"
+    world.hear(lets_go=True)
+    assert world.tick() == "asleep"
+
+
+def test_every_ingress_has_to_let_go_but_one_that_is_gone() -> None:
+    world = World()
+    world.drowsy()
+    world.hear("two", lets_go=False)
+    world.hear("one", lets_go=True)
+    assert world.tick() == "drowsy"
+    world.now_s += 4.0
+    world.hear("one", lets_go=True)
+    world.now_s += 2.0
+    assert world.tick() == "asleep"
+
+
+def test_an_ingress_that_never_lets_go_keeps_the_base_awake() -> None:
+    world = World()
+    world.drowsy()
+    phases = []
+    for _ in range(20):
+        world.hear()
+        phases.append(world.tick(1.0))
+    assert "asleep" not in phases
+    assert "awake" in phases
+
+
+def test_a_woken_base_is_awake_when_it_runs() -> None:
+    world = World()
+    world.drowsy()
+    world.hear(lets_go=True)
+    world.tick()
+    world.is_running = False
+    world.tick()
+    world.keeper.wake(BASE, world.now_s)
+    assert world.tick() == "waking"
+    world.is_running = True
+    assert world.tick() == "awake"
+    world.hear()
+    assert world.tick(9.0) == "awake"
+
+
+def test_an_engine_that_dies_is_not_asleep() -> None:
+    world = World()
+    world.drowsy()
+    world.is_running = False
+    assert world.tick() == "awake"
+
+
+def test_a_new_manager_leaves_asleep_what_slept() -> None:
+    keeper = SleepKeeper()
+    keeper.hear(IngressReport("one", (), (), ((BASE, 7.0),)), 1.0)
+    keeper.adopt(1.1)
+    assert keeper.phase(BASE) == "asleep"
+    assert keeper.step(BASE, False, 10.0, 2.0) == "asleep"
+
+
+def test_an_ingress_counts_what_is_open_and_how_long_nothing_was() -> None:
+    now_s = 5.0
+    activity = Activity(lambda: now_s)
+    first, second = activity.enter(BASE), activity.enter(BASE)
+    first.leave()
+    first.leave()
+    assert activity.report() == (BaseActivity(BASE, 1, 0.0),)
+    second.leave()
+    now_s = 8.0
+    assert activity.report() == (BaseActivity(BASE, 0, 3.0),)

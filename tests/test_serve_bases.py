@@ -1,0 +1,295 @@
+"""Bases that come and go while the server runs, over HTTP, with the paced engine: added and removed
+by an operator, asleep when idle, woken by a request.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from registry.catalog import Catalog
+from serve_app import cli
+from serve_app.config import ADMIN_TOKEN
+from tests.fakes_engine import REFUSED
+from tests.fakes_registry import FolderRegistry
+from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, rig_args, wait_ready
+
+pytestmark = pytest.mark.serve
+
+SECOND = "second"
+NAPPER = "napper"  # sleeps soon
+NAP = {"idle_timeout_s": 0.3}
+ENGINE = {"seed": 200}
+LIMITS = {"graceful_shutdown_timeout_s": 5, "health_check_period_s": 1}
+
+
+@pytest.fixture(scope="module")
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    folder = tmp_path_factory.mktemp("registry")
+    registry = FolderRegistry(folder)
+    bases = tuple(registry.add_base(name) for name in (RIG_BASE, SECOND, NAPPER))
+    running = deploy(serve_port, rig_args(200.0, RIG_BASE), folder, Catalog(bases))
+    wait_ready(running)
+    return running
+
+
+@pytest.fixture
+def client(rig: Rig) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=rig.url, timeout=60) as connection:
+        yield connection
+
+
+@pytest.fixture
+def admin(rig: Rig) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {RIG_TOKEN}"}
+    with httpx.Client(base_url=f"{rig.url}/admin", timeout=60, headers=headers) as connection:
+        yield connection
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def ask(client: httpx.Client, model: str, **fields: object) -> httpx.Response:
+    body = {"model": model, "prompt": "abc", "max_tokens": 5} | fields
+    return client.post("/v1/completions", json=body)
+
+
+def line(admin: httpx.Client, name: str) -> dict[str, object] | None:
+    lines = admin.get("/bases").json()["bases"]
+    return next((one for one in lines if one["name"] == name), None)
+
+
+def state(admin: httpx.Client, name: str) -> object:
+    found = line(admin, name)
+    return None if found is None else found["state"]
+
+
+def add(admin: httpx.Client, name: str, **settings: object) -> None:
+    body = {"name": name, "engine": ENGINE, **LIMITS, **settings}
+    answer = admin.post("/bases", json=body)
+    assert answer.status_code == 202, answer.text
+
+
+def is_stopped(name: str) -> bool:
+    """No application, hence no process and no memory of its engines."""
+    apps = serve.status().applications
+    return not any(app.startswith(f"base--{name}--") for app in apps)
+
+
+@pytest.fixture
+def napper(admin: httpx.Client) -> str:
+    """It runs, sleeps or wakes; the first test that asks has it started."""
+    if line(admin, NAPPER) is None:
+        add(admin, NAPPER, **NAP)
+        eventually(lambda: line(admin, NAPPER) is not None)
+    return NAPPER
+
+
+Commands = Callable[..., str]
+
+
+@pytest.fixture
+def commands(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Commands:
+    """`loraplex bases ...`: what it prints, or its complaint."""
+    monkeypatch.setenv(ADMIN_TOKEN, RIG_TOKEN)
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bases", *words, "--url", rig.url])
+        printed = capsys.readouterr()
+        return printed.out if not ended.value.code else printed.err
+
+    return run
+
+
+def sleeps(admin: httpx.Client, name: str) -> bool:
+    return state(admin, name) == "asleep" and is_stopped(name)
+
+
+# Added and removed
+
+
+def test_a_base_comes_and_goes_while_another_streams(
+    rig: Rig, client: httpx.Client, admin: httpx.Client, commands: Commands
+) -> None:
+    assert ask(client, SECOND).status_code == 404
+    body = {"model": RIG_BASE, "prompt": "abcd", "max_tokens": 2400, "stream": True}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=rig.url, timeout=60) as other,
+        client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        seed = ("--engine", "seed=200")
+        assert "is running" in commands("add", SECOND, *seed, "--idle-timeout", "600", "--wait")
+        assert other.get("/ready").status_code == 200
+        assert ask(other, SECOND).status_code == 200
+        found = line(admin, SECOND)
+        assert found is not None
+        assert (found["source"], found["idle_timeout_s"]) == ("registry", 600)
+        in_flight = pool.submit(ask, other, SECOND, max_tokens=800)  # four seconds
+        eventually(lambda: (line(admin, SECOND) or {}).get("idle_s") == 0)
+        assert "drained" in commands("remove", SECOND)
+        eventually(lambda: ask(other, SECOND).status_code == 404)
+        eventually(lambda: state(admin, SECOND) == "draining")
+        assert in_flight.result().json()["usage"]["completion_tokens"] == 800
+        assert (
+            "".join(
+                json.loads(text[6:])["choices"][0]["text"]
+                for text in stream.iter_lines()
+                if text.startswith("data: {")
+            )
+            == "abcd" * 600
+        )
+    eventually(lambda: line(admin, SECOND) is None)
+
+
+def test_what_cannot_be_served_is_refused_in_words(admin: httpx.Client, commands: Commands) -> None:
+    def refusal(answer: httpx.Response) -> tuple[int, str]:
+        return answer.status_code, answer.json()["error"]["message"]
+
+    wrong = admin.post("/bases", json={"name": SECOND, "engine": {"block_size": 0}})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "engine.block_size"
+    status, words = refusal(admin.post("/bases", json={"name": "nobody"}))
+    assert (status, "nobody" in words) == (404, True)
+    status, words = refusal(admin.post("/bases", json={"name": RIG_BASE}))
+    assert (status, "configuration file" in words) == (409, True)
+    status, words = refusal(admin.delete(f"/bases/{RIG_BASE}"))
+    assert (status, "configuration file" in words) == (409, True)
+    assert "engine.seed" in commands("add", SECOND, "--engine", "seed=quick")
+    assert refusal(admin.delete("/bases/nobody"))[0] == 404
+    assert refusal(admin.post("/bases/nobody/sleep"))[0] == 404
+
+
+def test_a_wrong_setting_is_told_and_disturbs_nobody(
+    rig: Rig, client: httpx.Client, admin: httpx.Client
+) -> None:
+    rig.registry.set_setting(SECOND, "serve", '{"replicas": 0}')
+    eventually(lambda: state(admin, SECOND) == "failed")
+    found = line(admin, SECOND)
+    assert found is not None
+    assert "replicas" in str(found["message"])
+    assert ask(client, RIG_BASE).status_code == 200
+    assert client.get("/ready").status_code == 200
+    rig.registry.set_setting(SECOND, "serve", None)
+    eventually(lambda: line(admin, SECOND) is None)
+
+
+# Sleep
+
+
+def test_an_idle_base_sleeps_and_a_request_wakes_it(
+    client: httpx.Client, admin: httpx.Client, napper: str
+) -> None:
+    eventually(lambda: sleeps(admin, napper))
+    assert client.get("/ready").status_code == client.get("/health").status_code == 200
+    assert napper in {model["id"] for model in client.get("/v1/models").json()["data"]}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: ask(client, napper), range(8)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {"abcab"}
+    text = client.get("/metrics").text
+    assert f'loraplex_base_cold_starts_total{{base="{napper}"}} 1.0' in text
+    assert f'loraplex_base_state{{base="{RIG_BASE}",state="running"}} 1.0' in text
+    assert f'loraplex_base_start_seconds_count{{base="{napper}"}} 2.0' in text
+    eventually(lambda: state(admin, napper) == "asleep")
+
+
+def test_no_request_fails_while_a_base_falls_asleep_and_wakes_again_and_again(
+    rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
+) -> None:
+    with httpx.Client(base_url=rig.url, timeout=60) as own:
+        statuses = []
+        for pause_s in (0.4, 0.8, 1.2, 1.6):  # at every moment of falling asleep
+            statuses.append(ask(own, napper).status_code)
+            time.sleep(pause_s)
+    assert statuses == [200] * 4
+
+
+def test_a_base_that_refuses_cold_starts_says_when_to_come_back(
+    client: httpx.Client, admin: httpx.Client, napper: str
+) -> None:
+    add(admin, napper, **NAP, cold_start="refuse")
+    eventually(lambda: (line(admin, napper) or {}).get("cold_start") == "refuse")
+    eventually(lambda: sleeps(admin, napper))
+    refused = ask(client, napper)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    eventually(lambda: ask(client, napper).status_code == 200)
+    add(admin, napper, **NAP)
+    eventually(lambda: (line(admin, napper) or {}).get("cold_start") == "wait")
+
+
+def test_a_waiting_client_that_leaves_is_forgotten_at_once(
+    rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
+) -> None:
+    eventually(lambda: sleeps(admin, napper))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{rig.url}/v1/completions",
+            json={"model": napper, "prompt": "abc"},
+            timeout=0.3,
+        )
+    eventually(lambda: 'loraplex_client_disconnects_total{ingress="' in client.get("/metrics").text)
+    eventually(lambda: state(admin, napper) == "running")
+    eventually(lambda: state(admin, napper) == "asleep")  # nobody is counted as open
+
+
+def test_an_operator_puts_a_base_to_sleep_and_wakes_it(
+    rig: Rig, client: httpx.Client, commands: Commands
+) -> None:
+    assert "is asleep" in commands("sleep", RIG_BASE, "--wait")
+    assert client.get("/ready").status_code == 200
+    assert "asleep" in commands("list")
+    assert "is running" in commands("wake", RIG_BASE, "--wait")
+    assert ask(client, RIG_BASE).status_code == 200
+
+
+def test_a_manager_that_died_knows_what_was_added_and_what_sleeps(
+    client: httpx.Client, admin: httpx.Client, napper: str
+) -> None:
+    eventually(lambda: sleeps(admin, napper))
+    manager = next(
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if "api#manager" in actor["name"]
+    )
+    ray.kill(ray.get_actor(manager, namespace="serve"), no_restart=True)
+    assert ask(client, RIG_BASE).status_code == 200
+
+    def is_back() -> bool:
+        answer = admin.get("/bases", timeout=5)
+        return {one["name"] for one in answer.json().get("bases", ())} >= {RIG_BASE, napper}
+
+    eventually(is_back)
+    assert sleeps(admin, napper)
+    assert ask(client, napper).status_code == 200
+
+
+def test_a_base_that_does_not_wake_says_why(
+    rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
+) -> None:
+    eventually(lambda: sleeps(admin, napper))
+    base = next(one for one in rig.registry.snapshot().bases if one.name == napper)
+    mark = rig.registry.folder / base.digest / REFUSED
+    mark.touch()
+    answer = ask(client, napper)
+    mark.unlink()
+    assert answer.status_code == 503
+    assert "layer 3 of the base holds NaN" in answer.json()["error"]["message"]
+    assert "Traceback" not in answer.text
+    assert ask(client, RIG_BASE).status_code == 200
+    assert client.get("/health").status_code == 200

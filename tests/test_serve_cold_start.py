@@ -1,0 +1,174 @@
+"""What a request for a base that sleeps gets, at one ingress, without Serve."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message
+
+from engine.admission import EngineLimits
+from registry.catalog import Catalog
+from registry.entities import BaseVersion
+from registry.errors import NotFoundError
+from serve_app.asgi import ClientGoneError
+from serve_app.cold_start import ColdStarts
+from serve_app.errors import OverloadedError, ServiceUnavailableError
+from serve_app.gateway import Front, Gateway
+from serve_app.text import BaseText
+from serve_app.topology import BaseDescription, ColdStart, PlatformView, ServedBase
+
+BASE = BaseVersion("a", 1, "a" * 64, "")
+ASLEEP = ServedBase(BASE, "app", False, state="asleep", start_s=6.2)
+
+
+class Manager:
+    """Stands in for the manager's handle: `wake_base.remote`."""
+
+    def __init__(self) -> None:
+        self.woken: list[str] = []
+        self.wake_base = self
+
+    async def remote(self, digest: str) -> None:
+        self.woken.append(digest)
+
+
+class World:
+    def __init__(self, base: ServedBase = ASLEEP) -> None:
+        self.manager = Manager()
+        self.gateway = Gateway(cast("DeploymentHandle[object]", self.manager), "ingress")
+        self.cold_starts = ColdStarts(self.gateway)
+        self.left = asyncio.Event()
+        self.see(base)
+
+    def see(self, *bases: ServedBase) -> None:
+        self.gateway._take(PlatformView("1", Catalog((BASE,)), bases, (), True, None))
+
+    def come_up(self) -> None:
+        running = replace(ASLEEP, is_running=True, state="running", deployed_s=2.0)
+        description = BaseDescription({}, EngineLimits(64, 64, 64))
+        handle = cast("DeploymentHandle[object]", None)
+        text = cast("BaseText", None)
+        self.gateway._resting[BASE.digest] = Front(BASE, "app", handle, description, text, 2.0)
+        self.see(running)
+
+    async def receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    def ask(self) -> asyncio.Task[object]:
+        admit = self.cold_starts.admit("a", self.receive)
+        return asyncio.get_running_loop().create_task(admit)
+
+    @property
+    def num_open(self) -> int:
+        return sum(base.num_open for base in self.gateway.activity.report())
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_requests_wait_wake_it_once_and_go_on_when_it_answers() -> None:
+    world = World()
+    asked = [world.ask() for _ in range(3)]
+    await settle()
+    assert world.manager.woken == [BASE.digest]
+    assert world.num_open == 3
+    world.see(replace(ASLEEP, state="starting", is_waking=True))
+    await settle()
+    assert not any(task.done() for task in asked)
+    world.come_up()
+    await asyncio.gather(*asked)
+    assert world.num_open == 3  # until each is left
+    assert world.gateway.is_healthy
+
+
+async def test_more_than_may_wait_are_told_to_come_back() -> None:
+    world = World(replace(ASLEEP, cold_start=ColdStart(max_waiting=1)))
+    first = world.ask()
+    await settle()
+    with pytest.raises(OverloadedError) as refused:
+        await world.ask()
+    assert refused.value.retry_after_s == 7
+    world.come_up()
+    await first
+
+
+async def test_a_base_that_lets_nobody_wait_is_woken_all_the_same() -> None:
+    world = World(replace(ASLEEP, cold_start=ColdStart(is_refused=True)))
+    with pytest.raises(ServiceUnavailableError) as refused:
+        await world.ask()
+    await settle()
+    assert refused.value.retry_after_s == 7
+    assert world.manager.woken == [BASE.digest]
+    assert world.num_open == 0
+
+
+async def test_who_waits_is_told_why_it_does_not_start() -> None:
+    world = World()
+    asked = world.ask()
+    await settle()
+    world.see(replace(ASLEEP, state="failed", is_waking=True, message="no memory is left"))
+    with pytest.raises(ServiceUnavailableError, match="no memory is left"):
+        await asked
+    assert world.num_open == 0
+
+
+async def test_who_waits_for_a_base_that_is_removed_is_told_so() -> None:
+    world = World()
+    asked = world.ask()
+    await settle()
+    world.see()
+    with pytest.raises(NotFoundError):
+        await asked
+
+
+async def test_the_wait_has_an_end() -> None:
+    world = World(replace(ASLEEP, cold_start=ColdStart(timeout_s=0.01)))
+    with pytest.raises(ServiceUnavailableError, match="did not start within 1 s"):
+        await world.ask()
+    assert world.num_open == 0
+
+
+async def test_a_client_that_leaves_waits_no_longer() -> None:
+    world = World()
+    asked = world.ask()
+    await settle()
+    world.left.set()
+    with pytest.raises(ClientGoneError):
+        await asked
+    assert world.num_open == 0
+
+
+async def test_sleep_that_was_called_off_costs_nothing() -> None:
+    world = World(ServedBase(BASE, "app", False, state="asleep", rest_id=5.0, deployed_s=2.0))
+    assert world.gateway._asleep() == ((BASE.digest, 5.0),)
+    asked = world.ask()
+    await settle()
+    world.come_up()
+    await settle()
+    assert asked.done()
+    await asked
+
+
+async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
+    old = replace(BASE, version=1, digest="0" * 64)
+    world = World()
+    description = BaseDescription({}, EngineLimits(64, 64, 64))
+    handle, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
+    front = Front(old, "old", handle, description, text, 0.0)
+    world.gateway._fronts[old.digest] = front
+    new = replace(BASE, version=2)
+    starts = ServedBase(new, "app", False, is_awaited=False)
+    stands = ServedBase(old, "old", True, state="running", replaced_by=new.digest)
+    catalog = Catalog((old, new))
+    world.gateway._take(PlatformView("2", catalog, (starts, stands), (), True, None))
+    assert world.gateway.is_ready
+    assert world.gateway.resolve("a")[0] is front
+    with pytest.raises(ServiceUnavailableError):
+        world.gateway.resolve("a@2")

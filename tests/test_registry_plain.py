@@ -184,6 +184,6 @@ def test_broken_adapter_is_rejected_with_the_reason(
 def test_plain_runs_in_a_new_embedded_store_keep_their_files_beside_it(tmp_path: Path) -> None:
     home = tmp_path / "new"
     uri = f"sqlite:///{home / 'mlflow.db'}"
-    Registry(uri)
+    Registry(uri).snapshot()
     default = MlflowClient(uri).get_experiment("0")
     assert default.artifact_location.startswith((home / "artifacts").as_uri())

@@ -19,7 +19,7 @@ from registry import listing
 from registry.client import Registry
 from registry.entities import AdapterFacts, BaseVersion
 from registry.flavor import ADAPTER_CONFIG
-from registry.manifest import no_progress, scan_folder
+from registry.manifest import MAX_ADAPTER_BYTES, no_progress, scan_folder
 from registry.publish import Publication, publish
 from registry.store import MlflowStore
 from serve_app import config
@@ -82,5 +82,5 @@ def _publication(home: Path, base: BaseVersion, index: int) -> Publication:
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings))
     targets = tuple(sorted(module.split(".")[1] for module in SHAPE.linears))
     facts = listing.adapter_tags(AdapterFacts(RANK, targets), base)
-    manifest = scan_folder(folder, ADAPTER_CONFIG, no_progress)
+    manifest = scan_folder(folder, ADAPTER_CONFIG, MAX_ADAPTER_BYTES)
     return Publication(folder, name, "adapter", manifest, facts, (), None, False, base.name)

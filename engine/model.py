@@ -50,27 +50,64 @@ class Model:
 
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
         """-> [rows whose logits are wanted, H], normed. Writes K and V of all tokens."""
-        eps = self.config.rms_norm_eps
-        residual = self._embed(inputs, pool)  # [T, H]
-        layers = self.weights.layers
-        hidden = rms_norm(residual, layers[0].input_norm, eps)
-        for i, layer in enumerate(layers):
-            q = self._project(i, hidden, inputs, kv, pool)
-            window = self.config.sliding_windows[i]
-            attended = paged_attention(
-                q, kv.k[i], kv.v[i], inputs.attention, self._scale, window
-            ).flatten(1)
-            o_site, down_site = self._layer_sites[i][1], self._layer_sites[i][3]
-            hidden = self._linear(attended, layer.o, layer.o_bias, o_site, inputs.lora, pool)
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, eps)
-            hidden = self._gate(i, hidden, inputs.lora, pool)
-            hidden = self._linear(hidden, layer.down, layer.down_bias, down_site, inputs.lora, pool)
-            if i + 1 < len(layers):
-                hidden, residual = add_rms_norm(hidden, residual, layers[i + 1].input_norm, eps)
+        hidden, residual = None, self.embed(inputs, pool)
+        for i in range(self.config.num_layers):
+            q, residual = self.before_attention(i, hidden, residual, inputs, kv, pool)
+            attended = self.attend(i, q, inputs, kv)
+            hidden, residual = self.after_attention(i, attended, residual, inputs, pool)
+        assert hidden is not None
+        return self.finish(hidden, residual, inputs)
+
+    def before_attention(
+        self,
+        index: int,
+        hidden: torch.Tensor | None,  # [T, H] what the layer before adds; None: there is none
+        residual: torch.Tensor,  # [T, H]
+        inputs: ForwardInputs,
+        kv: KVCache,
+        pool: AdapterPool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> rotated q [T, Hq, D], residual. K and V are in the cache."""
+        norm, eps = self.weights.layers[index].input_norm, self.config.rms_norm_eps
+        if hidden is None:
+            hidden = rms_norm(residual, norm, eps)
+        else:
+            hidden, residual = add_rms_norm(hidden, residual, norm, eps)
+        return self._project(index, hidden, inputs, kv, pool), residual
+
+    def attend(
+        self, index: int, q: torch.Tensor, inputs: ForwardInputs, kv: KVCache
+    ) -> torch.Tensor:
+        """-> [T, Hq * D]"""
+        window = self.config.sliding_windows[index]
+        return paged_attention(
+            q, kv.k[index], kv.v[index], inputs.attention, self._scale, window
+        ).flatten(1)
+
+    def after_attention(
+        self,
+        index: int,
+        attended: torch.Tensor,  # [T, Hq * D]
+        residual: torch.Tensor,
+        inputs: ForwardInputs,
+        pool: AdapterPool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> what the layer adds to the residual, residual."""
+        layer, lora = self.weights.layers[index], inputs.lora
+        o_site, down_site = self._layer_sites[index][1], self._layer_sites[index][3]
+        hidden = self._linear(attended, layer.o, layer.o_bias, o_site, lora, pool)
+        hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, self.config.rms_norm_eps)
+        hidden = self._gate(index, hidden, lora, pool)
+        return self._linear(hidden, layer.down, layer.down_bias, down_site, lora, pool), residual
+
+    def finish(
+        self, hidden: torch.Tensor, residual: torch.Tensor, inputs: ForwardInputs
+    ) -> torch.Tensor:
+        """-> [rows whose logits are wanted, H], normed."""
         if inputs.logit_rows is not None:
             hidden = hidden.index_select(0, inputs.logit_rows)
             residual = residual.index_select(0, inputs.logit_rows)
-        return add_rms_norm(hidden, residual, self.weights.norm, eps)[0]
+        return add_rms_norm(hidden, residual, self.weights.norm, self.config.rms_norm_eps)[0]
 
     def logits(
         self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
@@ -88,7 +125,7 @@ class Model:
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows), pool)
         return logits
 
-    def _embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
+    def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
         if in_flight is None:
             embedded = embedding(token_ids, table)

@@ -25,6 +25,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None  # a step is planned while the last one runs; None: on CUDA
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
+    piecewise_graphs: bool = True  # CUDA: also for small steps with prompts, around attention
     # On the device, all sites together. None: 256 MiB on a CPU, an eighth of what CUDA has left
     adapter_pool_bytes: int | None = None
     adapter_host_bytes: int | None = None  # None: four times the pool if memory allows, or 4 GiB

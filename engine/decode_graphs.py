@@ -9,21 +9,18 @@ memory pool: only one runs at a time.
 from __future__ import annotations
 
 import bisect
-import gc
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
-logger = logging.getLogger(__name__)
+GraphMemory = Any  # torch's handle of the pool that a graph's tensors come from
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    size: int  # sequences
+    size: int  # sequences; of pieces: tokens
     has_lora: bool
 
 
@@ -53,19 +50,13 @@ class DecodeGraphs:
             for has_lora in ((True, False) if with_lora else (False,))
         ]
 
-    def capture(self, with_lora: bool) -> None:
-        started_s = time.perf_counter()
-        keys = self.keys(with_lora)
-        memory = torch.cuda.graph_pool_handle()
-        for key in tqdm(keys, desc="capturing CUDA graphs", unit="graph"):
-            self._run(key)  # compiles kernels, sets up libraries: neither may happen in a capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
-                logits = self._run(key)
-            self._graphs[key] = (graph, logits)
-        gc.collect()
-        logger.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started_s)
+    def capture(self, key: GraphKey, memory: GraphMemory) -> None:
+        self._run(key)  # compiles kernels, sets up libraries: neither may happen in a capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            logits = self._run(key)
+        self._graphs[key] = (graph, logits)
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         """The logits [size, V], valid until the next replay."""

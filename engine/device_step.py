@@ -1,22 +1,28 @@
 """A step on a CUDA device: launched without waiting, collected when the next one is under way.
 
-Decode steps replay a graph, all others launch kernel by kernel. The tokens drawn stay on the device
-as the next step's inputs; the host gets a copy. Nothing here waits for the device but `collect`.
+Decode steps replay a graph, small steps with prompts one between every two layers' attention, all
+others launch kernel by kernel. The tokens drawn stay on the device as the next step's inputs; the
+host gets a copy. Nothing here waits for the device but `collect`.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from tqdm import tqdm
 
 from engine.decode_graphs import DecodeGraphs, GraphKey, graph_sizes
 from engine.errors import EngineDeadError
 from engine.inputs import ForwardInputs
 from engine.kv_cache import KVCache
 from engine.model import Model
+from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import with_prompt_logprobs
 from engine.sampler import change_logits_, changes_logits, upload
 from engine.step_inputs import SamplingInputs, StepInputs, StepLimits
@@ -25,6 +31,8 @@ from engine.types import Sequence as Choice
 from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
 from lora.pool import AdapterPool
+
+logger = logging.getLogger(__name__)
 
 _GRAPH_BYTES = 4 * 1024**2  # of the driver, for a graph of some 400 kernels
 
@@ -87,10 +95,13 @@ class DeviceSteps:
         limits: StepLimits,
         max_tokens: int,
         eos_token_ids: Collection[int],
+        *,
+        has_pieces: bool,
     ) -> None:
         self._model = model
         self._kv = kv
         self._pool = pool
+        self._has_lora = pool.num_pages > 0
         self._eos_token_ids = eos_token_ids
         device = kv.k[0].device
         self._drawn = torch.zeros(limits.max_seqs, dtype=torch.int32, device=device)
@@ -105,19 +116,42 @@ class DeviceSteps:
         self._decode = StepInputs(limits.max_seqs, limits, pool, scratch, self._drawn)
         self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn)
         self._graphs = DecodeGraphs(graph_sizes(limits.max_seqs), self._run_static)
+        sizes = piece_sizes(max_tokens) if has_pieces else ()
+        self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)
 
     def capture(self) -> None:
         """Before the first step. Without it every step is launched kernel by kernel."""
-        self._graphs.capture(with_lora=self._pool.num_pages > 0)
+        started_s = time.perf_counter()
+        graphs, pieces = self._graphs.keys(self._has_lora), self._pieces.keys(self._has_lora)
+        memory = torch.cuda.graph_pool_handle()
+        with tqdm(
+            total=len(graphs) + len(pieces), desc="capturing CUDA graphs", unit="graph"
+        ) as bar:
+            for key in graphs:
+                self._graphs.capture(key, memory)
+                bar.update()
+            for key in pieces:
+                self._pieces.capture(key, memory)
+                bar.update()
+        gc.collect()
+        seconds = time.perf_counter() - started_s
+        logger.info(
+            "captured graphs of %d sizes, pieces of %d in %.1f s", len(graphs), len(pieces), seconds
+        )
 
     @property
     def graphs_overhead(self) -> int:
         """Bytes that captured graphs take beyond what their steps hold: an estimate."""
-        return _GRAPH_BYTES * len(self._graphs.keys(with_lora=self._pool.num_pages > 0))
+        graphs = _GRAPH_BYTES * len(self._graphs.keys(self._has_lora))
+        return graphs + self._pieces.overhead(self._has_lora)
 
     def run_largest_graph(self) -> None:
         """What it captures, without a graph: to measure what it holds."""
-        self._run_static(self._graphs.keys(with_lora=self._pool.num_pages > 0)[0])
+        self._run_static(self._graphs.keys(self._has_lora)[0])
+
+    def run_largest_pieces(self) -> None:
+        """As `run_largest_graph`."""
+        self._pieces.run_largest(self._has_lora)
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
         with device_faults():
@@ -132,8 +166,7 @@ class DeviceSteps:
             logits = self._graphs.replay(GraphKey(size, has_lora))[: len(parts)]
             logprobs = self._finish(logits, parts, self._decode, True)
         else:
-            inputs = self._mixed.write(batch, self._drawn_rows)
-            hidden = self._model.forward(inputs, self._kv, self._pool)
+            inputs, hidden = self._forward_mixed(batch)
             logprobs = None
             if parts:
                 logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
@@ -148,6 +181,15 @@ class DeviceSteps:
         if done is not None:
             done.record()
         return DeviceStep(self, batch, host_drawn, done, logprobs, prompts)
+
+    def _forward_mixed(self, batch: ScheduledBatch) -> tuple[ForwardInputs, torch.Tensor]:
+        size = self._pieces.size_for(batch.num_tokens)
+        if size is not None and not self._mixed.fits_pieces(batch):
+            size = None
+        inputs = self._mixed.write(batch, self._drawn_rows, size)
+        if size is None:
+            return inputs, self._model.forward(inputs, self._kv, self._pool)
+        return inputs, self._pieces.forward(inputs, batch.num_tokens, size)
 
     def read(self, step: DeviceStep) -> tuple[Sample, ...]:
         token_ids: list[int] = step.drawn.tolist()

@@ -66,6 +66,7 @@ class Model:
         inputs: ForwardInputs,
         kv: KVCache,
         pool: AdapterPool,
+        out: torch.Tensor | None = None,  # for q
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> rotated q [T, Hq, D], residual. K and V are in the cache."""
         norm, eps = self.weights.layers[index].input_norm, self.config.rms_norm_eps
@@ -73,16 +74,19 @@ class Model:
             hidden = rms_norm(residual, norm, eps)
         else:
             hidden, residual = add_rms_norm(hidden, residual, norm, eps)
-        return self._project(index, hidden, inputs, kv, pool), residual
+        return self._project(index, hidden, inputs, kv, pool, out), residual
 
     def attend(
-        self, index: int, q: torch.Tensor, inputs: ForwardInputs, kv: KVCache
+        self,
+        index: int,
+        q: torch.Tensor,
+        inputs: ForwardInputs,
+        kv: KVCache,
+        out: torch.Tensor | None = None,  # as q
     ) -> torch.Tensor:
         """-> [T, Hq * D]"""
-        window = self.config.sliding_windows[index]
-        return paged_attention(
-            q, kv.k[index], kv.v[index], inputs.attention, self._scale, window
-        ).flatten(1)
+        k, v, window = kv.k[index], kv.v[index], self.config.sliding_windows[index]
+        return paged_attention(q, k, v, inputs.attention, self._scale, window, out).flatten(1)
 
     def after_attention(
         self,
@@ -145,6 +149,7 @@ class Model:
         inputs: ForwardInputs,
         kv: KVCache,
         pool: AdapterPool,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """-> rotated q [T, Hq, D]; K and V are in the cache."""
         config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
@@ -160,6 +165,7 @@ class Model:
             layer.q_norm,
             layer.k_norm,
             config.rms_norm_eps,
+            out,
         )
         if isinstance(inputs.lora, LoraPlan):
             qkv = linear(hidden, layer.qkv, layer.qkv_bias)

@@ -161,7 +161,11 @@ class ModelRunner:
             activations = peak_bytes(self.device, lambda: steps.launch(batch).collect())
             graphs = 0
             if isinstance(steps, DeviceSteps) and not config.enforce_eager:
-                graphs = peak_bytes(self.device, steps.run_largest_graph) + steps.graphs_overhead
+                # One pool for both kinds, but what one leaves need not fit the other.
+                graphs = steps.graphs_overhead + sum(
+                    peak_bytes(self.device, run)
+                    for run in (steps.run_largest_graph, steps.run_largest_pieces)
+                )
         return DeviceUse(
             empty.total,
             empty.used_by_others,
@@ -185,7 +189,13 @@ class ModelRunner:
             config.max_lora_rank,
         )
         return DeviceSteps(
-            self._model, kv, self.adapters, limits, _max_tokens(config), model.eos_token_ids
+            self._model,
+            kv,
+            self.adapters,
+            limits,
+            _max_tokens(config),
+            model.eos_token_ids,
+            has_pieces=config.piecewise_graphs,
         )
 
 

@@ -139,18 +139,34 @@ class StepInputs:
         self._send(parts, size)
         return has_lora
 
-    def write(self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int]) -> ForwardInputs:
-        """Any batch of up to `max_tokens`."""
+    def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
+        """Of `size` tokens of any sequences, without attention; `write(..., size)` fills it."""
+        lora = None
+        if has_lora:
+            lora = LoraPlan.for_graph(
+                self._buffers.device("lora"),
+                size,
+                self.max_tokens,
+                self._pool.num_pages,
+                self._limits.max_rank_pages,
+                large=True,
+            )
+        return self._forward_inputs(size, self._no_attention(), lora)
+
+    def write(
+        self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int | None = None
+    ) -> ForwardInputs:
+        """Any batch of up to `max_tokens`, padded to `size` tokens for the pieces of that size."""
         self._buffers.begin()
         parts = batch.sequences
-        num_tokens = batch.num_tokens
+        num_tokens = size or batch.num_tokens
         query_start = self._write_tokens(parts, drawn_rows, num_tokens)
         counts = self._write_attention(parts, len(parts))
         sampling = tuple(part for part in parts if part.samples)
         self._write_sampling(sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
-        runs = self._lora_runs(parts, 0)
+        runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
         lora = None
         if any(pages for pages, _ in runs):
             max_pages = self._pool.num_pages
@@ -194,6 +210,21 @@ class StepInputs:
             optional_lora=optional,
             in_flight=DeviceTokens(device("sources")[:num_tokens], self._drawn),
         )
+
+    def _no_attention(self) -> PagedPlan:
+        device = self._buffers.device
+        return PagedPlan.for_step(
+            device("query_start")[:1],
+            device("kv_lens")[:0],
+            self._buffers.device_tables(0),
+            device("attention"),
+            self._scratch,
+            WorkCounts(0, 0),
+        )
+
+    def fits_pieces(self, batch: ScheduledBatch) -> bool:
+        """No adapter needs a site that graphs leave out."""
+        return not any(self._targets_optional(part) for part in batch.sequences)
 
     def fits_graph(self, batch: ScheduledBatch) -> bool:
         """Every sequence has one token, and no adapter needs a site that graphs leave out."""

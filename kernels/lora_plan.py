@@ -91,8 +91,8 @@ def write_lora_plan(
     large: bool = True,
 ) -> LoraPlanCounts:
     """The runs cover all rows of the step in order; neighbours with equal pages are merged. The
-    rows of an adapter are contiguous. `large=False` for what a CUDA graph will read: small tiles
-    only. What is beyond the counts in `out` is left as it was, nobody reads it."""
+    rows of an adapter are contiguous. `large=False` for what a CUDA graph of decodes will read:
+    small tiles only. What is beyond the counts in `out` is left as it was, nobody reads it."""
     layout = _Layout.of(max_tokens, max_pages)
     merged = _merge(runs)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
@@ -209,19 +209,21 @@ class LoraPlan:
         max_tokens: int,
         max_pages: int,
         max_rank_pages: int = MAX_RANK_PAGES,
+        *,
+        large: bool = False,
     ) -> LoraPlan:
-        """For a CUDA graph of `num_tokens` rows: valid for all that `write_lora_plan(...,
-        large=False)` writes to the buffer later, of adapters up to `max_rank_pages` pages. Rows of
-        the graph beyond those of the step are not visited unless they are in a run of the base."""
+        """For a CUDA graph of `num_tokens` rows: valid for all that `write_lora_plan` with the same
+        `large` writes to the buffer later, of adapters up to `max_rank_pages` pages. Rows of the
+        graph beyond those of the step are not visited unless they are in a run of the base."""
         bound = _Layout.of(num_tokens, max_pages)
         return cls(
             *_views(buffer, max_tokens, max_pages),
             num_tokens,
             bound.small,
             bound.units,
-            0,
+            bound.large if large else 0,
             num_tokens,
-            0,
+            num_tokens if large else 0,
             min(max_rank_pages, max_pages),
         )
 

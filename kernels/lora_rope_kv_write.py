@@ -33,6 +33,7 @@ def lora_rope_kv_write(
     q_norm: torch.Tensor | None = None,  # [D]
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out: torch.Tensor | None = None,  # [T, Hq, D], for q
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]; `qkv` itself may be changed or not."""
     if uses_triton(qkv):
@@ -54,9 +55,10 @@ def lora_rope_kv_write(
             q_norm,
             k_norm,
             eps,
+            out,
         )
     lora_expand_reference_(qkv, bridge, b_pools, plan)
-    return rope_kv_write_reference(
+    q = rope_kv_write_reference(
         qkv,
         positions,
         cos_sin,
@@ -70,3 +72,4 @@ def lora_rope_kv_write(
         k_norm,
         eps,
     )
+    return q if out is None else out.copy_(q)

@@ -87,15 +87,17 @@ def paged_attention(
     plan: AttentionPlan | PagedPlan,
     scale: float,
     sliding_window: int | None = None,
+    out: torch.Tensor | None = None,  # [T, Hq, D]
 ) -> torch.Tensor:
     """-> [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before it."""
     if isinstance(plan, PagedPlan):
         if uses_triton(q) and _fits_hopper(q, k_cache, sliding_window):
-            return _paged_attention_hopper(q, k_cache, v_cache, plan, scale)
+            return _paged_attention_hopper(q, k_cache, v_cache, plan, scale, out)
         if uses_triton(q):
-            return _paged_attention_triton(q, k_cache, v_cache, plan, scale, sliding_window)
+            return _paged_attention_triton(q, k_cache, v_cache, plan, scale, sliding_window, out)
         plan = _plan_on_host(plan, k_cache.shape[1])
-    return paged_attention_reference(q, k_cache, v_cache, plan, scale, sliding_window)
+    attended = paged_attention_reference(q, k_cache, v_cache, plan, scale, sliding_window)
+    return attended if out is None else out.copy_(attended)
 
 
 def _paged_attention_triton(
@@ -105,11 +107,12 @@ def _paged_attention_triton(
     plan: PagedPlan,
     scale: float,
     sliding_window: int | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     from kernels.triton_decode_attention import paged_decode
     from kernels.triton_prefill_attention import paged_prefill
 
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     if plan.num_tiles:
         paged_prefill(q, k_cache, v_cache, out, plan, scale, sliding_window)
     if plan.max_items:
@@ -123,11 +126,12 @@ def _paged_attention_hopper(
     v_cache: torch.Tensor,
     plan: PagedPlan,
     scale: float,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     from kernels.gluon_decode_attention import paged_decode
     from kernels.gluon_prefill_attention import paged_prefill
 
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     if plan.num_tiles:
         paged_prefill(q, k_cache, v_cache, out, plan, scale)
     if plan.max_items:

@@ -27,6 +27,7 @@ def rope_kv_write(
     q_norm: torch.Tensor | None = None,  # [D]
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out: torch.Tensor | None = None,  # [T, Hq, D], for q
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]; writes the rotated k and v at `slots`.
 
@@ -48,8 +49,9 @@ def rope_kv_write(
             q_norm,
             k_norm,
             eps,
+            out,
         )
-    return rope_kv_write_reference(
+    q = rope_kv_write_reference(
         qkv,
         positions,
         cos_sin,
@@ -63,6 +65,7 @@ def rope_kv_write(
         k_norm,
         eps,
     )
+    return q if out is None else out.copy_(q)
 
 
 def rope_kv_write_reference(

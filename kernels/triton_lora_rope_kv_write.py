@@ -230,12 +230,14 @@ def launch_lora_rope_kv_write(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     assert qkv.stride(1) == 1
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     half = head_dim // 2
-    q = qkv.new_empty((qkv.shape[0], num_heads, head_dim))
+    q = qkv.new_empty((qkv.shape[0], num_heads, head_dim)) if out is None else out
+    assert q.is_contiguous()
     norms = (q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv)
     tensors = (*b_pools, cos_sin, k_cache, v_cache, *norms, q)
     has_norm = q_norm is not None and k_norm is not None

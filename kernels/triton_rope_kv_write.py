@@ -102,6 +102,7 @@ def launch_rope_kv_write(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     assert qkv.stride(1) == 1
     assert k_cache.is_contiguous()
@@ -109,7 +110,8 @@ def launch_rope_kv_write(
     assert k_cache.dtype == v_cache.dtype
     tokens, half = qkv.shape[0], head_dim // 2
     assert tokens < 65536
-    q = qkv.new_empty((tokens, num_heads, head_dim))
+    q = qkv.new_empty((tokens, num_heads, head_dim)) if out is None else out
+    assert q.is_contiguous()
     has_norm = q_norm is not None and k_norm is not None
     total = num_heads + 2 * num_kv_heads
     # How a head is normed, its bits, must not depend on how many tokens there are.

@@ -99,6 +99,7 @@ def expand_rope_kv_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out: torch.Tensor | None = None,  # for q
 ) -> torch.Tensor:
     """`expand_`, then `rope_kv_write`, in one pass: q [T, Hq, D]. Consumes qkv."""
     return lora_rope_kv_write(
@@ -117,6 +118,7 @@ def expand_rope_kv_write(
         q_norm,
         k_norm,
         eps,
+        out,
     )
 
 

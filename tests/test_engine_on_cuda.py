@@ -68,12 +68,12 @@ def runner(base: Path, adapters: dict[str, Path], request: pytest.FixtureRequest
 @contextmanager
 def without_graphs(runner: ModelRunner) -> Iterator[None]:
     assert isinstance(runner._steps, DeviceSteps)
-    graphs = runner._steps._graphs
-    kept, graphs._graphs = graphs._graphs, {}
+    graphs, pieces = runner._steps._graphs, runner._steps._pieces
+    kept, graphs._graphs, pieces._pieces = (graphs._graphs, pieces._pieces), {}, {}
     try:
         yield
     finally:
-        graphs._graphs = kept
+        graphs._graphs, pieces._pieces = kept
 
 
 def test_a_request_gets_its_tokens_in_any_company(runner: ModelRunner) -> None:

@@ -83,8 +83,9 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     assert sum(unit[1] for unit in units) == sum(
         rows * len(pages) for pages, rows in runs if not (large and rows >= 64)
     )
-    graph = LoraPlan.for_graph(torch.from_numpy(out), tokens, tokens, total)
+    graph = LoraPlan.for_graph(torch.from_numpy(out), tokens, tokens, total, large=large)
     assert graph.max_small >= plan.max_small
+    assert graph.max_large >= plan.max_large
     assert graph.max_units >= plan.max_units
 
 

@@ -1,0 +1,147 @@
+"""CUDA graphs of everything but attention, for steps of some hundred tokens that mix prompts and
+decodes.
+
+Launched kernel by kernel, such a step costs the host more than the device: a prompt of 256 tokens
+takes the device 7 ms, the host 10, with adapters 15. Attention's grid follows the lengths in the
+step and stays outside; what lies between two layers' attention is one graph a layer and number of
+tokens. Pieces run in one order only, so all of them share one memory pool, and what crosses
+attention lies in the same three tensors for all sizes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.decode_graphs import GraphKey, GraphMemory
+from engine.inputs import ForwardInputs
+from engine.kv_cache import KVCache
+from engine.model import Model
+from lora.pool import AdapterPool
+
+SIZES = (64, 128, 192, 256, 320, 384, 448, 512)  # tokens; beyond, the device is the slower one
+_PIECE_BYTES = 256 * 1024  # of the driver, for a graph of a dozen kernels
+
+Piece = Callable[[], None]
+
+
+def piece_sizes(max_tokens: int) -> tuple[int, ...]:
+    return tuple(sorted({min(size, max_tokens) for size in SIZES}))
+
+
+def record(piece: Piece, memory: GraphMemory) -> Piece:
+    """What replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory):
+        piece()
+    return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """What pieces and attention hand to each other, for the largest size."""
+
+    queries: torch.Tensor  # [T, Hq, D]
+    attended: torch.Tensor  # [T, Hq, D]
+    normed: torch.Tensor  # [T, H], of the last piece
+
+
+class PiecewiseGraphs:
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        model: Model,
+        kv: KVCache,
+        pool: AdapterPool,
+        inputs_of: Callable[[int, bool], ForwardInputs],  # static: of so many tokens, with LoRA
+    ) -> None:
+        self._sizes = sizes
+        self._model = model
+        self._kv = kv
+        self._pool = pool
+        self._inputs_of = inputs_of
+        self._crossing: _Crossing | None = None
+        # One piece before the first layer's attention, one after each.
+        self._pieces: dict[GraphKey, tuple[Piece, ...]] = {}
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """The smallest that holds them."""
+        index = bisect.bisect_left(self._sizes, num_tokens)
+        return self._sizes[index] if index < len(self._sizes) and self._pieces else None
+
+    def keys(self, with_lora: bool) -> list[GraphKey]:
+        """Largest first: smaller ones then fit into the memory that it took."""
+        return [
+            GraphKey(size, has_lora)
+            for size in reversed(self._sizes)
+            for has_lora in ((True, False) if with_lora else (False,))
+        ]
+
+    def overhead(self, with_lora: bool) -> int:
+        """Bytes that the graphs take beyond what their steps hold: an estimate."""
+        num_pieces = self._model.config.num_layers + 1
+        return _PIECE_BYTES * num_pieces * len(self.keys(with_lora))
+
+    def capture(self, key: GraphKey, memory: GraphMemory) -> None:
+        if self._crossing is None:
+            self._crossing = self._new_crossing()
+        crossing, pieces = self._crossing, []
+        self._run(key, crossing, lambda piece: piece())  # compiles kernels, sets up libraries
+        self._run(key, crossing, lambda piece: pieces.append(record(piece, memory)))
+        self._pieces[key] = tuple(pieces)
+
+    def run_largest(self, with_lora: bool) -> None:
+        """What it captures, without graphs: to measure what it holds."""
+        for key in self.keys(with_lora)[:1]:
+            self._run(key, self._new_crossing(), lambda piece: piece())
+
+    def forward(self, inputs: ForwardInputs, num_tokens: int, size: int) -> torch.Tensor:
+        """As `Model.forward`, for the static inputs of `size` of which `num_tokens` are real."""
+        crossing = self._crossing
+        assert crossing is not None
+        assert inputs.logit_rows is not None
+        first, *others = self._pieces[GraphKey(size, inputs.lora is not None)]
+        q, attended = crossing.queries[:num_tokens], crossing.attended[:num_tokens]
+        first()
+        for i, piece in enumerate(others):
+            self._model.attend(i, q, inputs, self._kv, attended)
+            piece()
+        return crossing.normed.index_select(0, inputs.logit_rows)
+
+    def _run(self, key: GraphKey, crossing: _Crossing, do: Callable[[Piece], None]) -> None:
+        """Hands `do` the pieces one after the other."""
+        model, kv, pool = self._model, self._kv, self._pool
+        inputs, last = self._inputs_of(key.size, key.has_lora), model.config.num_layers - 1
+        q, normed = crossing.queries[: key.size], crossing.normed[: key.size]
+        attended = crossing.attended[: key.size].flatten(1)
+        # From a piece to the next, which lets go of it: until then its memory is nobody else's.
+        residuals: list[torch.Tensor] = []
+
+        def begin() -> None:
+            embedded = model.embed(inputs, pool)
+            residuals.append(model.before_attention(0, None, embedded, inputs, kv, pool, q)[1])
+
+        def go_on(i: int) -> None:
+            hidden, residual = model.after_attention(i, attended, residuals.pop(), inputs, pool)
+            if i == last:
+                normed.copy_(model.finish(hidden, residual, inputs))
+            else:
+                residuals.append(
+                    model.before_attention(i + 1, hidden, residual, inputs, kv, pool, q)[1]
+                )
+
+        do(begin)
+        for i in range(last + 1):
+            do(partial(go_on, i))
+
+    def _new_crossing(self) -> _Crossing:
+        config, table = self._model.config, self._model.weights.embedding
+        size = self._sizes[-1]
+        heads = (size, config.num_heads, config.head_dim)
+        return _Crossing(
+            table.new_zeros(heads), table.new_zeros(heads), table.new_zeros((size, table.shape[1]))
+        )

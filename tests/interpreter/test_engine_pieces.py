@@ -1,0 +1,125 @@
+"""The pieces of a step between attention, padded to their size, kernels interpreted and without
+graphs: what a graph would replay is called again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine import piecewise_graphs
+from engine.device_step import DeviceSteps
+from engine.inputs import ForwardInputs
+from engine.piecewise_graphs import PiecewiseGraphs
+from engine.runner import ModelRunner
+from kernels import (
+    triton_lora_expand,
+    triton_lora_rope_kv_write,
+    triton_lora_shrink,
+    triton_lora_silu_mul,
+)
+from tests.engine_helpers import (
+    Job,
+    make_adapter,
+    make_base,
+    make_runner,
+    make_sequence,
+    part,
+    random_prompt,
+    run_mixed,
+    step,
+)
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTERS = {"all": (8, LINEARS), "wide": (20, ("q_proj", "down_proj")), "head": (4, ("lm_head",))}
+# Adapter, prompt, first step, chunk. One chunk has enough rows for large tiles.
+JOBS = ((None, 5, 0, 5), ("all", 67, 1, 66), ("wide", 20, 2, 11), ("head", 4, 4, 4))
+STEPS = [(5, 12), (67, 72), (12, 12), (10, 12)]  # tokens, size; those with "head" take no pieces
+
+# numpy's, of what a capture computes: no step has filled its inputs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """They walk the tiles: the thousands that a device takes are slow here, one after the other."""
+    kernels = (triton_lora_expand, triton_lora_rope_kv_write, triton_lora_shrink)
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (*kernels, triton_lora_silu_mul):
+            patched.setattr(module, "NUM_PROGRAMS", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    base = make_base(
+        tmp_path_factory.mktemp("models") / "base",
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    runner = make_runner(base, backend="triton", block_size=16, max_num_seqs=8)
+    for i, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
+        runner.load_adapter(name, make_adapter(base.parent / name, base, rank, targets, seed=i))
+        assert runner.adapters.acquire(name)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def whole_steps(runner: ModelRunner) -> list[list[int]]:
+    """What they give, before there are pieces."""
+    return mixed_outputs(runner)
+
+
+@pytest.fixture(scope="module")
+def pieces(runner: ModelRunner, whole_steps: object) -> PiecewiseGraphs:
+    assert isinstance(runner._steps, DeviceSteps)
+    pieces = runner._steps._pieces
+    pieces._sizes = (12, 72)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
+        for key in pieces.keys(with_lora=True):
+            pieces.capture(key, None)
+    return pieces
+
+
+def mixed_outputs(runner: ModelRunner) -> list[list[int]]:
+    """Prompts in chunks beside decodes."""
+    jobs = [
+        Job(make_sequence(random_prompt(n, seed=n), 24 * i, adapter=name), starts_at, chunk)
+        for i, (name, n, starts_at, chunk) in enumerate(JOBS)
+    ]
+    return run_mixed(runner, jobs, num_tokens=2)
+
+
+def test_padded_pieces_give_what_whole_steps_give(
+    runner: ModelRunner,
+    whole_steps: list[list[int]],
+    pieces: PiecewiseGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[tuple[int, int]] = []
+    forward = pieces.forward
+
+    def noted(inputs: ForwardInputs, num_tokens: int, size: int) -> torch.Tensor:
+        taken.append((num_tokens, size))
+        return forward(inputs, num_tokens, size)
+
+    monkeypatch.setattr(pieces, "forward", noted)
+    assert mixed_outputs(runner) == whole_steps
+    assert taken == STEPS
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("adapter", [None, "all"])
+def test_padding_writes_no_keys(runner: ModelRunner, adapter: str | None) -> None:
+    caches = (*runner._kv.k, *runner._kv.v)
+    for cache in caches:
+        cache.fill_(7.0)
+    sequence = make_sequence(random_prompt(7, seed=1), 3, adapter=adapter, num_blocks=2)
+    step(runner, part(sequence))
+    written = [sequence.block_table[0] * 16 + i for i in range(7)]
+    for cache in caches:
+        changed = (cache.flatten(0, 1) != 7.0).flatten(1).any(1).nonzero().flatten().tolist()
+        assert changed == written

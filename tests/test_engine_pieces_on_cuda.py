@@ -1,0 +1,159 @@
+"""Steps with prompts as graphs between attention, beside the same steps launched kernel by kernel.
+
+Greedy tokens are the same: in fp32 all of them, in bfloat16 up to the first near tie, because a
+step is padded to its pieces' size and the libraries may choose another matrix product for it. In
+bfloat16 attention is Hopper's, in fp32 the one for any device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from engine.device_step import DeviceSteps
+from engine.piecewise_graphs import SIZES, PiecewiseGraphs
+from engine.runner import ModelRunner
+from engine.types import Request, ScheduledBatch
+from tests.engine_agreement import (
+    ADAPTERS,
+    OWNERS,
+    PARAMS,
+    Reply,
+    assert_same,
+    make_adapters,
+    make_engine,
+    neighbours,
+    open_runner,
+    run_all,
+)
+from tests.engine_helpers import make_base, make_sequence, part, random_prompt, step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = "cuda"
+MAX_SEQS = 64
+IN_PIECES = (None, *ADAPTERS)  # those that need no other site
+EDGES = tuple(sorted({1, 2, *(size + d for size in SIZES for d in (-1, 0, 1))}))
+
+
+@pytest.fixture(scope="module", params=[("float32", 16), ("bfloat16", 64)])
+def runner(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ModelRunner:
+    dtype, head_dim = request.param
+    base = make_base(
+        tmp_path_factory.mktemp("models") / "base",
+        num_hidden_layers=2,
+        head_dim=head_dim,
+        max_position_embeddings=1024,
+    )
+    return open_runner(base, make_adapters(base), DEVICE, dtype, MAX_SEQS)
+
+
+def pieces_of(runner: ModelRunner) -> PiecewiseGraphs:
+    assert isinstance(runner._steps, DeviceSteps)
+    return runner._steps._pieces
+
+
+@contextmanager
+def without_pieces(runner: ModelRunner) -> Iterator[None]:
+    pieces = pieces_of(runner)
+    kept, pieces._pieces = pieces._pieces, {}
+    try:
+        yield
+    finally:
+        pieces._pieces = kept
+
+
+@contextmanager
+def counted(runner: ModelRunner) -> Iterator[Counter[int]]:
+    """How often each size is replayed."""
+    pieces, found = pieces_of(runner), Counter[int]()
+    forward = pieces.forward
+
+    def counting(inputs, num_tokens, size):  # type: ignore[no-untyped-def]
+        found[size] += 1
+        return forward(inputs, num_tokens, size)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "forward", counting)
+        yield found
+
+
+def prompts(lengths: tuple[int, ...], owners: tuple[str | None, ...] = IN_PIECES) -> list[Request]:
+    return [
+        Request(f"p{n}", tuple(random_prompt(n, seed=n)), PARAMS, owners[i % len(owners)])
+        for i, n in enumerate(lengths)
+    ]
+
+
+def both_ways(
+    runner: ModelRunner, requests: list[Request], **changes: object
+) -> tuple[dict[str, Reply], Counter[int]]:
+    """Asserts that the answers are the same."""
+    with counted(runner) as sizes:
+        found = run_all(make_engine(runner, enable_prefix_caching=False, **changes), requests)  # type: ignore[arg-type]
+    with without_pieces(runner), counted(runner) as none:
+        expected = run_all(make_engine(runner, enable_prefix_caching=False, **changes), requests)  # type: ignore[arg-type]
+    assert not none
+    for request_id, reply in found.items():
+        assert_same(runner, reply, expected[request_id])
+    return found, sizes
+
+
+def test_prompts_alone_around_every_size(runner: ModelRunner) -> None:
+    replies: set[tuple[int, ...]] = set()
+    sizes: Counter[int] = Counter()
+    for request in prompts(EDGES):
+        found, used = both_ways(runner, [request])
+        replies.add(found[request.request_id].tokens)
+        sizes += used
+    assert sizes == Counter(dict.fromkeys(SIZES, 3))  # one token is a decode, 513 are too many
+    assert len(replies) > len(EDGES) // 2
+
+
+def test_chunks_of_prompts_beside_decodes(runner: ModelRunner) -> None:
+    """Chunks of other lengths as decodes join; the optional sites' adapters take no pieces."""
+    requests = [*neighbours(20, 5, owners=IN_PIECES), *prompts((65, 129, 300, 511, 513, 700))]
+    for budget in (64, 100, 257, 512):
+        for is_ahead in (True, False):
+            _, sizes = both_ways(runner, requests, is_ahead=is_ahead, max_num_batched_tokens=budget)
+            assert sum(sizes.values()) > 2
+    _, sizes = both_ways(runner, prompts((40, 90, 300), OWNERS[-2:]))
+    assert not sizes
+    both_ways(runner, [*requests, *prompts((41, 91), OWNERS[-2:])], max_num_batched_tokens=200)
+
+
+def test_the_size_itself_changes_no_bit(runner: ModelRunner) -> None:
+    """Nothing is padded, so every product is the same one."""
+    for i, size in enumerate(SIZES):
+        adapter = IN_PIECES[i % len(IN_PIECES)]
+        sequence = make_sequence(random_prompt(size, seed=i), 0, PARAMS, adapter, num_blocks=40)
+        batch = ScheduledBatch((part(sequence),))
+        with counted(runner) as sizes:
+            replayed = runner.execute(batch)
+        assert sizes == Counter({size: 1})
+        with without_pieces(runner):
+            assert runner.execute(batch) == replayed
+
+
+def test_padding_writes_no_keys(runner: ModelRunner) -> None:
+    caches = (*runner._kv.k, *runner._kv.v)
+    for adapter in (None, "all"):
+        for cache in caches:
+            cache.fill_(7.0)
+        sequence = make_sequence(random_prompt(65, seed=1), 3, PARAMS, adapter, num_blocks=5)
+        with counted(runner) as sizes:
+            step(runner, part(sequence))
+        assert sizes == Counter({128: 1})
+        for cache in caches:
+            flat = cache.flatten(0, 1)  # [slots, Hkv, D]
+            written = {sequence.block_table[i // 16] * 16 + i % 16 for i in range(65)}
+            changed = (flat != 7.0).flatten(1).any(1).nonzero().flatten().tolist()
+            assert set(changed) == written
+    for cache in caches:
+        cache.zero_()

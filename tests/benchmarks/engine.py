@@ -164,6 +164,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.8, help="ours: share of the device")
     parser.add_argument("--prefix-caching", action="store_true", help="on, as a server has it")
     parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
+    parser.add_argument("--no-piecewise", action="store_true", help="prompts without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="few short requests: a trial")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
     args = parser.parse_args()
@@ -190,6 +191,7 @@ def main() -> None:
             memory_fraction=args.memory,
             enable_prefix_caching=args.prefix_caching,
             enforce_eager=args.eager,
+            piecewise_graphs=not args.no_piecewise,
         )
         asyncio.run(run_ours(args, settings, cases, report))
     summarise(report, args.shape)

@@ -52,6 +52,7 @@ class Settings:
     memory_fraction: float = 0.8
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
+    piecewise_graphs: bool = True
     num_blocks: int | None = None
 
     def config(self, kind: EngineKind) -> EngineConfig:
@@ -70,6 +71,7 @@ class Settings:
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
+            piecewise_graphs=self.piecewise_graphs,
             adapter_pool_bytes=pool_bytes(model, PAGES[kind], 2 if is_cuda else 4),
             adapter_host_bytes=HOST_BYTES,
         )

@@ -1,7 +1,8 @@
 """The expand of q, k and v inside RoPE and the KV write: one pass over the fused projection.
 
-As the expand followed by `rope_kv_write`, to the bit, without writing the sums back. A slot below
-zero marks a padding row: nothing of it is written to the cache.
+As the expand followed by `rope_kv_write`, without writing the sums back; to the bit for heads of
+128, see `triton_lora_rope_kv_write`. A slot below zero marks a padding row: nothing of it is
+written to the cache.
 Knows tensors and numbers only.
 """
 

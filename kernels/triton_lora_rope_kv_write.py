@@ -2,8 +2,9 @@
 
 The sums are rounded to the activations' type, then turned as `rope_kv_write` does it, product by
 product; the expand of small tiles is the same code as `lora_expand_`'s. So the bits are those of
-the two ops apart, but for q_norm and k_norm, where the squares of a head may add up in another
-order.
+the two ops apart for heads of 128. For 64 and 80 the compiler may contract a turn's products and
+sums otherwise (a unit in the last place, seen on an H200), and with q_norm and k_norm the squares
+of a head may add up in another order.
 """
 
 from __future__ import annotations

@@ -169,7 +169,12 @@ class Admin:
         self.wait(None)
 
     def sleep(self) -> None:
-        self._client.post(f"/admin/bases/{NEWCOMER.name}/sleep").raise_for_status()
+        while True:
+            answer = self._client.post(f"/admin/bases/{NEWCOMER.name}/sleep")
+            if answer.status_code != 409:  # until the ingress reported our last request's end
+                break
+            time.sleep(0.2)
+        answer.raise_for_status()
         self.wait("asleep")
         time.sleep(SETTLE_S)  # its processes end
 

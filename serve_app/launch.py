@@ -30,6 +30,8 @@ _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
 # streams take 0.8 of a core in proxy and ingress together, 1.4 with Serve's defaults. The limit is
 # raised from 4 MB because a base's description carries its tokenizer.
 SERVE_SETTINGS = {
+    # Ray would run all of its workers at 15, and nothing could yield much to an engine there.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 1024**2),

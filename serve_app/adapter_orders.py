@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from registry.entities import AdapterVersion
@@ -12,13 +13,13 @@ from registry.errors import RegistryError
 from serve_app.adapter_admin import AdapterChange
 from serve_app.errors import ServiceUnavailableError
 from serve_app.gateway import Front, Gateway
+from serve_app.manager_call import ask_manager
 from serve_app.ray_errors import root_cause
 from serve_app.topology import Outcome, ReplicaAdapters
 
 _ORDER_TIMEOUT_S = 110.0  # a preload may fetch first
 _LIST_TIMEOUT_S = 5.0
 _VIEW_TIMEOUT_S = 15.0
-_VIEW_POLL_S = 0.05
 
 
 async def preload(front: Front, adapter: AdapterVersion) -> list[Outcome]:
@@ -43,23 +44,18 @@ async def list_replicas(front: Front) -> list[ReplicaAdapters]:
 
 async def change(gateway: Gateway, wanted: AdapterChange) -> AdapterVersion | None:
     """By the manager, in the registry. The registry's own errors come out as they are."""
-    try:
-        found: AdapterVersion | None = await gateway.manager.change_adapter.remote(wanted)
-    except RayTaskError as error:
-        raise root_cause(error) from None
-    except (RayError, RayServeException) as error:
-        raise ServiceUnavailableError("The manager does not answer.", 2) from error
+    found = await ask_manager(gateway.manager.change_adapter, wanted)
+    assert found is None or isinstance(found, AdapterVersion)
     return found
 
 
 async def view_follows(gateway: Gateway, name: str, adapter: AdapterVersion | None) -> None:
     """Returns when this ingress sees what the name means since a change, or when it takes long."""
     digest = None if adapter is None else adapter.digest
-    deadline_s = asyncio.get_running_loop().time() + _VIEW_TIMEOUT_S
-    while _meaning(gateway, name) != digest:
-        if asyncio.get_running_loop().time() > deadline_s:
-            return
-        await asyncio.sleep(_VIEW_POLL_S)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_VIEW_TIMEOUT_S):
+            while _meaning(gateway, name) != digest:
+                await gateway.change(_VIEW_TIMEOUT_S)
 
 
 def _meaning(gateway: Gateway, name: str) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from registry.entities import AdapterVersion
@@ -19,6 +18,7 @@ from registry.names import parse_reference
 from serve_app.adapter_admin import PIN, AdapterChange
 from serve_app.adapter_orders import change, evict, list_replicas, preload
 from serve_app.admin_auth import require_admin
+from serve_app.asgi import json_response
 from serve_app.errors import SERVER_ERROR, ApiError, ServiceUnavailableError
 from serve_app.gateway import Front, Gateway
 from serve_app.state import state_of
@@ -50,7 +50,7 @@ async def list_adapters(request: Request) -> Response:
         for one in view.catalog.adapters
         if one.base_digest in replicas
     ]
-    return _json({"adapters": lines})
+    return json_response({"adapters": lines})
 
 
 @router.post("/{name}/pin")
@@ -103,7 +103,7 @@ async def _set_pin(request: Request, wanted: AdapterChange) -> Response:
     if adapter is None:
         raise NotFoundError(f"no adapter is named {wanted.name!r}")
     is_pinned = wanted.kind == "pin"
-    return _json({"name": adapter.name, "version": adapter.version, "pin": is_pinned})
+    return json_response({"name": adapter.name, "version": adapter.version, "pin": is_pinned})
 
 
 def _plain(name: str) -> str:
@@ -142,8 +142,4 @@ def _view(gateway: Gateway) -> PlatformView:
 
 def _done(adapter: AdapterVersion, outcomes: Sequence[Outcome]) -> Response:
     engines = [{"engine": one.engine, "outcome": one.words} for one in outcomes]
-    return _json({"name": adapter.name, "version": adapter.version, "engines": engines})
-
-
-def _json(value: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return json_response({"name": adapter.name, "version": adapter.version, "engines": engines})

@@ -4,19 +4,15 @@ manager knows and acts; here is only the HTTP side.
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from serve_app.admin_auth import require_admin
-from serve_app.asgi import read_body
+from serve_app.asgi import json_response, read_body
 from serve_app.canary_status import CanaryStatus
-from serve_app.errors import ApiError, ServiceUnavailableError
+from serve_app.errors import ApiError
+from serve_app.manager_call import ask_manager
 from serve_app.protocol import parse_body
-from serve_app.ray_errors import root_cause
 from serve_app.state import state_of
 
 router = APIRouter(prefix="/admin/canaries", dependencies=[Depends(require_admin)])
@@ -33,8 +29,8 @@ class _Start(BaseModel):
 
 @router.get("")
 async def canaries(request: Request) -> Response:
-    statuses = await _ask(state_of(request).gateway.manager.canaries)
-    return _json({"canaries": statuses})
+    statuses = await ask_manager(state_of(request).gateway.manager.canaries)
+    return json_response({"canaries": statuses})
 
 
 @router.post("/{adapter}")
@@ -48,37 +44,21 @@ async def start(request: Request, adapter: str) -> Response:
         )
     version = body.version if body.version is not None else body.alias
     order = state.gateway.manager.start_canary
-    return _one(await _ask(order, adapter, version, body.weight, body.shadow))
+    return _one(await ask_manager(order, adapter, version, body.weight, body.shadow))
 
 
 @router.post("/{adapter}/promote")
 async def promote(request: Request, adapter: str) -> Response:
     """The name means the canary's version from now on."""
-    return _one(await _ask(state_of(request).gateway.manager.promote_canary, adapter))
+    return _one(await ask_manager(state_of(request).gateway.manager.promote_canary, adapter))
 
 
 @router.post("/{adapter}/abort")
 async def abort(request: Request, adapter: str) -> Response:
     """No canary and no shadow any more."""
-    return _one(await _ask(state_of(request).gateway.manager.abort_canary, adapter))
-
-
-async def _ask(method: DeploymentHandle[object], *arguments: object) -> object:
-    """Of the manager."""
-    try:
-        answer: object = await method.remote(*arguments)
-    except (RayError, RayServeException) as error:
-        cause = root_cause(error)
-        if isinstance(cause, RayError | RayServeException):
-            raise ServiceUnavailableError("The manager does not answer.", 2) from error
-        raise cause from None
-    return answer
+    return _one(await ask_manager(state_of(request).gateway.manager.abort_canary, adapter))
 
 
 def _one(status: object) -> Response:
     assert isinstance(status, CanaryStatus)
-    return _json({"canary": status})
-
-
-def _json(value: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return json_response({"canary": status})

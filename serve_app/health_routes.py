@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 from importlib.metadata import version
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from serve_app.arm_metrics import ArmNumbers, arms_text
+from serve_app.asgi import json_response
 from serve_app.ingress_metrics import join_texts
 from serve_app.state import IngressState, state_of
 
@@ -53,7 +53,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/version")
 async def get_version() -> Response:
-    return _json({"version": version("loraplex")})
+    return json_response({"version": version("loraplex")})
 
 
 def _arms(state: IngressState) -> bytes:
@@ -70,12 +70,8 @@ def _arms(state: IngressState) -> bytes:
 
 
 def _status(is_good: bool, word: str) -> Response:
-    response = _json({"status": word})
+    response = json_response({"status": word})
     if not is_good:
         response.status_code = 503
         response.headers["retry-after"] = "1"
     return response
-
-
-def _json(value: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

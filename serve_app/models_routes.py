@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from registry.catalog import Catalog, Resolution
 from registry.errors import NotFoundError
+from serve_app.asgi import json_response
 from serve_app.errors import ServiceUnavailableError
 from serve_app.gateway import Gateway
 from serve_app.state import state_of
@@ -28,7 +26,7 @@ async def list_models(request: Request) -> Response:
         for name, resolution in resolutions
         if resolution is not None and _is_served(view, resolution)
     ]
-    return _json({"object": "list", "data": data})
+    return json_response({"object": "list", "data": data})
 
 
 @router.get("/v1/models/{model:path}")
@@ -38,7 +36,7 @@ async def get_model(request: Request, model: str) -> Response:
     resolution = view.catalog.resolve(model)
     if not _is_served(view, resolution):
         raise NotFoundError(f"the base model of {model!r} is registered but not served here")
-    return _json(_entry(gateway, model, resolution))
+    return json_response(_entry(gateway, model, resolution))
 
 
 def _view(gateway: Gateway) -> PlatformView:
@@ -71,7 +69,3 @@ def _entry(gateway: Gateway, model: str, resolution: Resolution) -> Entry:
         "parent": None if adapter is None else base.name,
         "max_model_len": gateway.max_model_len(base.digest),
     }
-
-
-def _json(value: Mapping[str, object]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

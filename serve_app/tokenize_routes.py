@@ -7,11 +7,10 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from engine.errors import InvalidRequestError
-from serve_app.asgi import read_body
+from serve_app.asgi import json_response, read_body
 from serve_app.gateway import Front
 from serve_app.protocol import parse_body
 from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
@@ -29,7 +28,7 @@ async def tokenize(request: Request) -> Response:
     front = await _front(request, body.model)
     ids = await _in_pool(state, lambda: _encode(front.text, body))
     token_text = front.text.tokenizer.token_text
-    return _json(
+    return json_response(
         {
             "count": len(ids),
             "max_model_len": front.description.limits.max_model_len,
@@ -50,7 +49,7 @@ async def detokenize(request: Request) -> Response:
                 f"tokens: {token_id} is not in the vocabulary of {tokenizer.vocab_size}.", "tokens"
             )
     decode = tokenizer.decode
-    return _json(
+    return json_response(
         {
             "prompt": await _in_pool(
                 state, lambda: decode(list(body.tokens), skip_special_tokens=False)
@@ -66,7 +65,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     info: dict[str, object] = json.loads(files.get("tokenizer_config.json", b"{}"))
     if "chat_template.jinja" in files:
         info["chat_template"] = files["chat_template.jinja"].decode()
-    return _json(info | front.text.special_tokens)
+    return json_response(info | front.text.special_tokens)
 
 
 async def _front(request: Request, model: str | None) -> Front:
@@ -93,7 +92,3 @@ def _encode(text: BaseText, body: TokenizeRequest) -> list[int]:
 
 async def _in_pool(state: IngressState, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(state.tokenizer_pool, work)
-
-
-def _json(value: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.config import HTTPOptions
 
@@ -133,6 +134,17 @@ def wait_ready(rig: Rig, timeout_s: float = 60.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the rig is not ready")
         time.sleep(0.05)
+
+
+def metric(client: httpx.Client, name: str, **labels: str) -> float:
+    """The sum of the samples with these labels."""
+    text = client.get("/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
 from tests.fakes_engine import PacedEngine
 from tests.fakes_registry import FolderRegistry
+from tests.waiting import until
 
 
 class EngineMemory:
@@ -58,20 +58,14 @@ def replica(tmp_path: Path) -> Replica:
     return Replica(tmp_path)
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_pins_are_loaded_and_pinned_and_let_go_again(replica: Replica) -> None:
     adapters = tuple(replica.adapter(name) for name in "abcd")
     digests = {adapter.digest for adapter in adapters}
     replica.keeper.arrange(AdapterPlan("m", adapters))
-    await eventually(lambda: replica.engine.pinned == digests)
+    await until(lambda: replica.engine.pinned == digests)
     assert set(replica.engine.loaded) == digests
     replica.keeper.arrange(AdapterPlan("m", adapters[:1]))
-    await eventually(lambda: replica.engine.pinned == {adapters[0].digest})
+    await until(lambda: replica.engine.pinned == {adapters[0].digest})
     assert set(replica.engine.loaded) == digests  # they may stay, and be dropped
 
 
@@ -79,23 +73,23 @@ async def test_a_pin_that_fails_is_told_and_the_others_are_kept(replica: Replica
     away, here = replica.adapter("away", has_files=False), replica.adapter("here")
     plan = AdapterPlan("m", (away, here))
     replica.keeper.arrange(plan)
-    await eventually(lambda: replica.engine.pinned == {here.digest})
-    await eventually(lambda: away.digest in replica.keeper.failures)
+    await until(lambda: replica.engine.pinned == {here.digest})
+    await until(lambda: away.digest in replica.keeper.failures)
     assert "the files of away are away" in replica.keeper.failures[away.digest]
     (replica.registry.folder / away.digest).mkdir()
     replica.keeper.arrange(plan)  # as the manager does again and again
-    await eventually(lambda: replica.engine.pinned == {away.digest, here.digest})
-    await eventually(lambda: not replica.keeper.failures)
+    await until(lambda: replica.engine.pinned == {away.digest, here.digest})
+    await until(lambda: not replica.keeper.failures)
 
 
 async def test_a_pinned_adapter_that_left_memory_comes_back(replica: Replica) -> None:
     adapter = replica.adapter("a")
     plan = AdapterPlan("m", (adapter,))
     replica.keeper.arrange(plan)
-    await eventually(lambda: replica.engine.pinned == {adapter.digest})
+    await until(lambda: replica.engine.pinned == {adapter.digest})
     await replica.engine.unload_adapter(adapter.digest)
     replica.keeper.arrange(plan)
-    await eventually(lambda: replica.engine.pinned == {adapter.digest})
+    await until(lambda: replica.engine.pinned == {adapter.digest})
 
 
 async def test_a_version_is_unloaded_once_a_retirement(replica: Replica) -> None:
@@ -103,14 +97,14 @@ async def test_a_version_is_unloaded_once_a_retirement(replica: Replica) -> None
     await replica.loads.ensure(adapter)
     first = AdapterPlan("m", (), ((adapter.digest, 1),))
     replica.keeper.arrange(first)
-    await eventually(lambda: not replica.engine.loaded)
+    await until(lambda: not replica.engine.loaded)
     replica.loads.forget(adapter.digest)
     await replica.loads.ensure(adapter)  # somebody names the old version
     replica.keeper.arrange(first)
     await asyncio.sleep(0.05)
     assert replica.engine.has_adapter(adapter.digest)
     replica.keeper.arrange(AdapterPlan("m", (), ((adapter.digest, 2),)))
-    await eventually(lambda: not replica.engine.loaded)
+    await until(lambda: not replica.engine.loaded)
 
 
 async def test_another_managers_numbers_are_its_own(replica: Replica) -> None:
@@ -118,7 +112,7 @@ async def test_another_managers_numbers_are_its_own(replica: Replica) -> None:
     for incarnation in ("m", "n"):
         await replica.loads.ensure(adapter)
         replica.keeper.arrange(AdapterPlan(incarnation, (), ((adapter.digest, 1),)))
-        await eventually(lambda: not replica.engine.loaded)
+        await until(lambda: not replica.engine.loaded)
         replica.loads.forget(adapter.digest)
 
 
@@ -127,10 +121,10 @@ async def test_a_retired_version_leaves_with_its_last_request(replica: Replica) 
     await replica.loads.ensure(adapter)
     await replica.engine.submit(Request("r", (1, 2), SamplingParams(max_tokens=9), adapter.digest))
     replica.keeper.arrange(AdapterPlan("m", (), ((adapter.digest, 1),)))
-    await eventually(lambda: not replica.engine.has_adapter(adapter.digest))
+    await until(lambda: not replica.engine.has_adapter(adapter.digest))
     assert replica.engine.loaded
     replica.engine.abort("r")
-    await eventually(lambda: not replica.engine.loaded)
+    await until(lambda: not replica.engine.loaded)
 
 
 async def test_what_is_pinned_is_not_unloaded_though_another_name_gave_it_up(
@@ -138,7 +132,7 @@ async def test_what_is_pinned_is_not_unloaded_though_another_name_gave_it_up(
 ) -> None:
     adapter = replica.adapter("a")
     replica.keeper.arrange(AdapterPlan("m", (adapter,), ((adapter.digest, 1),)))
-    await eventually(lambda: replica.engine.pinned == {adapter.digest})
+    await until(lambda: replica.engine.pinned == {adapter.digest})
     await asyncio.sleep(0.05)
     assert replica.engine.has_adapter(adapter.digest)
 
@@ -171,7 +165,7 @@ async def test_what_is_on_disk_does_not_wait_behind_downloads(tmp_path: Path) ->
     store.slow.clear()
     store.slow.update(adapter.digest for adapter in slow)
     downloads = [asyncio.create_task(loads.ensure(adapter)) for adapter in slow for _ in range(3)]
-    await eventually(lambda: len(store.fetching) >= 4)
+    await until(lambda: len(store.fetching) >= 4)
     quick = await loads.ensure(store.add_adapter("quick", base))
     assert quick.found_in == "disk"
     assert len(store.fetching) == 4  # so many at a time

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.serve_rig import (
     rig_args,
     wait_ready,
 )
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
 
@@ -45,13 +45,6 @@ def client(rig: Rig) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {RIG_TOKEN}"}
     with httpx.Client(base_url=rig.url, timeout=30, headers=headers) as connection:
         yield connection
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def add(rig: Rig, name: str, *, has_files: bool = True) -> AdapterVersion:

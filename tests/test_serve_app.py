@@ -5,18 +5,17 @@ clients that leave, an engine that dies, a registry that moves.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from registry.catalog import Catalog
 from tests.fakes_engine import CRASH_TOKEN, REFUSED
-from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, rig_args, wait_ready
+from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, metric, rig_args, wait_ready
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
 
@@ -53,23 +52,6 @@ def events(text: str) -> list[dict[str, object]]:
 
 def text_of(chunks: list[dict[str, object]]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])  # type: ignore[attr-defined]
-
-
-def metric(client: httpx.Client, name: str, **labels: str) -> float:
-    text = client.get("/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def is_idle(client: httpx.Client) -> bool:

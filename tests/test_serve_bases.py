@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from ray import serve
 from registry.catalog import Catalog
 from serve_app import cli
 from serve_app.config import ADMIN_TOKEN
+from tests import waiting
 from tests.fakes_engine import REFUSED
 from tests.fakes_registry import FolderRegistry
 from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, rig_args, wait_ready
@@ -53,11 +55,7 @@ def admin(rig: Rig) -> Iterator[httpx.Client]:
         yield connection
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+eventually = partial(waiting.eventually, timeout_s=30.0)
 
 
 def ask(client: httpx.Client, model: str, **fields: object) -> httpx.Response:

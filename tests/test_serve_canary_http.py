@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from registry.catalog import Catalog
 from registry.entities import Setting
@@ -19,7 +18,7 @@ from serve_app.config import ADMIN_TOKEN, CanaryArgs
 from serve_app.traffic import place
 from tests.fakes_engine import FAULT
 from tests.fakes_registry import FolderRegistry
-from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, rig_args, wait_ready
+from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, metric, rig_args, wait_ready
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
@@ -88,16 +87,6 @@ def ask(client: httpx.Client, model: str, user: str | None = None, **fields: obj
 
 def told(answer: httpx.Response) -> str:
     return f"{answer.headers.get('x-loraplex-arm')} {answer.headers['x-loraplex-version']}"
-
-
-def metric(client: httpx.Client, name: str, **labels: str) -> float:
-    text = client.get("/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
 
 
 def setting(rig: Rig, name: str, key: str) -> str | None:

@@ -5,7 +5,7 @@ polling, and while it is away. The engine is the paced one; which version a name
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from serve_app.cached_registry import CachedRegistry
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.topology import Sources
 from serve_app.webhook_routes import PATH
+from tests import waiting
 from tests.fakes_registry import write_text_files
 from tests.mlflow_server import WEBHOOK_SETTINGS, MlflowServer, running_server
 from tests.registry_helpers import (
@@ -80,11 +81,7 @@ class Front:
         return value
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+eventually = partial(waiting.eventually, timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")

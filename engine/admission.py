@@ -19,6 +19,10 @@ class EngineLimits:
     max_model_len: int
     vocab_size: int
     max_kv_tokens: int
+    # What a router reckons with:
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    prefix_chunk: int = 32  # tokens of one prefix digest
 
 
 def check_request(request: Request, limits: EngineLimits) -> None:

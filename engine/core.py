@@ -42,6 +42,7 @@ from engine.types import (
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledBatch(())
+_PREFIX_TOKENS = 32  # of one prefix digest, where blocks are not larger
 
 
 class ModelFacts(Protocol):
@@ -87,7 +88,12 @@ class Engine:
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
         self.limits = EngineLimits(
-            runner.max_model_len, model.vocab_size, runner.num_blocks * config.block_size
+            runner.max_model_len,
+            model.vocab_size,
+            runner.num_blocks * config.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.block_size * max(1, _PREFIX_TOKENS // config.block_size),
         )
         self._runner = runner
         self._adapters = runner.adapters

@@ -49,6 +49,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """A choice that goes on where another engine left it: the next token has the offset
+    `len(token_ids)`, its random numbers and penalties are those of an undisturbed run."""
+
+    choice: int
+    token_ids: tuple[int, ...]  # its output so far
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     request_id: str  # unique in the engine; the caller makes it, a client's id is never used
     prompt_token_ids: tuple[int, ...]
@@ -56,6 +65,8 @@ class Request:
     adapter: str | None = None  # content digest of a loaded adapter
     cache_salt: str = ""  # requests with different salts never share KV blocks
     arrival_s: float = 0.0  # time.time() at the front, for queue-time metrics only
+    # Only these of the `params.n` choices are generated; empty: all, from their beginning.
+    resumed: tuple[ResumedChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,7 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop id (not EOS) that ended it
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    queued_s: float = 0.0  # with the first output: from the submit to the first step with it
     error: str | None = None  # with finish_reason "error"
 
 
@@ -104,12 +116,20 @@ class EngineLoad:
     adapter_host_bytes: int = 0
     num_pinned_adapters: int = 0
     num_adapter_copies: int = 0  # from the host to the device, since start
+    # What a step takes, fitted to the newest ones; all 0 while unknown:
+    # step_fixed_s + step_token_s * prompt tokens + step_sequence_s * decoding sequences.
+    step_fixed_s: float = 0.0
+    step_token_s: float = 0.0
+    step_sequence_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     outputs: tuple[TokenOutput, ...]
     load: EngineLoad
+    # Changes of what the prefix cache holds, as `engine.prefix_digests` names it.
+    cached_prefixes: tuple[int, ...] = ()
+    evicted_prefixes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

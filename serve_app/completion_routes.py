@@ -69,13 +69,14 @@ async def _complete(
     raw = await read_body(http, state.args.max_body_bytes)
     is_small = len(raw) <= _INLINE_BODY_BYTES
     body = await _run(state, is_small, lambda: parse_body(kind, raw))
+    session = _who_asks(http, body)
     try:
-        admission = await state.cold_starts.admit(body.model, http.receive, _who_asks(http, body))
+        admission = await state.cold_starts.admit(body.model, http.receive, session)
     except ClientGoneError:
         state.metrics.disconnected()
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     try:
-        completion = await _begin(state, body, admission, is_small, arrival_s)
+        completion = await _begin(state, body, admission, is_small, arrival_s, session)
         response = await _respond(http, bool(body.stream), completion)
     except BaseException as error:
         admission.visit.leave()
@@ -87,7 +88,12 @@ async def _complete(
 
 
 async def _begin(
-    state: IngressState, body: Body, admission: Admission, is_small: bool, arrival_s: float
+    state: IngressState,
+    body: Body,
+    admission: Admission,
+    is_small: bool,
+    arrival_s: float,
+    session: str | None,
 ) -> Completion:
     route, gateway = admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
@@ -107,7 +113,7 @@ async def _begin(
     )
     head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
-    generation = Generation(gateway.stream, front.handle, requests, adapter)
+    generation = Generation(gateway.stream, front.handle, requests, adapter, limits, session)
     answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:

@@ -102,6 +102,39 @@ class EngineArgs(_Args):
         return EngineConfig(model_path=model_path, base_digest=base_digest, **fields)
 
 
+class RouterArgs(_Args):
+    """How requests find an engine replica."""
+
+    # expected_ttft, adapter_affinity, prefix_affinity, power_of_two, round_robin, or your own
+    # class, as "module:Class"
+    policy: str = Field(default="expected_ttft", min_length=1)
+    options: dict[str, bool | int | float | str] = {}  # keyword arguments of the policy
+
+
+class AutoscalingArgs(_Args):
+    """Engine replicas of one base between two numbers; to zero and back: `idle_timeout_s`."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_ttft_s: float = Field(default=1.0, gt=0)  # the expected one, queue included
+    target_kv_usage: float = Field(default=0.85, gt=0, le=1)
+    upscale_delay_s: float = Field(default=3.0, ge=0)
+    downscale_delay_s: float = Field(default=60.0, ge=0)
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> AutoscalingArgs:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} < min_replicas {self.min_replicas}")
+        return self
+
+
+class MigrationArgs(_Args):
+    """Streams that outlive their engine."""
+
+    limit: int = Field(default=3, ge=0)  # deaths of its engine that a request survives; 0: none
+    timeout_s: float = Field(default=60.0, gt=0)  # for another replica to take it
+
+
 class ModelArgs(_Args):
     """One base model to serve: a registered name, as `name`, `name@alias` or `name@version`."""
 
@@ -124,10 +157,15 @@ class ModelArgs(_Args):
     # max_queued_requests of them an ingress replica, or 503 with Retry-After.
     cold_start: Literal["wait", "refuse"] = "wait"
     cold_start_timeout_s: float = Field(default=300.0, gt=0)
+    router: RouterArgs = RouterArgs()
+    autoscaling: AutoscalingArgs | None = None  # then `replicas` is what it starts with
+    migration: MigrationArgs = MigrationArgs()
 
 
 # Changing these restarts no engine.
-FRONT_SETTINGS = frozenset({"alias", "idle_timeout_s", "cold_start", "cold_start_timeout_s"})
+FRONT_SETTINGS = frozenset(
+    {"alias", "idle_timeout_s", "cold_start", "cold_start_timeout_s", "migration"}
+)
 
 
 class RegistryArgs(_Args):
@@ -141,8 +179,31 @@ class RegistryArgs(_Args):
     cache_bytes: Bytes | None = None
 
 
+class IngressScalingArgs(_Args):
+    """Ingress replicas follow their own open requests."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_ongoing_requests: float = Field(default=200.0, gt=0)  # a replica
+    upscale_delay_s: float = Field(default=5.0, ge=0)
+    downscale_delay_s: float = Field(default=120.0, ge=0)
+
+
+class FairnessArgs(_Args):
+    """Who goes first when engines are full: tenants, then each one's adapters, by the tokens they
+    had."""
+
+    tenant_header: str = "x-tenant-id"  # set by the gateway in front; without it all are one tenant
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}  # by tenant; 1 for all others
+    # A request never waits longer behind another tenant's or adapter's than so.
+    max_wait_s: float = Field(default=10.0, gt=0)
+    # Work that engines are given ahead; the rest waits here, where it can be put in order.
+    max_engine_queue_s: float = Field(default=0.5, gt=0)
+
+
 class IngressArgs(_Args):
     replicas: int = Field(default=1, ge=1)
+    autoscaling: IngressScalingArgs | None = None  # then `replicas` is what it starts with
     max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
     max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429
     max_body_bytes: Bytes = 16 * 1024**2
@@ -172,6 +233,7 @@ class PlatformArgs(_Args):
     registry: RegistryArgs = RegistryArgs()
     ingress: IngressArgs = IngressArgs()
     canary: CanaryArgs = CanaryArgs()
+    fairness: FairnessArgs = FairnessArgs()
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> PlatformArgs:

@@ -15,11 +15,13 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from engine.admission import EngineLimits
 from engine.errors import EngineDeadError
 from engine.types import EngineLoad, Request, TokenOutput
 from registry.entities import AdapterVersion
 from serve_app.errors import OverloadedError, ServiceUnavailableError
 from serve_app.ray_errors import root_cause
+from serve_app.routing.asks import make_ask
 from serve_app.stream import StreamError
 from serve_app.stream_server import StreamServer
 from serve_app.topology import SubmitCall
@@ -41,6 +43,8 @@ class Generation:
         handle: DeploymentHandle[object],
         requests: tuple[Request, ...],
         adapter: AdapterVersion | None,
+        limits: EngineLimits,
+        session: str | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._open_choices = {
@@ -49,7 +53,8 @@ class Generation:
             for choice in range(request.params.n)
         }
         self._stream = server.open(request.request_id for request in requests)
-        call = SubmitCall(requests, adapter, server.address)
+        ask = make_ask(requests, adapter, limits, session)
+        call = SubmitCall(requests, adapter, server.address, ask)
         response = handle.submit.remote(call)
         assert isinstance(response, DeploymentResponse)
         self._response: DeploymentResponse[object] = response

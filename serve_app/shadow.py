@@ -76,7 +76,13 @@ class Shadows:
         requests = tuple(_copy(request, version) for request in submitted.requests)
         body = submitted.body.model_copy(update={"stream": False, "stream_options": None})
         answer = Answer(body, submitted.prompts, submitted.front.text, submitted.head)
-        generation = Generation(self._stream, submitted.front.handle, requests, version)
+        generation = Generation(
+            self._stream,
+            submitted.front.handle,
+            requests,
+            version,
+            submitted.front.description.limits,
+        )
         completion: Completion | None = None
         try:
             async with asyncio.timeout(_FIRST_TOKEN_S) as patience:

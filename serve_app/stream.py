@@ -41,12 +41,29 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     engine_id: str
 
 
+class Accepted(msgspec.Struct, frozen=True, array_like=True):
+    """The engine has this request: from this frame on its load counts it."""
+
+    request_id: str
+    adapter_s: float  # what it waited for its adapter
+    found_in: str  # the adapter's tier when it came: device, host, disk, registry; "": none
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """`same_adapters`: the load's digests are left out, they are those of the frame before."""
 
     outputs: tuple[TokenOutput, ...]
     load: EngineLoad
     same_adapters: bool
+    accepted: tuple[Accepted, ...] = ()
+    # Of the prefix cache: what came and went since the frame before, or, first of all, the whole.
+    cached_prefixes: tuple[int, ...] = ()
+    evicted_prefixes: tuple[int, ...] = ()
+    is_whole: bool = False
+    # Digests of adapters on the node's disk; None: as in the frame before.
+    adapters_on_disk: tuple[str, ...] | None = None
+    # Seconds that an adapter takes from each tier, measured: copy to device, disk, registry.
+    load_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -16,6 +16,7 @@ from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.config import ModelArgs
+from serve_app.routing.view import Ask
 from serve_app.stream import StreamAddress
 
 
@@ -169,6 +170,7 @@ class SubmitCall:
     requests: tuple[Request, ...]
     adapter: AdapterVersion | None
     reply_to: StreamAddress
+    ask: Ask  # for the router
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class EngineHost:
         now_s = time.time()
         for request in requests:
             request_id = request.request_id
-            call.open_choices |= {(request_id, choice) for choice in range(request.params.n)}
+            call.open_choices |= {(request_id, choice) for choice in request.choices}
             self._calls[request_id] = call
             self._metrics.begin(request, adapter_name, now_s)
         tier = found_in or self._tier_of(requests[0].adapter)

@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def new_engine(base: Path, **config: int | bool) -> Engine:
     settings = make_config(block_size=BLOCK_SIZE, **config)
-    return Engine(settings, make_runner(base, **config))
+    return Engine(settings, make_runner(base, "cpu", **config))
 
 
 def run(engine: Engine, request: Request) -> dict[int, list[TokenOutput]]:

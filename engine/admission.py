@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.types import Request, SamplingParams
+from engine.stopping import ending
+from engine.types import Request, ResumedChoice, SamplingParams, Sequence
 
 MAX_CHOICES = 128
 
@@ -25,21 +26,51 @@ class EngineLimits:
     prefix_chunk: int = 32  # tokens of one prefix digest
 
 
-def check_request(request: Request, limits: EngineLimits) -> None:
+def check_request(
+    request: Request, limits: EngineLimits, eos_token_ids: Collection[int] = ()
+) -> None:
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequestError("the prompt is empty", "prompt")
-    if not all(0 <= token < limits.vocab_size for token in prompt):
-        wrong = next(token for token in prompt if not 0 <= token < limits.vocab_size)
-        raise InvalidRequestError(
-            f"token id {wrong} in the prompt is outside the vocabulary of {limits.vocab_size}",
-            "prompt",
-        )
+    _check_ids(prompt, limits.vocab_size, "the prompt", "prompt")
     for is_ok, param, rule in _rules(request.params, limits.vocab_size):
         if not is_ok:
             value = str(getattr(request.params, param))[:100]
             raise InvalidRequestError(f"{param} is {value}, but must be {rule}", param)
     _check_length(len(prompt), request.params.max_tokens, limits)
+    if len(set(request.choices)) < len(request.choices):
+        raise InvalidRequestError(f"choices {request.choices} are resumed, some twice", "resumed")
+    for one in request.resumed:
+        _check_resumed(one, request, limits, eos_token_ids)
+
+
+def _check_resumed(
+    one: ResumedChoice, request: Request, limits: EngineLimits, eos_token_ids: Collection[int]
+) -> None:
+    if not 0 <= one.choice < request.params.n:
+        words = f"choice {one.choice} is resumed, but n is {request.params.n}"
+        raise InvalidRequestError(words, "resumed")
+    _check_ids(one.token_ids, limits.vocab_size, f"the output of choice {one.choice}", "resumed")
+    if not one.token_ids:
+        return  # at most its prompt was computed
+    sequence = Sequence(request, one.choice, 0, [*request.prompt_token_ids, *one.token_ids])
+    end = ending(sequence, eos_token_ids, limits.max_model_len)
+    if end is not None:
+        count, last = len(one.token_ids), one.token_ids[-1]
+        why = f"{count} of {request.params.max_tokens} tokens are there"
+        if end.reason == "stop":
+            why = f"its last token {last} ends it"
+        raise InvalidRequestError(
+            f"choice {one.choice} is resumed, but it is complete: {why}", "resumed"
+        )
+
+
+def _check_ids(token_ids: tuple[int, ...], vocab_size: int, where: str, param: str) -> None:
+    if not all(0 <= token < vocab_size for token in token_ids):
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise InvalidRequestError(
+            f"token id {wrong} in {where} is outside the vocabulary of {vocab_size}", param
+        )
 
 
 def _check_length(num_prompt: int, max_tokens: int, limits: EngineLimits) -> None:

@@ -19,7 +19,7 @@ def needs_prompt_logprobs(sequence: Sequence) -> bool:
 class BlockTables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.prefix_queries = 0  # prompt tokens looked up, since start
+        self.prefix_queries = 0  # tokens looked up at first admissions, since start
         self.prefix_hits = 0  # of these found
 
     def can_share(self, sequence: Sequence) -> bool:
@@ -39,9 +39,9 @@ class BlockTables:
         sequence.block_table = hits + self.pool.allocate(missing)
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_cached
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = num_cached
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
             if self.can_share(sequence):
-                self.prefix_queries += sequence.num_prompt_tokens
+                self.prefix_queries += len(sequence.token_ids)
                 self.prefix_hits += num_cached
         return count
 

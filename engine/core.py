@@ -118,7 +118,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight.batch.sequences)
 
     def add_request(self, request: Request) -> None:
-        check_request(request, self.limits)
+        check_request(request, self.limits, self._runner.model_config.eos_token_ids)
         if self.scheduler.has_request(request.request_id):
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
         if request.adapter is not None:

@@ -19,8 +19,9 @@ before it was read.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -51,8 +52,8 @@ class _Group:
     """The choices of one request that have not ended."""
 
     request: Request
-    alive: dict[int, Sequence]
-    is_prompt_computed: bool = False  # by choice 0: the others can find its blocks
+    alive: dict[int, Sequence]  # in order
+    is_prompt_computed: bool = False  # by one of them: the others can find its blocks
 
 
 class Scheduler:
@@ -63,8 +64,10 @@ class Scheduler:
         residency: AdapterResidency,
         eos_token_ids: Collection[int],
         max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
         self._tables = BlockTables(blocks)
         self._gate = AdapterGate(residency, config.max_adapter_overtakes)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -106,8 +109,10 @@ class Scheduler:
     def add(self, request: Request, seed: int) -> None:
         assert request.request_id not in self._groups
         group = _Group(request, {})
-        for choice in range(request.params.n):
-            sequence = Sequence(request, choice, seed, list(request.prompt_token_ids))
+        outputs = {one.choice: one.token_ids for one in request.resumed}
+        for choice in request.choices:
+            token_ids = [*request.prompt_token_ids, *outputs.get(choice, ())]
+            sequence = Sequence(request, choice, seed, token_ids, added_s=self._clock())
             sequence.ordinal = self._num_sequences
             self._num_sequences += 1
             group.alive[choice] = sequence
@@ -231,13 +236,15 @@ class Scheduler:
                 error = f"adapter {sequence.request.adapter} is no longer loaded"
                 self._leave(sequence, Ending("error"), error)
                 continue
-            if self._waits_for_choice_0(sequence) or not self._gate.acquire(sequence):
+            if self._waits_for_prompt(sequence) or not self._gate.acquire(sequence):
                 continue
             count = self._tables.place(sequence, budget)
             if count == 0:  # no blocks: younger ones, however small, wait behind it
                 self._gate.release(sequence)
                 break
             budget -= count
+            if sequence.num_preemptions == 0:
+                sequence.queued_s = self._clock() - sequence.added_s
             self._gate.note_admitted(sequence)
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_age)
@@ -246,11 +253,12 @@ class Scheduler:
         self._gate.prefetch(self._waiting)
         return admitted
 
-    def _waits_for_choice_0(self, sequence: Sequence) -> bool:
-        """Whose prompt blocks it will share. When it cannot share, it has nothing to wait for."""
+    def _waits_for_prompt(self, sequence: Sequence) -> bool:
+        """The first choice computes it, the others share its blocks. Where they cannot share, they
+        have nothing to wait for."""
         group = self._groups[sequence.request.request_id]
-        is_ready = group.is_prompt_computed or 0 not in group.alive
-        return sequence.choice > 0 and not is_ready and self._tables.can_share(sequence)
+        is_first = sequence.choice == next(iter(group.alive))
+        return not (is_first or group.is_prompt_computed) and self._tables.can_share(sequence)
 
     def _commit_one(self, item: ScheduledSequence, sample: Sample) -> TokenOutput | None:
         sequence = item.sequence
@@ -260,7 +268,7 @@ class Scheduler:
         self._tables.publish(item)
         sequence.num_computed_tokens = item.end
         sequence.num_tokens_in_flight -= item.samples
-        if sequence.choice == 0 and item.end >= sequence.num_prompt_tokens:
+        if item.end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
         if needs_prompt_logprobs(sequence):
             if item.start == 0:
@@ -277,6 +285,7 @@ class Scheduler:
         end = ending(sequence, self._eos_token_ids, self._max_model_len)
         if end is not None:
             self._forget(sequence)
+        queued_s, sequence.queued_s = sequence.queued_s, 0.0
         return TokenOutput(
             sequence.request.request_id,
             sequence.choice,
@@ -287,6 +296,7 @@ class Scheduler:
             finish_reason=end.reason if end else None,
             stop_token_id=end.stop_token_id if end else None,
             num_cached_tokens=sequence.num_cached_tokens,
+            queued_s=queued_s,
         )
 
     def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:

@@ -109,7 +109,7 @@ class AsyncEngine:
         num_open = 0
         try:
             await self.submit(request)
-            num_open = request.params.n
+            num_open = len(request.choices)
             while num_open:
                 output = await stream.next()
                 num_open -= output.finish_reason is not None

@@ -68,6 +68,17 @@ class Request:
     # Only these of the `params.n` choices are generated; empty: all, from their beginning.
     resumed: tuple[ResumedChoice, ...] = ()
 
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Those that are generated, in order."""
+        resumed = tuple(sorted(one.choice for one in self.resumed))
+        return resumed or tuple(range(self.params.n))
+
+    @property
+    def has_output(self) -> bool:
+        """Its client has read tokens of it before it came here."""
+        return any(one.token_ids for one in self.resumed)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -150,6 +161,8 @@ class Sequence:
     ordinal: int = 0  # age: the lower, the older
     block_hashes: list[bytes] = field(default_factory=list)  # chain over its full blocks, so far
     num_overtaken: int = 0  # younger ones admitted while it waited for its adapter
+    added_s: float = 0.0  # on the scheduler's clock
+    queued_s: float = 0.0  # until it was first admitted; 0 again once that was told
 
     @property
     def num_prompt_tokens(self) -> int:

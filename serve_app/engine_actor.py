@@ -1,7 +1,7 @@
 """The process that owns one engine: a Ray actor around `EngineHost`.
 
-Takes submit calls (held open until their requests end), gives each step's tokens to the ingresses
-over the side stream, one frame an ingress, and aborts what nobody reads any more. The engine comes
+Takes submit calls (held open until their requests end), tells every ingress of every step over
+the side stream, its own tokens in it, and aborts what nobody reads any more. The engine comes
 from a factory, so that tests put their own behind the same interface. Ignorant of HTTP and text.
 """
 
@@ -12,18 +12,20 @@ import logging
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
 
 from engine.admission import EngineLimits
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.service import EngineInterface
 from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 from serve_app.background import in_background
+from serve_app.engine_news import Digests
+from serve_app.ingress_links import IngressLinks
 from serve_app.metrics import EngineMetrics
-from serve_app.stream import HEARTBEAT_S, Abort, StreamAddress, StreamError
+from serve_app.stream import HEARTBEAT_S, Abort, Accepted, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ class _Call:
 
     link: IngressLink
     done: asyncio.Future[None]
-    open_choices: set[tuple[str, int]]
+    open_choices: set[tuple[str, int]] = field(default_factory=set)
+    untold: dict[str, Accepted] = field(default_factory=dict)  # by request id, until it is taken
 
 
 class EngineHost:
@@ -45,11 +48,9 @@ class EngineHost:
 
     def __init__(self, engine: EngineInterface, engine_id: str, metrics: EngineMetrics) -> None:
         self._engine = engine
-        self._engine_id = engine_id
         self._metrics = metrics
         self._calls: dict[str, _Call] = {}  # by request id
-        self._links: dict[str, IngressLink] = {}  # by ingress id
-        self._dialling: dict[str, asyncio.Task[IngressLink]] = {}
+        self._links = IngressLinks(engine_id, self._on_abort, self._on_lost)
         self._heartbeat: asyncio.Task[None] | None = None
         self.dead = asyncio.Event()
 
@@ -66,14 +67,23 @@ class EngineHost:
         self._engine.subscribe(on_step)
         self._engine.on_death(on_death)
         self._engine.start()
+        self._links.news.observe(StepOutput((), self._engine.load()))
         self._heartbeat = loop.create_task(self._beat())
 
     def stop(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        for link in tuple(self._links.values()):
-            link.close()
+        self._links.close()
         self._engine.stop()
+
+    async def attend(self, address: StreamAddress) -> None:
+        """As `IngressLinks.attend`; raises StreamError where the ingress cannot be reached."""
+        await self._links.attend(address)
+
+    def note_disk(self, on_disk: Digests, disk_s: float, registry_s: float) -> None:
+        """Adapters whose files are on this node, and what loads from there and from the registry
+        took; 0: not yet measured."""
+        self._links.news.note_disk(on_disk, disk_s, registry_s)
 
     async def submit(
         self,
@@ -81,21 +91,27 @@ class EngineHost:
         reply_to: StreamAddress,
         adapter_name: str | None,
         found_in: str | None = None,
+        adapter_s: float = 0.0,
     ) -> None:
         """Returns when every choice ended or was aborted. Cancelling it aborts the rest.
-        `found_in`: the tier that the adapter came from; None: memory."""
-        link = await self._link(reply_to)
-        call = _Call(link, asyncio.get_running_loop().create_future(), set())
+        `found_in`: the tier that the adapter came from in `adapter_s`; None: memory."""
+        link = await self._links.open(reply_to)
+        call = _Call(link, asyncio.get_running_loop().create_future())
+        tier = found_in or self._tier_of(requests[0].adapter)
         now_s = time.time()
         for request in requests:
             request_id = request.request_id
-            call.open_choices |= {(request_id, choice) for choice in range(request.params.n)}
+            if request_id in self._calls:
+                self._abandon(call)
+                raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
+            call.open_choices |= {(request_id, choice) for choice in request.choices}
+            call.untold[request_id] = Accepted(request_id, adapter_s, tier or "")
             self._calls[request_id] = call
             self._metrics.begin(request, adapter_name, now_s)
-        tier = found_in or self._tier_of(requests[0].adapter)
         try:
             for request in requests:
                 await self._engine.submit(request)
+                self._tell_accepted(call, request.request_id)
             self._metrics.found_adapter(tier)
             await call.done
         finally:
@@ -124,14 +140,21 @@ class EngineHost:
             call = self._calls.get(output.request_id)
             if call is None or (output.request_id, output.choice) not in call.open_choices:
                 continue  # aborted while the step ran
+            if call.untold:  # the step came before the answer to `submit`
+                self._tell_accepted(call, output.request_id)
             by_link.setdefault(call.link, []).append(output)
             if output.finish_reason is not None:
                 ended.append((call, output))
-        for link, outputs in by_link.items():
-            link.send(outputs, step.load)
+        self._links.send(step, by_link)
         for call, output in ended:
             assert output.finish_reason is not None
             self._end_choice(call, output.request_id, output.choice, output.finish_reason)
+
+    def _tell_accepted(self, call: _Call, request_id: str) -> None:
+        """Once. The load of every step that comes from now on counts it."""
+        accepted = call.untold.pop(request_id, None)
+        if accepted is not None:
+            call.link.accept(accepted)
 
     def _on_death(self, error: EngineDeadError) -> None:
         for call in set(self._calls.values()):
@@ -151,32 +174,12 @@ class EngineHost:
         for request_id in {request_id for request_id, _ in call.open_choices}:
             self.abort(request_id)
 
-    async def _link(self, address: StreamAddress) -> IngressLink:
-        """Concurrent callers share one dialling; a lost link is dialled anew."""
-        link = self._links.get(address.ingress_id)
-        if link is not None and link.is_open:
-            return link
-        task = self._dialling.get(address.ingress_id)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(self._dial(address))
-            self._dialling[address.ingress_id] = task
-            task.add_done_callback(lambda _: self._dialling.pop(address.ingress_id, None))
-        return await asyncio.shield(task)
-
-    async def _dial(self, address: StreamAddress) -> IngressLink:
-        link = IngressLink(address, self._engine_id, self._on_abort, self._on_lost)
-        await link.dial()
-        self._links[address.ingress_id] = link
-        return link
-
     def _on_abort(self, link: IngressLink, abort: Abort) -> None:
         call = self._calls.get(abort.request_id)
         if call is not None and call.link is link:  # an ingress ends its own requests only
             self.abort(abort.request_id, abort.choice)
 
     def _on_lost(self, link: IngressLink) -> None:
-        if self._links.get(link.address.ingress_id) is link:
-            del self._links[link.address.ingress_id]
         lost = {call for call in self._calls.values() if call.link is link}
         for call in lost:
             if not call.done.done():
@@ -187,10 +190,9 @@ class EngineHost:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            load = self._engine.load()
-            self._metrics.observe_step(StepOutput((), load), time.time())
-            for link in tuple(self._links.values()):
-                link.send([], load)
+            step = StepOutput((), self._engine.load())
+            self._metrics.observe_step(step, time.time())
+            self._links.send(step, {})
 
 
 @ray.remote
@@ -227,9 +229,18 @@ class EngineActor:
         reply_to: StreamAddress,
         adapter_name: str | None,
         found_in: str | None,
+        adapter_s: float,
     ) -> None:
         assert self._host is not None
-        await self._host.submit(requests, reply_to, adapter_name, found_in)
+        await self._host.submit(requests, reply_to, adapter_name, found_in, adapter_s)
+
+    async def attend(self, address: StreamAddress) -> None:
+        assert self._host is not None
+        await self._host.attend(address)
+
+    async def note_disk(self, on_disk: Digests, disk_s: float, registry_s: float) -> None:
+        assert self._host is not None
+        self._host.note_disk(on_disk, disk_s, registry_s)
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         assert self._host is not None

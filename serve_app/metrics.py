@@ -62,7 +62,7 @@ class EngineMetrics(Collector):
 
     def begin(self, request: Request, adapter: str | None, now_s: float) -> None:
         """`adapter`: its registered name, never a client's string (label values stay bounded)."""
-        choices = set(range(request.params.n))
+        choices = set(request.choices)
         self._live[request.request_id] = _Live(request, adapter, now_s, choices)
 
     def found_adapter(self, tier: str | None) -> None:
@@ -123,7 +123,8 @@ class EngineMetrics(Collector):
 
     def _observe_first_token(self, live: _Live, output: TokenOutput, now_s: float) -> None:
         arrival_s = live.request.arrival_s or live.admitted_s
-        self._histograms["vllm:time_to_first_token_seconds"].observe(now_s - arrival_s)
+        if not live.request.has_output:  # else its first token was another engine's
+            self._histograms["vllm:time_to_first_token_seconds"].observe(now_s - arrival_s)
         self._histograms["vllm:request_prefill_time_seconds"].observe(now_s - live.admitted_s)
         self._num_prompt_tokens += len(live.request.prompt_token_ids)
         self._num_cached_tokens += output.num_cached_tokens
@@ -132,7 +133,8 @@ class EngineMetrics(Collector):
         request, histograms = live.request, self._histograms
         arrival_s = request.arrival_s or live.admitted_s
         histograms["vllm:e2e_request_latency_seconds"].observe(now_s - arrival_s)
-        histograms["vllm:request_queue_time_seconds"].observe(live.admitted_s - arrival_s)
+        if not request.has_output:
+            histograms["vllm:request_queue_time_seconds"].observe(live.admitted_s - arrival_s)
         histograms["vllm:request_inference_time_seconds"].observe(now_s - live.admitted_s)
         if live.first_token_s is not None:
             histograms["vllm:request_decode_time_seconds"].observe(now_s - live.first_token_s)

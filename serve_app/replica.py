@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from serve_app.cache_metrics import cache_text
 from serve_app.engine_actor import EngineActor
 from serve_app.ingress_metrics import join_texts
 from serve_app.ray_errors import root_cause
+from serve_app.stream import StreamAddress
 from serve_app.text import TEXT_FILES
 from serve_app.topology import (
     BaseDescription,
@@ -76,12 +78,22 @@ class EngineReplica:
         """Returns when every choice ended; tokens go to `call.reply_to`."""
         try:
             if call.adapter is None:
-                await self._actor.submit.remote(call.requests, call.reply_to, None, None)
+                await self._actor.submit.remote(call.requests, call.reply_to, None, None, 0.0)
             else:
                 await self._submit_with(call, call.adapter)
         except asyncio.CancelledError:
             self._actor.abort.remote(tuple(request.request_id for request in call.requests))
             raise
+        except RayActorError as error:
+            raise EngineDeadError(f"the engine of {self._spec.base.name} died") from error
+        except RayTaskError as error:
+            raise root_cause(error) from None
+
+    async def attend(self, address: StreamAddress) -> None:
+        """The engine tells that ingress of every step from now on, and first of all the whole. Once
+        the connection is lost, the ingress asks again."""
+        try:
+            await self._actor.attend.remote(address)
         except RayActorError as error:
             raise EngineDeadError(f"the engine of {self._spec.base.name} died") from error
         except RayTaskError as error:
@@ -152,11 +164,13 @@ class EngineReplica:
             ray.kill(self._actor)
 
     async def _submit_with(self, call: SubmitCall, adapter: AdapterVersion) -> None:
+        came_s = time.monotonic()
         for tries_left in reversed(range(_NUM_TRIES)):
             loaded = await self._loads.ensure(adapter)
+            wait_s = time.monotonic() - came_s
             try:
                 await self._actor.submit.remote(
-                    call.requests, call.reply_to, adapter.name, loaded.found_in
+                    call.requests, call.reply_to, adapter.name, loaded.found_in, wait_s
                 )
                 return
             except RayTaskError as error:

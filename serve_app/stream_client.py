@@ -1,9 +1,9 @@
-"""The engine end of the side stream: one `IngressLink` to each ingress replica with live requests.
+"""The engine end of the side stream: one `IngressLink` to each ingress replica.
 
-Reconnect rule: a link is dialled by the first submit that names its ingress and lives until the
-connection ends; then its requests are aborted (`on_lost`) and the next submit dials anew.
-Bound: a slow ingress may have HIGH_WATER_BYTES unsent in the socket; beyond it outputs wait and go
-out as one frame, and at MAX_WAITING_OUTPUTS of them the link is cut. Ignorant of Ray and engines.
+A link gets a frame a step, its own tokens in it or not. Its first frame has the whole of what later
+ones only change. Bound: a slow ingress may have HIGH_WATER_BYTES unsent in the socket; beyond it
+outputs and changes wait and go out as one frame, and at MAX_WAITING_OUTPUTS of them the link is
+cut. Ignorant of Ray and engines.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import cast
 
-from engine.types import EngineLoad, TokenOutput
+from engine.types import TokenOutput
+from serve_app.engine_news import Digests, EngineNews
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
     Abort,
+    Accepted,
     FrameSplitter,
     Hello,
-    Step,
     StreamAddress,
     StreamError,
     decode_frame,
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 1024 * 1024
 MAX_WAITING_OUTPUTS = 65_536
+MIN_MERGED = 1024  # changes that are worth keeping in any case
 _DIAL_TIMEOUT_S = 5.0
 _DEAD_PEER_MS = (
     10_000  # unacknowledged bytes for so long end the connection (a host that lost power)
@@ -45,20 +46,25 @@ class IngressLink(asyncio.Protocol):
         self,
         address: StreamAddress,
         engine_id: str,
+        news: EngineNews,
         on_abort: Callable[[IngressLink, Abort], None],
         on_lost: Callable[[IngressLink], None],
     ) -> None:
         self.address = address
         self.is_open = False
         self._engine_id = engine_id
+        self._news = news
         self._on_abort = on_abort
         self._on_lost = on_lost
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
         self._waiting: list[TokenOutput] = []
-        self._load = EngineLoad()
-        self._sent_adapters: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._accepted: list[Accepted] = []
+        # Prefixes that came (True) or went since the last frame; None: the whole is to be told.
+        self._changes: dict[int, bool] | None = None
+        self._sent_adapters: tuple[Digests, Digests] | None = None
+        self._sent_disk: Digests | None = None
 
     async def dial(self) -> None:
         loop = asyncio.get_running_loop()
@@ -71,16 +77,33 @@ class IngressLink(asyncio.Protocol):
         if not self.is_open:
             raise StreamError(f"the ingress at {host}:{port} closed the connection at once")
 
-    def send(self, outputs: list[TokenOutput], load: EngineLoad) -> None:
-        """One frame, or, while the ingress is slow, part of the next one."""
-        self._load = load
+    def accept(self, accepted: Accepted) -> None:
+        """Goes out with the next frame."""
+        self._accepted.append(accepted)
+
+    def tell_whole(self) -> None:
+        """Whatever it knows already: in a frame now, or as soon as it reads again."""
+        self._changes = self._sent_adapters = self._sent_disk = None
         if not self._is_paused:
-            self._write(outputs)
-            return
-        self._waiting += outputs
-        if len(self._waiting) > MAX_WAITING_OUTPUTS and self._transport is not None:
-            logger.warning("ingress %s does not keep up, link cut", self.address.ingress_id)
-            self._transport.abort()
+            self._write_own()
+
+    def send(self, outputs: Sequence[TokenOutput] = ()) -> None:
+        """Once after each of the news: one frame, or, while the ingress is slow, part of the
+        next one."""
+        news = self._news
+        if outputs or self._accepted or self._is_paused or self._changes is None:
+            self._waiting += outputs
+            self._merge()
+            if not self._is_paused:
+                self._write_own()
+            elif len(self._waiting) > MAX_WAITING_OUTPUTS and self._transport is not None:
+                logger.warning("ingress %s does not keep up, link cut", self.address.ingress_id)
+                self._transport.abort()
+        elif self._transport is not None and self.is_open:
+            same_adapters = self._sent_adapters is news.adapters
+            same_disk = self._sent_disk is news.on_disk
+            self._sent_adapters, self._sent_disk = news.adapters, news.on_disk
+            self._transport.write(news.frame(same_adapters=same_adapters, same_disk=same_disk))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -112,6 +135,8 @@ class IngressLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         self._waiting.clear()
+        self._accepted.clear()
+        self._changes = None
         self._on_lost(self)
 
     def pause_writing(self) -> None:
@@ -119,18 +144,27 @@ class IngressLink(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            self._write(waiting)
+        self._write_own()
 
-    def _write(self, outputs: list[TokenOutput]) -> None:
+    def _merge(self) -> None:
+        if self._changes is None:
+            return
+        self._changes.update(dict.fromkeys(self._news.cached, True))
+        self._changes.update(dict.fromkeys(self._news.evicted, False))
+        if len(self._changes) > len(self._news.prefixes) + MIN_MERGED:
+            self._changes = None  # the whole is shorter by now
+
+    def _write_own(self) -> None:
         if self._transport is None or not self.is_open:
             return
-        load = self._load
-        adapters = (load.adapters_on_device, load.adapters_on_host)
-        # Hundreds of 64-character digests a step would outweigh the tokens.
-        same_adapters = adapters == self._sent_adapters
-        if same_adapters:
-            load = replace(load, adapters_on_device=(), adapters_on_host=())
-        self._sent_adapters = adapters
-        self._transport.write(encode_frame(Step(tuple(outputs), load, same_adapters)))
+        news = self._news
+        frame = news.own_frame(
+            self._waiting,
+            self._accepted,
+            self._changes,
+            same_adapters=self._sent_adapters is news.adapters,
+            same_disk=self._sent_disk is news.on_disk,
+        )
+        self._waiting, self._accepted, self._changes = [], [], {}
+        self._sent_adapters, self._sent_disk = news.adapters, news.on_disk
+        self._transport.write(frame)

@@ -12,9 +12,11 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
+
+import msgspec
 
 from engine.errors import EngineDeadError
 from engine.types import EngineLoad, TokenOutput
@@ -41,6 +43,9 @@ class StreamServer:
 
     def __init__(self) -> None:
         self.loads: dict[str, EngineLoad] = {}  # by engine id, of the engines connected now
+        # Each frame, after its tokens were delivered, with the digests that its load left out.
+        self.on_frame: Callable[[str, Step], None] | None = None
+        self.on_lost: Callable[[str], None] | None = None  # the last connection of that engine
         self._token = secrets.token_urlsafe(32)
         self._ingress_id = secrets.token_hex(8)
         self._streams: dict[str, TokenStream] = {}
@@ -60,6 +65,11 @@ class StreamServer:
     def address(self) -> StreamAddress:
         assert self._address is not None
         return self._address
+
+    @property
+    def engines(self) -> frozenset[str]:
+        """Ids of those connected now: each is its Serve replica's."""
+        return frozenset(connection.engine_id for connection in self._connections)
 
     @property
     def num_open(self) -> int:
@@ -92,15 +102,25 @@ class StreamServer:
             )
         self.loads[connection.engine_id] = load
         streams = self._streams
+        for accepted in step.accepted:
+            if (taken := streams.get(accepted.request_id)) is not None:
+                taken._connection = connection
         for output in step.outputs:
             stream = streams.get(output.request_id)
             if stream is not None:
                 stream._push(output, connection)
+        if self.on_frame is not None:
+            try:
+                self.on_frame(connection.engine_id, msgspec.structs.replace(step, load=load))
+            except Exception:  # a listener's fault is not the stream's
+                logger.exception("a listener of the side stream failed")
 
     def _lost(self, connection: _EngineConnection) -> None:
         self._connections.discard(connection)
         if all(other.engine_id != connection.engine_id for other in self._connections):
             self.loads.pop(connection.engine_id, None)
+            if self.on_lost is not None:
+                self.on_lost(connection.engine_id)
         for stream in set(self._streams.values()):
             if stream._connection is connection:
                 stream.fail(EngineDeadError("the connection to the engine was lost"))
@@ -119,7 +139,7 @@ class TokenStream:
         self._arrived: list[TokenOutput] = []
         self._wake: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._connection: _EngineConnection | None = None  # known from the first tokens on
+        self._connection: _EngineConnection | None = None  # known once the engine took it
 
     @property
     def engine_load(self) -> EngineLoad | None:
@@ -138,7 +158,7 @@ class TokenStream:
         return arrived
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Tells the engine at once. Before the first token only cancelling the call can do that."""
+        """Tells the engine at once. Before it took the request only cancelling the call can."""
         if self._connection is not None:
             self._connection.send_abort(Abort(request_id, choice))
 

@@ -51,8 +51,7 @@ FAULTS: dict[str, tuple[FinishReason, tuple[int, ...], str | None]] = {
 @dataclass(slots=True)
 class _Running:
     request: Request
-    open_choices: set[int]
-    num_tokens: int = 0
+    num_tokens: dict[int, int]  # by open choice
 
 
 @dataclass(slots=True)
@@ -95,7 +94,10 @@ class PacedEngine:
         if request.adapter is not None and not self.has_adapter(request.adapter):
             raise UnknownAdapterError(request.adapter)
         with self._lock:
-            self._running[request.request_id] = _Running(request, set(range(request.params.n)))
+            done = {one.choice: len(one.token_ids) for one in request.resumed}
+            self._running[request.request_id] = _Running(
+                request, {choice: done.get(choice, 0) for choice in request.choices}
+            )
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         with self._lock:
@@ -103,8 +105,9 @@ class PacedEngine:
             running = self._running.get(request_id)
             if running is None:
                 return
-            running.open_choices -= set(running.open_choices) if choice is None else {choice}
-            if not running.open_choices:
+            for ended in tuple(running.num_tokens) if choice is None else (choice,):
+                running.num_tokens.pop(ended, None)
+            if not running.num_tokens:
                 del self._running[request_id]
 
     def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
@@ -208,28 +211,32 @@ class PacedEngine:
         outputs: list[TokenOutput] = []
         with self._lock:
             for request_id, running in tuple(self._running.items()):
-                request, offset = running.request, running.num_tokens
-                prompt = request.prompt_token_ids
-                running.num_tokens += 1
-                if prompt[0] == CRASH_TOKEN and running.num_tokens > 2:
+                prompt = running.request.prompt_token_ids
+                if prompt[0] == CRASH_TOKEN and max(running.num_tokens.values()) >= 2:
                     time.sleep(0.1)  # the tokens before are on their way
                     os._exit(1)
-                reason: FinishReason | None = None
-                if running.num_tokens >= request.params.max_tokens:
-                    reason = "length"
+                outputs += [self._next(running, choice) for choice in tuple(running.num_tokens)]
+                if not running.num_tokens:
                     del self._running[request_id]
-                token_ids: tuple[int, ...] = (prompt[offset % len(prompt)],)
-                error: str | None = None
-                if (fault := self.faults.get(request.adapter or "")) is not None:
-                    reason, token_ids, error = FAULTS[fault]
-                    self._running.pop(request_id, None)
-                outputs += [
-                    TokenOutput(
-                        request_id, choice, offset, token_ids, finish_reason=reason, error=error
-                    )
-                    for choice in running.open_choices
-                ]
         return tuple(outputs)
+
+    def _next(self, running: _Running, choice: int) -> TokenOutput:
+        request, offset = running.request, running.num_tokens[choice]
+        prompt = request.prompt_token_ids
+        reason: FinishReason | None = None
+        if offset + 1 >= request.params.max_tokens:
+            reason = "length"
+        token_ids: tuple[int, ...] = (prompt[offset % len(prompt)],)
+        error: str | None = None
+        if (fault := self.faults.get(request.adapter or "")) is not None:
+            reason, token_ids, error = FAULTS[fault]
+        if reason is None:
+            running.num_tokens[choice] += 1
+        else:
+            del running.num_tokens[choice]
+        return TokenOutput(
+            request.request_id, choice, offset, token_ids, finish_reason=reason, error=error
+        )
 
 
 def open_paced_engine(config: EngineConfig) -> PacedEngine:

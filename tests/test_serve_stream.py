@@ -10,12 +10,21 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.types import EngineLoad, Request, SamplingParams, TokenOutput
+from engine.types import (
+    EngineLoad,
+    Request,
+    ResumedChoice,
+    SamplingParams,
+    StepOutput,
+    TokenOutput,
+)
 from serve_app.engine_actor import EngineHost
+from serve_app.engine_news import EngineNews
 from serve_app.metrics import EngineMetrics
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
     Abort,
+    Accepted,
     Frame,
     FrameSplitter,
     Hello,
@@ -24,7 +33,7 @@ from serve_app.stream import (
     decode_frame,
     encode_frame,
 )
-from serve_app.stream_client import MAX_WAITING_OUTPUTS, IngressLink
+from serve_app.stream_client import MAX_WAITING_OUTPUTS, MIN_MERGED, IngressLink
 from serve_app.stream_server import StreamServer, TokenStream
 from tests.fakes_engine import PacedEngine
 
@@ -171,6 +180,112 @@ async def test_an_engine_whose_loop_ends_fails_every_call() -> None:
         await asyncio.wait_for(rig.host.dead.wait(), 10)
 
 
+async def attended(rig: Rig) -> list[Step]:
+    """The frames from now on."""
+    frames: list[Step] = []
+    rig.server.on_frame = lambda _, frame: frames.append(frame)
+    await rig.host.attend(rig.server.address)
+    return frames
+
+
+async def test_an_ingress_that_asked_is_told_of_every_step_and_of_the_end() -> None:
+    async with running_rig() as rig:
+        other = StreamServer()
+        await other.listen("127.0.0.1")
+        stream = other.open(["r"])
+        frames, lost = await attended(rig), list[str]()
+        rig.server.on_lost = lost.append
+        await until(lambda: bool(frames))
+        assert rig.server.engines == {"e0"}
+        call = asyncio.create_task(rig.host.submit([new_request()], other.address, None))
+        await read_all(stream)
+        await asyncio.wait_for(call, 10)
+        await until(lambda: frames[-1].load.num_steps == 5)
+        assert [frame.outputs for frame in frames] == [()] * len(frames)
+        assert [frame.is_whole for frame in frames] == [True] + [False] * (len(frames) - 1)
+        assert {frame.load.num_steps for frame in frames} == set(range(6))
+        rig.host.stop()
+        await until(lambda: lost == ["e0"])
+        assert rig.server.engines == frozenset()
+        other.close()
+
+
+async def test_a_second_asking_brings_the_whole_again_over_the_same_link() -> None:
+    async with running_rig() as rig:
+        frames = await attended(rig)
+        rig.host.note_disk(("d" * 64,), 0.5, 0.0)
+        await asyncio.gather(*(rig.host.attend(rig.server.address) for _ in range(3)))
+        await until(lambda: sum(frame.is_whole for frame in frames) == 4)
+        assert frames[-1].adapters_on_disk == ("d" * 64,)
+        assert len(rig.server._connections) == 1
+
+
+async def test_a_frame_says_once_that_the_engine_has_a_request_and_its_load_counts_it() -> None:
+    async with running_rig(rate=50) as rig:
+        frames = await attended(rig)
+        stream = rig.server.open(["a", "b"])
+        rig.engine.loaded["x"] = "pirate"
+        requests = [replace(new_request(name, max_tokens=3), adapter="x") for name in "ab"]
+        call = rig.host.submit(requests, rig.server.address, "pirate", "disk", 0.25)
+        task = asyncio.create_task(call)
+        await read_all(stream, 2)
+        await asyncio.wait_for(task, 10)
+        told = [frame for frame in frames if frame.accepted]
+        accepted = [one for frame in told for one in frame.accepted]
+        assert accepted == [Accepted("a", 0.25, "disk"), Accepted("b", 0.25, "disk")]
+        assert told[0].load.num_running == 2
+        first = next(frame for frame in frames if frame.outputs)
+        assert frames.index(told[0]) <= frames.index(first)
+
+
+async def test_a_request_taken_and_not_begun_fails_when_its_engine_is_lost() -> None:
+    async with running_rig(rate=0.2) as rig:  # no step within the test
+        frames = await attended(rig)
+        stream = rig.server.open(["r"])
+        call = rig.submit(new_request())
+        await until(lambda: any(frame.accepted for frame in frames))
+        for connection in tuple(rig.server._connections):
+            connection.close()
+        with pytest.raises(EngineDeadError, match="connection to the engine was lost"):
+            await read_all(stream)
+        with pytest.raises(StreamError):
+            await asyncio.wait_for(call, 10)
+
+
+async def test_ingresses_that_come_and_go_leave_nothing_behind() -> None:
+    async with running_rig() as rig:
+        for _ in range(20):
+            server = StreamServer()
+            await server.listen("127.0.0.1")
+            await rig.host.attend(server.address)
+            await until(lambda server=server: server.engines == {"e0"})  # type: ignore[misc]
+            server.close()
+            await until(lambda: not rig.host._links._links)
+        assert not rig.host._links._dialling
+
+
+async def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
+    async with running_rig() as rig:
+        stream = rig.server.open(["r"])
+        call = rig.submit(new_request(max_tokens=20))
+        await stream.read()
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await rig.submit(new_request("other"), new_request())
+        assert (await read_all(stream))[-1].offset == 19
+        await asyncio.wait_for(call, 10)
+
+
+async def test_a_resumed_call_ends_with_its_own_choices() -> None:
+    async with running_rig() as rig:
+        stream = rig.server.open(["r"])
+        resumed = (ResumedChoice(2, (11,)), ResumedChoice(0, (11, 12, 13)))
+        call = rig.submit(replace(new_request(n=3), resumed=resumed))
+        outputs = await read_all(stream, 2)
+        await asyncio.wait_for(call, 10)
+        offsets = {c: [o.offset for o in outputs if o.choice == c] for c in range(3)}
+        assert offsets == {0: [3, 4], 1: [], 2: [1, 2, 3, 4]}
+
+
 async def test_a_wrong_token_gets_nothing() -> None:
     async with running_rig() as rig:
         rig.server.open(["r"])
@@ -254,34 +369,94 @@ class StuckTransport(asyncio.Transport):
         self.is_aborted = True
 
 
-async def stuck_link() -> tuple[IngressLink, StuckTransport]:
+async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineNews]:
     server = StreamServer()
     await server.listen("127.0.0.1")
-    link = IngressLink(server.address, "e0", lambda *_: None, lambda _: None)
+    news = EngineNews()
+    link = IngressLink(server.address, "e0", news, lambda *_: None, lambda _: None)
     transport = StuckTransport()
     link.connection_made(transport)
+    link.tell_whole()
     server.close()
-    return link, transport
+    return link, transport, news
+
+
+def steps_of(transport: StuckTransport) -> list[Step]:
+    frames = [decode_frame(data[4:]) for data in transport.written[1:]]
+    return [frame for frame in frames if isinstance(frame, Step)]
+
+
+def step(*outputs: TokenOutput, **load: int | tuple[str, ...]) -> StepOutput:
+    return StepOutput(outputs, EngineLoad(**load))  # type: ignore[arg-type]
 
 
 async def test_what_a_slow_ingress_missed_comes_as_one_frame() -> None:
-    link, transport = await stuck_link()
+    link, transport, news = await stuck_link()
     link.pause_writing()
     for offset in range(10):
-        link.send([TokenOutput("r", 0, offset, (1,))], EngineLoad(num_steps=offset))
-    assert len(transport.written) == 1  # the hello
+        news.observe(
+            replace(
+                step(num_steps=offset), cached_prefixes=(offset,), evicted_prefixes=(offset - 3,)
+            )
+        )
+        if offset == 4:
+            link.accept(Accepted("r", 0.5, "disk"))
+        link.send([TokenOutput("r", 0, offset, (1,))])
+    assert len(steps_of(transport)) == 1  # of its beginning
     link.resume_writing()
-    (frame,) = [decode_frame(data[4:]) for data in transport.written[1:]]
-    assert isinstance(frame, Step)
+    _, frame = steps_of(transport)
     assert [output.offset for output in frame.outputs] == list(range(10))
     assert frame.load.num_steps == 9
+    assert frame.accepted == (Accepted("r", 0.5, "disk"),)
+    assert set(frame.cached_prefixes) == {7, 8, 9} == news.prefixes
+    assert not frame.is_whole
+    link.send()
+    assert steps_of(transport)[-1].outputs == ()
+
+
+async def test_changes_that_outgrow_the_whole_are_replaced_by_it() -> None:
+    link, transport, news = await stuck_link()
+    link.pause_writing()
+    for first in range(0, 4 * MIN_MERGED, 64):
+        chunk = tuple(range(first, first + 64))
+        news.observe(replace(step(), cached_prefixes=chunk, evicted_prefixes=chunk[8:]))
+        link.send()
+    link.resume_writing()
+    frame = steps_of(transport)[-1]
+    assert frame.is_whole
+    assert set(frame.cached_prefixes) == news.prefixes
+    assert frame.evicted_prefixes == ()
+
+
+async def test_the_first_frame_has_the_whole_and_the_next_ones_the_changes() -> None:
+    link, transport, news = await stuck_link()
+    news.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(1, 2)))
+    news.note_disk(("a", "b"), 0.25, 3.0)
+    link.send()
+    link.tell_whole()
+    news.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(3,)))
+    link.send()
+    news.observe(replace(step(adapters_on_device=("c",)), evicted_prefixes=(1,)))
+    link.send([TokenOutput("r", 0, 0, (1,))])
+    first, changed, whole, third, last = steps_of(transport)
+    assert (first.is_whole, first.cached_prefixes, first.adapters_on_disk) == (True, (), ())
+    assert (changed.is_whole, changed.cached_prefixes) == (False, (1, 2))
+    assert changed.adapters_on_disk == ("a", "b")
+    assert changed.load_s == (0.0, 0.25, 3.0)
+    assert (whole.is_whole, set(whole.cached_prefixes)) == (True, {1, 2})
+    assert (whole.adapters_on_disk, whole.load.adapters_on_device) == (("a", "b"), ("a",))
+    assert (third.cached_prefixes, third.adapters_on_disk) == ((3,), None)
+    assert (third.same_adapters, third.load.adapters_on_device) == (True, ())
+    assert (last.evicted_prefixes, last.load.adapters_on_device) == ((1,), ("c",))
+    assert len(last.outputs) == 1
 
 
 async def test_an_ingress_that_never_reads_is_cut_off_at_the_bound() -> None:
-    link, transport = await stuck_link()
+    link, transport, news = await stuck_link()
     link.pause_writing()
     outputs = [TokenOutput("r", 0, 0, (1,))] * MAX_WAITING_OUTPUTS
-    link.send(outputs, EngineLoad())
+    news.observe(step())
+    link.send(outputs)
     assert not transport.is_aborted
-    link.send(outputs[:1], EngineLoad())
+    link.send(outputs[:1])
     assert transport.is_aborted

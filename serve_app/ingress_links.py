@@ -1,0 +1,78 @@
+"""All ingresses that an engine talks to: dialled once each, told of every step, then forgotten.
+
+Dial rule: a link is dialled by the first submit or attend that names its ingress and lives until
+the connection ends; then its requests are aborted (`on_lost`), and only the next submit or attend
+dials anew. Ignorant of Ray and of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from engine.types import StepOutput, TokenOutput
+from serve_app.engine_news import EngineNews
+from serve_app.stream import Abort, StreamAddress, StreamError
+from serve_app.stream_client import IngressLink
+
+
+class IngressLinks:
+    def __init__(
+        self,
+        engine_id: str,
+        on_abort: Callable[[IngressLink, Abort], None],
+        on_lost: Callable[[IngressLink], None],
+    ) -> None:
+        self.news = EngineNews()
+        self._engine_id = engine_id
+        self._on_abort = on_abort
+        self._on_lost = on_lost
+        self._links: dict[str, IngressLink] = {}  # by ingress id
+        self._dialling: dict[str, asyncio.Task[IngressLink]] = {}
+        self._is_closed = False
+
+    async def open(self, address: StreamAddress) -> IngressLink:
+        """Concurrent callers share one dialling."""
+        link = self._links.get(address.ingress_id)
+        if link is not None and link.is_open:
+            return link
+        task = self._dialling.get(address.ingress_id)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._dial(address))
+            self._dialling[address.ingress_id] = task
+            task.add_done_callback(lambda _: self._dialling.pop(address.ingress_id, None))
+        return await asyncio.shield(task)
+
+    async def attend(self, address: StreamAddress) -> None:
+        """That ingress is told of every step from now on, and now of the whole, known or not."""
+        link = self._links.get(address.ingress_id)
+        if link is not None and link.is_open:
+            link.tell_whole()
+        else:
+            await self.open(address)
+
+    def send(self, step: StepOutput, outputs: Mapping[IngressLink, list[TokenOutput]]) -> None:
+        """To every ingress; `outputs`: to whom they go."""
+        self.news.observe(step)
+        for link in tuple(self._links.values()):
+            link.send(outputs.get(link, ()))
+
+    def close(self) -> None:
+        self._is_closed = True
+        for link in tuple(self._links.values()):
+            link.close()
+
+    async def _dial(self, address: StreamAddress) -> IngressLink:
+        link = IngressLink(address, self._engine_id, self.news, self._on_abort, self._forget)
+        await link.dial()
+        if self._is_closed:
+            link.close()
+            raise StreamError("the engine was stopped")
+        self._links[address.ingress_id] = link
+        link.tell_whole()
+        return link
+
+    def _forget(self, link: IngressLink) -> None:
+        if self._links.get(link.address.ingress_id) is link:
+            del self._links[link.address.ingress_id]
+        self._on_lost(link)

@@ -311,7 +311,8 @@ class Gateway:
 
     def _admit(self, front: Front) -> None:
         self._fronts[front.base.digest] = front
-        self.attendance.enter(front.app_name, front.handle, front.description.limits)
+        limits = front.description.limits
+        self.attendance.enter(front.app_name, front.base.name, front.handle, limits)
         self._once_ready.add(front.base.digest)
 
     def _tell(self) -> None:

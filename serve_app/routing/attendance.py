@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
 from registry.entities import AdapterVersion
+from serve_app.ingress_metrics import Routed
 from serve_app.routing import views_registry
 from serve_app.routing.view import Ask, LoadSeconds, ReplicaView
 from serve_app.routing.views_registry import Meeting
@@ -38,7 +40,8 @@ FindAdapter = Callable[[str], AdapterVersion | None]
 class _Base:
     """One base application that requests go to."""
 
-    def __init__(self, handle: DeploymentHandle[object], meeting: Meeting) -> None:
+    def __init__(self, name: str, handle: DeploymentHandle[object], meeting: Meeting) -> None:
+        self.name = name
         self.handle = handle
         self.meeting = meeting
         self.pause_s = 0.0
@@ -59,14 +62,16 @@ class Attendance:
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def enter(self, app_name: str, handle: DeploymentHandle[object], limits: EngineLimits) -> None:
+    def enter(
+        self, app_name: str, name: str, handle: DeploymentHandle[object], limits: EngineLimits
+    ) -> None:
         """Requests go there from now on. Again with the same handle: nothing changes."""
         known = self._bases.get(app_name)
         if known is not None and known.handle is handle:
             return
         meeting = views_registry.meet(app_name)
         meeting.views.set_limits(limits)
-        self._bases[app_name] = _Base(handle, meeting)
+        self._bases[app_name] = _Base(name, handle, meeting)
         self._look()
 
     def leave(self, app_name: str) -> None:
@@ -75,6 +80,16 @@ class Attendance:
     @property
     def meetings(self) -> Sequence[Meeting]:
         return [base.meeting for base in self._bases.values()]
+
+    def routed(self) -> list[Routed]:
+        """By base name: an old and a new version may both be there."""
+        names = {base.name: Routed(base.name, Counter(), 0) for base in self._bases.values()}
+        for base in self._bases.values():
+            so_far, its = names[base.name], base.meeting.decisions
+            reasons = Counter(so_far.reasons) + Counter(its.reasons)
+            hits = so_far.affinity_hits + its.affinity_hits
+            names[base.name] = Routed(base.name, reasons, hits)
+        return list(names.values())
 
     async def _run(self) -> None:
         while True:

@@ -44,9 +44,11 @@ class _Base:
         self.name = name
         self.handle = handle
         self.meeting = meeting
-        self.pause_s = 0.0
+        self.pause_s = _LOOK_S
+        self.due_s = 0.0  # of the next call to engines that are not connected
         self.call: asyncio.Task[None] | None = None
         self.warming: dict[str, asyncio.Task[None]] = {}  # by adapter
+        self.unlisten: Callable[[], None] = lambda: None
 
 
 class Attendance:
@@ -56,6 +58,12 @@ class Attendance:
         self._find_adapter = find_adapter
         self._bases: dict[str, _Base] = {}  # by application
         self._task: asyncio.Task[None] | None = None
+        # A frame was written into its view.
+        self.on_frame: Callable[[], None] | None = None
+        # (application, ids): Serve's router sends requests to these replicas from now on.
+        self.on_replicas: Callable[[str, frozenset[str]], None] | None = None
+        # (application, call): a view counts this call from now on. In the router's thread.
+        self.on_placed: Callable[[str, str], None] | None = None
         stream.on_frame = self._on_frame
         stream.on_lost = self._on_lost
 
@@ -69,13 +77,23 @@ class Attendance:
         known = self._bases.get(app_name)
         if known is not None and known.handle is handle:
             return
+        self.leave(app_name)
         meeting = views_registry.meet(app_name)
         meeting.views.set_limits(limits)
-        self._bases[app_name] = _Base(name, handle, meeting)
-        self._look()
+        meeting.on_placed = self._tell_placed
+        base = self._bases[app_name] = _Base(name, handle, meeting)
+        loop = asyncio.get_running_loop()
+
+        def in_loop(came: frozenset[str], went: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._replicas_changed, base)
+
+        base.unlisten = meeting.listen(in_loop)
+        self._replicas_changed(base)
 
     def leave(self, app_name: str) -> None:
-        self._bases.pop(app_name, None)
+        base = self._bases.pop(app_name, None)
+        if base is not None:
+            base.unlisten()
 
     @property
     def meetings(self) -> Sequence[Meeting]:
@@ -91,6 +109,17 @@ class Attendance:
             names[base.name] = Routed(base.name, reasons, hits)
         return list(names.values())
 
+    def _tell_placed(self, app_name: str, call_id: str) -> None:
+        if self.on_placed is not None:
+            self.on_placed(app_name, call_id)
+
+    def _replicas_changed(self, base: _Base) -> None:
+        base.pause_s, base.due_s = _LOOK_S, 0.0
+        self._look()
+        if self.on_replicas is not None:
+            ids = frozenset(one.replica_id for one in base.meeting.views.replicas)
+            self.on_replicas(base.meeting.app_name, ids)
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -101,11 +130,14 @@ class Attendance:
 
     def _look(self) -> None:
         engines, loop = self._stream.engines, asyncio.get_running_loop()
+        now_s = loop.time()
         for base in self._bases.values():
             known = base.meeting.views.replicas
             if all(one.replica_id in engines for one in known):
-                base.pause_s = 0.0
-            elif base.call is None or base.call.done():
+                base.pause_s = _LOOK_S
+            elif now_s >= base.due_s and (base.call is None or base.call.done()):
+                base.due_s = now_s + base.pause_s
+                base.pause_s = min(_MAX_PAUSE_S, 2 * base.pause_s)
                 base.call = loop.create_task(self._call(base))
             for adapter, replica_id in base.meeting.warm_ups():
                 if adapter not in base.warming:
@@ -114,11 +146,9 @@ class Attendance:
 
     async def _call(self, base: _Base) -> None:
         """All replicas: whose engine is connected already has nothing to do."""
-        await asyncio.sleep(base.pause_s)
         with suppress(RayError, RayServeException, TimeoutError):
             answers = base.handle.broadcast("attend", self._stream.address)
             await answers.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
-        base.pause_s = min(_MAX_PAUSE_S, max(_LOOK_S, 2 * base.pause_s))
 
     async def _warm(self, base: _Base, digest: str, replica_id: str) -> None:
         """One at a time for each adapter. A failure costs its request the load, as without."""
@@ -154,6 +184,8 @@ class Attendance:
             view.load_s = LoadSeconds(host_s, disk_s, registry_s)
         if step.accepted or step.outputs:
             self._note(view, step)
+        if self.on_frame is not None:
+            self.on_frame()
 
     def _note(self, view: ReplicaView, step: Step) -> None:
         decisions = [meeting.decisions for meeting in self.meetings]

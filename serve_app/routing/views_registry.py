@@ -35,6 +35,7 @@ class Meeting:
         self.views = ReplicaViews(_UNKNOWN_LIMITS, connected)
         self.decisions = Decisions()
         self.policy_name = "expected_ttft"
+        self.on_placed: Callable[[str, str], None] | None = None  # (application, call)
         self._policy: Policy = ExpectedTtft()
         self._lock = threading.Lock()
         self._listeners: list[OnReplicas] = []
@@ -66,6 +67,8 @@ class Meeting:
     def place(self, ask: Ask, replica_id: str) -> None:
         if (view := self.views.get(replica_id)) is not None:
             view.place(ask, monotonic())
+        if self.on_placed is not None:
+            self.on_placed(self.app_name, ask.call_id)
 
     def unplace(self, call_id: str) -> None:
         """Wherever it was placed, as far as that is remembered."""

@@ -15,6 +15,7 @@ from serve_app.asgi import ClientGoneError
 from serve_app.errors import to_api_error
 from serve_app.generation import Generation
 from serve_app.responses import error_event
+from serve_app.routing.admission import Ticket
 
 OnFirstToken = Callable[[EngineLoad | None], None]
 
@@ -28,14 +29,17 @@ class Completion:
         watch: Watch | None = None,
         on_first_token: OnFirstToken | None = None,
         visit: Visit | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
-        """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake."""
+        """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake;
+        `ticket`: charges its tenant."""
         self._generation = generation
         self._answer = answer
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
         self._watch = watch
         self._on_first_token = on_first_token
         self._visit = visit
+        self._ticket = ticket
         self._has_first_token = False
 
     async def read(self) -> bytes:
@@ -73,6 +77,8 @@ class Completion:
         if self._watch is not None:
             self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
         self._generation.close()
+        if self._ticket is not None:
+            self._ticket.leave()
         if self._visit is not None:
             self._visit.leave()
 
@@ -88,6 +94,8 @@ class Completion:
             if self._watch is not None:
                 self._watch.failed(error, answer.num_tokens)
             raise
+        if self._ticket is not None:
+            self._ticket.generated(answer.num_tokens)
         if answer.is_done and self._watch is not None:
             self._watch.done(answer.has_text, answer.num_tokens)
         return parts

@@ -43,6 +43,10 @@ class Entry:
     def adapter(self) -> str:
         return self.lane.account.name
 
+    @property
+    def priority(self) -> int:
+        return self.lane.band.priority
+
 
 class _Tenant(Account):
     __slots__ = ("adapters", "bands", "floor", "overdue", "since_s")

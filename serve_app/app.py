@@ -30,4 +30,4 @@ def build(args: PlatformArgs) -> Application:
 
 def build_with(args: PlatformArgs, sources: Sources) -> Application:
     """With another registry or engine behind the same interfaces."""
-    return ingress_application(args.ingress, manager_application(args, sources))
+    return ingress_application(args.ingress, args.fairness, manager_application(args, sources))

@@ -16,6 +16,7 @@ from serve_app.asgi import ClientGoneError
 from serve_app.errors import to_api_error
 from serve_app.generation import Generation
 from serve_app.responses import error_event
+from serve_app.routing.admission import Ticket
 
 OnFirstToken = Callable[[EngineLoad | None], None]
 
@@ -29,14 +30,17 @@ class Completion:
         watch: Watch | None = None,
         on_first_token: OnFirstToken | None = None,
         visit: Visit | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
-        """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake."""
+        """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake;
+        `ticket`: charges its tenant."""
         self._generation = generation
         self._answer = answer
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
         self._watch = watch
         self._on_first_token = on_first_token
         self._visit = visit
+        self._ticket = ticket
         self._has_first_token = False
         self.first_token_s = 0.0  # time.time(); 0: not yet
 
@@ -44,6 +48,11 @@ class Completion:
     def call_id(self) -> str:
         """Of its submit call."""
         return next(iter(self._prompt_of))
+
+    @property
+    def waited_s(self) -> float:
+        """In the fair queue."""
+        return 0.0 if self._ticket is None else self._ticket.waited_s
 
     async def read(self) -> bytes:
         """The next bytes of the stream: all chunks that arrived together, as one write."""
@@ -80,6 +89,8 @@ class Completion:
         if self._watch is not None:
             self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
         self._generation.close()
+        if self._ticket is not None:
+            self._ticket.leave()
         if self._visit is not None:
             self._visit.leave()
 
@@ -95,6 +106,8 @@ class Completion:
             if self._watch is not None:
                 self._watch.failed(error, answer.num_tokens)
             raise
+        if self._ticket is not None:
+            self._ticket.generated(answer.num_tokens)
         if answer.is_done and self._watch is not None:
             self._watch.done(answer.has_text, answer.num_tokens)
         return parts

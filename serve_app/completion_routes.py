@@ -1,8 +1,8 @@
 """/v1/chat/completions and /v1/completions: one body in, one answer out, streamed or whole.
 
-Parse, resolve the model (its base may have to be woken), tokenize, submit, read the side stream
-into an `Answer`. The first token is awaited before the response begins, so that every refusal has a
-status. A client that goes away ends its requests in the engine.
+Parse, resolve the model (its base may have to be woken), tokenize, wait for an engine with room,
+submit, read the side stream into an `Answer`. The first token is awaited before the response
+begins, so that every refusal has a status. A client that goes away ends its requests in the engine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
+from starlette.types import Receive
 
 from engine.types import EngineLoad, Request
 from registry.catalog import Resolution
+from registry.entities import AdapterVersion
 from serve_app.answer import Answer
 from serve_app.asgi import (
     ClientGoneError,
@@ -38,11 +41,14 @@ from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
+from serve_app.routing.admission import Applicant, Ticket
+from serve_app.routing.asks import make_ask
 from serve_app.shadow import Submitted
 from serve_app.state import IngressState, state_of
 from serve_app.traffic import sticky_key
 
 router = APIRouter()
+PATHS = ("/v1/chat/completions", "/v1/completions")
 T = TypeVar("T")
 Body = ChatRequest | CompletionRequest
 
@@ -52,12 +58,23 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
 _VERSION = version("loraplex")
 
 
-@router.post("/v1/chat/completions")
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as it came."""
+
+    body: Body
+    tenant: str
+    session: str | None  # who asks, for stickiness
+    is_small: bool
+    arrival_s: float
+
+
+@router.post(PATHS[0])
 async def chat_completions(request: HttpRequest) -> Response:
     return await _complete(request, ChatRequest)
 
 
-@router.post("/v1/completions")
+@router.post(PATHS[1])
 async def completions(request: HttpRequest) -> Response:
     return await _complete(request, CompletionRequest)
 
@@ -67,9 +84,8 @@ async def _complete(
 ) -> Response:
     arrival_s = time.time()
     state = state_of(http)
-    raw = await read_body(http, state.args.max_body_bytes)
-    is_small = len(raw) <= _INLINE_BODY_BYTES
-    body = await _run(state, is_small, lambda: parse_body(kind, raw))
+    tenant = state.queues.tenant(http.headers.get(state.queues.tenant_header))
+    body, is_small = await _read(http, state, kind)
     session = who_asks(http, body)
     try:
         admission = await state.cold_starts.admit(body.model, http.receive, session)
@@ -77,8 +93,13 @@ async def _complete(
         state.metrics.disconnected()
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     try:
-        completion = await _begin(state, body, admission, is_small, arrival_s, session)
+        asked = _Asked(body, tenant, session, is_small, arrival_s)
+        completion = await _begin(state, asked, admission, http.receive)
         response = await _respond(http, bool(body.stream), completion)
+    except ClientGoneError:  # while it waited for an engine
+        admission.visit.leave()
+        state.metrics.disconnected()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
     except BaseException as error:
         admission.visit.leave()
         if not isinstance(error, Exception):
@@ -92,19 +113,28 @@ async def _complete(
     return response
 
 
+async def _read(
+    http: HttpRequest, state: IngressState, kind: type[ChatRequest] | type[CompletionRequest]
+) -> tuple[Body, bool]:
+    """The body, and whether its work is small. Its bytes are gone by the return: a thousand
+    requests may wait with theirs."""
+    raw = await read_body(http, state.args.max_body_bytes)
+    is_small = len(raw) <= _INLINE_BODY_BYTES
+    return await _run(state, is_small, lambda: parse_body(kind, raw)), is_small
+
+
 async def _begin(
-    state: IngressState,
-    body: Body,
-    admission: Admission,
-    is_small: bool,
-    arrival_s: float,
-    session: str | None,
+    state: IngressState, asked: _Asked, admission: Admission, receive: Receive
 ) -> Completion:
-    route, gateway = admission.route, state.gateway
+    """Ends with a call to an engine that has room."""
+    body, route = asked.body, admission.route
     front, adapter = route.front, route.resolution.adapter
+    queue = state.queues.of(front)
+    who = _applicant(asked, adapter)
+    queue.check(who)
     limits = front.description.limits
     text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
-    prompts = await _run(state, is_small, lambda: _prompts(body, front, text_limits))
+    prompts = await _run(state, asked.is_small, lambda: _prompts(body, front, text_limits))
     requests = tuple(
         Request(
             uuid.uuid4().hex,
@@ -112,22 +142,45 @@ async def _begin(
             sampling_params(body, prompt, text_limits),
             None if adapter is None else adapter.digest,
             body.cache_salt or "",
-            arrival_s,
+            asked.arrival_s,
         )
         for prompt in prompts
     )
+    ask = make_ask(requests, adapter, limits, asked.session)
+    max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
+    ticket = await queue.enter(who, ask, max_tokens, receive)
+    try:
+        return _call(state, asked, admission, prompts, requests, ticket)
+    except BaseException:
+        ticket.leave()
+        raise
+
+
+def _call(
+    state: IngressState,
+    asked: _Asked,
+    admission: Admission,
+    prompts: tuple[Prompt, ...],
+    requests: tuple[Request, ...],
+    ticket: Ticket,
+) -> Completion:
+    body, route, gateway = asked.body, admission.route, state.gateway
+    front, adapter = route.front, route.resolution.adapter
+    limits = front.description.limits
     head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
-    generation = Generation(gateway.stream, front.handle, requests, adapter, limits, session)
+    generation = Generation(gateway.stream, front.handle, requests, adapter, limits, asked.session)
     answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:
         submitted = Submitted(front, body, prompts, requests, head)
 
         def on_first_token(load: EngineLoad | None) -> None:
-            state.shadows.offer(submitted, shadow, load)
+            # A copy never waits in the queue: where somebody else does, it is not made.
+            is_queueing = state.queues.of(front).num_waiting > 0
+            state.shadows.offer(submitted, shadow, None if is_queueing else load)
 
-    return Completion(generation, answer, requests, watch, on_first_token, admission.visit)
+    return Completion(generation, answer, requests, watch, on_first_token, admission.visit, ticket)
 
 
 async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:
@@ -152,6 +205,13 @@ async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -
         close()
         raise
     return response
+
+
+def _applicant(asked: _Asked, adapter: AdapterVersion | None) -> Applicant:
+    priority = asked.body.priority or 0
+    if adapter is None:
+        return Applicant(asked.tenant, priority=priority)
+    return Applicant(asked.tenant, adapter.name, adapter.rank, priority)
 
 
 async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:

@@ -199,12 +199,15 @@ class FairnessArgs(_Args):
     """Who goes first when engines are full: tenants, then each one's adapters, by the tokens they
     had."""
 
-    tenant_header: str = "x-tenant-id"  # set by the gateway in front; without it all are one tenant
+    # Set by the gateway in front; without it all are one tenant.
+    tenant_header: str = Field(default="x-tenant-id", pattern=r"^[A-Za-z0-9-]+$")
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}  # by tenant; 1 for all others
-    # A request never waits longer behind another tenant's or adapter's than so.
+    # No tenant is passed over for longer, and of its turns none of its adapters.
     max_wait_s: float = Field(default=10.0, gt=0)
     # Work that engines are given ahead; the rest waits here, where it can be put in order.
     max_engine_queue_s: float = Field(default=0.5, gt=0)
+    # The longest wait at all, behind one's own requests too; who would wait longer gets 429.
+    max_queue_s: float = Field(default=30.0, gt=0)
 
 
 class IngressArgs(_Args):

@@ -48,7 +48,10 @@ async def metrics(request: Request) -> Response:
     gateway = state.gateway
     engines, manager = await asyncio.gather(gateway.engine_metrics(), gateway.manager_metrics())
     own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
-    return Response(join_texts([*engines, *manager, own, _arms(state)]), media_type=_METRICS_TYPE)
+    queues = state.queues.stats.text()
+    return Response(
+        join_texts([*engines, *manager, own, _arms(state), queues]), media_type=_METRICS_TYPE
+    )
 
 
 @router.get("/version")

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,13 +30,20 @@ from serve_app import (
 )
 from serve_app.asgi import error_response, install_error_handlers
 from serve_app.cold_start import ColdStarts
-from serve_app.config import IngressArgs
+from serve_app.config import FairnessArgs, IngressArgs
+from serve_app.errors import OverloadedError
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.queue_stats import QueueStats
+from serve_app.routing import views_registry
+from serve_app.routing.queues import AdmissionQueues
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
 
 logger = logging.getLogger(__name__)
+
+# For health, metrics, operators' orders, and for telling those beyond the limit that they are.
+_RESERVED_REQUESTS = 128
 
 
 class Counted:
@@ -67,6 +75,33 @@ class Counted:
                 await error_response(error)(scope, receive, counting_send)
 
 
+class Bounded:
+    """At most `limit` generating requests at once, those included whose bodies still come; beyond
+    it 429 before the body is read. Serve's own limit is higher, so that whoever asks how the server
+    is has an answer then, too."""
+
+    def __init__(self, app: ASGIApp, limit: int, stats: QueueStats) -> None:
+        self._app = app
+        self._limit = limit
+        self._stats = stats
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in completion_routes.PATHS:
+            await self._app(scope, receive, send)
+            return
+        if self._num_open >= self._limit:
+            self._stats.num_turned_away += 1
+            error = OverloadedError("Too many requests are open here.")
+            await error_response(error)(scope, receive, send)
+            return
+        self._num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+
 def build_asgi(state: IngressState) -> ASGIApp:
     app = FastAPI(title="loraplex", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.ingress = state
@@ -85,35 +120,46 @@ def build_asgi(state: IngressState) -> ASGIApp:
     ):
         app.include_router(routes.router)
     install_error_handlers(app)
-    return Counted(app, state.metrics)
+    bounded = Bounded(app, state.args.max_ongoing_requests, state.queues.stats)
+    return Counted(bounded, state.metrics)
 
 
 @serve.ingress()
 class Ingress:
     """Wrapped by `ingress_application`."""
 
-    async def __init__(self, args: IngressArgs, manager: DeploymentHandle[object]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, args: IngressArgs, fairness: FairnessArgs, manager: DeploymentHandle[object]
+    ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
         shadows = Shadows(gateway.stream, gateway.arms, args.max_shadow_requests)
-        self._state = IngressState(args, gateway, metrics, ColdStarts(gateway), shadows, pool)
+        stats = QueueStats(replica_id, fairness.weights)
+        queues = AdmissionQueues(gateway, fairness, stats, views_registry.of)
+        self._state = IngressState(
+            args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
+        )
+        gateway.attendance.on_frame, gateway.attendance.on_placed = queues.wake, queues.placed
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return build_asgi(self._state)
 
 
-def ingress_application(args: IngressArgs, manager: serve.Application) -> serve.Application:
+def ingress_application(
+    args: IngressArgs, fairness: FairnessArgs, manager: serve.Application
+) -> serve.Application:
     deployment = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
         name="ingress",
         num_replicas=args.replicas,
-        max_ongoing_requests=args.max_ongoing_requests,
+        max_ongoing_requests=args.max_ongoing_requests + _RESERVED_REQUESTS,
         max_queued_requests=args.max_queued_requests,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
     )
-    application: serve.Application = deployment.bind(args, manager)
+    application: serve.Application = deployment.bind(args, fairness, manager)
     return application

@@ -22,6 +22,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
+MAX_PRIORITY = 2**31 - 1
 
 
 def check_token_ids(value: object, name: str) -> list[int]:
@@ -166,7 +167,7 @@ class GenerationFields(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is earlier
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

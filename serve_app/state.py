@@ -11,6 +11,7 @@ from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.routing.queues import AdmissionQueues
 from serve_app.shadow import Shadows
 
 
@@ -21,6 +22,7 @@ class IngressState:
     metrics: IngressMetrics
     cold_starts: ColdStarts
     shadows: Shadows
+    queues: AdmissionQueues
     tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
 
 

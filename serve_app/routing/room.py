@@ -1,0 +1,51 @@
+"""How much more work the engine replicas of a base are to be given now. Pure.
+
+An engine gets only a little work ahead of what runs: what waits in an engine is served in the order
+of its arrival, what waits in front of it can still be put in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from serve_app.routing.score import expected_ttft
+from serve_app.routing.view import Ask, ReplicaView
+
+# Rows ahead of those that are free, as a part of all: a sequence that ends is known here and has a
+# successor there some 20 ms later, in which a full batch of half a second's answers ends by 1/25.
+_ROWS_AHEAD = 1 / 16
+_NOTHING = Ask("", 0)
+
+
+def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queue_s: float) -> bool:
+    """Whether one more request may go. `under_way`: sent, but not counted by any replica yet.
+    True where nothing is known of any replica: then others decide."""
+    known = [one for one in replicas if one.updated_s > 0 and not one.is_draining]
+    if not known:
+        return True
+    rows, seconds = 0, 0.0
+    for replica in known:
+        free_rows, free_s = _room(replica, max_queue_s)
+        rows += free_rows
+        seconds += free_s
+    if rows <= 0 or seconds <= 0:
+        return False
+    for ask in under_way:
+        rows -= ask.num_sequences
+        seconds -= expected_ttft(ask, known[0]).prefill_s
+    return rows > 0 and seconds > 0
+
+
+def _room(replica: ReplicaView, max_queue_s: float) -> tuple[int, float]:
+    """Rows, and seconds of prefilling."""
+    load, num_rows = replica.load, replica.limits.max_num_seqs
+    num_ahead = max(1, round(num_rows * _ROWS_AHEAD))
+    free_rows = num_rows + num_ahead - replica.num_sequences
+    # With free rows they wait for memory, and more of them would wait just so.
+    num_stuck = load.num_waiting - load.num_waiting_for_adapter
+    if free_rows <= 0 or num_stuck > num_ahead:
+        return 0, 0.0
+    if replica.queued_tokens == 0:  # however slow its steps are: it must not idle
+        return free_rows, max_queue_s
+    free_s = max_queue_s - expected_ttft(_NOTHING, replica).queue_s
+    return (free_rows, free_s) if free_s > 0 else (0, 0.0)

@@ -1,0 +1,313 @@
+"""Waiting for an engine: who goes when, who is refused, and what of it the metrics tell."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from starlette.types import Message
+
+from engine.admission import EngineLimits
+from engine.types import EngineLoad
+from serve_app.asgi import ClientGoneError
+from serve_app.config import FairnessArgs
+from serve_app.errors import OverloadedError
+from serve_app.queue_stats import QueueStats
+from serve_app.routing.admission import AdmissionQueue, Applicant, Ticket
+from serve_app.routing.room import has_room
+from serve_app.routing.view import Ask, ReplicaView, ReplicaViews
+from tests.waiting import until
+
+ROWS = 4
+LIMITS = EngineLimits(4096, 1000, 65536, max_num_seqs=ROWS, max_num_batched_tokens=512)
+AHEAD = 1  # rows given ahead of those that are free
+FULL = EngineLoad(num_running=ROWS + AHEAD, step_fixed_s=0.01, step_token_s=0.001)
+_numbers = count()
+
+
+def new_ask(num_tokens: int = 10, num_sequences: int = 1) -> Ask:
+    return Ask(f"call {next(_numbers)}", num_tokens, num_sequences)
+
+
+def running(number: int, *, waiting: int = 0, queued: int = 0) -> EngineLoad:
+    return EngineLoad(
+        num_running=number,
+        num_waiting=waiting,
+        queued_tokens=queued,
+        step_fixed_s=0.01,
+        step_token_s=0.001,
+    )
+
+
+@dataclass(slots=True)
+class World:
+    """One replica, whose frames the test sends, and the queue in front of it."""
+
+    settings: FairnessArgs = field(default_factory=FairnessArgs)
+    max_waiting: int = 100
+    now_s: float = 0.0
+    views: ReplicaViews = field(default_factory=lambda: ReplicaViews(LIMITS))
+    stats: QueueStats = field(default_factory=lambda: QueueStats("ingress", ("named",)))
+    asks: list[Ask] = field(default_factory=list)
+    queue: AdmissionQueue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.views.keep(["replica"])
+        self.queue = AdmissionQueue(
+            self.settings,
+            self.max_waiting,
+            lambda: self.views,
+            self.stats,
+            "base",
+            lambda: self.now_s,
+        )
+
+    def frame(self, load: EngineLoad) -> None:
+        view = self.views.get("replica")
+        assert view is not None
+        view.observe(load, 1.0)
+        self.queue.wake()
+
+    def enter(self, tenant: str = "", **fields: object) -> asyncio.Task[Ticket]:
+        who = Applicant(tenant, priority=int(str(fields.get("priority", 0))))
+        ask = fields.get("ask", new_ask())
+        assert isinstance(ask, Ask)
+        self.asks.append(ask)
+        return asyncio.create_task(self.queue.enter(who, ask, 16))
+
+    async def let_one_go(self) -> None:
+        """A row becomes free, and is taken before the next frame."""
+        before = self.queue.num_waiting
+        self.all_are_counted()
+        self.frame(running(ROWS))
+        await until(lambda: self.queue.num_waiting < before)
+        self.frame(FULL)
+        self.all_are_counted()
+
+    def all_are_counted(self) -> None:
+        """The frames hold all that went."""
+        for ask in self.asks:
+            self.queue.placed(ask.call_id)
+
+
+async def refused(task: asyncio.Task[Ticket]) -> OverloadedError:
+    with pytest.raises(OverloadedError) as caught:
+        await task
+    return caught.value
+
+
+async def test_a_request_goes_at_once_where_an_engine_has_room() -> None:
+    world = World()
+    world.frame(running(1))
+    ticket = await world.enter()
+    assert ticket.waited_s == 0
+    assert world.queue.num_waiting == 0
+
+
+async def test_without_a_replica_that_tells_of_itself_nobody_waits_here() -> None:
+    world = World()
+    await asyncio.gather(*(world.enter() for _ in range(50)))
+    world.views.keep([])
+    await world.enter()
+
+
+async def test_a_request_waits_until_a_row_is_free() -> None:
+    world = World()
+    world.frame(FULL)
+    task = world.enter()
+    await until(lambda: world.queue.num_waiting == 1)
+    world.now_s = 3.0
+    world.frame(running(ROWS))
+    assert (await task).waited_s == 3.0
+
+
+async def test_what_is_under_way_is_counted_until_a_replica_counts_it() -> None:
+    world = World()
+    world.frame(running(ROWS))  # one may go
+    ask = new_ask()
+    await world.enter(ask=ask)
+    second = world.enter()
+    await until(lambda: world.queue.num_waiting == 1)
+    view = world.views.get("replica")
+    assert view is not None
+    view.place(ask, 1.0)
+    world.queue.placed(ask.call_id)
+    world.queue.wake()
+    await asyncio.sleep(0)
+    assert world.queue.num_waiting == 1  # now the view counts it
+    view.unplace(ask.call_id)
+    world.queue.wake()
+    await second
+
+
+async def test_tenants_take_turns() -> None:
+    world = World()
+    world.frame(FULL)
+    went: list[str] = []
+
+    async def one(tenant: str) -> None:
+        await world.enter(tenant)
+        went.append(tenant)
+
+    tasks = [asyncio.create_task(one(tenant)) for tenant in ["flood"] * 6 + ["modest"] * 3]
+    await until(lambda: world.queue.num_waiting == 9)
+    for number in range(1, 7):
+        await world.let_one_go()
+        await until(lambda number=number: len(went) == number)
+    assert sorted(went) == ["flood"] * 3 + ["modest"] * 3
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_better_class_goes_first() -> None:
+    world = World()
+    world.frame(FULL)
+    usual, urgent = world.enter(), world.enter("other", priority=-1)
+    await until(lambda: world.queue.num_waiting == 2)
+    await world.let_one_go()
+    await urgent
+    assert not usual.done()
+    usual.cancel()
+
+
+async def test_a_full_queue_refuses_who_holds_it() -> None:
+    world = World(max_waiting=3)
+    world.frame(FULL)
+    held = [world.enter("flood") for _ in range(3)]
+    await until(lambda: world.queue.num_waiting == 3)
+    error = await refused(world.enter("flood"))
+    assert error.retry_after_s >= 1
+    modest = world.enter("modest")
+    await refused(held[-1])  # the newest of the longest made place
+    assert world.queue.num_waiting == 3
+    with pytest.raises(OverloadedError):
+        world.queue.check(Applicant("flood"))
+    world.queue.check(Applicant("another"))
+    for task in (*held, modest):
+        task.cancel()
+
+
+async def test_who_would_wait_too_long_is_told_so_at_once() -> None:
+    world = World(FairnessArgs(max_queue_s=5.0))
+    world.frame(FULL)
+    tasks = [world.enter("a") for _ in range(10)]
+    await until(lambda: world.queue.num_waiting == 10)
+    for _ in range(9):
+        world.now_s += 1.0
+        await world.let_one_go()
+    more = [world.enter("a") for _ in range(4)]  # one a second goes: five wait five seconds
+    await until(lambda: world.queue.num_waiting == 5)
+    error = await refused(world.enter("a"))
+    assert 5 <= error.retry_after_s <= 7
+    other = world.enter("b")  # has a share of its own
+    await until(lambda: world.queue.num_waiting == 6)
+    for task in (*tasks, *more, other):
+        task.cancel()
+
+
+async def test_nobody_waits_for_ever_for_an_engine_that_stands_still() -> None:
+    world = World(FairnessArgs(max_queue_s=0.05))
+    world.frame(FULL)
+    await refused(world.enter())
+    assert world.queue.num_waiting == 0
+    assert b'reason="waited"' in world.stats.text()
+
+
+async def test_a_client_that_leaves_leaves_the_queue() -> None:
+    world = World()
+    world.frame(FULL)
+    gone = asyncio.Event()
+
+    async def receive() -> Message:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    task = asyncio.create_task(world.queue.enter(Applicant(), new_ask(), 16, receive))
+    await until(lambda: world.queue.num_waiting == 1)
+    gone.set()
+    with pytest.raises(ClientGoneError):
+        await task
+    assert world.queue.num_waiting == 0
+    assert world.queue.is_idle
+
+
+async def test_a_cancelled_request_leaves_the_queue() -> None:
+    world = World()
+    world.frame(FULL)
+    tasks = [world.enter() for _ in range(2)]
+    await until(lambda: world.queue.num_waiting == 2)
+    tasks[0].cancel()
+    await until(lambda: world.queue.num_waiting == 1)
+    await world.let_one_go()
+    await tasks[1]
+
+
+async def test_a_long_answer_is_charged_as_it_grows() -> None:
+    world = World()
+    world.frame(running(0))
+    talker = await world.enter("talks")
+    world.frame(FULL)
+    tasks = {name: [world.enter(name) for _ in range(4)] for name in ("talks", "is brief")}
+    await until(lambda: world.queue.num_waiting == 8)
+    talker.generated(5000)
+    for _ in range(4):
+        await world.let_one_go()
+    await asyncio.gather(*tasks["is brief"])
+    assert not any(task.done() for task in tasks["talks"])
+    for task in tasks["talks"]:
+        task.cancel()
+
+
+async def test_metrics_tell_of_the_queue_and_of_named_tenants_only() -> None:
+    world = World(max_waiting=1)
+    world.frame(running(0))
+    ticket = await world.enter("named", ask=new_ask(num_tokens=30))
+    ticket.generated(7)
+    (await world.enter("somebody", ask=new_ask(num_tokens=5))).leave()
+    world.frame(FULL)
+    waiting = world.enter("named")
+    await until(lambda: world.queue.num_waiting == 1)
+    await refused(world.enter("named"))
+    text = world.stats.text().decode()
+    for line in (
+        'loraplex_queue_waiting{ingress="ingress",model_name="base"} 1.0',
+        'loraplex_queue_wait_seconds_count{ingress="ingress",model_name="base"} 2.0',
+        'loraplex_shed_total{ingress="ingress",model_name="base",reason="full"} 1.0',
+        'loraplex_tenant_tokens_total{ingress="ingress",tenant="named"} 37.0',
+        'loraplex_tenant_tokens_total{ingress="ingress",tenant="other"} 5.0',
+    ):
+        assert line in text
+    assert "somebody" not in text
+    waiting.cancel()
+
+
+def seen(load: EngineLoad) -> ReplicaView:
+    view = ReplicaView("replica", LIMITS)
+    view.observe(load, 1.0)
+    return view
+
+
+@pytest.mark.parametrize(
+    ("load", "has"),
+    [
+        (running(0), True),
+        (running(ROWS + AHEAD - 1), True),
+        (running(ROWS + AHEAD), False),
+        (running(1, queued=100), True),
+        (running(1, queued=2000), False),  # 2 s of prefilling
+        (running(1, waiting=3), False),  # rows are free, so they wait for memory
+        (EngineLoad(num_running=1, num_waiting=3, num_waiting_for_adapter=3), True),
+        (EngineLoad(num_running=1, step_fixed_s=5.0), True),  # slow, but with nothing ahead
+    ],
+)
+def test_an_engine_has_room_while_little_waits_there(load: EngineLoad, has: bool) -> None:
+    assert has_room([seen(load)], [], 0.5) == has
+
+
+def test_one_replica_with_room_is_enough() -> None:
+    assert has_room([seen(FULL), seen(running(1))], [], 0.5)
+    draining = seen(running(1))
+    draining.is_draining = True
+    assert not has_room([seen(FULL), draining], [], 0.5)

@@ -1,0 +1,337 @@
+"""The order of the fair queue: shares, classes, bounded waiting, and who leaves a full queue."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.routing.cost import price
+from serve_app.routing.fair_queue import Entry, FairQueue
+
+LONG = 1e9  # nobody is ever overdue
+
+
+def queue(max_wait_s: float = LONG, **weights: float) -> FairQueue:
+    return FairQueue(weights, max_wait_s)
+
+
+def fill(fair: FairQueue, tenant: str, count: int, *, adapter: str = "", cost: float = 1.0) -> None:
+    for _ in range(count):
+        fair.add(tenant, adapter, 0, cost, 0.0)
+
+
+def served(fair: FairQueue, count: int, now_s: float = 0.0) -> list[Entry]:
+    entries = []
+    for _ in range(count):
+        entry = fair.pop(now_s)
+        assert entry is not None
+        entries.append(entry)
+    return entries
+
+
+def test_equal_tenants_share_whatever_they_send() -> None:
+    fair = queue()
+    fill(fair, "many", 90)
+    fill(fair, "few", 10)
+    assert Counter(entry.tenant for entry in served(fair, 20)) == {"many": 10, "few": 10}
+
+
+def test_a_tenant_gets_by_its_weight() -> None:
+    fair = queue(gold=3.0)
+    fill(fair, "gold", 100)
+    fill(fair, "tin", 100)
+    assert Counter(entry.tenant for entry in served(fair, 40)) == {"gold": 30, "tin": 10}
+
+
+def test_tokens_count_and_not_requests() -> None:
+    fair = queue()
+    fill(fair, "long", 100, cost=9.0)
+    fill(fair, "short", 100, cost=1.0)
+    assert Counter(entry.tenant for entry in served(fair, 50)) == {"long": 5, "short": 45}
+
+
+def test_adapters_share_what_their_tenant_gets() -> None:
+    fair = queue()
+    fill(fair, "a", 50, adapter="hot")
+    fill(fair, "a", 50, adapter="warm")
+    fill(fair, "b", 50)
+    assert Counter((e.tenant, e.adapter) for e in served(fair, 40)) == {
+        ("a", "hot"): 10,
+        ("a", "warm"): 10,
+        ("b", ""): 20,
+    }
+
+
+def test_one_adapter_is_served_in_the_order_of_arrival() -> None:
+    fair = queue()
+    entries = [fair.add("a", "x", 0, 1.0, float(now)) for now in range(5)]
+    assert served(fair, 5) == entries
+
+
+def test_who_was_idle_starts_with_the_others() -> None:
+    fair = queue()
+    fill(fair, "steady", 200)
+    served(fair, 100)
+    fill(fair, "late", 100)
+    assert Counter(entry.tenant for entry in served(fair, 20)) == {"steady": 10, "late": 10}
+
+
+def test_what_an_answer_really_took_is_set_right() -> None:
+    fair = queue()
+    fill(fair, "a", 50)
+    fill(fair, "b", 50)
+    first = served(fair, 2)
+    long = next(entry for entry in first if entry.tenant == "a")
+    fair.charge(long, 10.0)
+    assert Counter(entry.tenant for entry in served(fair, 10)) == {"b": 10}
+    fair.charge(long, -10.0)
+    assert Counter(entry.tenant for entry in served(fair, 10)) == {"a": 10}
+
+
+def test_a_better_class_goes_first() -> None:
+    fair = queue()
+    later = fair.add("a", "", 5, 1.0, 0.0)
+    usual = fair.add("b", "", 0, 1.0, 0.0)
+    urgent = fair.add("c", "", -1, 1.0, 0.0)
+    assert served(fair, 3) == [urgent, usual, later]
+
+
+def test_waiting_in_a_late_class_earns_nothing_in_a_better_one() -> None:
+    fair = queue()
+    fair.add("a", "", 5, 1.0, 0.0)
+    fill(fair, "b", 200)
+    served(fair, 100)
+    fill(fair, "a", 100)
+    assert Counter(entry.tenant for entry in served(fair, 20)) == {"a": 10, "b": 10}
+
+
+def test_no_class_keeps_a_tenant_waiting_for_ever() -> None:
+    fair = queue(max_wait_s=10.0)
+    late = fair.add("patient", "", 9, 1.0, 0.0)
+    fill(fair, "urgent", 100)
+    assert late not in served(fair, 10, now_s=9.9)
+    assert fair.pop(10.0) is late
+
+
+def test_the_longest_waiting_of_those_overdue_goes_first() -> None:
+    fair = queue(max_wait_s=10.0)
+    fill(fair, "first class", 50)
+    second = fair.add("b", "", 7, 1.0, 2.0)
+    first = fair.add("a", "", 8, 1.0, 1.0)
+    served(fair, 1, now_s=5.0)
+    assert served(fair, 2, now_s=13.0) == [first, second]
+
+
+def test_a_late_class_of_a_tenant_goes_in_its_own_turn_once_overdue() -> None:
+    fair = queue(max_wait_s=10.0)
+    late = fair.add("a", "batch", 9, 1.0, 0.0)
+    fill(fair, "a", 50, adapter="chat")
+    fill(fair, "b", 50)
+    assert late not in served(fair, 10, now_s=9.0)
+    assert late in served(fair, 2, now_s=11.0)
+
+
+def test_an_overload_stays_fair_however_long_requests_wait() -> None:
+    """The longest queue holds the oldest requests: by age alone it would take everything."""
+    fair = queue(max_wait_s=10.0)
+    fill(fair, "flood", 500)
+    fill(fair, "modest", 100)
+    entries = [fair.pop(now_s=float(second)) for second in range(60)]
+    assert Counter(e.tenant for e in entries if e is not None) == {"flood": 30, "modest": 30}
+
+
+def test_a_full_queue_gives_up_the_newest_of_the_longest() -> None:
+    fair = queue()
+    fill(fair, "flood", 5, adapter="hot")
+    newest = fair.add("flood", "hot", 0, 1.0, 1.0)
+    fair.add("flood", "cold", 0, 1.0, 2.0)
+    assert fair.rival("modest", "", 0) is newest
+    assert fair.rival("flood", "cold", 0) is newest
+    assert fair.rival("flood", "hot", 0) is None
+
+
+def test_a_full_queue_gives_up_the_last_class_first() -> None:
+    fair = queue()
+    fill(fair, "flood", 5)
+    batch = fair.add("modest", "", 3, 1.0, 0.0)
+    assert fair.rival("flood", "", 0) is batch
+    assert fair.rival("other", "", 4) is None
+
+
+def test_a_heavier_tenant_may_hold_more_of_a_full_queue() -> None:
+    fair = queue(gold=3.0)
+    fill(fair, "gold", 6)
+    fill(fair, "tin", 3)
+    rival = fair.rival("gold", "", 0)
+    assert rival is not None
+    assert rival.tenant == "tin"
+
+
+def test_what_goes_before_a_newcomer_is_known() -> None:
+    fair = queue()
+    fill(fair, "flood", 100)
+    fill(fair, "modest", 2)
+    fair.add("urgent", "", -1, 5.0, 0.0)
+    # Its own two, as much of the flood meanwhile and until its own turn, and the better class.
+    assert fair.cost_ahead("modest", "", 0, 1.0) == 2 + 3 + 5
+    assert fair.cost_ahead("flood", "", 0, 1.0) == 100 + 2 + 5
+    assert fair.cost_ahead("new", "", -5, 1.0) == 0
+
+
+def test_who_leaves_while_waiting_is_never_served() -> None:
+    fair = queue()
+    entries = [fair.add("a", "", 0, 1.0, 0.0) for _ in range(4)]
+    for entry in (entries[0], entries[2]):
+        fair.close(entry)
+    assert served(fair, 2) == [entries[1], entries[3]]
+    assert fair.pop(0.0) is None
+
+
+def test_few_of_many_idle_tenants_are_remembered() -> None:
+    fair = queue()
+    for number in range(5000):
+        fair.add(f"tenant {number}", f"adapter {number}", 0, 1.0, 0.0)
+        entry = fair.pop(0.0)
+        assert entry is not None
+        fair.close(entry)
+    assert fair.num_accounts <= 2 * 1024
+
+
+def test_a_higher_rank_costs_more() -> None:
+    prices = [price(rank).of(100, 100) for rank in (0, 16, 64)]
+    assert prices == sorted(set(prices))
+    assert prices[1] / prices[0] < 1.2
+
+
+@dataclass(slots=True)
+class World:
+    """A queue in use, and what the rules say of it."""
+
+    fair: FairQueue
+    now_s: float = 0.0
+    waiting: dict[Entry, tuple[str, str, int]] = field(default_factory=dict)
+    tenant_since: dict[str, float] = field(default_factory=dict)
+
+    def add(self, tenant: str, adapter: str, priority: int, cost: float) -> None:
+        if not any(key[0] == tenant for key in self.waiting.values()):
+            self.tenant_since[tenant] = self.now_s
+        entry = self.fair.add(tenant, adapter, priority, cost, self.now_s)
+        self.waiting[entry] = (tenant, adapter, priority)
+
+    def pop(self) -> Entry:
+        entry = self.fair.pop(self.now_s)
+        assert entry is not None
+        del self.waiting[entry]
+        return entry
+
+
+TENANTS = st.sampled_from(["a", "b", "c"])
+ADAPTERS = st.sampled_from(["", "x", "y"])
+PRIORITIES = st.sampled_from([0, 0, 0, 1, -3])
+COSTS = st.floats(1, 100)
+ADDS = st.tuples(st.just("add"), TENANTS, ADAPTERS, PRIORITIES, COSTS)
+POPS = st.tuples(st.just("pop"))
+LEAVES = st.tuples(st.just("leave"), st.integers(0, 50))
+PASSES = st.tuples(st.just("pass"), st.floats(0.1, 4))
+CHARGES = st.tuples(st.just("charge"), st.floats(-20, 20))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ADDS | POPS | LEAVES | PASSES | CHARGES, max_size=120))
+def test_whoever_waits_is_served_and_nobody_is_passed_over(events: list[tuple]) -> None:
+    """Work conservation, and bounded waiting: after the bound a tenant is next, unless others wait
+    even longer."""
+    max_wait_s = 5.0
+    world = World(FairQueue({"b": 2.5}, max_wait_s))
+    gone: list[Entry] = []
+    for kind, *values in events:
+        if kind == "add":
+            world.add(*values)
+        elif kind == "pass":
+            world.now_s += values[0]
+        elif kind == "leave" and world.waiting:
+            entry = list(world.waiting)[values[0] % len(world.waiting)]
+            del world.waiting[entry]
+            world.fair.close(entry)
+        elif kind == "charge" and gone:
+            world.fair.charge(gone[-1], max(values[0], -gone[-1].cost))
+        elif kind == "pop" and world.waiting:
+            there = {key[0] for key in world.waiting.values()}
+            oldest = min(there, key=lambda tenant: world.tenant_since[tenant])
+            is_overdue = world.now_s - world.tenant_since[oldest] >= max_wait_s
+            entry = world.pop()
+            gone.append(entry)
+            if is_overdue:
+                assert world.tenant_since[entry.tenant] == world.tenant_since[oldest]
+            else:
+                classes = {key[2] for key in world.waiting.values()} | {entry.priority}
+                of_tenant = [e for e in world.waiting if e.tenant == entry.tenant]
+                is_first = entry.priority == min(classes)
+                assert is_first or of_tenant  # else only in its tenant's turn
+            world.tenant_since[entry.tenant] = world.now_s
+        assert len(world.fair) == len(world.waiting)
+    while world.waiting:
+        gone.append(world.pop())
+    assert world.fair.pop(world.now_s) is None
+    for entry in gone:
+        world.fair.close(entry)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0.2, 5), min_size=2),
+    st.data(),
+)
+def test_backlogged_tenants_are_never_apart_by_more_than_one_request(
+    weights: dict[str, float], data: st.DataObject
+) -> None:
+    fair = FairQueue(weights, LONG)
+    largest = 50.0
+    for tenant in weights:
+        for cost in data.draw(st.lists(st.floats(1, largest), min_size=60, max_size=60)):
+            fair.add(tenant, "", 0, cost, 0.0)
+    had: dict[str, float] = defaultdict(float)
+    for _ in range(40):
+        entry = fair.pop(0.0)
+        assert entry is not None
+        had[entry.tenant] += entry.cost / weights[entry.tenant]
+        bound = max(largest / weight for weight in weights.values())
+        assert max(had[t] for t in weights) - min(had[t] for t in weights) <= bound + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(2, 30), st.integers(-5, 5))
+def test_a_cold_adapter_waits_no_longer_than_the_bound(
+    num_hot: int, flood: int, priority: int
+) -> None:
+    """One request goes each second; the flood keeps coming with a better class."""
+    max_wait_s = 4.0
+    fair = FairQueue({}, max_wait_s)
+    cold = fair.add("shy", "cold", priority, 1.0, 0.0)
+    went: list[float] = []
+    for second in range(100):
+        for number in range(flood):
+            fair.add("loud", f"hot-{number % num_hot}", -9, 1.0, float(second))
+        entry = fair.pop(float(second))
+        if entry is cold:
+            went.append(float(second))
+            break
+    assert went
+    assert went[0] <= max_wait_s + 1  # the loud one may be overdue in the same second
+
+
+def test_an_adapter_is_served_at_least_once_in_each_bound_of_its_tenants_turns() -> None:
+    fair = FairQueue({}, 4.0)
+    turns: list[int] = []
+    for second in range(60):
+        fair.add("a", "rare", 5, 1.0, float(second))
+        fair.add("a", "hot", 0, 1.0, float(second))
+        entry = fair.pop(float(second))
+        assert entry is not None
+        if entry.adapter == "rare":
+            turns.append(second)
+    assert max(later - earlier for earlier, later in pairwise(turns)) <= 5

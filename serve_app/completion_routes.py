@@ -166,7 +166,6 @@ def _call(
 ) -> Completion:
     body, route, gateway = asked.body, admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
-    limits = front.description.limits
     head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
     lane = gateway.lane(front)

@@ -74,8 +74,7 @@ class Migrations:
         """Nobody waits for its first token at its present engine, or for an engine. `but_for_new`:
         nobody who left another engine does."""
         return all(
-            one.has_output or (but_for_new and one.is_first)
-            for one in self._live.get(app_name, ())
+            one.has_output or (but_for_new and one.is_first) for one in self._live.get(app_name, ())
         )
 
     def note_death(self, app_name: str, engine_id: str) -> None:

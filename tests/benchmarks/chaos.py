@@ -255,7 +255,12 @@ def main() -> None:
     report = Report(args.out)
     report.emit_machine("chaos", arguments=sys.argv[1:])
     with platform(args) as (server, port, models):
-        wish = {"models": list(models), "tokens": args.tokens, "clients": args.clients}
+        wish = {
+            "models": list(models),
+            "tokens": args.tokens,
+            "clients": args.clients,
+            "can_chat": args.base == "demo",
+        }
         judges = Judges(port, wish)
         try:
             report.emit(**judges.read())

@@ -29,6 +29,7 @@ class Wish:
     models: tuple[str, ...]
     tokens: int
     clients: int
+    can_chat: bool = True  # the base has a template
     seed: int = 0
 
 
@@ -129,7 +130,7 @@ def summary(tally: Tally) -> dict[str, object]:
 
 
 async def run(port: int, wish: Wish) -> None:
-    cases = make_cases(wish.models, wish.tokens)
+    cases = make_cases(wish.models, wish.tokens, can_chat=wish.can_chat)
     right = await take_references(port, cases, wish.clients)
     print_line({"reference": len(right), "tokens": sum(one.num_tokens for one in right)})
     until = asyncio.Event()

@@ -49,7 +49,7 @@ class Told:
         return sum(len(one) for one in self.token_ids.values())
 
 
-def make_cases(models: Sequence[str], tokens: int) -> list[dict[str, object]]:
+def make_cases(models: Sequence[str], tokens: int, *, can_chat: bool) -> list[dict[str, object]]:
     """Bodies; "chat" is for `path_and_body`."""
     cases: list[dict[str, object]] = []
     for number, prompt in enumerate(PROMPTS):
@@ -63,7 +63,7 @@ def make_cases(models: Sequence[str], tokens: int) -> list[dict[str, object]]:
             }
             if kind["stream"]:
                 common["stream_options"] = {"include_usage": True}
-            cases.append(common | kind)
+            cases.append(common | kind | ({} if can_chat else {"chat": False}))
     return cases
 
 

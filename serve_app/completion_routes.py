@@ -113,11 +113,12 @@ async def _begin(
     )
     head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
-    generation = Generation(gateway.stream, front.handle, requests, adapter, limits, session)
+    lane = gateway.lane(front)
+    generation = Generation(gateway.migrations, lane, requests, adapter, session)
     answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:
-        submitted = Submitted(front, body, prompts, requests, head)
+        submitted = Submitted(front, lane, body, prompts, requests, head)
 
         def on_first_token(load: EngineLoad | None) -> None:
             state.shadows.offer(submitted, shadow, load)

@@ -28,6 +28,8 @@ from registry.names import parse_model
 from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
+from serve_app.generation import STAY, Lane
+from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
@@ -84,6 +86,7 @@ class Route:
 class Gateway:
     def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
+        self.migrations = Migrations(self.stream, ingress_id)
         self.view: PlatformView | None = None
         self.manager = manager
         self.arms = Arms()
@@ -102,6 +105,7 @@ class Gateway:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
+        self.migrations.start()
         self._tasks = (loop.create_task(self._follow()), loop.create_task(self._report()))
 
     @property
@@ -184,6 +188,17 @@ class Gateway:
     def fronts(self) -> tuple[Front, ...]:
         """Of all bases that can be called now."""
         return tuple(self._fronts.values())
+
+    def lane(self, front: Front) -> Lane:
+        base = self.served(front.base.digest)
+        return Lane(
+            self.stream,
+            front.handle,
+            front.description.limits,
+            front.app_name,
+            front.base.name,
+            STAY if base is None else base.migration,
+        )
 
     def stand_in(self, digest: str) -> Front | None:
         """The front of the version before, while this one only starts."""

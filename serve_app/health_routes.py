@@ -48,7 +48,8 @@ async def metrics(request: Request) -> Response:
     gateway = state.gateway
     engines, manager = await asyncio.gather(gateway.engine_metrics(), gateway.manager_metrics())
     own = state.metrics.text(gateway.stream.num_open)
-    return Response(join_texts([*engines, *manager, own, _arms(state)]), media_type=_METRICS_TYPE)
+    parts = [*engines, *manager, own, gateway.migrations.metrics.text(), _arms(state)]
+    return Response(join_texts(parts), media_type=_METRICS_TYPE)
 
 
 @router.get("/version")

@@ -95,7 +95,7 @@ class Ingress:
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
-        shadows = Shadows(gateway.stream, gateway.arms, args.max_shadow_requests)
+        shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
         self._state = IngressState(args, gateway, metrics, ColdStarts(gateway), shadows, pool)
         self._gateway.start()
 

@@ -5,6 +5,7 @@ Streamed, whole, or for nobody (a shadow). Ignorant of HTTP.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 
 from engine.types import EngineLoad, Request, TokenOutput
@@ -41,6 +42,17 @@ class Completion:
         self._visit = visit
         self._ticket = ticket
         self._has_first_token = False
+        self.first_token_s = 0.0  # time.time(); 0: not yet
+
+    @property
+    def call_id(self) -> str:
+        """Of its submit call."""
+        return next(iter(self._prompt_of))
+
+    @property
+    def queued_s(self) -> float:
+        """It waited for an engine, in the fair queue."""
+        return 0.0 if self._ticket is None else self._ticket.waited_s
 
     async def read(self) -> bytes:
         """The next bytes of the stream: all chunks that arrived together, as one write."""
@@ -102,6 +114,7 @@ class Completion:
 
     def _begin(self) -> None:
         self._has_first_token = True
+        self.first_token_s = time.time()
         if self._watch is not None:
             self._watch.first_token()
         if self._on_first_token is not None:

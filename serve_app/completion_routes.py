@@ -33,6 +33,7 @@ from serve_app.asgi import (
 )
 from serve_app.cold_start import Admission
 from serve_app.completion import Completion, OnFirstToken
+from serve_app.explain import explain_headers, is_wanted
 from serve_app.gateway import Front
 from serve_app.generation import Generation
 from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
@@ -85,7 +86,7 @@ async def _complete(
     state = state_of(http)
     tenant = state.queues.tenant(http.headers.get(state.queues.tenant_header))
     body, is_small = await _read(http, state, kind)
-    session = _who_asks(http, body)
+    session = who_asks(http, body)
     try:
         admission = await state.cold_starts.admit(body.model, http.receive, session)
     except ClientGoneError:
@@ -104,7 +105,13 @@ async def _complete(
         if not isinstance(error, Exception):
             raise
         response = error_response(error)
+        response.headers.update(admission.route.headers)
+        return response
     response.headers.update(admission.route.headers)
+    if is_wanted(http):
+        response.headers.update(
+            explain_headers(admission.route.front, completion, arrival_s, completion.queued_s)
+        )
     return response
 
 
@@ -215,7 +222,7 @@ async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(state.tokenizer_pool, work)
 
 
-def _who_asks(http: HttpRequest, body: Body) -> str | None:
+def who_asks(http: HttpRequest, body: Body) -> str | None:
     """A person first, then a conversation; last what may be shared by many."""
     session = http.headers.get("x-session-id")
     return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)

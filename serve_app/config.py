@@ -29,6 +29,7 @@ from engine.config import EngineConfig
 from registry.catalog import DEFAULT_ALIAS, DefaultAliases
 from registry.errors import InvalidNameError
 from registry.names import check_alias
+from serve_app.routing.policies import make_policy
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
@@ -109,6 +110,11 @@ class RouterArgs(_Args):
     # class, as "module:Class"
     policy: str = Field(default="expected_ttft", min_length=1)
     options: dict[str, bool | int | float | str] = {}  # keyword arguments of the policy
+
+    @model_validator(mode="after")
+    def _policy_can_be_made(self) -> RouterArgs:
+        make_policy(self)
+        return self
 
 
 class AutoscalingArgs(_Args):

@@ -29,6 +29,7 @@ from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
+from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
 from serve_app.topology import BaseDescription, PlatformView, ServedBase
@@ -84,6 +85,7 @@ class Route:
 class Gateway:
     def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
+        self.attendance = Attendance(self.stream, self._find_adapter)
         self.view: PlatformView | None = None
         self.manager = manager
         self.arms = Arms()
@@ -102,6 +104,7 @@ class Gateway:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
+        self.attendance.start()
         self._tasks = (loop.create_task(self._follow()), loop.create_task(self._report()))
 
     @property
@@ -202,6 +205,10 @@ class Gateway:
             raise InvalidRequestError("model: required, more than one base is served.", "model")
         return names.pop()
 
+    def _find_adapter(self, digest: str) -> AdapterVersion | None:
+        adapters = () if self.view is None else self.view.catalog.adapters
+        return next((one for one in adapters if one.digest == digest), None)
+
     def served(self, digest: str) -> ServedBase | None:
         bases = () if self.view is None else self.view.bases
         return next((base for base in bases if base.base.digest == digest), None)
@@ -288,6 +295,7 @@ class Gateway:
         for digest, front in tuple(self._fronts.items()):
             if digest not in running:
                 del self._fronts[digest]
+                self.attendance.leave(front.app_name)
                 if digest in asleep:
                     self._resting[digest] = front
                 logger.info("%s gets no more requests", front.app_name)
@@ -303,6 +311,8 @@ class Gateway:
 
     def _admit(self, front: Front) -> None:
         self._fronts[front.base.digest] = front
+        limits = front.description.limits
+        self.attendance.enter(front.app_name, front.base.name, front.handle, limits)
         self._once_ready.add(front.base.digest)
 
     def _tell(self) -> None:

@@ -47,7 +47,7 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     gateway = state.gateway
     engines, manager = await asyncio.gather(gateway.engine_metrics(), gateway.manager_metrics())
-    own = state.metrics.text(gateway.stream.num_open)
+    own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
     queues = state.queues.stats.text()
     return Response(
         join_texts([*engines, *manager, own, _arms(state), queues]), media_type=_METRICS_TYPE

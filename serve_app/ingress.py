@@ -20,6 +20,7 @@ from serve_app import (
     admin_base_routes,
     admin_canary_routes,
     admin_routes,
+    admin_routing_routes,
     completion_routes,
     health_routes,
     lora_routes,
@@ -34,6 +35,7 @@ from serve_app.errors import OverloadedError
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.queue_stats import QueueStats
+from serve_app.routing import views_registry
 from serve_app.routing.queues import AdmissionQueues
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
@@ -109,6 +111,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
         tokenize_routes,
         health_routes,
         admin_routes,
+        admin_routing_routes,
         admin_adapter_routes,
         admin_base_routes,
         admin_canary_routes,
@@ -134,7 +137,9 @@ class Ingress:
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
         shadows = Shadows(gateway.stream, gateway.arms, args.max_shadow_requests)
         stats = QueueStats(replica_id, fairness.weights)
-        queues = AdmissionQueues(gateway, fairness, stats, lambda app_name: None)
+        queues = AdmissionQueues(gateway, fairness, stats, views_registry.of)
+        gateway.attendance.on_frame = queues.wake
+        gateway.attendance.on_placed = queues.placed
         self._state = IngressState(
             args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
         )

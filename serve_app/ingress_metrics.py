@@ -6,12 +6,22 @@ Ignorant of the engines' families, which come as text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Of one base."""
+
+    model_name: str
+    reasons: Mapping[str, int]
+    affinity_hits: int
 
 
 class IngressMetrics(Collector):
@@ -22,6 +32,7 @@ class IngressMetrics(Collector):
         self._answers: Counter[tuple[str, int]] = Counter()
         self._num_disconnects = 0
         self._num_open = 0
+        self._routed: tuple[Routed, ...] = ()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -32,8 +43,8 @@ class IngressMetrics(Collector):
     def disconnected(self) -> None:
         self._num_disconnects += 1
 
-    def text(self, num_open: int) -> bytes:
-        self._num_open = num_open
+    def text(self, num_open: int, routed: Iterable[Routed] = ()) -> bytes:
+        self._num_open, self._routed = num_open, tuple(routed)
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -53,6 +64,24 @@ class IngressMetrics(Collector):
         )
         streams.add_metric([self.ingress], self._num_open)
         yield streams
+        yield from self._routing()
+
+    def _routing(self) -> Iterator[Metric]:
+        decisions = CounterMetricFamily(
+            "loraplex_router_decisions",
+            "Requests sent to an engine replica, by what decided which",
+            labels=["ingress", "model_name", "reason"],
+        )
+        hits = CounterMetricFamily(
+            "loraplex_router_affinity_hits",
+            "Of them, those sent to where their adapter was in memory",
+            labels=["ingress", "model_name"],
+        )
+        for one in self._routed:
+            for reason, count in sorted(one.reasons.items()):
+                decisions.add_metric([self.ingress, one.model_name, reason], count)
+            hits.add_metric([self.ingress, one.model_name], one.affinity_hits)
+        yield from (decisions, hits)
 
 
 def join_texts(texts: Iterable[bytes]) -> bytes:

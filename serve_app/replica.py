@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.config import RequestRouterConfig
 
 from engine.errors import EngineDeadError, UnknownAdapterError
 from engine.types import EngineLoad, Resident
@@ -30,6 +31,7 @@ from serve_app.cache_metrics import cache_text
 from serve_app.engine_actor import EngineActor
 from serve_app.ingress_metrics import join_texts
 from serve_app.ray_errors import root_cause
+from serve_app.routing.view import Ask
 from serve_app.stream import StreamAddress
 from serve_app.text import TEXT_FILES
 from serve_app.topology import (
@@ -113,6 +115,10 @@ class EngineReplica:
         except Exception as error:  # told, so that the caller sees which engine it was
             return Outcome(self._engine_id, False, str(root_cause(error)))
         return Outcome(self._engine_id, True, loaded.found_in or "memory")
+
+    async def warm(self, adapter: AdapterVersion, ask: Ask) -> Outcome | None:
+        """As `preload`; None where a router found no way to the replica that is meant."""
+        return await self.preload(adapter) if ask.only == self._engine_id else None
 
     async def evict(self, adapter: AdapterVersion) -> Outcome:
         """Out of the engine's memory, unless it is in use there."""
@@ -218,6 +224,10 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         num_replicas=model.replicas,
         max_ongoing_requests=model.max_ongoing_requests,
         max_queued_requests=model.max_queued_requests,
+        request_router_config=RequestRouterConfig(
+            request_router_class="serve_app.routing.router:LoraplexRouter",  # type: ignore[arg-type]
+            request_router_kwargs=model.router.model_dump(),
+        ),
         health_check_period_s=model.health_check_period_s,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,

@@ -33,6 +33,7 @@ from serve_app.config import (
     ModelArgs,
     PlatformArgs,
     RegistryArgs,
+    RouterArgs,
 )
 from serve_app.topology import Sources
 from tests.fakes_registry import FolderRegistry
@@ -95,16 +96,24 @@ def running_serve() -> Iterator[int]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rig_args(rate: float, *bases: str) -> PlatformArgs:
+def rig_args(
+    rate: float,
+    *bases: str,
+    replicas: int = 1,
+    router: RouterArgs | None = None,
+    max_ongoing_requests: int = 80,
+) -> PlatformArgs:
     """The paced engine takes its pace from the seed."""
     engine = EngineArgs(seed=int(rate))
     models = tuple(
         ModelArgs(
             name=base,
             engine=engine,
+            replicas=replicas,
+            router=router or RouterArgs(),
             graceful_shutdown_timeout_s=1,
             health_check_period_s=1,
-            max_ongoing_requests=80,
+            max_ongoing_requests=max_ongoing_requests,
             max_queued_requests=80,
         )
         for base in bases

@@ -1,6 +1,7 @@
 """The expected time to the first token of a request on a replica, term by term. Pure.
 
-    queue:   the step under way, and the prompt tokens that wait there before this request
+    queue:   the step under way, then whatever takes longest: the prompt tokens that wait there, a
+             row in the batch, or room in the KV cache, which come when running sequences end
     adapter: from the tier that it is in there; runs beside the queue, so only what is left counts
     prefill: the tokens that the prefix cache there lacks
 
@@ -35,23 +36,34 @@ class Terms:
 
 
 def expected_ttft(ask: Ask, replica: ReplicaView) -> Terms:
-    load, limits = replica.load, replica.limits
-    fixed_s = load.step_fixed_s or _UNKNOWN_STEP_S
-    token_s = load.step_token_s or _UNKNOWN_TOKEN_S
-    num_sequences = replica.num_sequences
-    running = min(num_sequences, limits.max_num_seqs)
-    decode_s = fixed_s + load.step_sequence_s * running
-    queued = replica.queued_tokens
+    limits, token_s = replica.limits, _token_s(replica)
+    num_sequences, queued = replica.num_sequences, replica.queued_tokens
+    decode_s = decode_step_s(replica)
+    budget = max(1, limits.max_num_batched_tokens)
+    queue_s = queued * token_s + queued // budget * decode_s
+    num_steps = _steps_until_there_is_room(ask, replica, queued, num_sequences)
+    if num_steps:
+        queue_s = max(queue_s, num_steps * decode_s)
+    if num_sequences:
+        queue_s += decode_s / 2  # a step is under way, half of it on average
     missing = max(1, ask.num_tokens - replica.num_cached_tokens(ask.prefixes))
-    busy_s = decode_s / 2 if num_sequences else 0.0  # a step is under way, half of it on average
-    queue_s = busy_s + queued * token_s
-    queue_s += queued // limits.max_num_batched_tokens * decode_s
-    if num_sequences >= limits.max_num_seqs:  # no row is free until one ends
-        queue_s += (num_sequences - limits.max_num_seqs + 1) * decode_s
-    num_steps = ceil(missing / limits.max_num_batched_tokens)
-    prefill_s = missing * token_s + num_steps * decode_s
+    prefill_s = missing * token_s + ceil(missing / budget) * decode_s
     adapter_s = max(0.0, adapter_load_s(ask.adapter, replica) - queue_s)
     return Terms(queue_s, adapter_s, prefill_s)
+
+
+def decode_step_s(replica: ReplicaView) -> float:
+    """A step without prompt tokens, as long as it is now."""
+    running = min(replica.num_sequences, replica.limits.max_num_seqs)
+    return _fixed_s(replica) + replica.load.step_sequence_s * running
+
+
+def work_s(ask: Ask, replica: ReplicaView) -> float:
+    """What a request takes of a replica's time, in batches that are half full."""
+    missing = max(1, ask.num_tokens - replica.num_cached_tokens(ask.prefixes))
+    beside = max(1, replica.limits.max_num_seqs // 2)
+    step_share_s = _fixed_s(replica) / beside + replica.load.step_sequence_s
+    return missing * _token_s(replica) + ask.num_sequences * replica.output_tokens * step_share_s
 
 
 def adapter_load_s(adapter: str | None, replica: ReplicaView) -> float:
@@ -59,11 +71,36 @@ def adapter_load_s(adapter: str | None, replica: ReplicaView) -> float:
     measured = replica.load_s
     if adapter is None or adapter in replica.on_device:
         return 0.0
-    from_host = measured.host or _UNKNOWN_HOST_S
+    host_s = measured.host or _UNKNOWN_HOST_S
     if adapter in replica.on_host:
-        return from_host
-    from_disk = from_host + (measured.disk or _UNKNOWN_DISK_S)
+        return host_s
     if adapter in replica.on_disk:
-        return from_disk
-    from_registry = from_host + (measured.registry or _UNKNOWN_REGISTRY_S)
-    return from_registry / 2 if replica.is_loading(adapter) else from_registry
+        fetch_s = measured.disk or _UNKNOWN_DISK_S
+    else:
+        fetch_s = measured.registry or _UNKNOWN_REGISTRY_S
+    return host_s + (fetch_s / 2 if replica.is_loading(adapter) else fetch_s)
+
+
+def _fixed_s(replica: ReplicaView) -> float:
+    return replica.load.step_fixed_s or _UNKNOWN_STEP_S
+
+
+def _token_s(replica: ReplicaView) -> float:
+    load = replica.load
+    return load.step_token_s if load.step_fixed_s or load.step_token_s else _UNKNOWN_TOKEN_S
+
+
+def _steps_until_there_is_room(
+    ask: Ask, replica: ReplicaView, queued: int, num_sequences: int
+) -> float:
+    """Of decoding: rows and KV blocks come back as running sequences end, evenly over their
+    length."""
+    limits, steps = replica.limits, 0.0
+    rows_lacking = num_sequences + 1 - limits.max_num_seqs
+    if rows_lacking > 0:
+        steps = rows_lacking * replica.output_tokens / max(1, limits.max_num_seqs)
+    free = replica.free_kv_tokens
+    lacking = min(ask.num_tokens + queued, limits.max_kv_tokens) - free
+    if lacking > 0 and (used := limits.max_kv_tokens - free) > 0:
+        steps = max(steps, lacking * replica.output_tokens / used)
+    return steps

@@ -8,13 +8,15 @@ all read this. Ignorant of Ray and HTTP.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 
 _MAX_PLACED_S = 30.0  # a request that its engine never took over, and whose call told nothing
+_USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
+_OUTPUT_WEIGHT = 0.05  # of a newly ended one in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Ask:
     session: str | None = None  # requests of one session like to meet the same replica
     avoid: frozenset[str] = frozenset()  # replicas that it left or that died under it
     only: str | None = None  # this replica and no other: a warm-up
+    is_dry: bool = False  # only asked: nothing is sent, nobody learns from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class LoadSeconds:
     registry: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Placed:
     num_tokens: int
     num_sequences: int
@@ -52,30 +55,35 @@ class _Placed:
 
 @dataclass(slots=True, eq=False)
 class ReplicaView:
-    """One engine replica. Replaced values, never changed ones: may be read from any thread."""
+    """One engine replica. May be read from any thread: values are replaced, not changed, but for
+    the set of prefixes, of which only single members are asked for."""
 
     replica_id: str
     limits: EngineLimits
     load: EngineLoad = field(default_factory=EngineLoad)
     load_s: LoadSeconds = LoadSeconds()
     is_draining: bool = False
+    is_connected: bool = False  # its frames come; else the rest is old or not known yet
     updated_s: float = 0.0  # when the newest frame came, on the reader's monotonic clock
     on_device: frozenset[str] = frozenset()
     on_host: frozenset[str] = frozenset()
     on_disk: frozenset[str] = frozenset()
     prefixes: set[int] = field(default_factory=set)
+    output_tokens: float = _USUAL_OUTPUT_TOKENS  # of a sequence, the mean over those that ended
+    placed_tokens: int = 0  # on their way there
+    placed_sequences: int = 0
     _placed: dict[str, _Placed] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def queued_tokens(self) -> int:
         """Still to prefill there, those that are on their way included."""
-        return self.load.queued_tokens + sum(one.num_tokens for one in self._placed_now())
+        return self.load.queued_tokens + self.placed_tokens
 
     @property
     def num_sequences(self) -> int:
         """Running or waiting there, or on their way."""
-        placed = sum(one.num_sequences for one in self._placed_now())
-        return self.load.num_running + self.load.num_waiting + placed
+        return self.load.num_running + self.load.num_waiting + self.placed_sequences
 
     @property
     def num_placed(self) -> int:
@@ -86,27 +94,50 @@ class ReplicaView:
         load = self.load
         return 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
 
+    @property
+    def free_kv_tokens(self) -> int:
+        """What can be had without that a running sequence ends."""
+        return round((1 - self.kv_usage) * self.limits.max_kv_tokens)
+
+    def has_adapter(self, adapter: str | None) -> bool:
+        """In memory, so that nothing is to be waited for but milliseconds."""
+        return adapter is None or adapter in self.on_device or adapter in self.on_host
+
     def is_loading(self, adapter: str) -> bool:
         """A request on its way brings it there already."""
-        return any(one.adapter == adapter for one in self._placed_now())
+        placed = tuple(self._placed.values())  # one bytecode: safe beside `place`
+        return any(one.adapter == adapter for one in placed)
 
     def num_cached_tokens(self, prefixes: Sequence[int]) -> int:
-        """Of a prompt, those that the prefix cache there holds."""
-        count = 0
-        for digest in prefixes:
-            if digest not in self.prefixes:
-                break
-            count += 1
-        return count * self.limits.prefix_chunk
+        """Of a prompt, those that the prefix cache there holds. By bisection: a cache gives up the
+        ends of prompts first, so that a longer prefix is hardly ever there without the shorter."""
+        known = self.prefixes
+        if not prefixes or prefixes[0] not in known:
+            return 0
+        held, lacked = 1, len(prefixes) + 1
+        while lacked - held > 1:
+            middle = (held + lacked) // 2
+            if prefixes[middle - 1] in known:
+                held = middle
+            else:
+                lacked = middle
+        return held * self.limits.prefix_chunk
 
     def place(self, ask: Ask, now_s: float) -> None:
         uncached = max(0, ask.num_tokens - self.num_cached_tokens(ask.prefixes))
-        self._placed[ask.call_id] = _Placed(uncached, ask.num_sequences, ask.adapter, now_s)
-        self._drop_old(now_s)
+        with self._lock:
+            self._remove(ask.call_id)
+            self._placed[ask.call_id] = _Placed(uncached, ask.num_sequences, ask.adapter, now_s)
+            self.placed_tokens += uncached
+            self.placed_sequences += ask.num_sequences
+            while now_s - (oldest := next(iter(self._placed.items())))[1].at_s > _MAX_PLACED_S:
+                self._remove(oldest[0])
 
     def unplace(self, call_id: str) -> None:
         """The engine has it, or never will."""
-        self._placed.pop(call_id, None)
+        if call_id in self._placed:
+            with self._lock:
+                self._remove(call_id)
 
     def observe(self, load: EngineLoad, now_s: float) -> None:
         """A frame. The sets of adapters are made anew only when they changed."""
@@ -116,6 +147,16 @@ class ReplicaView:
             self.on_host = frozenset(load.adapters_on_host)
         self.load = load
         self.updated_s = now_s
+        self.is_connected = True
+
+    def lose(self) -> None:
+        """No frames come any more. The next connection tells all of its prefixes anew."""
+        self.is_connected = False
+        self.prefixes = set()
+
+    def ended(self, num_tokens: int) -> None:
+        """A sequence had so many output tokens."""
+        self.output_tokens += _OUTPUT_WEIGHT * (num_tokens - self.output_tokens)
 
     def change_prefixes(
         self, cached: Iterable[int], evicted: Iterable[int], *, is_whole: bool = False
@@ -126,38 +167,52 @@ class ReplicaView:
         self.prefixes.update(cached)
         self.prefixes.difference_update(evicted)
 
-    def _placed_now(self) -> tuple[_Placed, ...]:
-        return tuple(self._placed.values())  # one bytecode: safe beside `place` in another thread
-
-    def _drop_old(self, now_s: float) -> None:
-        for call_id, one in tuple(self._placed.items()):
-            if now_s - one.at_s > _MAX_PLACED_S:
-                self._placed.pop(call_id, None)
+    def _remove(self, call_id: str) -> None:
+        one = self._placed.pop(call_id, None)
+        if one is not None:
+            self.placed_tokens -= one.num_tokens
+            self.placed_sequences -= one.num_sequences
 
 
 class ReplicaViews:
     """The engine replicas of one base application, as one ingress process sees them. The side
     stream writes in the ingress's event loop, Serve's router reads in its own thread."""
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(
+        self, limits: EngineLimits, connected: Mapping[str, ReplicaView] | None = None
+    ) -> None:
+        """`connected`: views of engines whose frames come, by id; a replica that comes is looked up
+        there first, for its engine may have dialled before Serve told of it."""
         self.limits = limits
+        self._connected = {} if connected is None else connected
         self._lock = threading.Lock()
         self._replicas: dict[str, ReplicaView] = {}
+        self._in_order: tuple[ReplicaView, ...] = ()
 
     @property
     def replicas(self) -> tuple[ReplicaView, ...]:
-        return tuple(self._replicas.values())
+        """The same tuple as long as the same replicas are there."""
+        return self._in_order
 
     def get(self, replica_id: str) -> ReplicaView | None:
         return self._replicas.get(replica_id)
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        with self._lock:
+            self.limits = limits
+            for view in self._replicas.values():
+                view.limits = limits
 
     def keep(self, replica_ids: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
         """Which replicas there are now; (came, went)."""
         wanted = frozenset(replica_ids)
         with self._lock:
             known = frozenset(self._replicas)
-            for replica_id in wanted - known:
-                self._replicas[replica_id] = ReplicaView(replica_id, self.limits)
-            for replica_id in known - wanted:
-                del self._replicas[replica_id]
+            replicas = {one: self._replicas[one] for one in self._replicas if one in wanted}
+            for replica_id in sorted(wanted - known):
+                view = self._connected.get(replica_id) or ReplicaView(replica_id, self.limits)
+                view.limits = self.limits
+                replicas[replica_id] = view
+            if wanted != known:
+                self._replicas, self._in_order = replicas, tuple(replicas.values())
         return wanted - known, known - wanted

@@ -1,0 +1,116 @@
+"""/admin/route: where a request would go and why, without sending it; /admin/decisions: where the
+newest ones went, and what came of them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import asdict, replace
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from engine.types import Request as EngineRequest
+from serve_app.admin_auth import require_admin
+from serve_app.asgi import json_response, read_body
+from serve_app.completion_routes import who_asks
+from serve_app.gateway import Front
+from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
+from serve_app.protocol import parse_body
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.routing import views_registry
+from serve_app.routing.asks import make_ask
+from serve_app.routing.policy import Ranked
+from serve_app.routing.score import Terms
+from serve_app.routing.view import Ask
+from serve_app.state import IngressState, state_of
+
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
+
+
+@router.post("/route")
+async def route(request: Request) -> Response:
+    """Body: of a chat or of a completion. The replicas in the policy's order."""
+    state = state_of(request)
+    raw = await read_body(request, state.args.max_body_bytes)
+    is_chat = b'"messages"' in raw  # inside a text its quotes would be escaped
+    body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
+    front, ask = _ask(state, body, who_asks(request, body))
+    meeting = views_registry.meet(front.app_name)
+    ranked = meeting.rank(ask) if meeting.views.replicas else []
+    return json_response(
+        {
+            "base": f"{front.base.name}@{front.base.version}",
+            "policy": meeting.policy_name,
+            "tokens": ask.num_tokens,
+            "adapter": ask.adapter,
+            "replicas": [_line(ask, one) for one in ranked],
+        }
+    )
+
+
+@router.get("/decisions")
+async def decisions(request: Request) -> Response:
+    """Of this ingress, the newest first."""
+    lines = [
+        {"application": meeting.app_name, "age_s": time.time() - one.chosen_s, **asdict(one)}
+        for meeting in state_of(request).gateway.attendance.meetings
+        for one in reversed(meeting.decisions.newest)
+    ]
+    return json_response({"decisions": lines})
+
+
+def _ask(
+    state: IngressState, body: ChatRequest | CompletionRequest, session: str | None
+) -> tuple[Front, Ask]:
+    """As of a real request: the same prompts, the same session."""
+    found = state.gateway.resolve(body.model)
+    front, adapter = found[0], found[1].adapter
+    limits = front.description.limits
+    text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
+    prompts: tuple[Prompt, ...]
+    if isinstance(body, ChatRequest):
+        prompts = (chat_prompt(body, front.text, text_limits),)
+    else:
+        prompts = completion_prompts(body, front.text, text_limits)
+    digest = None if adapter is None else adapter.digest
+    requests = tuple(
+        EngineRequest(
+            uuid.uuid4().hex,
+            prompt.token_ids,
+            sampling_params(body, prompt, text_limits),
+            digest,
+            body.cache_salt or "",
+        )
+        for prompt in prompts
+    )
+    return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
+
+
+def _line(ask: Ask, ranked: Ranked) -> dict[str, object]:
+    view = ranked.replica
+    return {
+        "replica": view.replica_id,
+        "reason": ranked.reason,
+        "expected_ms": _in_ms(ranked.terms),
+        "adapter_tier": _tier(ask, ranked),
+        "cached_tokens": view.num_cached_tokens(ask.prefixes),
+        "queued_tokens": view.queued_tokens,
+        "sequences": view.num_sequences,
+        "kv_usage": round(view.kv_usage, 4),
+        "is_connected": view.is_connected,
+        "is_draining": view.is_draining,
+    }
+
+
+def _in_ms(terms: Terms) -> dict[str, float]:
+    parts = {"queue": terms.queue_s, "adapter": terms.adapter_s, "prefill": terms.prefill_s}
+    return {name: round(1000 * s, 2) for name, s in (*parts.items(), ("total", terms.total_s))}
+
+
+def _tier(ask: Ask, ranked: Ranked) -> str:
+    view, adapter = ranked.replica, ask.adapter
+    if adapter is None:
+        return ""
+    tiers = (("device", view.on_device), ("host", view.on_host), ("disk", view.on_disk))
+    return next((name for name, digests in tiers if adapter in digests), "registry")

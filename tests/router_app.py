@@ -1,0 +1,92 @@
+"""A Serve application for the tests of the router: an ingress that makes many handle calls inside
+one HTTP request, and three replicas that say who they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+
+from serve_app.config import RouterArgs
+from serve_app.routing import views_registry
+from serve_app.routing.policy import Ranked
+from serve_app.routing.view import Ask, ReplicaView
+
+APP = "fan"
+MAX_ONGOING = 3
+
+
+class Call(msgspec.Struct):
+    """What one handle call asks for."""
+
+    id: str
+    only: str | None = None
+    avoid: tuple[str, ...] = ()
+    adapter: str | None = None
+    has_ask: bool = True
+    hold_s: float = 0.0
+
+
+class Broken:
+    """A user's policy that fails."""
+
+    def rank(self, ask: Ask, replicas: Sequence[ReplicaView], now_s: float) -> list[Ranked]:
+        raise RuntimeError("no idea")
+
+    def changed(self, replica_ids: Sequence[str]) -> None:
+        raise RuntimeError("no idea either")
+
+
+class Echo:
+    async def say(self, ask: Ask | None, hold_s: float, call_id: str) -> tuple[str, str]:
+        await asyncio.sleep(hold_s)
+        return call_id, serve.get_replica_context().replica_id.unique_id
+
+
+class Fan:
+    def __init__(self, echo: DeploymentHandle[object]) -> None:
+        self._echo = echo
+
+    async def __call__(self, request: Request) -> dict[str, object]:
+        """Body: the calls, made at once; the answers are in their order."""
+        calls = msgspec.json.decode(await request.body(), type=list[Call])
+        answers = await asyncio.gather(*(self._say(call) for call in calls))
+        meeting = views_registry.meet(APP)
+        return {
+            "answers": answers,
+            "replicas": sorted(view.replica_id for view in meeting.views.replicas),
+            "placed": sum(view.num_placed for view in meeting.views.replicas),
+            "reasons": dict(meeting.decisions.reasons),
+            "policy": meeting.policy_name,
+        }
+
+    async def _say(self, call: Call) -> object:
+        ask = None
+        if call.has_ask:
+            avoid = frozenset(call.avoid)
+            ask = Ask(call.id, 10, adapter=call.adapter, avoid=avoid, only=call.only)
+        return await self._echo.say.remote(ask, call.hold_s, call.id)
+
+
+def fan_application(router: RouterArgs) -> serve.Application:
+    echo = serve.deployment(Echo).options(  # type: ignore[attr-defined]
+        name="echo",
+        num_replicas=3,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        request_router_config=RequestRouterConfig(
+            request_router_class="serve_app.routing.router:LoraplexRouter",  # type: ignore[arg-type]
+            request_router_kwargs=router.model_dump(),
+        ),
+        graceful_shutdown_timeout_s=0,
+    )
+    fan = serve.deployment(Fan).options(  # type: ignore[attr-defined]
+        name="fan", ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=0
+    )
+    application: serve.Application = fan.bind(echo.bind())
+    return application

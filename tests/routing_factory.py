@@ -1,0 +1,69 @@
+"""Views and asks for the tests of routing, with defaults that make every engine alike and idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from engine.admission import EngineLimits
+from engine.types import EngineLoad
+from serve_app.routing.policy import Policy
+from serve_app.routing.view import Ask, LoadSeconds, ReplicaView, ReplicaViews
+
+LIMITS = EngineLimits(
+    max_model_len=4096,
+    vocab_size=1000,
+    max_kv_tokens=100_000,
+    max_num_seqs=64,
+    max_num_batched_tokens=1000,
+    prefix_chunk=32,
+)
+# A step of 10 ms, a prompt token 0.1 ms, a decoding sequence 0.1 ms.
+IDLE = EngineLoad(
+    num_blocks=1000,
+    num_free_blocks=1000,
+    step_fixed_s=0.01,
+    step_token_s=0.0001,
+    step_sequence_s=0.0001,
+)
+LOADS = LoadSeconds(host=0.01, disk=0.2, registry=2.0)
+
+
+def make_load(**changes: object) -> EngineLoad:
+    return replace(IDLE, **changes)  # type: ignore[arg-type]
+
+
+def make_view(
+    replica_id: str = "r0",
+    *,
+    device: Iterable[str] = (),
+    host: Iterable[str] = (),
+    disk: Iterable[str] = (),
+    prefixes: Iterable[int] = (),
+    **load: object,
+) -> ReplicaView:
+    view = ReplicaView(replica_id, LIMITS)
+    view.load_s = LOADS
+    view.on_disk = frozenset(disk)
+    view.observe(
+        make_load(adapters_on_device=tuple(device), adapters_on_host=tuple(host), **load), 1.0
+    )
+    view.change_prefixes(tuple(prefixes), (), is_whole=True)
+    return view
+
+
+def make_views(count: int, **load: object) -> ReplicaViews:
+    views = ReplicaViews(LIMITS)
+    views.keep(f"r{i}" for i in range(count))
+    for view in views.replicas:
+        view.load_s = LOADS
+        view.observe(make_load(**load), 1.0)
+    return views
+
+
+def make_ask(call_id: str = "call", num_tokens: int = 100, **fields: object) -> Ask:
+    return Ask(call_id, num_tokens, **fields)  # type: ignore[arg-type]
+
+
+def order(policy: Policy, ask: Ask, views: Sequence[ReplicaView], now_s: float = 1.0) -> list[str]:
+    return [one.replica.replica_id for one in policy.rank(ask, views, now_s)]

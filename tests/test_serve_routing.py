@@ -1,0 +1,168 @@
+"""Routing from HTTP to three paced engines: adapters stay on few, dry run and decision agree, the
+headers' parts sum to the time to first token."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, metric, rig_args, wait_ready
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.serve
+
+RATE = 100.0
+MAX_ONGOING = 8
+ADAPTERS = tuple(f"adapter{number}" for number in range(9))
+
+
+@pytest.fixture(scope="module")
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    args = rig_args(RATE, RIG_BASE, replicas=3, max_ongoing_requests=MAX_ONGOING)
+    running = deploy(serve_port, args, tmp_path_factory.mktemp("registry"))
+    known = running.registry.snapshot()
+    added = [running.registry.add_adapter(name, known.bases[0]) for name in ADAPTERS]
+    running.registry.write(replace(known, adapters=(*known.adapters, *added)))
+    wait_ready(running)
+    with _client(running) as client:
+        eventually(lambda: len(_connected(client)) == 3)
+        eventually(lambda: _ask(client, ADAPTERS[-1]).status_code == 200)
+    return running
+
+
+@pytest.fixture
+def client(rig: Rig) -> Iterator[httpx.Client]:
+    with _client(rig) as connection:
+        yield connection
+
+
+def _client(rig: Rig) -> httpx.Client:
+    headers = {"authorization": f"Bearer {RIG_TOKEN}", "x-loraplex-explain": "1"}
+    return httpx.Client(base_url=rig.url, timeout=30, headers=headers)
+
+
+def _ask(client: httpx.Client, model: str = RIG_BASE, **fields: object) -> httpx.Response:
+    body = {"model": model, "prompt": "abcdef", "max_tokens": 3} | fields
+    return client.post("/v1/completions", json=body)
+
+
+def _route(client: httpx.Client, model: str = RIG_BASE, **fields: object) -> dict[str, object]:
+    body = {"model": model, "prompt": "abcdef", "max_tokens": 3} | fields
+    answer = client.post("/admin/route", json=body)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, object] = answer.json()
+    return told
+
+
+def _replicas(told: dict[str, object]) -> list[dict[str, object]]:
+    return told["replicas"]  # type: ignore[return-value]
+
+
+def _connected(client: httpx.Client) -> list[str]:
+    lines = _replicas(_route(client))
+    return [str(line["replica"]) for line in lines if line["is_connected"]]
+
+
+def _where(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.headers["x-loraplex-replica"]
+
+
+def _timing(response: httpx.Response) -> dict[str, float]:
+    found = re.findall(r"([\w-]+);dur=(-?[\d.]+)", response.headers["server-timing"])
+    return {name: float(value) for name, value in found}
+
+
+def test_every_adapter_stays_on_one_engine_and_engines_share_them(client: httpx.Client) -> None:
+    places = {name: Counter(_where(_ask(client, name)) for _ in range(6)) for name in ADAPTERS}
+    assert all(len(counts) == 1 for counts in places.values()), places
+    assert len({next(iter(counts)) for counts in places.values()}) > 1
+
+
+@pytest.mark.parametrize("model", [ADAPTERS[0], f"{RIG_BASE}:{ADAPTERS[1]}"])
+def test_the_dry_run_says_what_the_decision_will_be(client: httpx.Client, model: str) -> None:
+    told = _route(client, model)
+    first, *others = _replicas(told)
+    assert (told["policy"], told["tokens"], len(others)) == ("expected_ttft", 6, 2)
+    response = _ask(client, model)
+    assert _where(response) == first["replica"]
+    assert response.headers["x-loraplex-router"] == f"expected_ttft; reason={first['reason']}"
+    expected: dict[str, float] = first["expected_ms"]  # type: ignore[assignment]
+    timing = _timing(response)
+    assert timing["expected-adapter"] == pytest.approx(expected["adapter"], abs=1)
+    chat = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+    answer = client.post("/admin/route", json=chat)
+    assert answer.status_code == 200
+    assert _replicas(answer.json())[0]["replica"] == first["replica"]
+
+
+def test_the_parts_sum_to_the_time_to_first_token(client: httpx.Client) -> None:
+    for stream in (True, False):
+        began_s = time.perf_counter()
+        response = _ask(client, ADAPTERS[2], stream=stream)
+        whole_ms = 1000 * (time.perf_counter() - began_s)
+        timing = _timing(response)
+        total = timing.pop("total")
+        parts = [value for name, value in timing.items() if not name.startswith("expected")]
+        assert len(parts) == 7
+        assert sum(parts) == pytest.approx(total, abs=0.1)
+        assert min(parts) > -0.5
+        assert 0 < total < whole_ms
+
+
+def test_nothing_is_explained_unasked(client: httpx.Client) -> None:
+    response = client.post(
+        "/v1/completions",
+        json={"model": RIG_BASE, "prompt": "abc"},
+        headers={"x-loraplex-explain": "0"},
+    )
+    assert response.status_code == 200
+    assert "server-timing" not in response.headers
+
+
+def test_a_session_stays_where_it_was(client: httpx.Client) -> None:
+    told = {_where(_ask(client, user="someone")) for _ in range(6)}
+    assert len(told) == 1
+
+
+def test_a_full_engine_is_passed_over(client: httpx.Client) -> None:
+    """More at once than one of them takes: all are answered, none by an engine beyond its limit."""
+    with ThreadPoolExecutor(2 * MAX_ONGOING) as pool:
+        asked = [
+            pool.submit(_ask, client, ADAPTERS[3], max_tokens=60) for _ in range(2 * MAX_ONGOING)
+        ]
+        counts = Counter(_where(one.result()) for one in asked)
+    assert sum(counts.values()) == 2 * MAX_ONGOING
+    assert len(counts) > 1
+
+
+def test_decisions_are_remembered_and_counted(client: httpx.Client) -> None:
+    where = _where(_ask(client, ADAPTERS[4]))
+    (newest, *_) = client.get("/admin/decisions").json()["decisions"]
+    assert newest["replica_id"] == where
+    assert newest["is_accepted"]
+    assert newest["first_token_s"] >= newest["chosen_s"]
+    before = metric(client, "loraplex_router_affinity_hits_total", model_name=RIG_BASE)
+    decided = metric(client, "loraplex_router_decisions_total", model_name=RIG_BASE)
+    assert decided > 0
+    _ask(client, ADAPTERS[4])
+    assert metric(client, "loraplex_router_affinity_hits_total", model_name=RIG_BASE) == before + 1
+    assert metric(client, "loraplex_router_decisions_total", model_name=RIG_BASE) == decided + 1
+
+
+@pytest.mark.parametrize("body", [b"no json", b'{"prompt": "abc"}', b'{"model": "nobody"}'])
+def test_a_wrong_body_is_refused(client: httpx.Client, body: bytes) -> None:
+    assert client.post("/admin/route", content=body).status_code in (400, 404)
+
+
+def test_only_an_operator_asks_where(rig: Rig) -> None:
+    body = {"model": RIG_BASE, "prompt": "abc"}
+    assert httpx.post(f"{rig.url}/admin/route", json=body).status_code == 401
+    assert httpx.get(f"{rig.url}/admin/decisions").status_code == 401

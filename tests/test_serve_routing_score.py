@@ -1,0 +1,112 @@
+"""The expected time to the first token, by tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.admission import EngineLimits
+from serve_app.routing.score import adapter_load_s, expected_ttft, work_s
+from serve_app.routing.view import Ask, ReplicaView
+from tests.routing_factory import make_ask, make_view
+
+APPROX_S = 1e-9
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "load", "queue_s", "prefill_s"),
+    [
+        (100, {}, 0.0, 0.01 + 0.01),
+        (2500, {}, 0.0, 0.25 + 3 * 0.01),  # three steps of the budget of 1000
+        (100, {"queued_tokens": 400}, 0.04, 0.02),
+        (100, {"queued_tokens": 2000}, 0.2 + 2 * 0.01, 0.02),
+        # Ten sequences: steps of 11 ms, half of one is under way.
+        (100, {"num_running": 10}, 0.0055, 0.01 + 0.011),
+        # All 64 rows taken: 16.4 ms a step, a row comes free every second one.
+        (100, {"num_running": 64}, 128 / 64 * 0.0164 + 0.0082, 0.01 + 0.0164),
+        (100, {"num_running": 64, "num_waiting": 9}, 10 * 128 / 64 * 0.0164 + 0.0082, 0.0264),
+        # 100 tokens of KV lack of 100,000 that are used: they come back in 0.128 steps.
+        (100, {"num_running": 10, "num_free_blocks": 0}, 0.128 * 0.011 + 0.0055, 0.021),
+    ],
+)
+def test_queue_and_prefill_follow_the_measured_steps(
+    num_tokens: int, load: dict[str, object], queue_s: float, prefill_s: float
+) -> None:
+    terms = expected_ttft(make_ask(num_tokens=num_tokens), make_view(**load))  # type: ignore[arg-type]
+    assert terms.queue_s == pytest.approx(queue_s, abs=APPROX_S)
+    assert terms.prefill_s == pytest.approx(prefill_s, abs=APPROX_S)
+    assert terms.adapter_s == 0.0
+    assert terms.total_s == pytest.approx(queue_s + prefill_s)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "load_s"),
+    [
+        ({"device": "a"}, 0.0),
+        ({"host": "a"}, 0.01),
+        ({"disk": "a"}, 0.21),
+        ({}, 2.01),
+    ],
+)
+def test_the_adapter_comes_from_its_fastest_tier(tiers: dict[str, str], load_s: float) -> None:
+    view = make_view(**tiers)  # type: ignore[arg-type]
+    ask = make_ask(adapter="a")
+    assert adapter_load_s("a", view) == pytest.approx(load_s)
+    assert expected_ttft(ask, view).adapter_s == pytest.approx(load_s)
+
+
+def test_an_adapter_is_loaded_while_the_queue_is_worked_off() -> None:
+    view = make_view(disk="a", queued_tokens=999)
+    terms = expected_ttft(make_ask(adapter="a"), view)
+    assert terms.queue_s == pytest.approx(0.0999)
+    assert terms.adapter_s == pytest.approx(0.21 - 0.0999)
+
+
+def test_an_adapter_that_another_request_brings_is_half_way_here() -> None:
+    view = make_view()
+    view.place(make_ask("first", adapter="a"), 1.0)
+    assert adapter_load_s("a", view) == pytest.approx(0.01 + 1.0)
+
+
+def test_cached_prefixes_need_no_prefill() -> None:
+    view = make_view(prefixes=(11, 12, 13))
+    ask = make_ask(num_tokens=100, prefixes=(11, 12, 99))
+    assert view.num_cached_tokens(ask.prefixes) == 64
+    assert expected_ttft(ask, view).prefill_s == pytest.approx(0.01 + 36 * 0.0001)
+
+
+@pytest.mark.parametrize("held", range(9))
+def test_the_longest_cached_prefix_is_found(held: int) -> None:
+    view = make_view(prefixes=range(held))
+    assert view.num_cached_tokens(tuple(range(8))) == 32 * held
+
+
+def test_what_was_placed_counts_until_the_engine_says_that_it_has_it() -> None:
+    view = make_view()
+    before = expected_ttft(make_ask(), view).total_s
+    view.place(make_ask("a", num_tokens=500, num_sequences=2), 1.0)
+    assert (view.queued_tokens, view.num_sequences, view.num_placed) == (500, 2, 1)
+    assert expected_ttft(make_ask(), view).total_s > before + 0.05
+    view.place(make_ask("a", num_tokens=300), 1.0)  # tried again: once, as it is now
+    assert (view.queued_tokens, view.num_sequences) == (300, 1)
+    view.unplace("a")
+    view.unplace("a")
+    assert (view.queued_tokens, view.num_sequences, view.num_placed) == (0, 0, 0)
+
+
+def test_what_nobody_ever_took_over_is_forgotten() -> None:
+    view = make_view()
+    view.place(make_ask("a"), 1.0)
+    view.place(make_ask("b"), 32.0)
+    assert view.num_placed == 1
+
+
+def test_a_request_that_needs_more_work_is_told_so() -> None:
+    view = make_view()
+    assert work_s(make_ask(num_sequences=4), view) > work_s(make_ask(), view)
+    assert work_s(make_ask(num_tokens=1000), view) > work_s(make_ask(), view)
+
+
+def test_an_engine_that_measured_nothing_yet_can_be_scored() -> None:
+    view = ReplicaView("r0", EngineLimits(0, 0, 0, 0, 0))
+    terms = expected_ttft(Ask("call", 0), view)
+    assert terms.total_s > 0

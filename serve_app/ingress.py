@@ -31,6 +31,7 @@ from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.scaling_options import ingress_scaling
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
 
@@ -104,9 +105,11 @@ class Ingress:
 
 
 def ingress_application(args: IngressArgs, manager: serve.Application) -> serve.Application:
+    scaling = ingress_scaling(args)
     deployment = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
         name="ingress",
-        num_replicas=args.replicas,
+        num_replicas=args.replicas if scaling is None else None,
+        autoscaling_config=scaling,
         max_ongoing_requests=args.max_ongoing_requests,
         max_queued_requests=args.max_queued_requests,
         ray_actor_options={"num_cpus": 0},

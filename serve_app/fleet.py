@@ -209,7 +209,9 @@ class Fleet:
     def _line(self, base: ServedBase, status: ServeStatus, now_s: float) -> BaseLine:
         spec = self._seen.get(base.app_name)
         app = status.applications.get(base.app_name)
-        counts = ReplicaCounts() if base.state == "asleep" else count_replicas(app)
+        counts = count_replicas(app)
+        if base.state == "asleep":  # what still stands gets nothing more
+            counts = ReplicaCounts(draining=counts.wanted + counts.draining)
         least, most = _range(spec)
         return BaseLine(
             name=base.base.name,

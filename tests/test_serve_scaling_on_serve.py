@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,17 +10,27 @@ import httpx
 import pytest
 
 from serve_app.config import AutoscalingArgs, PlatformArgs
-from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, metric, rig_args, running_serve
-from tests.serve_rig import wait_ready as wait_until_ready
+from tests.serve_rig import (
+    RIG_BASE,
+    RIG_TOKEN,
+    Rig,
+    deploy,
+    metric,
+    rig_args,
+    running_serve,
+    wait_ready,
+)
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
 
 ROWS = 4
+MANY, LONG = 600, 1200  # tokens
 SCALING = AutoscalingArgs(max_replicas=2, upscale_delay_s=0.5, downscale_delay_s=2.0)
 
 
 def scaled_args() -> PlatformArgs:
-    args = rig_args(50, RIG_BASE)
+    args = rig_args(100, RIG_BASE)
     (model,) = args.models
     scaled = model.model_copy(
         update={
@@ -38,7 +47,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder: Path = tmp_path_factory.mktemp("registry")
     with running_serve() as port:
         rig = deploy(port, scaled_args(), folder)
-        wait_until_ready(rig)
+        wait_ready(rig)
         yield rig
 
 
@@ -49,11 +58,12 @@ def line(client: httpx.Client) -> dict[str, object]:
     return found
 
 
-def wait_for(client: httpx.Client, replicas: int, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while (found := line(client))["replicas"] != replicas or found["wanted_replicas"] != replicas:
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.1)
+def wait_for(client: httpx.Client, replicas: int) -> None:
+    def is_reached() -> bool:
+        now = line(client)
+        return now["replicas"] == now["wanted_replicas"] == replicas
+
+    eventually(is_reached, 60.0)
 
 
 async def stream(client: httpx.AsyncClient, number: int, max_tokens: int) -> str:
@@ -89,12 +99,12 @@ def test_replicas_come_with_the_load_and_go_after_it_and_no_stream_notices(rig: 
 
 async def _load(rig: Rig, watcher: httpx.Client) -> None:
     async with httpx.AsyncClient(base_url=rig.url, timeout=120) as client:
-        many = [asyncio.create_task(stream(client, i, 600)) for i in range(2 * ROWS)]
+        many = [asyncio.create_task(stream(client, i, MANY)) for i in range(2 * ROWS)]
         await asyncio.to_thread(wait_for, watcher, 2)
         # On both; they last until after one of these is told to go.
-        long = [asyncio.create_task(stream(client, 100 + i, 1000)) for i in range(2)]
+        long = [asyncio.create_task(stream(client, 100 + i, LONG)) for i in range(2)]
         texts = await asyncio.gather(*many, *long)
     for number, text in zip([*range(2 * ROWS), 100, 101], texts, strict=True):
         prompt = f"stream {number:03d} "
-        length = 600 if number < 100 else 1000
+        length = MANY if number < 100 else LONG
         assert text == (prompt * length)[:length]

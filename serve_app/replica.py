@@ -28,6 +28,7 @@ from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
 from serve_app.background import in_background
 from serve_app.cache_metrics import cache_text
+from serve_app.disk_reports import DiskReports
 from serve_app.engine_actor import EngineActor
 from serve_app.ingress_metrics import join_texts
 from serve_app.ray_errors import root_cause
@@ -78,6 +79,9 @@ class EngineReplica:
         self._loads = AdapterLoads(self._registry, self._actor.load_adapter.remote)
         self._keeper = AdapterKeeper(self._loads, _ActorMemory(self._actor))
         self._scaling = ScalingStats(self._limits)
+        self._disk_reports = asyncio.get_running_loop().create_task(
+            DiskReports(self._loads, self._actor.note_disk.remote).run()
+        )
         self._watch = asyncio.get_running_loop().create_task(self._exit_with_the_actor())
 
     async def submit(self, call: SubmitCall) -> None:

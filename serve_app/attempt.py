@@ -54,6 +54,7 @@ class Attempt:
         is_first: bool = True,
         is_movable: bool = False,
     ) -> None:
+        self.is_first = is_first  # else it goes on with what another engine began
         self.is_movable = is_movable  # may be told to go on elsewhere
         self._is_closed = False
         self._stream = server.open(request.request_id for request in call.requests)

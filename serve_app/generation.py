@@ -24,13 +24,17 @@ from serve_app.config import MigrationArgs
 from serve_app.errors import RequestQuarantinedError
 from serve_app.journey import Journey, NotTakenError
 from serve_app.migrations import Migrations
-from serve_app.probation import MAX_TURN_S, Turn
+from serve_app.probation import Turn
 from serve_app.progress import Progress
 from serve_app.routing.asks import make_ask
 from serve_app.stream_server import StreamServer
 from serve_app.topology import SubmitCall
 
 STAY = MigrationArgs(limit=0)
+MAX_TURN_S = 10.0  # at an engine, without a token; then the next suspect may go
+MAX_HOLD_S = 5.0  # of those who are held up by a suspect
+_LOOK_S = 0.02
+_FIRST = asyncio.FIRST_COMPLETED
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,12 @@ class Generation:
         self._is_over: asyncio.Future[None] = self._loop.create_future()
         self._turn: Turn | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._attempt = self._place(self._progress.requests, is_first=True)
+        self._attempt: Attempt | None = None  # made by the first read
 
     @property
     def engine_load(self) -> EngineLoad | None:
         """Of the engine that answers, as of its last step; None before the first token."""
-        return self._attempt.engine_load
+        return None if self._attempt is None else self._attempt.engine_load
 
     @property
     def is_done(self) -> bool:
@@ -87,12 +91,12 @@ class Generation:
         EngineError or a RegistryError.
         """
         while True:
+            attempt = self._attempt or await self._begin()
             try:
-                outputs = await self._attempt.read()
+                outputs = await attempt.read()
             except Exception as error:
-                if self._failure is not None:
-                    raise self._failure from None
-                await self._go_on(error)
+                self._raise_failure()
+                await self._go_on(attempt, error)
                 continue
             outputs = self._progress.take(outputs)
             if outputs:
@@ -104,13 +108,15 @@ class Generation:
     def end_choice(self, request_id: str, choice: int) -> None:
         """The reader needs no more of this choice (a stop string): the engine drops it."""
         if self._progress.is_open(request_id, choice):
-            self._attempt.abort(self._progress.engine_id(request_id), choice)
+            if self._attempt is not None:
+                self._attempt.abort(self._progress.engine_id(request_id), choice)
             self._progress.end(request_id, choice)
 
     def fail(self, error: Exception) -> None:
         """The reader gets this error after what already arrived."""
         self._failure = error
-        self._attempt.fail(error)
+        if self._attempt is not None:
+            self._attempt.fail(error)
         self._end()
 
     def close(self) -> None:
@@ -118,30 +124,39 @@ class Generation:
         self._progress.end_all()
         self._end()
 
-    async def _go_on(self, error: Exception) -> None:
+    async def _begin(self) -> Attempt:
+        await self._let_suspect_pass()
+        return self._place(self._progress.requests, is_first=True)
+
+    async def _go_on(self, attempt: Attempt, error: Exception) -> None:
         """Another attempt, or the failure for the reader."""
         on_probation = self._turn is not None
         try:
-            pause_s = self._journey.judge(error, self._attempt, on_probation=on_probation)
+            pause_s = self._journey.judge(error, attempt, on_probation=on_probation)
         except RequestQuarantinedError:
             self._migrations.quarantine.add(self._progress.requests)
             raise
-        self._leave()
+        finally:
+            self._leave()
+        await self._wait(pause_s)
         if self._journey.is_suspect:
             await self._wait_for_turn()
-        await self._wait(pause_s)
-        try:
-            self._attempt = self._place(self._progress.resume(), is_first=False)
-        except Exception as last:
-            self._journey.give_up(last)
-            raise
+        else:
+            await self._let_suspect_pass()
+        self._place(self._progress.resume(), is_first=False)
 
     def _place(self, requests: tuple[Request, ...], *, is_first: bool) -> Attempt:
         lane = self._lane
         ask = make_ask(requests, self._adapter, lane.limits, self._session, self._journey.avoid)
         call = SubmitCall(requests, self._adapter, lane.server.address, ask)
-        is_movable = lane.migration.limit > 0
-        attempt = Attempt(lane.server, lane.handle, call, is_first=is_first, is_movable=is_movable)
+        attempt = Attempt(
+            lane.server,
+            lane.handle,
+            call,
+            is_first=is_first,
+            is_movable=lane.migration.limit > 0,
+        )
+        self._attempt = attempt
         self._migrations.enter(lane.app_name, attempt)
         if not is_first:
             left_s = self._journey.deadline_s - time.monotonic()
@@ -153,8 +168,9 @@ class Generation:
     def _leave(self) -> None:
         """The attempt, wherever it stands."""
         self._settle()
-        self._migrations.leave(self._lane.app_name, self._attempt)
-        self._attempt.close(self._progress.open_requests)
+        if self._attempt is not None:
+            self._migrations.leave(self._lane.app_name, self._attempt)
+            self._attempt.close(self._progress.open_requests)
 
     def _settle(self) -> None:
         """The attempt succeeded or failed."""
@@ -167,24 +183,40 @@ class Generation:
 
     async def _wait_for_turn(self) -> None:
         """Bounded: after half the time limit it goes as all others do, and is not judged."""
-        turn = self._migrations.probation(self._lane.app_name).join()
+        journey, patience_s = self._journey, self._lane.migration.timeout_s / 2
+        turn = self._migrations.probation(self._lane.app_name).join(
+            is_exclusive=journey.num_deaths > 1
+        )
         try:
-            await asyncio.wait(
-                {turn.begun, self._is_over}, timeout=self._lane.migration.timeout_s / 2
-            )
-            self._raise_failure()
+            await self._wait(patience_s, turn.has_begun)
+            if turn.has_begun.done():
+                await self._wait_for_quiet(patience_s, turn)
         except BaseException:
             turn.leave()
             raise
-        if turn.begun.done():
+        if turn.has_begun.done():
             self._turn = turn
         else:
             turn.leave()
-        self._journey.restart_clock()
+        journey.restart_clock()
 
-    async def _wait(self, seconds: float) -> None:
+    async def _wait_for_quiet(self, patience_s: float, turn: Turn) -> None:
+        """Until nobody else could be taken for the one who killed the next engine."""
+        until_s = self._loop.time() + patience_s
+        while self._loop.time() < until_s and not self._migrations.is_quiet(
+            self._lane.app_name, but_for_new=not turn.is_exclusive
+        ):
+            await self._wait(_LOOK_S)
+
+    async def _let_suspect_pass(self) -> None:
+        turn = self._migrations.probation(self._lane.app_name).exclusive
+        if turn is not None:
+            await self._wait(MAX_HOLD_S, turn.is_over)
+
+    async def _wait(self, seconds: float, *futures: asyncio.Future[None]) -> None:
+        """For one of these, at most so long."""
         if seconds:
-            await asyncio.wait({self._is_over}, timeout=seconds)
+            await asyncio.wait({self._is_over, *futures}, timeout=seconds, return_when=_FIRST)
             self._raise_failure()
 
     def _check_taken(self, attempt: Attempt) -> None:

@@ -52,7 +52,7 @@ class Journey:
         self._app_name = app_name
         self._model_name = model_name
         self._args = args
-        self._num_deaths = 0
+        self.num_deaths = 0
         self._move: _Move | None = None
         self._last_token_s: float | None = None
 
@@ -116,8 +116,8 @@ class Journey:
         elif _is_loss(error):
             self._begin("silence" if isinstance(error, SilentEngineError) else "death")
             self._suspect(error, attempt, on_probation)
-            self._num_deaths += 1
-            if self._num_deaths > self._args.limit:
+            self.num_deaths += 1
+            if self.num_deaths > self._args.limit:
                 raise error
         elif isinstance(error, EngineDeadError):
             if self._move is None:

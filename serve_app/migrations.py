@@ -70,6 +70,13 @@ class Migrations:
     def probation(self, app_name: str) -> Probation:
         return self._probations.setdefault(app_name, Probation())
 
+    def is_quiet(self, app_name: str, *, but_for_new: bool) -> bool:
+        """Nobody waits for its first token at its present engine, or for an engine. `but_for_new`:
+        nobody who left another engine does."""
+        return all(
+            one.has_output or (but_for_new and one.is_first) for one in self._live.get(app_name, ())
+        )
+
     def note_death(self, app_name: str, engine_id: str) -> None:
         """For `was_alone`; the first of those that were there says it, the others may be late."""
         known = self._deaths.get(engine_id)

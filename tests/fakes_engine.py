@@ -2,7 +2,8 @@
 
 Stands behind the same interface as the real one, for the side stream, the Serve tests and the
 `side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
-A prompt that begins with CRASH_TOKEN ends the process after its second token. An adapter folder
+A prompt that begins with CRASH_TOKEN ends the process after its second token, one that begins with
+POISON_TOKEN before its first. An adapter folder
 that holds REFUSED is refused, and told in that file (a base folder with it starts no engine); one
 that holds FAULT has the fault named there: its requests end at once.
 """
@@ -39,6 +40,7 @@ from tests.fakes_registry import EOS_ID
 
 NUM_BLOCKS = 1024
 CRASH_TOKEN = 250
+POISON_TOKEN = 251
 REFUSED = "refused"
 FAULT = "fault"  # a file: one of FAULTS
 FAULTS: dict[str, tuple[FinishReason, tuple[int, ...], str | None]] = {
@@ -54,18 +56,25 @@ class _Running:
     num_tokens: dict[int, int]  # by open choice
 
 
+def _exit() -> None:
+    time.sleep(0.1)  # the tokens before are on their way
+    os._exit(1)
+
+
 @dataclass(slots=True)
 class PacedEngine:
     """`aborted` and `loaded` record what a test asks about."""
 
     rate: float = 100.0
     block_size: int = 16
+    max_num_seqs: int = 256  # requests that run at a time; the others wait
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)  # digest -> name
     pinned: set[str] = field(default_factory=set)
     leaving: set[str] = field(default_factory=set)  # unloads that wait for requests
     steps: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by digest
+    crash: Callable[[], None] = _exit
     _running: dict[str, _Running] = field(default_factory=dict)
     _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
     _on_death: list[Callable[[EngineDeadError], None]] = field(default_factory=list)
@@ -75,7 +84,12 @@ class PacedEngine:
 
     @property
     def model_limits(self) -> EngineLimits:
-        return EngineLimits(max_model_len=4096, vocab_size=1 << 20, max_kv_tokens=NUM_BLOCKS * 16)
+        return EngineLimits(
+            max_model_len=4096,
+            vocab_size=1 << 20,
+            max_kv_tokens=NUM_BLOCKS * 16,
+            max_num_seqs=self.max_num_seqs,
+        )
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="paced-engine", daemon=True)
@@ -178,9 +192,12 @@ class PacedEngine:
         del self.loaded[digest]
 
     def load(self) -> EngineLoad:
-        num = len(self._running)
+        requests = tuple(self._running.values())
+        num = min(self.max_num_seqs, len(requests))
         return EngineLoad(
             num_running=num,
+            num_waiting=len(requests) - num,
+            queued_tokens=sum(len(one.request.prompt_token_ids) for one in requests[num:]),
             num_blocks=NUM_BLOCKS,
             num_free_blocks=max(0, NUM_BLOCKS - num),
             num_steps=self.steps,
@@ -210,11 +227,15 @@ class PacedEngine:
     def _step(self) -> tuple[TokenOutput, ...]:
         outputs: list[TokenOutput] = []
         with self._lock:
-            for request_id, running in tuple(self._running.items()):
+            for request_id, running in tuple(self._running.items())[: self.max_num_seqs]:
                 prompt = running.request.prompt_token_ids
-                if prompt[0] == CRASH_TOKEN and max(running.num_tokens.values()) >= 2:
-                    time.sleep(0.1)  # the tokens before are on their way
-                    os._exit(1)
+                is_poison = prompt[0] == POISON_TOKEN
+                if is_poison or (
+                    prompt[0] == CRASH_TOKEN and max(running.num_tokens.values()) >= 2
+                ):
+                    self.crash()
+                    self._stopped.set()
+                    return ()
                 outputs += [self._next(running, choice) for choice in tuple(running.num_tokens)]
                 if not running.num_tokens:
                     del self._running[request_id]
@@ -243,4 +264,4 @@ def open_paced_engine(config: EngineConfig) -> PacedEngine:
     """An EngineFactory: the pace is the `seed` of the configuration, in tokens a second."""
     if Path(config.model_path, REFUSED).exists():
         raise ValueError("layer 3 of the base holds NaN")
-    return PacedEngine(rate=float(config.seed or 100), block_size=config.block_size)
+    return PacedEngine(float(config.seed or 100), config.block_size, config.max_num_seqs)

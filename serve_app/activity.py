@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve_app.reports import BaseActivity
+from serve_app.reports import Backlog, BaseActivity
 
 
 @dataclass(slots=True)
@@ -19,6 +19,8 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counts: dict[str, _Count] = {}  # by base digest
+        # Of a base, by digest. Set by whoever lets requests wait here.
+        self.backlog: Callable[[str], Backlog] = _none
 
     def enter(self, digest: str) -> Visit:
         self._counts.setdefault(digest, _Count()).num_open += 1
@@ -27,7 +29,12 @@ class Activity:
     def report(self) -> tuple[BaseActivity, ...]:
         now_s = self._clock()
         return tuple(
-            BaseActivity(digest, count.num_open, 0.0 if count.num_open else now_s - count.last_s)
+            BaseActivity(
+                digest,
+                count.num_open,
+                0.0 if count.num_open else now_s - count.last_s,
+                self.backlog(digest),
+            )
             for digest, count in self._counts.items()
         )
 
@@ -49,3 +56,7 @@ class Visit:
         if self._is_open:
             self._is_open = False
             self._activity._leave(self._digest)
+
+
+def _none(_: str) -> Backlog:
+    return Backlog()

@@ -13,19 +13,17 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError
+from serve_app.broadcasts import Broadcasts
 
 logger = logging.getLogger(__name__)
 
 RESEND_S = 3.0  # replicas that are new or did not answer get it then
-_SEND_TIMEOUT_S = 5.0
 _TELL_RETIRED_S = 120.0  # then whoever has not heard of it lets it go when room is wanted
 _MAX_RETIRED = 4096  # remembered
 
@@ -103,7 +101,8 @@ class AdapterArranger:
         """`send`: to all replicas of an application; returns how many failed."""
         self._incarnation = incarnation
         self._handover_s = handover_s
-        self._send = send or _Broadcasts().send
+        broadcasts = Broadcasts()
+        self._send = send or (lambda app, plan: broadcasts.call(app, "arrange", plan))
         self._revision: str | None = None
         self._observed = Observed()
         self._sent: dict[str, tuple[AdapterPlan, float]] = {}  # by application; when
@@ -137,21 +136,6 @@ class AdapterArranger:
         finally:
             self._sent[app_name] = (plan, asyncio.get_running_loop().time())
             del self._sending[app_name]
-
-
-class _Broadcasts:
-    def __init__(self) -> None:
-        self._handles: dict[str, DeploymentHandle[object]] = {}  # by application
-
-    async def send(self, app_name: str, plan: AdapterPlan) -> int:
-        if app_name not in self._handles:
-            self._handles[app_name] = await asyncio.to_thread(serve.get_app_handle, app_name)
-        results = (
-            await self._handles[app_name]
-            .broadcast("arrange", plan)
-            .results_async(timeout_s=_SEND_TIMEOUT_S, return_exceptions=True)
-        )
-        return sum(isinstance(result, BaseException) for result in results)
 
 
 def _defaults(catalog: Catalog) -> dict[str, AdapterVersion]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.reports import IngressReport
+from serve_app.reports import Backlog, IngressReport
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,9 @@ class SleepKeeper:
         for digest in self._sleepers.keys() - wanted:
             del self._sleepers[digest]
 
+    def num_ingresses(self, now_s: float) -> int:
+        return len(self._fresh(now_s))
+
     def num_open(self, digest: str, now_s: float) -> int:
         return sum(
             base.num_open
@@ -107,6 +110,16 @@ class SleepKeeper:
             for base in heard.report.bases
             if base.digest == digest
         )
+
+    def backlog(self, digest: str, now_s: float) -> Backlog:
+        """Of all ingresses."""
+        found = [
+            base.backlog
+            for heard in self._fresh(now_s)
+            for base in heard.report.bases
+            if base.digest == digest
+        ]
+        return Backlog(sum(one.num_requests for one in found), sum(one.num_tokens for one in found))
 
     def idle_s(self, digest: str, now_s: float) -> float | None:
         """Since its last request, or since it runs; None while it does not run."""

@@ -1,4 +1,5 @@
-"""What starts of bases took, and each base's state, as Prometheus families of the manager."""
+"""What starts of bases took, each base's state and replicas, as Prometheus families of the
+manager."""
 
 from __future__ import annotations
 
@@ -67,6 +68,17 @@ class _BaseMetrics(Collector):
             for word in _STATES:
                 state.add_metric([name, word], float((name, word) in found))
         yield state
+        replicas = GaugeMetricFamily(
+            "loraplex_replicas", "Engine replicas", labels=["model_name", "state"]
+        )
+        counts: Counter[tuple[str, str]] = Counter()
+        for line in self._lines:
+            counts[line.name, "running"] += line.replicas
+            counts[line.name, "wanted"] += line.wanted_replicas
+            counts[line.name, "draining"] += line.draining_replicas
+        for labels, count in sorted(counts.items()):
+            replicas.add_metric(labels, count)
+        yield replicas
         cold = CounterMetricFamily(
             "loraplex_base_cold_starts", "Starts out of sleep", labels=["base"]
         )

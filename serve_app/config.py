@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -103,6 +103,32 @@ class EngineArgs(_Args):
         return EngineConfig(model_path=model_path, base_digest=base_digest, **fields)
 
 
+class _ScaledArgs(_Args):
+    """`replicas` of something, or what it starts with where `autoscaling` is set."""
+
+    replicas: int = Field(default=1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _starts_with_the_least(cls, fields: object) -> object:
+        if not isinstance(fields, dict) or "replicas" in fields:
+            return fields
+        scaling = fields.get("autoscaling")
+        least = scaling.get("min_replicas") if isinstance(scaling, dict) else None
+        least = getattr(scaling, "min_replicas", least)
+        return fields if least is None else {**fields, "replicas": least}
+
+    @model_validator(mode="after")
+    def _starts_within_its_range(self) -> Self:
+        scaling: AutoscalingArgs | IngressScalingArgs | None = getattr(self, "autoscaling", None)
+        if scaling is None or scaling.min_replicas <= self.replicas <= scaling.max_replicas:
+            return self
+        raise ValueError(
+            f"replicas is {self.replicas}, but autoscaling keeps it between "
+            f"min_replicas {scaling.min_replicas} and max_replicas {scaling.max_replicas}"
+        )
+
+
 class RouterArgs(_Args):
     """How requests find an engine replica."""
 
@@ -117,21 +143,24 @@ class RouterArgs(_Args):
         return self
 
 
-class AutoscalingArgs(_Args):
-    """Engine replicas of one base between two numbers; to zero and back: `idle_timeout_s`."""
-
+class _RangeArgs(_Args):
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} < min_replicas {self.min_replicas}")
+        return self
+
+
+class AutoscalingArgs(_RangeArgs):
+    """Engine replicas of one base between two numbers; to zero and back: `idle_timeout_s`."""
+
     target_ttft_s: float = Field(default=1.0, gt=0)  # the expected one, queue included
     target_kv_usage: float = Field(default=0.85, gt=0, le=1)
     upscale_delay_s: float = Field(default=3.0, ge=0)
     downscale_delay_s: float = Field(default=60.0, ge=0)
-
-    @model_validator(mode="after")
-    def _range_is_not_empty(self) -> AutoscalingArgs:
-        if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} < min_replicas {self.min_replicas}")
-        return self
 
 
 class MigrationArgs(_Args):
@@ -141,12 +170,11 @@ class MigrationArgs(_Args):
     timeout_s: float = Field(default=60.0, gt=0)  # for another replica to take it
 
 
-class ModelArgs(_Args):
+class ModelArgs(_ScaledArgs):
     """One base model to serve: a registered name, as `name`, `name@alias` or `name@version`."""
 
     name: str = Field(min_length=1)
     alias: AliasName | None = None  # what its adapters' bare names mean; None: registry.alias
-    replicas: int = Field(default=1, ge=1)
     engine: EngineArgs = EngineArgs()
     max_ongoing_requests: int = Field(default=256, ge=1)  # a replica
     max_queued_requests: int = Field(default=256, ge=0)  # an ingress replica; beyond it 429
@@ -185,11 +213,9 @@ class RegistryArgs(_Args):
     cache_bytes: Bytes | None = None
 
 
-class IngressScalingArgs(_Args):
+class IngressScalingArgs(_RangeArgs):
     """Ingress replicas follow their own open requests."""
 
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(ge=1)
     target_ongoing_requests: float = Field(default=200.0, gt=0)  # a replica
     upscale_delay_s: float = Field(default=5.0, ge=0)
     downscale_delay_s: float = Field(default=120.0, ge=0)
@@ -210,8 +236,7 @@ class FairnessArgs(_Args):
     max_queue_s: float = Field(default=30.0, gt=0)
 
 
-class IngressArgs(_Args):
-    replicas: int = Field(default=1, ge=1)
+class IngressArgs(_ScaledArgs):
     autoscaling: IngressScalingArgs | None = None  # then `replicas` is what it starts with
     max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
     max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,12 +17,21 @@ from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
+from serve_app.backlogs import BacklogTeller
 from serve_app.base_plan import APP_PREFIX, Plan, is_application_of
 from serve_app.base_sleep import SleepKeeper
 from serve_app.base_starts import StartLog
+from serve_app.base_status import (
+    ReplicaCounts,
+    count_replicas,
+    lack_in_words,
+    runs,
+    state_of,
+)
 from serve_app.config import ModelArgs
 from serve_app.replica import base_application
-from serve_app.topology import BaseLine, BaseSpec, BaseState, ColdStart, ServedBase, Sources
+from serve_app.reports import Backlog
+from serve_app.topology import BaseLine, BaseSpec, ColdStart, ServedBase, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +40,6 @@ _RETRY_FAILED_S = 30.0
 # does not say that it let go.
 _HANDOVER_S, _HANDOVER_MAX_S = 0.5, 10.0
 _ADOPT_S = 3.0  # a new manager waits so long for an ingress to say what slept
-_ERROR_LINE = re.compile(r"^(?:\S+: )?\s*([\w.]+(?:Error|Exception|Exit|Interrupt)): (.+)$")
-_MAX_WORDS = 400
 
 
 class Fleet:
@@ -44,6 +50,7 @@ class Fleet:
         self.starts = StartLog()
         self.lines: tuple[BaseLine, ...] = ()  # as of the last round
         self._sources = sources
+        self._backlogs = BacklogTeller()
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
         self._seen: dict[str, BaseSpec] = {}  # every spec that this manager made, by application
@@ -64,8 +71,8 @@ class Fleet:
         for spec in wanted.specs:
             app = status.applications.get(spec.app_name)
             is_cold = self.sleep.phase(spec.base.digest) == "waking"
-            self.sleep.step(spec.base.digest, _runs(app), spec.model.idle_timeout_s, now_s)
-            if _runs(app):
+            self.sleep.step(spec.base.digest, runs(app), spec.model.idle_timeout_s, now_s)
+            if runs(app):
                 self.starts.end(spec.app_name, spec.base.name, now_s, is_cold=is_cold)
         await self._start(wanted.specs, status, now_s)
         await self._stop_sleepers(wanted.specs, status)
@@ -79,8 +86,9 @@ class Fleet:
         )
         standing = {base.app_name for base in (*served, *old)}
         await self._remove_unwanted(standing, status, now_s)
+        self._backlogs.tell(self._backlogs_of(bases, now_s))
         self.lines = (
-            *(self._line(base, now_s) for base in (*served, *old)),
+            *(self._line(base, status, now_s) for base in (*served, *old)),
             *self._leaving(standing, catalog, status),
             *_refused_lines(wanted),
         )
@@ -135,7 +143,7 @@ class Fleet:
         app = status.applications.get(spec.app_name)
         phase = self.sleep.phase(spec.base.digest)
         is_asleep = phase in ("drowsy", "asleep")
-        state, message = _state_of(app)
+        state, message = state_of(app)
         if is_asleep:
             state, message = "asleep", ""
         return ServedBase(
@@ -164,7 +172,7 @@ class Fleet:
             if base.is_running or base.state == "asleep":
                 continue
             for name, app in status.applications.items():
-                if name in wanted or not _runs(app):
+                if name in wanted or not runs(app):
                     continue
                 old = self._base_of(name, catalog)
                 if old is not None and old.name == base.base.name:
@@ -192,21 +200,38 @@ class Fleet:
             None,
         )
 
-    def _line(self, base: ServedBase, now_s: float) -> BaseLine:
+    def _backlogs_of(self, bases: Sequence[ServedBase], now_s: float) -> dict[str, Backlog]:
+        """By application, of those that scale by it."""
+        return {
+            base.app_name: self.sleep.backlog(base.base.digest, now_s)
+            for base in bases
+            if base.is_running and self._seen[base.app_name].model.autoscaling is not None
+        }
+
+    def _line(self, base: ServedBase, status: ServeStatus, now_s: float) -> BaseLine:
         spec = self._seen.get(base.app_name)
+        app = status.applications.get(base.app_name)
+        counts = count_replicas(app)
+        if base.state == "asleep":  # what still stands gets nothing more
+            counts = ReplicaCounts(draining=counts.wanted + counts.draining)
+        least, most = _range(spec)
         return BaseLine(
             name=base.base.name,
             version=base.base.version,
             state=base.state,
-            message=base.message,
+            message=base.message or lack_in_words(app),
             source="file" if spec is None else spec.source,
-            replicas=0 if spec is None or base.state == "asleep" else spec.model.replicas,
+            replicas=counts.running,
             idle_s=self.sleep.idle_s(base.base.digest, now_s) if base.is_running else None,
             start_s=base.start_s,
             idle_timeout_s=None if spec is None else spec.model.idle_timeout_s,
             cold_start="wait" if spec is None else spec.model.cold_start,
             application=base.app_name,
             digest=base.base.digest,
+            wanted_replicas=counts.wanted,
+            draining_replicas=counts.draining,
+            min_replicas=least,
+            max_replicas=most,
         )
 
     def _leaving(
@@ -225,13 +250,14 @@ class Fleet:
                     state="draining",
                     message="requests in flight finish",
                     source="registry" if spec is None else spec.source,
-                    replicas=1 if spec is None else spec.model.replicas,
+                    replicas=0,
                     idle_s=None,
                     start_s=self.starts.last_s(base.name),
                     idle_timeout_s=None,
                     cold_start="",
                     application=name,
                     digest=base.digest,
+                    draining_replicas=count_replicas(status.applications[name]).draining,
                 )
             )
         return tuple(lines)
@@ -244,35 +270,17 @@ def _refused_lines(wanted: Plan) -> tuple[BaseLine, ...]:
     )
 
 
+def _range(spec: BaseSpec | None) -> tuple[int, int]:
+    """Of replicas, while it is awake; (0, 0): another manager's application, not known here."""
+    if spec is None:
+        return 0, 0
+    scaling = spec.model.autoscaling
+    if scaling is None:
+        return spec.model.replicas, spec.model.replicas
+    return scaling.min_replicas, scaling.max_replicas
+
+
 def _cold_start(model: ModelArgs) -> ColdStart:
     return ColdStart(
         model.cold_start == "refuse", model.cold_start_timeout_s, model.max_queued_requests
     )
-
-
-def _runs(app: ApplicationStatusOverview | None) -> bool:
-    if app is None or app.status == "DELETING":
-        return False
-    states = [deployment.replica_states for deployment in app.deployments.values()]
-    return any(count > 0 for state in states for name, count in state.items() if name == "RUNNING")
-
-
-def _state_of(app: ApplicationStatusOverview | None) -> tuple[BaseState, str]:
-    if app is None:
-        return "starting", ""
-    if app.status == "DELETING":
-        return "starting", "waits for the requests of the engines before"
-    if _runs(app):
-        return "running", ""
-    parts = [app.message, *(deployment.message for deployment in app.deployments.values())]
-    return ("failed" if app.status == "DEPLOY_FAILED" else "starting"), failure_in_words(parts)
-
-
-def failure_in_words(messages: Sequence[str]) -> str:
-    """The error that ended a start, out of Serve's message with its traceback; "" if it tells
-    of none."""
-    for message in reversed(messages):
-        for line in reversed(message.splitlines()):
-            if (found := _ERROR_LINE.match(line)) is not None:
-                return found[2].strip()[:_MAX_WORDS]
-    return ""

@@ -37,6 +37,7 @@ from serve_app.ingress_metrics import IngressMetrics
 from serve_app.queue_stats import QueueStats
 from serve_app.routing import views_registry
 from serve_app.routing.queues import AdmissionQueues
+from serve_app.scaling_options import ingress_scaling
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
 
@@ -138,10 +139,12 @@ class Ingress:
         shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
         stats = QueueStats(replica_id, fairness.weights)
         queues = AdmissionQueues(gateway, fairness, stats, views_registry.of)
+        gateway.attendance.on_frame = queues.wake
+        gateway.attendance.on_placed = queues.placed
+        gateway.activity.backlog = queues.backlog
         self._state = IngressState(
             args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
         )
-        gateway.attendance.on_frame, gateway.attendance.on_placed = queues.wake, queues.placed
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -151,9 +154,11 @@ class Ingress:
 def ingress_application(
     args: IngressArgs, fairness: FairnessArgs, manager: serve.Application
 ) -> serve.Application:
+    scaling = ingress_scaling(args)
     deployment = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
         name="ingress",
-        num_replicas=args.replicas,
+        num_replicas=args.replicas if scaling is None else None,
+        autoscaling_config=scaling,
         max_ongoing_requests=args.max_ongoing_requests + _RESERVED_REQUESTS,
         max_queued_requests=args.max_queued_requests,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),

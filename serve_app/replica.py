@@ -33,7 +33,10 @@ from serve_app.engine_actor import EngineActor
 from serve_app.errors import EngineGoneError
 from serve_app.ingress_metrics import join_texts
 from serve_app.ray_errors import root_cause
+from serve_app.reports import Backlog
 from serve_app.routing.view import Ask
+from serve_app.scaling_options import engine_scaling
+from serve_app.scaling_stats import ScalingStats
 from serve_app.stream import StreamAddress
 from serve_app.text import TEXT_FILES
 from serve_app.topology import (
@@ -78,6 +81,7 @@ class EngineReplica:
             raise root_cause(error) from None
         self._loads = AdapterLoads(self._registry, self._actor.load_adapter.remote)
         self._keeper = AdapterKeeper(self._loads, _ActorMemory(self._actor))
+        self._scaling = ScalingStats(self._limits)
         self._disk_reports = asyncio.get_running_loop().create_task(
             DiskReports(self._loads, self._actor.note_disk.remote).run()
         )
@@ -87,6 +91,7 @@ class EngineReplica:
         """Returns when every choice ended; tokens go to `call.reply_to`."""
         if self._is_dead:
             raise EngineGoneError(self._obituary, self._engine_id, was_dead=True)
+        self._scaling.arrived(call.requests)
         try:
             if call.adapter is None:
                 await self._actor.submit.remote(call.requests, call.reply_to, None, None, 0.0)
@@ -176,6 +181,14 @@ class EngineReplica:
             "kv_usage": 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
         }
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For the autoscaling policy, twice a second."""
+        return self._scaling.sample(await self._actor.load.remote())
+
+    async def hear_backlog(self, backlog: Backlog) -> None:
+        """What waits in the ingresses for this base. The policy hears of it from here."""
+        self._scaling.hear(backlog)
+
     async def __del__(self) -> None:  # Serve awaits it, after draining
         self._is_stopping = True
         if hasattr(self, "_actor"):
@@ -232,9 +245,11 @@ class _ActorMemory:
 def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     model = spec.model
     bundle = {"CPU": 0.01, "GPU": 1.0}  # replica and actor share a node, hence its cache
+    scaling = engine_scaling(model)
     deployment = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]
         name="engine",
-        num_replicas=model.replicas,
+        num_replicas=model.replicas if scaling is None else None,
+        autoscaling_config=scaling,
         max_ongoing_requests=model.max_ongoing_requests,
         max_queued_requests=model.max_queued_requests,
         request_router_config=RequestRouterConfig(

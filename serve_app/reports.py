@@ -12,12 +12,21 @@ REPORT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Backlog:
+    """Requests that wait in an ingress until an engine may have them."""
+
+    num_requests: int = 0
+    num_tokens: int = 0  # of their prompts
+
+
+@dataclass(frozen=True, slots=True)
 class BaseActivity:
     """Of one base at one ingress."""
 
     digest: str
     num_open: int  # HTTP requests for it that have not ended, those that wait for it included
     idle_s: float  # since the last one ended; 0 while one is open
+    backlog: Backlog = Backlog()
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,13 +131,17 @@ class BaseLine:
     state: BaseState
     message: str
     source: BaseSource
-    replicas: int
+    replicas: int  # that run
     idle_s: float | None  # None: not running
     start_s: float | None
     idle_timeout_s: float | None
     cold_start: str
     application: str
     digest: str
+    wanted_replicas: int = 0  # with those that start or wait for room
+    draining_replicas: int = 0
+    min_replicas: int = 0
+    max_replicas: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class PacedEngine:
 
     rate: float = 100.0
     block_size: int = 16
+    max_num_seqs: int = 256  # requests that run at a time; the others wait
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)  # digest -> name
     pinned: set[str] = field(default_factory=set)
@@ -84,7 +85,12 @@ class PacedEngine:
 
     @property
     def model_limits(self) -> EngineLimits:
-        return EngineLimits(max_model_len=4096, vocab_size=1 << 20, max_kv_tokens=NUM_BLOCKS * 16)
+        return EngineLimits(
+            max_model_len=4096,
+            vocab_size=1 << 20,
+            max_kv_tokens=NUM_BLOCKS * 16,
+            max_num_seqs=self.max_num_seqs,
+        )
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="paced-engine", daemon=True)
@@ -187,9 +193,12 @@ class PacedEngine:
         del self.loaded[digest]
 
     def load(self) -> EngineLoad:
-        num = len(self._running)
+        requests = tuple(self._running.values())
+        num = min(self.max_num_seqs, len(requests))
         return EngineLoad(
             num_running=num,
+            num_waiting=len(requests) - num,
+            queued_tokens=sum(len(one.request.prompt_token_ids) for one in requests[num:]),
             num_blocks=NUM_BLOCKS,
             num_free_blocks=max(0, NUM_BLOCKS - num),
             num_steps=self.steps,
@@ -219,7 +228,7 @@ class PacedEngine:
     def _step(self) -> tuple[TokenOutput, ...]:
         outputs: list[TokenOutput] = []
         with self._lock:
-            for request_id, running in tuple(self._running.items()):
+            for request_id, running in tuple(self._running.items())[: self.max_num_seqs]:
                 prompt = running.request.prompt_token_ids
                 is_poison = prompt[0] == POISON_TOKEN
                 if is_poison or (
@@ -263,4 +272,4 @@ def open_paced_engine(config: EngineConfig) -> PacedEngine:
     """An EngineFactory: the pace is the `seed` of the configuration, in tokens a second."""
     if Path(config.model_path, REFUSED).exists():
         raise ValueError("layer 3 of the base holds NaN")
-    return PacedEngine(rate=float(config.seed or 100), block_size=config.block_size)
+    return PacedEngine(float(config.seed or 100), config.block_size, config.max_num_seqs)

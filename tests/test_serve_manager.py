@@ -12,8 +12,8 @@ import pytest
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from serve_app.base_plan import plan
+from serve_app.base_status import failure_in_words
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
-from serve_app.fleet import failure_in_words
 from serve_app.manager import Manager
 from serve_app.topology import CanaryState, Sources
 from tests.fakes_registry import FolderRegistry

@@ -29,6 +29,10 @@ class _Line(msgspec.Struct):
     message: str
     source: str
     replicas: int
+    wanted_replicas: int
+    draining_replicas: int
+    min_replicas: int
+    max_replicas: int
     idle_s: float | None
     start_s: float | None
 
@@ -50,7 +54,7 @@ def list_bases(url: Url = DEFAULT) -> None:
             line.name,
             version,
             line.state,
-            str(line.replicas),
+            _replicas(line),
             line.source,
             _seconds(line.idle_s),
             _seconds(line.start_s),
@@ -146,6 +150,16 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
 
 def _lines(url: str) -> list[_Line]:
     return msgspec.convert(call_admin(url, "GET", "/bases"), _Lines).bases
+
+
+def _replicas(line: _Line) -> str:
+    """2 (1 starting, 1 draining) of 1-3"""
+    starting = max(0, line.wanted_replicas - line.replicas)
+    parts = ((starting, "starting"), (line.draining_replicas, "draining"))
+    told = ", ".join(f"{count} {word}" for count, word in parts if count)
+    text = f"{line.replicas} ({told})" if told else str(line.replicas)
+    is_scaled = line.max_replicas > line.min_replicas
+    return f"{text} of {line.min_replicas}-{line.max_replicas}" if is_scaled else text
 
 
 def _engine(pairs: list[str]) -> dict[str, object]:

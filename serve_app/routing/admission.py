@@ -100,6 +100,11 @@ class AdmissionQueue:
         return len(self._queue)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return sum(ticket._ask.num_tokens for ticket in self._waiting.values())
+
+    @property
     def is_idle(self) -> bool:
         """Nobody waits, and nobody's answer is still to be charged."""
         return not self._num_open

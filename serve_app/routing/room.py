@@ -20,7 +20,7 @@ _NOTHING = Ask("", 0)
 def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queue_s: float) -> bool:
     """Whether one more request may go. `under_way`: sent, but not counted by any replica yet.
     True where nothing is known of any replica: then others decide."""
-    known = [one for one in replicas if one.updated_s > 0 and not one.is_draining]
+    known = [one for one in replicas if one.is_connected and not one.is_draining]
     if not known:
         return True
     rows, seconds = 0, 0.0

@@ -1,0 +1,194 @@
+"""The fair queue behind HTTP: one paced engine of four rows, and more requests than it can take."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve_app.config import EngineArgs, FairnessArgs, ModelArgs
+from tests.serve_rig import (
+    RIG_ADAPTER,
+    RIG_BASE,
+    Rig,
+    deploy,
+    metric,
+    rig_args,
+    running_serve,
+    wait_ready,
+)
+from tests.waiting import eventually, until
+
+ROWS = 4
+RATE = 100  # tokens a second of each row
+TOKENS = 10  # of an answer: 40 requests a second in all
+LIMIT = 40  # of those that wait
+MAX_OPEN = 70
+
+Answers = list["Answer"]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    model = ModelArgs(
+        name=RIG_BASE,
+        engine=EngineArgs(seed=RATE, max_num_seqs=ROWS),
+        max_queued_requests=LIMIT,
+        graceful_shutdown_timeout_s=1,
+    )
+    args = rig_args(RATE, RIG_BASE)
+    ingress = args.ingress.model_copy(update={"max_ongoing_requests": MAX_OPEN})
+    fairness = FairnessArgs(weights={"gold": 3.0}, max_wait_s=2.0)
+    args = args.model_copy(update={"models": (model,), "fairness": fairness, "ingress": ingress})
+    with running_serve() as port, tempfile.TemporaryDirectory() as folder:
+        rig = deploy(port, args, Path(folder))
+        wait_ready(rig)
+        with httpx.Client(base_url=rig.url, timeout=30) as client:
+            # From the engine's first frame on its rows are known.
+            ask_once(client)
+            ask_once(client, model=f"{RIG_BASE}:{RIG_ADAPTER}")
+        yield rig
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tenant: str
+    status: int
+    fair_s: float
+    retry_after: str | None
+
+
+def body(model: str = RIG_BASE, **fields: object) -> dict[str, object]:
+    return {"model": model, "prompt": "abc", "max_tokens": TOKENS} | fields
+
+
+def ask_once(client: httpx.Client, **fields: object) -> None:
+    assert client.post("/v1/completions", json=body(**fields)).status_code == 200
+
+
+async def ask(client: httpx.AsyncClient, tenant: str, **fields: object) -> Answer:
+    headers = {"x-tenant-id": tenant, "x-loraplex-explain": "1"}
+    response = await client.post("/v1/completions", json=body(**fields), headers=headers)
+    timing = response.headers.get("server-timing", "")
+    parts = dict(part.split(";dur=") for part in timing.split(", ")) if timing else {}
+    return Answer(
+        tenant,
+        response.status_code,
+        float(parts.get("fair", 0)) / 1000,
+        response.headers.get("retry-after"),
+    )
+
+
+def async_client(rig: Rig) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=200)
+    return httpx.AsyncClient(base_url=rig.url, timeout=30, limits=limits)
+
+
+async def flood(rig: Rig, counts: dict[str, int]) -> Answers:
+    """All at once."""
+    async with async_client(rig) as client:
+        return list(
+            await asyncio.gather(
+                *(ask(client, tenant) for tenant, count in counts.items() for _ in range(count))
+            )
+        )
+
+
+async def test_in_a_flood_tenants_share_the_queue_and_the_rest_is_told_to_come_back(
+    rig: Rig,
+) -> None:
+    answers = await flood(rig, {"loud": 50, "quiet": 10})
+    statuses = Counter((answer.tenant, answer.status) for answer in answers)
+    assert statuses["quiet", 200] == 10
+    assert statuses["loud", 429] == 50 - statuses["loud", 200]
+    assert 25 <= statuses["loud", 200] <= 45
+    shed = [answer for answer in answers if answer.status == 429]
+    assert all(1 <= int(answer.retry_after or 0) <= 60 for answer in shed)
+
+
+async def test_a_tenant_with_weight_waits_less(rig: Rig) -> None:
+    answers = await flood(rig, {"tin": 20, "gold": 20})
+    waits = {
+        tenant: sorted(one.fair_s for one in answers if one.tenant == tenant)
+        for tenant in ("tin", "gold")
+    }
+    assert waits["gold"][10] < waits["tin"][10]
+    assert waits["gold"][10] > 0
+
+
+async def test_a_cold_adapter_overtakes_a_hot_base(rig: Rig) -> None:
+    """Of the same tenant."""
+    async with async_client(rig) as client:
+        hot = [asyncio.create_task(ask(client, "one")) for _ in range(40)]
+        await asyncio.sleep(0.2)
+        cold = await ask(client, "one", model=f"{RIG_BASE}:{RIG_ADAPTER}")
+        waits = sorted(answer.fair_s for answer in await asyncio.gather(*hot))
+    assert cold.status == 200
+    assert cold.fair_s < waits[-1] / 2
+
+
+async def test_a_better_class_goes_first(rig: Rig) -> None:
+    async with async_client(rig) as client:
+        usual = [asyncio.create_task(ask(client, "one")) for _ in range(35)]
+        await asyncio.sleep(0.2)
+        urgent = await ask(client, "one", priority=-1)
+        waits = sorted(answer.fair_s for answer in await asyncio.gather(*usual))
+    assert urgent.fair_s < waits[-1] / 2
+
+
+async def test_probes_are_answered_when_no_request_is_taken_any_more(rig: Rig) -> None:
+    async with async_client(rig) as client:
+        asks = [asyncio.create_task(ask(client, "loud")) for _ in range(150)]
+        await asyncio.sleep(0.1)
+        for path in ("/health", "/ready", "/live", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        answers = await asyncio.gather(*asks)
+    assert {answer.status for answer in answers} == {200, 429}
+    assert all(answer.retry_after for answer in answers if answer.status == 429)
+
+
+async def test_a_client_that_leaves_frees_its_place(rig: Rig) -> None:
+    def waiting() -> float:
+        with httpx.Client(base_url=rig.url, timeout=30) as probe:
+            return metric(probe, "loraplex_queue_waiting", model_name=RIG_BASE)
+
+    async with async_client(rig) as client:
+        running = [asyncio.create_task(ask(client, "a", max_tokens=100)) for _ in range(8)]
+        leaving = [asyncio.create_task(ask(client, "a", max_tokens=100)) for _ in range(20)]
+        while await asyncio.to_thread(waiting) < 20:
+            pass
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await asyncio.to_thread(eventually, lambda: waiting() <= 8)
+        await asyncio.gather(*running)
+    await until(lambda: all(task.done() for task in running))
+
+
+@pytest.mark.parametrize("tenant", ["x" * 129, "tab\tin it"])
+def test_a_tenant_that_is_no_name_is_refused(rig: Rig, tenant: str) -> None:
+    with httpx.Client(base_url=rig.url, timeout=30) as client:
+        response = client.post("/v1/completions", json=body(), headers={"x-tenant-id": tenant})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x-tenant-id"
+
+
+def test_a_priority_out_of_range_is_refused(rig: Rig) -> None:
+    with httpx.Client(base_url=rig.url, timeout=30) as client:
+        response = client.post("/v1/completions", json=body(priority=2**31))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "priority"
+
+
+def test_the_metrics_tell_of_waits_sheds_and_named_tenants(rig: Rig) -> None:
+    asyncio.run(flood(rig, {"gold": 60}))
+    with httpx.Client(base_url=rig.url, timeout=30) as client:
+        assert metric(client, "loraplex_shed_total", model_name=RIG_BASE, reason="full") > 0
+        assert metric(client, "loraplex_queue_wait_seconds_count", model_name=RIG_BASE) > 0
+        assert metric(client, "loraplex_tenant_tokens_total", tenant="gold") > 0

@@ -1,0 +1,110 @@
+"""Engine replicas follow the load on a real Serve, with paced engines: one, two, and one again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve_app.config import AutoscalingArgs, PlatformArgs
+from tests.serve_rig import (
+    RIG_BASE,
+    RIG_TOKEN,
+    Rig,
+    deploy,
+    metric,
+    rig_args,
+    running_serve,
+    wait_ready,
+)
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.serve
+
+ROWS = 4
+MANY, LONG = 600, 1200  # tokens
+SCALING = AutoscalingArgs(max_replicas=2, upscale_delay_s=0.5, downscale_delay_s=2.0)
+
+
+def scaled_args() -> PlatformArgs:
+    args = rig_args(100, RIG_BASE)
+    (model,) = args.models
+    scaled = model.model_copy(
+        update={
+            "autoscaling": SCALING,
+            "engine": model.engine.model_copy(update={"max_num_seqs": ROWS}),
+            "graceful_shutdown_timeout_s": 60,
+        }
+    )
+    return args.model_copy(update={"models": (scaled,)})
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder: Path = tmp_path_factory.mktemp("registry")
+    with running_serve() as port:
+        rig = deploy(port, scaled_args(), folder)
+        wait_ready(rig)
+        yield rig
+
+
+def line(client: httpx.Client) -> dict[str, object]:
+    headers = {"authorization": f"Bearer {RIG_TOKEN}"}
+    (found,) = client.get("/admin/bases", headers=headers).json()["bases"]
+    assert isinstance(found, dict)
+    return found
+
+
+def wait_for(client: httpx.Client, replicas: int) -> None:
+    def is_reached() -> bool:
+        now = line(client)
+        return now["replicas"] == now["wanted_replicas"] == replicas
+
+    eventually(is_reached, 60.0)
+
+
+async def stream(client: httpx.AsyncClient, number: int, max_tokens: int) -> str:
+    """The text, once it ended as it should."""
+    body = {
+        "model": RIG_BASE,
+        "prompt": f"stream {number:03d} ",
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+    text, is_done, reason = "", False, None
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for one in answer.aiter_lines():
+            if one == "data: [DONE]":
+                is_done = True
+            elif one.startswith("data: "):
+                (choice,) = httpx.Response(200, content=one[6:]).json()["choices"]
+                text += choice["text"]
+                reason = choice["finish_reason"] or reason
+    assert (is_done, reason) == (True, "length")
+    return text
+
+
+def test_replicas_come_with_the_load_and_go_after_it_and_no_stream_notices(rig: Rig) -> None:
+    with httpx.Client(base_url=rig.url, timeout=30) as client:
+        assert line(client) | {"replicas": 1, "min_replicas": 1, "max_replicas": 2} == line(client)
+        asyncio.run(_load(rig, client))
+        wait_for(client, 1)
+        assert metric(client, "loraplex_replicas", model_name=RIG_BASE, state="running") == 1
+        assert metric(client, "loraplex_replicas", model_name=RIG_BASE, state="wanted") == 1
+
+
+async def _load(rig: Rig, watcher: httpx.Client) -> None:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=120) as client:
+        many = [asyncio.create_task(stream(client, i, MANY)) for i in range(2 * ROWS)]
+        await asyncio.to_thread(wait_for, watcher, 2)
+        # On both; they last until after one of these is told to go.
+        long = [asyncio.create_task(stream(client, 100 + i, LONG)) for i in range(2)]
+        texts = await asyncio.gather(*many, *long)
+    for number, text in zip([*range(2 * ROWS), 100, 101], texts, strict=True):
+        prompt = f"stream {number:03d} "
+        length = MANY if number < 100 else LONG
+        assert text == (prompt * length)[:length]

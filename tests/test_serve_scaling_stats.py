@@ -1,0 +1,112 @@
+"""What a replica reports to the autoscaling policy, and how it hears of the ingresses' queues."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engine.admission import EngineLimits
+from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
+from serve_app.activity import Activity
+from serve_app.backlogs import BacklogTeller
+from serve_app.base_sleep import SleepKeeper
+from serve_app.reports import REPORT_INTERVAL_S, Backlog, BaseActivity, IngressReport
+from serve_app.scaling_stats import ScalingStats
+from tests.waiting import until
+
+LIMITS = EngineLimits(4096, 1000, 50_000, max_num_seqs=8, max_num_batched_tokens=512)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def request(num_tokens: int, *resumed: ResumedChoice) -> Request:
+    return Request("r", (1,) * num_tokens, SamplingParams(), resumed=resumed)
+
+
+def test_the_newest_load_is_reported_with_the_limits() -> None:
+    load = EngineLoad(
+        num_running=3,
+        num_waiting=2,
+        queued_tokens=700,
+        num_blocks=100,
+        num_free_blocks=25,
+        step_token_s=0.001,
+    )
+    found = ScalingStats(LIMITS, Clock()).sample(load)
+    assert all(type(value) is float for value in found.values())
+    expected = {"num_running": 3, "num_waiting": 2, "queued_tokens": 700, "kv_usage": 0.75}
+    expected |= {"step_token_s": 0.001, "max_num_seqs": 8, "max_kv_tokens": 50_000}
+    assert found | expected == found
+
+
+def test_arriving_tokens_are_those_that_the_prefix_cache_lacked() -> None:
+    clock = Clock()
+    stats = ScalingStats(LIMITS, clock)
+    for second in range(1, 61):
+        clock.now_s += 1.0
+        stats.arrived([request(300), request(100, ResumedChoice(0, (1,) * 100))])
+        found = stats.sample(EngineLoad(prefix_hits=200 * second))
+    assert found["arriving_tokens_per_s"] == pytest.approx(300, rel=0.01)
+    for _ in range(60):
+        clock.now_s += 1.0
+        found = stats.sample(EngineLoad(prefix_hits=200 * 60))
+    assert found["arriving_tokens_per_s"] == pytest.approx(0, abs=0.01)
+
+
+def test_a_backlog_is_reported_until_nobody_tells_of_it_any_more() -> None:
+    clock = Clock()
+    stats = ScalingStats(LIMITS, clock)
+    stats.hear(Backlog(7, 900))
+    found = stats.sample(EngineLoad())
+    assert (found["backlog_requests"], found["backlog_tokens"]) == (7, 900)
+    clock.now_s += 6.0
+    assert stats.sample(EngineLoad())["backlog_requests"] == 0
+
+
+def test_the_manager_adds_up_what_waits_in_all_ingresses() -> None:
+    keeper = SleepKeeper()
+    for name, count in (("one", 3), ("two", 4)):
+        activity = BaseActivity("b" * 64, count, 0.0, Backlog(count, 100 * count))
+        keeper.hear(IngressReport(name, (activity,)), 10.0)
+    assert keeper.backlog("b" * 64, 10.5) == Backlog(7, 700)
+    assert keeper.backlog("c" * 64, 10.5) == Backlog()
+    assert keeper.backlog("b" * 64, 20.0) == Backlog()
+
+
+def test_an_ingress_reports_what_its_queue_says() -> None:
+    activity = Activity()
+    activity.enter("b" * 64)
+    (quiet,) = activity.report()
+    activity.backlog = lambda digest: Backlog(2, 50) if digest == "b" * 64 else Backlog()
+    (busy,) = activity.report()
+    assert (quiet.backlog, busy) == (Backlog(), replace(quiet, backlog=Backlog(2, 50)))
+
+
+async def test_engines_hear_of_a_backlog_once_a_second_and_once_of_its_end() -> None:
+    sent: list[tuple[str, Backlog]] = []
+
+    async def send(app_name: str, backlog: Backlog) -> int:
+        sent.append((app_name, backlog))
+        if backlog.num_requests == 2:
+            raise TimeoutError
+        return 0
+
+    teller = BacklogTeller(send)
+    teller.tell({"quiet": Backlog(), "busy": Backlog(1, 10)})
+    await until(lambda: bool(sent))
+    teller.tell({"quiet": Backlog(), "busy": Backlog(2, 20)})  # too early
+    await asyncio.sleep(0)
+    assert sent == [("busy", Backlog(1, 10))]
+    for backlog in (Backlog(2, 20), Backlog(), Backlog()):
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        teller.tell({"quiet": Backlog(), "busy": backlog})
+    await until(lambda: len(sent) == 3)
+    assert sent[1:] == [("busy", Backlog(2, 20)), ("busy", Backlog())]

@@ -11,10 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
-import psutil
 import pytest
+from ray import serve
 
-from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, metric, rig_args, wait_ready
+from serve_app.replica import base_application
+from serve_app.topology import BaseSpec
+from tests.fakes_engine import POISON_TOKEN
+from tests.serve_rig import (
+    RIG_ADAPTER,
+    RIG_BASE,
+    RIG_TOKEN,
+    Rig,
+    deploy,
+    metric,
+    processes,
+    rig_args,
+    rig_sources,
+    wait_ready,
+)
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
@@ -23,13 +37,15 @@ RATE = 30.0
 REPLICAS = 3
 PROMPT = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_+*/=()<>[]{}"
 TOKENS = 100
+ARGS = rig_args(RATE, RIG_BASE, replicas=REPLICAS)
+ENGINE = "ray::EngineActor"
 MOVED = "loraplex_requests_migrated_total"
 
 
 @pytest.fixture(scope="module")
 def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     folder = tmp_path_factory.mktemp("registry")
-    running = deploy(serve_port, rig_args(RATE, RIG_BASE, replicas=REPLICAS), folder)
+    running = deploy(serve_port, ARGS, folder)
     wait_ready(running)
     return running
 
@@ -85,6 +101,12 @@ BODIES = [
 ]
 
 
+def admin(client: httpx.Client, path: str) -> dict[str, object]:
+    headers = {"authorization": f"Bearer {RIG_TOKEN}"}
+    answer: dict[str, object] = client.get(path, headers=headers).json()
+    return answer
+
+
 def ask(client: httpx.Client, fields: dict[str, object]) -> Told:
     told = Told()
     response = client.post("/v1/completions", json=fields)
@@ -107,19 +129,8 @@ def ask_all(client: httpx.Client, bodies: Sequence[dict[str, object]]) -> list[T
         return list(pool.map(lambda fields: ask(client, fields), bodies))
 
 
-def engine_pids() -> list[int]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if " ".join(child.cmdline()).startswith("ray::EngineActor"):
-                found.append(child.pid)
-        except psutil.Error:  # it ended this moment
-            continue
-    return found
-
-
 def wait_for_replicas(client: httpx.Client) -> None:
-    eventually(lambda: len(engine_pids()) == REPLICAS, 60)
+    eventually(lambda: len(processes(ENGINE)) == REPLICAS, 60)
     eventually(lambda: client.get("/health").status_code == 200, 60)
     # A metric of each engine: it answers.
     wanted = "vllm:num_requests_running{"
@@ -138,7 +149,7 @@ def kill_engine_amid(client: httpx.Client, num_tokens: int) -> None:
         seen = 0
         for line in response.iter_lines():
             if line.startswith("data: {") and (seen := seen + 1) == num_tokens:
-                os.kill(engine_pids()[0], signal.SIGKILL)
+                os.kill(processes(ENGINE)[0], signal.SIGKILL)
         assert line == "data: [DONE]" or seen >= TOKENS
 
 
@@ -152,3 +163,39 @@ def test_all_answers_are_the_same_when_an_engine_is_killed(client: httpx.Client)
     assert metric(client, MOVED, result="ok", reason="death") > 0
     assert metric(client, "loraplex_requests_lost_total") == 0
     assert metric(client, "loraplex_open_engine_requests") == 0
+
+
+def test_a_rolling_update_moves_every_request(rig: Rig, client: httpx.Client) -> None:
+    """Serve stops one replica after another; none waits for its requests to end."""
+    undisturbed = ask_all(client, BODIES)
+    (base,) = rig.registry.snapshot().bases
+    lines = admin(client, "/admin/bases")["bases"]
+    assert isinstance(lines, list)
+    spec = BaseSpec(base, ARGS.models[0], "cpu", lines[0]["application"])
+    update = base_application(spec, rig_sources(rig.registry.folder))
+    before = set(processes(ENGINE))
+    with ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(serve.run, update, name=spec.app_name, route_prefix=None)
+        while not updated.done():
+            assert ask_all(client, BODIES) == undisturbed
+        updated.result()
+    assert before.isdisjoint(processes(ENGINE))
+    assert metric(client, MOVED, result="ok", reason="drain") > 0
+    assert metric(client, "loraplex_requests_lost_total") == 0
+
+
+def test_a_poison_costs_few_engines_and_nobody_else_an_answer(client: httpx.Client) -> None:
+    undisturbed = ask_all(client, BODIES)
+    before = set(processes(ENGINE))
+    poison = body(prompt=[POISON_TOKEN, 1, 2], stream=False)
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(ask_all, client, BODIES)
+        refused = client.post("/v1/completions", json=poison)
+        assert others.result() == undisturbed
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "request_quarantined")
+    assert len(before - set(processes(ENGINE))) <= 3
+    wait_for_replicas(client)
+    there = processes(ENGINE)
+    again = client.post("/v1/completions", json=poison | {"seed": 5})
+    assert again.status_code == 422
+    assert processes(ENGINE) == there

@@ -114,14 +114,14 @@ class Journey:
         if isinstance(error, ReplicaLeavesError):
             self._begin("drain")
         elif _is_loss(error):
-            self._begin("silence" if isinstance(error, SilentEngineError) else "death")
+            self._begin(_reason(error))
             self._suspect(error, attempt, on_probation)
             self.num_deaths += 1
             if self.num_deaths > self._args.limit:
                 raise error
         elif isinstance(error, EngineDeadError):
             if self._move is None:
-                self._begin("death")
+                self._begin(_reason(error))
             return self._pause(error)
         elif self._move is not None and _passes(error):
             return self._pause(error)
@@ -160,6 +160,10 @@ class Journey:
         if isinstance(error, EngineGoneError):
             return error.engine_id
         return self._migrations.where(self._app_name, attempt)
+
+
+def _reason(error: BaseException) -> Reason:
+    return "silence" if isinstance(error, SilentEngineError) else "death"
 
 
 def _is_loss(error: BaseException) -> bool:

@@ -133,11 +133,6 @@ class Migrations:
         gone -= now
         self._move_on(app_name)
 
-    def forget(self, app_name: str) -> None:
-        """The application is no more."""
-        for kept in (self._up, self._gone, self._probations):
-            kept.pop(app_name, None)
-
     async def _keep_looking(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -174,7 +169,7 @@ class Migrations:
             return
         if silence_s > self._shun_s and time.monotonic() - silence_s < attempt.began_s:
             words = f"engine {engine_id} was silent when a request came"
-            attempt.fail(EngineGoneError(words, engine_id, was_dead=True))
+            attempt.fail(SilentEngineError(words, engine_id, was_dead=True))
         elif silence_s > self._silence_s:
             logger.warning("nothing came from engine %s for %.0f s", engine_id, silence_s)
             attempt.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))

@@ -291,7 +291,7 @@ class Gateway:
                 self.arms.tallies(),
             )
             try:
-                await self.manager.report.remote(report)
+                self.attendance.num_ingresses = await self.manager.report.remote(report)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)

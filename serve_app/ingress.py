@@ -145,7 +145,6 @@ class Ingress:
         self._state = IngressState(
             args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
         )
-        gateway.attendance.on_frame, gateway.attendance.on_placed = queues.wake, queues.placed
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -15,11 +15,14 @@ from engine.types import Request, Sample, SamplingParams, ScheduledBatch
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
 from serve_app.routing.view import Ask, ReplicaView
+from serve_app.scaling_policy import ScalingArgs
 from tests.benchmarks.simulator.calibration import Calibration, h200
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.cluster import Cluster, ClusterArgs
+from tests.benchmarks.simulator.gate import GateArgs
 from tests.benchmarks.simulator.pace import Pace, steps_s, steps_until
 from tests.benchmarks.simulator.records import jain
+from tests.benchmarks.simulator.scaler import Scaler
 from tests.benchmarks.simulator.tiers import TierRoom, TierSpeeds
 from tests.benchmarks.simulator.traffic import LogNormal, Traffic, TrafficArgs
 from tests.fakes import FakePool, make_config
@@ -216,6 +219,61 @@ def test_a_full_cache_preempts_the_youngest_and_all_end_nevertheless() -> None:
     assert next(iter(service.engines.values())).num_preemptions > 0
     load = next(iter(service.engines.values())).load()
     assert load.num_free_blocks == load.num_blocks
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_requests_of_a_replica_that_goes_end_elsewhere_with_all_their_tokens(
+    runs_ahead: bool,
+) -> None:
+    service = cluster(calibration(runs_ahead=runs_ahead), 2)
+    calls = list(some_calls(120, 60.0, output=LogNormal(60, 0.5)))
+    moved: list[Call] = []
+
+    def go(_: object) -> None:
+        service.tell_replicas(service.names[:1])
+        moved.extend(service.engines[service.names[1]].abandon())
+        for call in moved:
+            service.resume(call)
+
+    service.loop.at(1.0, go)
+    service.run(iter(calls))
+    assert len(service.records) == 120
+    assert any(0 < call.num_done < call.num_output for call in moved)
+    for call in moved:
+        assert call.replica == 0
+        assert call.first_s <= call.ended_s
+        assert call.last_step - call.first_step == call.num_output - call.num_done - 1
+    load = service.engines[service.names[0]].load()
+    assert load.num_free_blocks == load.num_blocks
+
+
+def test_the_fair_queue_shares_and_refuses_what_is_too_much() -> None:
+    gate = GateArgs(max_waiting=64, max_queue_s=20.0)
+    made = ClusterArgs(calibration(rows=8), 1, lambda _: Shortest(), gate=gate)
+    service = Cluster(made)
+    calls = some_calls(1500, 60.0, tenants=(1.0, 9.0), num_adapters=0, turns=1, base_share=1.0)
+    service.run(calls)
+    queue = service.ingresses[0].gate
+    assert queue is not None
+    assert len(queue) == 0
+    records = service.records
+    assert len(records) + sum(queue.refused.values()) == 1500
+    ended_s = records.column("arrived_s") + records.column("duration_s")
+    inside = (ended_s > 5) & (ended_s < 20)
+    tokens = (records.column("prompt") + 2 * records.column("output"))[inside]
+    of_first = records.tenants()[inside] == records.code_of("tenant-0")
+    assert jain([tokens[of_first].sum(), tokens[~of_first].sum()]) > 0.95
+
+
+def test_the_scaling_rule_follows_a_load_and_loses_nobody() -> None:
+    service = cluster(calibration(rows=16))
+    calls = some_calls(3000, 20.0, curve=((0, 0.2), (20, 0.2), (21, 4), (60, 4), (61, 0.1)))
+    args = ScalingArgs(1, 4, upscale_delay_s=1, downscale_delay_s=5)
+    scaler = Scaler(service, args, start_s=3.0, until_s=150.0)
+    service.run(calls)
+    assert len(service.records) == 3000
+    assert max(running for _, running, _ in scaler.curve) > 1
+    assert all(1 <= wanted <= 4 for _, _, wanted in scaler.curve)
 
 
 def test_an_adapter_costs_what_its_tier_costs() -> None:

@@ -23,6 +23,7 @@ class Call:
     placed_s: float = 0.0  # a replica was chosen
     expected_s: float = 0.0  # the router's expectation then
     replica: int = -1
+    replica_id: str = ""
     found_in: str = ""  # the adapter's tier where it went
     entered_s: float = 0.0  # the engine had it, its adapter on the host
     first_s: float = 0.0  # the first token left the engine

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from serve_app.routing.by_ttft import ExpectedTtft
 from serve_app.routing.policy import Policy
 from serve_app.stream import Step
 from tests.benchmarks.simulator.calibration import Calibration
@@ -14,10 +16,11 @@ from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.engine import UNBOUNDED, Engine, EngineArgs
 from tests.benchmarks.simulator.events import Loop
 from tests.benchmarks.simulator.front import FrontArgs, Ingress
+from tests.benchmarks.simulator.gate import GateArgs
 from tests.benchmarks.simulator.records import Records
 from tests.benchmarks.simulator.tiers import Disk, Tiers
 
-_WARM_UP_EVERY_S = 1.0
+_TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class ClusterArgs:
     num_ingresses: int = 1
     replicas_per_node: int = 8  # share a disk
     max_ongoing: int = 512
+    gate: GateArgs | None = None
     max_jump: int = UNBOUNDED
     seed: int = 0
 
@@ -42,8 +46,9 @@ class Cluster:
         self.wall_s = 0.0
         self._disks: list[Disk] = []
         self._random = random.Random(args.seed)
+        self._is_running = False
         calibration = args.calibration
-        front = FrontArgs(calibration.front_s, args.max_ongoing)
+        front = FrontArgs(calibration.front_s, args.max_ongoing, args.gate)
         self.ingresses = [
             Ingress(
                 number,
@@ -76,6 +81,7 @@ class Cluster:
         )
         engine = Engine(number, self.loop, args, tiers, self._tell, self._ended)
         tiers.woken = engine.wake
+        engine.late = self.resume
         name = f"replica-{number:04}"
         self.names.append(name)
         self.engines[name] = engine
@@ -88,9 +94,24 @@ class Cluster:
 
     def run(self, calls: Iterator[Call], until_s: float = float("inf")) -> None:
         """Until every call has ended, or a moment."""
+        self._is_running = True
+        self.loop.at(self.loop.now_s, self._tick)
         began_s = time.perf_counter()
-        self.loop.run(calls, self._arrive, until_s)
+        gc.disable()  # nothing here is a cycle, and there are millions of objects to look at
+        try:
+            self.loop.run(self._last(calls), self._arrive, until_s)
+        finally:
+            gc.enable()
         self.wall_s += time.perf_counter() - began_s
+
+    def resume(self, call: Call) -> None:
+        """Its engine went: its ingress knows at the next frame's time."""
+        due_s = self.loop.now_s + self.args.calibration.stream_s
+        self.loop.at(due_s, self.ingresses[call.ingress].resume, call)
+
+    def _last(self, calls: Iterator[Call]) -> Iterator[Call]:
+        yield from calls
+        self._is_running = False
 
     def _arrive(self, call: Call) -> None:
         """The proxy before the ingresses sends requests to them at random."""
@@ -108,8 +129,25 @@ class Cluster:
         name, step = frame
         for ingress in self.ingresses:
             ingress.see(name, step)
-            if ingress.num_held:
-                ingress.free()
 
     def _ended(self, call: Call) -> None:
         self.records.add(call)
+        self.loop.at(self.loop.now_s + self.args.calibration.stream_s, self._tell_ended, call)
+
+    def _tell_ended(self, call: Call) -> None:
+        self.ingresses[call.ingress].ended(call)
+
+    def _tick(self, _: object) -> None:
+        """What goes by the clock, as long as requests come or wait."""
+        now_s = self.loop.now_s
+        for ingress in self.ingresses:
+            if isinstance(ingress.policy, ExpectedTtft):
+                self._warm_up(ingress.policy, now_s)
+            ingress.tick()
+        if self._is_running or any(ingress.num_held for ingress in self.ingresses):
+            self.loop.at(now_s + _TICK_S, self._tick)
+
+    def _warm_up(self, policy: ExpectedTtft, now_s: float) -> None:
+        """For adapters that need more than one home, as `routing.attendance` does."""
+        for adapter, replica_id in policy.warm_ups(now_s):
+            self.engines[replica_id].warm_up(adapter)

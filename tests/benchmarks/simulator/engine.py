@@ -50,6 +50,10 @@ class _Jump:
         return self.start_s + steps_s(self.first_s, self.growth_s, count)
 
 
+def _nobody(call: Call) -> None:
+    raise AssertionError(f"call {call.index} came to an engine that is gone")
+
+
 class Engine:
     """`tell`: a frame at the end of a step, with the calls that the load counts from now on.
     `end`: a call got its last token."""
@@ -66,6 +70,9 @@ class Engine:
         self.number = number
         self.num_calls = 0  # Serve's ongoing requests: on their way, loading, waiting, running
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of requests that came, since start
+        self.is_gone = False
+        self.late: Callable[[Call], None] = _nobody
         self.tiers = tiers
         self._loop = loop
         self._args = args
@@ -101,22 +108,58 @@ class Engine:
     def num_steps(self) -> int:
         return self._step
 
+    @property
+    def num_found_tokens(self) -> int:
+        """In the prefix cache, since start."""
+        return self._line.num_found_tokens
+
     def submit(self, call: Call) -> None:
         """At the replica. Its adapter is brought to the host first."""
+        if self.is_gone:
+            self.late(call)
+            return
         if call.adapter is None:
             self._enter(call)
             return
         call.found_in = self.tiers.tier_of(call.adapter)
         self.tiers.bring(call.adapter, call.rank, lambda: self._enter(call))
 
+    def warm_up(self, adapter: str, rank: int = 16) -> None:
+        """A load without a request."""
+        tiers = self.tiers
+        if tiers.tier_of(adapter) in ("disk", "registry") and not tiers.is_loading(adapter):
+            tiers.bring(adapter, rank, lambda: tiers.leave(adapter))
+
+    def abandon(self) -> list[Call]:
+        """It goes. Those that have not ended, each with the tokens that it got; `late` gets those
+        that still come."""
+        self._cut()
+        self.is_gone = True
+        self._version += 1  # no boundary means anything now
+        num_ended = self._step
+        if self._end_s > self._loop.now_s:
+            num_ended -= 1 + self._lag
+        decoding = [call for _, _, call in self._ends] + self._flight[1]
+        for call in decoding:
+            call.num_done += max(0, num_ended - call.first_step + 1)
+            call.num_preemptions += 1
+            if call.first_s > self._loop.now_s:
+                call.first_s = 0.0
+        return [*self._inbox, *self._line.calls(), *decoding]
+
     def wake(self, _: object = None) -> None:
         """Something from outside came: the next boundary has to look at it."""
-        now_s, jump = self._loop.now_s, self._jump
-        if not self._is_busy:
-            if self._inbox or self._line.num_waiting:
-                self._is_busy = True
-                self._boundary_at(now_s)
+        if self.is_gone:
             return
+        if self._is_busy:
+            self._cut()
+        elif self._inbox or self._line.num_waiting:
+            self._is_busy = True
+            self._boundary_at(self._loop.now_s)
+
+    def _cut(self) -> None:
+        """Takes planned steps back, up to the boundary that comes next."""
+        now_s, jump = self._loop.now_s, self._jump
         if self._next_s <= now_s or jump.size <= 1:
             return
         passed = steps_until(jump.first_s, jump.growth_s, now_s - jump.start_s)
@@ -142,6 +185,8 @@ class Engine:
             num_blocks=limits.max_kv_tokens // BLOCK_TOKENS,
             num_free_blocks=max(0, limits.max_kv_tokens - line.held_tokens) // BLOCK_TOKENS,
             num_preemptions=self.num_preemptions,
+            prefix_queries=self.num_prompt_tokens,
+            prefix_hits=line.num_found_tokens,
             num_steps=self._step,
             adapters_on_device=self.tiers.on_device,
             adapters_on_host=self.tiers.on_host,
@@ -152,7 +197,11 @@ class Engine:
         )
 
     def _enter(self, call: Call) -> None:
+        if self.is_gone:
+            self.late(call)
+            return
         call.entered_s = self._loop.now_s
+        self.num_prompt_tokens += call.num_prompt + call.num_done
         self._inbox.append(call)
         if call.adapter is not None:
             self.tiers.prefetch(call.adapter)

@@ -32,6 +32,7 @@ class Line:
         self.prefilling: list[Call] = []  # oldest first
         self.num_running = 0
         self.num_passed_over = 0
+        self.num_found_tokens = 0  # in the cache, since start
         self.held_tokens = 0  # of running sequences, but for what they found in the cache
         self._private = 0  # of these, not in the cache
         self._waiting_tokens = 0
@@ -55,7 +56,11 @@ class Line:
         call.ordinal = self._num_added
         self._num_added += 1
         self._waiting.append(call)
-        self._waiting_tokens += call.num_prompt
+        self._waiting_tokens += call.num_prompt + call.num_done
+
+    def calls(self) -> list[Call]:
+        """Those that do not decode yet."""
+        return self._waiting + self.prefilling
 
     def schedule(self, num_decoding: int) -> tuple[int, list[Call]]:
         """(prompt tokens of the next step, calls whose prompt it completes)."""
@@ -159,6 +164,7 @@ class Line:
         if not call.num_preemptions:
             call.num_cached = found
         call.num_hits = found
+        self.num_found_tokens += found
         call.remaining = num_tokens - found
         call.is_published = False
         call.is_running = True

@@ -120,11 +120,13 @@ def jain(shares: Sequence[float]) -> float:
 def over_time(
     times_s: Column, values: Column, bin_s: float, quantile: float
 ) -> tuple[list[float], list[float]]:
-    """(middles of the bins, quantile of the values in each), empty bins left out."""
+    """(middles of the bins, quantile of the values in each; below 0: their mean)."""
     bins = (times_s / bin_s).astype(int)
     order = np.argsort(bins, kind="stable")
     bins, values = bins[order], values[order]
     numbers, firsts = np.unique(bins, return_index=True)
     parts = np.split(values, firsts[1:])
     middles = [(float(number) + 0.5) * bin_s for number in numbers]
+    if quantile < 0:
+        return middles, [float(part.mean()) for part in parts]
     return middles, [float(np.quantile(part, quantile)) for part in parts]

@@ -110,6 +110,9 @@ class Tiers:
             return "host"
         return "disk" if digest in self.disk.held else "registry"
 
+    def is_loading(self, digest: str) -> bool:
+        return digest in self._loading
+
     def bring(self, digest: str, rank: int, then: Callable[[], None]) -> None:
         """To the host; `then` now if it is there. The call counts as its user until `leave`."""
         self._users[digest] = self._users.get(digest, 0) + 1

@@ -306,6 +306,15 @@ def test_an_engine_has_room_while_little_waits_there(load: EngineLoad, has: bool
     assert has_room([seen(load)], [], 0.5) == has
 
 
+def test_replicas_that_said_nothing_yet_get_what_their_rows_hold() -> None:
+    unseen = [ReplicaView(name, LIMITS) for name in ("a", "b")]
+    sent = [Ask(f"call-{i}", 10) for i in range(2 * LIMITS.max_num_seqs)]
+    assert has_room(unseen, sent[:-1], 0.5)
+    assert not has_room(unseen, sent, 0.5)
+    unseen[0].place(sent[0], 0.0)
+    assert not has_room(unseen, sent[1:], 0.5)
+
+
 def test_one_replica_with_room_is_enough() -> None:
     assert has_room([seen(FULL), seen(running(1))], [], 0.5)
     draining = seen(running(1))

@@ -19,10 +19,11 @@ _NOTHING = Ask("", 0)
 
 def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queue_s: float) -> bool:
     """Whether one more request may go. `under_way`: sent, but not counted by any replica yet.
-    True where nothing is known of any replica: then others decide."""
-    known = [one for one in replicas if one.is_connected and not one.is_draining]
+    True where no replica is known: then others decide."""
+    staying = [one for one in replicas if not one.is_draining]
+    known = [one for one in staying if one.is_connected]
     if not known:
-        return True
+        return _may_go_unseen(staying, under_way)
     rows, seconds = 0, 0.0
     for replica in known:
         free_rows, free_s = _room(replica, max_queue_s)
@@ -34,6 +35,14 @@ def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queu
         rows -= ask.num_sequences
         seconds -= expected_ttft(ask, known[0]).prefill_s
     return rows > 0 and seconds > 0
+
+
+def _may_go_unseen(replicas: Sequence[ReplicaView], under_way: Iterable[Ask]) -> bool:
+    """Replicas that said nothing yet get what their rows hold: all that waited for the start would
+    else sit in the first one's queue when the others come."""
+    num_rows = sum(one.limits.max_num_seqs for one in replicas)
+    num_sent = sum(one.num_sequences for one in replicas)
+    return not num_rows or num_sent + sum(ask.num_sequences for ask in under_way) < num_rows
 
 
 def _room(replica: ReplicaView, max_queue_s: float) -> tuple[int, float]:

@@ -206,8 +206,26 @@ async def test_who_would_wait_too_long_is_told_so_at_once() -> None:
         task.cancel()
 
 
+async def test_before_a_queue_has_moved_its_pace_is_that_of_what_runs() -> None:
+    world = World(FairnessArgs(max_queue_s=5.0))
+    world.frame(running(0))
+    first = [await world.enter("a") for _ in range(ROWS)]
+    for ticket in first:
+        ticket.generated(16)
+    world.now_s = 4.0
+    first[0].leave()  # a request takes four seconds
+    world.all_are_counted()
+    world.frame(FULL)
+    tasks = [world.enter("a") for _ in range(4)]
+    await until(lambda: world.queue.num_waiting == 4)
+    error = await refused(world.enter("a"))  # behind four, of which three run in four seconds
+    assert 5 <= error.retry_after_s <= 6
+    for task in tasks:
+        task.cancel()
+
+
 async def test_nobody_waits_for_ever_for_an_engine_that_stands_still() -> None:
-    world = World(FairnessArgs(max_queue_s=0.05))
+    world = World(FairnessArgs(max_queue_s=0.02))
     world.frame(FULL)
     await refused(world.enter())
     assert world.queue.num_waiting == 0

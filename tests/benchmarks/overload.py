@@ -86,10 +86,15 @@ class Bench:
         return self.rate(outcomes, clients.start_s, load.seconds)
 
     def rate(self, outcomes: Sequence[Outcome], start_s: float, seconds: float) -> float:
-        """Output tokens a second, of answers that ended while the load was steady."""
+        """Output tokens a second while the load was steady, of answers that came to their end;
+        each one's tokens come evenly."""
         begin_s, end_s = start_s + WARM_PART * seconds, start_s + seconds
-        ended = [one for one in outcomes if one.is_served and begin_s < one.done_s <= end_s]
-        return len(ended) * self.args.tokens / (end_s - begin_s)
+        parts = [
+            (min(end_s, one.done_s) - max(begin_s, one.first_s)) / (one.done_s - one.first_s)
+            for one in outcomes
+            if one.is_served and one.first_s < end_s and one.done_s > begin_s
+        ]
+        return sum(parts) * self.args.tokens / (end_s - begin_s)
 
     def flood(self, capacity: float) -> Load:
         """All tenants want the same adapter."""
@@ -106,17 +111,18 @@ def measure(bench: Bench, child: Child, report: Report) -> None:
     idle_s = statistics.median(idle)
     capacity = bench.capacity()
     report.emit(part="capacity", output_tokens_per_s=round(capacity, 1), idle_ttft=spread(idle))
-    # Every second a request for another adapter, of a tenant that floods the hot one, too.
-    cold = bench.load(seconds, Flow("tenant-1", bench.served.model(1), 1.0), seed=4)
+    # Every second a request for another adapter.
+    cold = bench.load(seconds, Flow("cold", bench.served.model(1), 1.0), seed=4)
     after = bench.idle(RECOVERY_S, seed=5, delay_s=seconds)
     clients = Clients([*split(bench.flood(capacity), bench.args.clients), cold, after])
     with watching(bench.port, child) as watched:
         outcomes = clients.outcomes()
     end_s = clients.start_s + seconds
-    flood = [one for one in outcomes if one.tenant != "idle" and one.model == bench.served.model(0)]
+    flood = [one for one in outcomes if one.tenant.startswith("tenant-")]
     figures = {
-        **overload_figures(bench, flood, clients.start_s, capacity),
-        **cold_figures([one for one in outcomes if one.model == bench.served.model(1)]),
+        **overload_figures(bench, flood, clients.start_s),
+        **goodput_figures(bench, outcomes, clients.start_s, capacity),
+        **cold_figures([one for one in outcomes if one.tenant == "cold"]),
         **recovery_figures([o for o in outcomes if o.tenant == "idle"], end_s, 2 * idle_s),
     }
     report.emit(part="overload", load_average=os.getloadavg()[0], **figures)
@@ -124,15 +130,12 @@ def measure(bench: Bench, child: Child, report: Report) -> None:
     conclude(figures, report)
 
 
-def overload_figures(
-    bench: Bench, flood: Sequence[Outcome], start_s: float, capacity: float
-) -> dict[str, object]:
+def overload_figures(bench: Bench, flood: Sequence[Outcome], start_s: float) -> dict[str, object]:
     seconds = bench.args.seconds
     steady_s = start_s + WARM_PART * seconds
     steady = [one for one in flood if one.sent_s >= steady_s]
     served = [one for one in steady if one.is_served]
     shed = [one for one in steady if one.is_shed]
-    goodput = bench.rate(flood, start_s, seconds)
     tokens = {
         f"tenant-{number}": bench.rate(
             [one for one in flood if one.tenant == f"tenant-{number}"], start_s, seconds
@@ -145,14 +148,24 @@ def overload_figures(
         "requests_per_s": round(len(flood) / seconds, 1),
         "statuses": dict(statuses),
         "broken": sum(one.status == 200 and not one.is_whole for one in flood),
-        "output_tokens_per_s": round(goodput, 1),
-        "goodput": round(goodput / capacity, 3),
         "tenants_tokens_per_s": {name: round(rate, 1) for name, rate in tokens.items()},
         "jain": round(jain(list(tokens.values())), 4),
         "shed_s": spread([one.done_s - one.sent_s for one in shed]) if shed else None,
         "without_retry_after": sum(not one.retry_after for one in shed),
         "ttft_s": spread([one.ttft_s for one in served]) if served else None,
         "fair_wait_s": spread([one.fair_ms / 1000 for one in served]) if served else None,
+    }
+
+
+def goodput_figures(
+    bench: Bench, outcomes: Sequence[Outcome], start_s: float, capacity: float
+) -> dict[str, object]:
+    """Of all that was served meanwhile."""
+    goodput = bench.rate(outcomes, start_s, bench.args.seconds)
+    return {
+        "output_tokens_per_s": round(goodput, 1),
+        "capacity": round(capacity, 1),
+        "goodput": round(goodput / capacity, 3),
     }
 
 
@@ -261,7 +274,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pace", type=int, default=50, help="tokens a second of a paced row")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--letters", type=int, default=64, help="of a prompt")
-    parser.add_argument("--max-queue-s", type=float, default=4.0, help="the longest wait")
+    parser.add_argument("--max-queue-s", type=float, default=2.0, help="of the server")
     parser.add_argument("--clients", type=int, default=2, help="processes that flood")
     return parser.parse_args()
 

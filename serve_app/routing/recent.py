@@ -15,7 +15,7 @@ class Recent(Generic[Key, Value]):
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        # A plain dict finds its first entry past the holes of all that left before: 150 us at 2**18.
+        # A plain dict finds its first entry past the holes of all that left: 150 us at 2**18.
         self._entries: OrderedDict[Key, Value] = OrderedDict()
 
     def __len__(self) -> int:

@@ -33,6 +33,7 @@ from engine.types import (
     Request,
     Resident,
     StepOutput,
+    TokenLogprobs,
     TokenOutput,
 )
 from lora.errors import AdapterError
@@ -255,8 +256,15 @@ class PacedEngine:
             running.num_tokens[choice] += 1
         else:
             del running.num_tokens[choice]
+        logprobs = tuple(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in token_ids)
         return TokenOutput(
-            request.request_id, choice, offset, token_ids, finish_reason=reason, error=error
+            request.request_id,
+            choice,
+            offset,
+            token_ids,
+            () if request.params.logprobs is None else logprobs,
+            finish_reason=reason,
+            error=error,
         )
 
 

@@ -16,6 +16,11 @@ from serve_app.topology import Sources, open_named
 
 
 def build(args: PlatformArgs) -> Application:
+    return build_with(args, sources(args, "engine.factory:open_engine"))
+
+
+def sources(args: PlatformArgs, engine_factory: str) -> Sources:
+    """The configured registry. `engine_factory`: see `Sources`."""
     registry = args.registry
     open_registry = partial(
         open_named,
@@ -25,7 +30,7 @@ def build(args: PlatformArgs) -> Application:
         registry.cache_bytes,
         artifact_root(registry),
     )
-    return build_with(args, Sources(open_registry, "engine.factory:open_engine"))
+    return Sources(open_registry, engine_factory)
 
 
 def build_with(args: PlatformArgs, sources: Sources) -> Application:

@@ -232,7 +232,7 @@ class FairnessArgs(_Args):
     max_wait_s: float = Field(default=10.0, gt=0)
     # Work that engines are given ahead; the rest waits here, where it can be put in order.
     max_engine_queue_s: float = Field(default=0.5, gt=0)
-    # The longest wait at all, behind one's own requests too; who would wait longer gets 429.
+    # Behind one's own requests too: who has to expect a longer wait gets 429 at once.
     max_queue_s: float = Field(default=30.0, gt=0)
 
 

@@ -106,11 +106,10 @@ async def test_a_request_goes_at_once_where_an_engine_has_room() -> None:
     assert world.queue.num_waiting == 0
 
 
-async def test_without_a_replica_that_tells_of_itself_nobody_waits_here() -> None:
+async def test_without_a_known_replica_nobody_waits_here() -> None:
     world = World()
-    await asyncio.gather(*(world.enter() for _ in range(50)))
     world.views.keep([])
-    await world.enter()
+    await asyncio.gather(*(world.enter() for _ in range(50)))
 
 
 async def test_a_request_waits_until_a_row_is_free() -> None:
@@ -207,8 +206,26 @@ async def test_who_would_wait_too_long_is_told_so_at_once() -> None:
         task.cancel()
 
 
+async def test_before_a_queue_has_moved_its_pace_is_that_of_what_runs() -> None:
+    world = World(FairnessArgs(max_queue_s=5.0))
+    world.frame(running(0))
+    first = [await world.enter("a") for _ in range(ROWS)]
+    for ticket in first:
+        ticket.generated(16)
+    world.now_s = 4.0
+    first[0].leave()  # a request takes four seconds
+    world.all_are_counted()
+    world.frame(FULL)
+    tasks = [world.enter("a") for _ in range(4)]
+    await until(lambda: world.queue.num_waiting == 4)
+    error = await refused(world.enter("a"))  # behind four, of which three run in four seconds
+    assert 5 <= error.retry_after_s <= 6
+    for task in tasks:
+        task.cancel()
+
+
 async def test_nobody_waits_for_ever_for_an_engine_that_stands_still() -> None:
-    world = World(FairnessArgs(max_queue_s=0.05))
+    world = World(FairnessArgs(max_queue_s=0.02))
     world.frame(FULL)
     await refused(world.enter())
     assert world.queue.num_waiting == 0
@@ -304,6 +321,15 @@ def seen(load: EngineLoad) -> ReplicaView:
 )
 def test_an_engine_has_room_while_little_waits_there(load: EngineLoad, has: bool) -> None:
     assert has_room([seen(load)], [], 0.5) == has
+
+
+def test_replicas_that_said_nothing_yet_get_what_their_rows_hold() -> None:
+    unseen = [ReplicaView(name, LIMITS) for name in ("a", "b")]
+    sent = [Ask(f"call-{i}", 10) for i in range(2 * LIMITS.max_num_seqs)]
+    assert has_room(unseen, sent[:-1], 0.5)
+    assert not has_room(unseen, sent, 0.5)
+    unseen[0].place(sent[0], 0.0)
+    assert not has_room(unseen, sent[1:], 0.5)
 
 
 def test_one_replica_with_room_is_enough() -> None:

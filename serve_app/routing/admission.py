@@ -1,8 +1,8 @@
 """Where requests of one base wait for an engine: the fair queue as coroutines see it.
 
 A request goes when an engine replica has room, or waits for its turn. It is refused before it
-waits: when the queue is full and holds its owner's share already, or when its wait would be longer
-than `max_queue_s`. A client that leaves, leaves the queue. Each ingress replica puts its own
+waits: when the queue is full and holds its owner's share already, or when it would have to wait
+longer than `max_queue_s`. A client that leaves, leaves the queue. Each ingress replica puts its own
 requests in order; what the others sent shows in the engines' frames.
 """
 
@@ -92,6 +92,7 @@ class AdmissionQueue:
         self._under_way: dict[str, Ask] = {}  # by call, until a replica counts it
         self._mean_output = _USUAL_OUTPUT_TOKENS
         self._num_open = 0
+        self._running_cost = 0.0
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
 
@@ -149,9 +150,9 @@ class AdmissionQueue:
 
     async def _wait(self, ticket: Ticket, receive: Receive | None) -> None:
         loop = asyncio.get_running_loop()
-        limit_s = self._settings.max_queue_s
         self._look_later()
-        timer = loop.call_later(limit_s, self._expire, ticket)
+        # Twice as long as was expected of anybody: the engines stand still, or others came.
+        timer = loop.call_later(2 * self._settings.max_queue_s, self._expire, ticket)
         watch: asyncio.Task[None] | None = None
         if receive is not None:
             gone = ClientGoneError()
@@ -194,6 +195,7 @@ class AdmissionQueue:
         assert entry is not None
         ticket = self._waiting.pop(entry)
         ticket.waited_s = now_s - entry.enqueued_s
+        self._running_cost += entry.cost
         self._under_way[ticket._ask.call_id] = ticket._ask
         self._of_base.num_waiting -= 1
         self._of_base.waits.observe(ticket.waited_s)
@@ -218,7 +220,7 @@ class AdmissionQueue:
         if not len(self._queue):
             return 0.0
         ahead = self._queue.cost_ahead(who.tenant, who.adapter, who.priority, cost)
-        return self._pace.wait_s(ahead, self._clock()) or 0.0
+        return self._pace.wait_s(ahead, self._running_cost, self._clock()) or 0.0
 
     def _refusal_of(self, reason: str, entry: Entry) -> OverloadedError:
         who = Applicant(entry.tenant, entry.adapter, priority=entry.priority)
@@ -250,11 +252,14 @@ class AdmissionQueue:
             self._of_base.num_waiting -= 1
         else:  # it went
             self._under_way.pop(ticket._ask.call_id, None)
+            self._running_cost -= ticket._entry.cost
             unused = ticket._num_charged - ticket._num_generated
             self._queue.charge(ticket._entry, -ticket._price.of(0, unused))
             if ticket._num_generated:
                 one = ticket._num_generated / ticket._ask.num_sequences
                 self._mean_output += _OUTPUT_WEIGHT * (one - self._mean_output)
+                went_s = ticket._entry.enqueued_s + ticket.waited_s
+                self._pace.ended(self._clock() - went_s)
         self._queue.close(ticket._entry)
         self._num_open -= 1
         self.wake()

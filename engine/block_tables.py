@@ -7,6 +7,7 @@ Only running sequences hold blocks.
 from __future__ import annotations
 
 from engine.blocks import BlockPool
+from engine.prefix_digests import chunk_size, extend_digests
 from engine.types import ScheduledSequence, Sequence
 
 
@@ -19,6 +20,7 @@ def needs_prompt_logprobs(sequence: Sequence) -> bool:
 class BlockTables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self._blocks_a_chunk = chunk_size(pool.block_size) // pool.block_size
         self.prefix_queries = 0  # tokens looked up at first admissions, since start
         self.prefix_hits = 0  # of these found
 
@@ -60,7 +62,10 @@ class BlockTables:
         sequence, size = item.sequence, self.pool.block_size
         self._extend_chain(sequence, item.end)
         for index in range(item.start // size, item.end // size):
-            self.pool.publish(sequence.block_table[index], sequence.block_hashes[index])
+            block = sequence.block_table[index]
+            is_new = self.pool.publish(block, sequence.block_hashes[index])
+            if is_new and (index + 1) % self._blocks_a_chunk == 0:
+                self.pool.name_prefix(block, self._prefix_digest(sequence, index))
 
     def release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
@@ -73,6 +78,26 @@ class BlockTables:
         self._extend_chain(sequence, len(sequence.token_ids))
         usable = (len(sequence.token_ids) - 1) // self.pool.block_size
         return self.pool.find(sequence.block_hashes[:usable])
+
+    def _prefix_digest(self, sequence: Sequence, index: int) -> int:
+        """Of the chunks up to the block at `index`. Those before it have names where their blocks
+        were found."""
+        size, request, digests = self._blocks_a_chunk, sequence.request, sequence.prefix_digests
+        count = (index + 1) // size
+        while len(digests) < count - 1:
+            known = self.pool.prefix_of(sequence.block_table[(len(digests) + 1) * size - 1])
+            if known is None:
+                break
+            digests.append(known)
+        extend_digests(
+            digests,
+            sequence.token_ids,
+            (index + 1) * self.pool.block_size,
+            request.adapter,
+            request.cache_salt,
+            size * self.pool.block_size,
+        )
+        return digests[count - 1]
 
     def _extend_chain(self, sequence: Sequence, num_tokens: int) -> None:
         request = sequence.request

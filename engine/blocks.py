@@ -40,6 +40,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._prefix_of: dict[int, int] = {}  # findable block -> public name of its chain so far
+        self._prefix_changes: dict[int, bool] = {}  # True: it came, since they were last taken
 
     @property
     def num_free(self) -> int:
@@ -94,13 +96,30 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """The held block is full and computed. Of twins, only the first can be found."""
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """The held block is full and computed. Of twins, only the first can be found. True: from
+        now on."""
         assert self._references[block] > 0, f"published block {block} is not held"
         if not self.can_share or block_hash in self._block_of or self._hash_of[block] is not None:
-            return
+            return False
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        return True
+
+    def name_prefix(self, block: int, digest: int) -> None:
+        """What `engine.prefix_digests` calls the chain that ends with this findable block."""
+        assert self._hash_of[block] is not None
+        self._prefix_of[block] = digest
+        self._prefix_changes[digest] = True
+
+    def prefix_of(self, block: int) -> int | None:
+        return self._prefix_of.get(block)
+
+    def take_prefix_changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Names that came and names that went since the last call."""
+        changes, self._prefix_changes = self._prefix_changes, {}
+        came = tuple(digest for digest, is_here in changes.items() if is_here)
+        return came, tuple(digest for digest, is_here in changes.items() if not is_here)
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less on each of a sequence's blocks. The tail becomes evictable before the
@@ -123,6 +142,9 @@ class BlockPool:
         assert block_hash is not None
         del self._block_of[block_hash]
         self._hash_of[block] = None
+        digest = self._prefix_of.pop(block, None)
+        if digest is not None:
+            self._prefix_changes[digest] = False
         return block
 
     def _chain_seed(self, adapter: str | None, cache_salt: str) -> bytes:

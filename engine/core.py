@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,7 +26,9 @@ from engine.errors import (
     InvalidRequestError,
     UnknownAdapterError,
 )
+from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
+from engine.step_cost import StepCost
 from engine.types import (
     AdapterResidency,
     EngineLoad,
@@ -42,7 +45,6 @@ from engine.types import (
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledBatch(())
-_PREFIX_TOKENS = 32  # of one prefix digest, where blocks are not larger
 
 
 class ModelFacts(Protocol):
@@ -63,6 +65,8 @@ class AdapterStore(AdapterResidency, Protocol):
     def num_pinned(self) -> int: ...
     @property
     def num_copied_to_device(self) -> int: ...
+    @property
+    def copy_s(self) -> float: ...
     def residents(self) -> tuple[Resident, ...]: ...
     def is_pinned(self, digest: str) -> bool: ...
     def spare(self, digests: Iterable[str]) -> None: ...
@@ -83,7 +87,12 @@ class EngineRunner(Runner, Protocol):
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, runner: EngineRunner) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: EngineRunner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         model = runner.model_config
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
@@ -93,19 +102,27 @@ class Engine:
             runner.num_blocks * config.block_size,
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.block_size * max(1, _PREFIX_TOKENS // config.block_size),
+            chunk_size(config.block_size),
         )
         self._runner = runner
         self._adapters = runner.adapters
-        blocks = BlockPool(
+        self._blocks = BlockPool(
             runner.num_blocks,
             config.block_size,
             config.base_digest,
             can_share=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
-            config, blocks, runner.adapters, model.eos_token_ids, runner.max_model_len
+            config,
+            self._blocks,
+            runner.adapters,
+            model.eos_token_ids,
+            runner.max_model_len,
+            clock,
         )
+        self._clock = clock
+        self._cost = StepCost()
+        self._collected_s = 0.0  # when the newest step was
         self._leaving: set[str] = set()  # adapters that take no new requests
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
@@ -134,13 +151,15 @@ class Engine:
     def step(self) -> StepOutput:
         """Launches a step and commits the one before it, or itself if the runner never runs
         ahead."""
+        began_s = self._clock()
         batch = self.scheduler.schedule()
         if self._adapters.has_pending_copies() and not (
             batch.sequences or self._in_flight.batch.sequences
         ):
             self._adapters.wait_pending()  # nothing else to do
+            began_s = self._clock()
             batch = self.scheduler.schedule()
-        step = self._launch(_by_adapter(batch))
+        step = self._launch(_by_adapter(batch), began_s)
         outputs = self._collect(self._in_flight)
         self._in_flight = _Step(_EMPTY)
         if self._runs_ahead and step.error is None:
@@ -148,7 +167,7 @@ class Engine:
         else:
             outputs += self._collect(step)
         self.is_stuck = not (outputs or step.batch.sequences or self._adapters.has_pending_copies())
-        return StepOutput(tuple(outputs), self.load())
+        return StepOutput(tuple(outputs), self.load(), *self._blocks.take_prefix_changes())
 
     def load(self) -> EngineLoad:
         return replace(
@@ -160,6 +179,10 @@ class Engine:
             adapter_host_bytes=self._adapters.host_bytes_used,
             num_pinned_adapters=self._adapters.num_pinned,
             num_adapter_copies=self._adapters.num_copied_to_device,
+            step_fixed_s=self._cost.fixed_s,
+            step_token_s=self._cost.token_s,
+            step_sequence_s=self._cost.sequence_s,
+            adapter_copy_s=self._adapters.copy_s,
         )
 
     def has_adapter(self, digest: str) -> bool:
@@ -218,12 +241,12 @@ class Engine:
         if not self.has_adapter(digest):
             raise UnknownAdapterError(f"adapter {digest} is not loaded")
 
-    def _launch(self, batch: ScheduledBatch) -> _Step:
+    def _launch(self, batch: ScheduledBatch, began_s: float) -> _Step:
         if not batch.sequences:
             return _Step(batch)
         self._num_steps += 1
         try:
-            return _Step(batch, self._runner.launch(batch))
+            return _Step(batch, self._runner.launch(batch), began_s=began_s)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -236,6 +259,7 @@ class Engine:
                 raise step.error
             if step.launched is not None:
                 samples = step.launched.collect()
+                self._observe_cost(step)
         except EngineDeadError:
             raise
         except Exception:
@@ -243,12 +267,21 @@ class Engine:
             return self.scheduler.fail(step.batch, "the engine failed in a step of this request")
         return self.scheduler.commit(step.batch, samples)
 
+    def _observe_cost(self, step: _Step) -> None:
+        """A step launched behind another one begins when that one is over."""
+        now_s = self._clock()
+        num_decoding = step.batch.num_decoding
+        num_prompt = step.batch.num_tokens - num_decoding
+        self._cost.observe(num_prompt, num_decoding, now_s - max(step.began_s, self._collected_s))
+        self._collected_s = now_s
+
 
 @dataclass(slots=True)
 class _Step:
     batch: ScheduledBatch
     launched: LaunchedStep | None = None
     error: Exception | None = None  # of its launch
+    began_s: float = 0.0
 
 
 def _as_int64(seed: int) -> int:

@@ -13,6 +13,12 @@ from array import array
 from collections.abc import Sequence
 
 _BYTES = 8
+_CHUNK_TOKENS = 32  # where blocks are not larger
+
+
+def chunk_size(block_size: int) -> int:
+    """Tokens of a chunk, whole blocks."""
+    return block_size * max(1, _CHUNK_TOKENS // block_size)
 
 
 def prefix_digests(
@@ -24,12 +30,26 @@ def prefix_digests(
 ) -> tuple[int, ...]:
     """One 64-bit name for each full chunk. `known`: its first digests, which are not made anew."""
     digests = list(known)
+    extend_digests(digests, token_ids, len(token_ids), adapter, cache_salt, chunk)
+    return tuple(digests)
+
+
+def extend_digests(
+    digests: list[int],
+    token_ids: Sequence[int],
+    num_tokens: int,
+    adapter: str | None,
+    cache_salt: str,
+    chunk: int,
+) -> None:
+    """Appends those of full chunks within the first `num_tokens` that are missing."""
+    if len(digests) >= num_tokens // chunk:
+        return
     parent = digests[-1].to_bytes(_BYTES, "little") if digests else _seed(adapter, cache_salt)
-    for index in range(len(digests), len(token_ids) // chunk):
+    for index in range(len(digests), num_tokens // chunk):
         tokens = array("q", token_ids[index * chunk : (index + 1) * chunk]).tobytes()
         parent = hashlib.blake2b(parent + tokens, digest_size=_BYTES).digest()
         digests.append(int.from_bytes(parent, "little"))
-    return tuple(digests)
 
 
 def _seed(adapter: str | None, cache_salt: str) -> bytes:

@@ -132,6 +132,7 @@ class EngineLoad:
     step_fixed_s: float = 0.0
     step_token_s: float = 0.0
     step_sequence_s: float = 0.0
+    adapter_copy_s: float = 0.0  # from the host to the device, until it can be used; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     ordinal: int = 0  # age: the lower, the older
     block_hashes: list[bytes] = field(default_factory=list)  # chain over its full blocks, so far
+    prefix_digests: list[int] = field(default_factory=list)  # of its full chunks, so far
     num_overtaken: int = 0  # younger ones admitted while it waited for its adapter
     added_s: float = 0.0  # on the scheduler's clock
     queued_s: float = 0.0  # until it was first admitted; 0 again once that was told
@@ -199,6 +201,11 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(s.end - s.start for s in self.sequences)
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences with one token, which gives the next one."""
+        return sum(s.samples and s.end - s.start == 1 for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from lora.sites import Site
 from lora.staging import StagingSlot, cuda_slots
 
 _MAX_STAGING_SLOTS = 4
+_NEWEST_COPY = 0.1  # its weight in the mean
+_WATCHED_S = 0.1  # between two polls: else nobody waited, and when a copy was over is not known
 _PAGES_PER_SLOT = 8  # staging takes at most an eighth of the pool on top
 
 
@@ -57,7 +59,10 @@ class AdapterPool:
         if slots is None:
             slots = self._make_slots(stream)
         self._copies = PageCopies(self._pools, slots) if slots else None
-        self._arriving: set[str] = set()  # on their way to the device; the pool itself holds them
+        # On their way to the device, since when; the pool itself holds them.
+        self._arriving: dict[str, float] = {}
+        self._copy_s = 0.0
+        self._polled_s = 0.0
         self._wanted: frozenset[str] = frozenset()  # by those who wait
         self._spared: frozenset[str] = frozenset()  # dropped by no insertion
         # A device copies from page-locked memory on its own; a CPU needs none of that.
@@ -94,6 +99,12 @@ class AdapterPool:
     def num_copied_to_device(self) -> int:
         """Since the start."""
         return self._num_copied
+
+    @property
+    def copy_s(self) -> float:
+        """From the host to the device, until the adapter can be used: a mean of the newest copies;
+        0 before the first."""
+        return self._copy_s
 
     def has(self, digest: str) -> bool:
         """False for an adapter never added, removed, or dropped when the host tier was full."""
@@ -265,25 +276,34 @@ class AdapterPool:
     def _bring(self, packed: PackedAdapter, pages: tuple[int, ...]) -> bool:
         """True: it is there. Else the reference just taken is the pool's, until it has landed."""
         self._num_copied += 1
+        began_s = time.monotonic()
         if self._copies is None:
             for image, page in zip(packed.images, pages, strict=True):
                 self._pools.write(image, page)
+            self._note_copy(began_s)
             return True
-        self._arriving.add(packed.digest)
+        self._arriving[packed.digest] = began_s
         self._copies.start(packed.digest, packed.images, pages)
         return False
 
     def _land(self) -> None:
         if self._copies is None:
             return
+        polled_s, self._polled_s = self._polled_s, time.monotonic()
         for digest in self._copies.poll():
-            self._arriving.discard(digest)
+            began_s = self._arriving.pop(digest)
+            if self._polled_s - polled_s < _WATCHED_S:
+                self._note_copy(began_s)
             self.release(digest)
+
+    def _note_copy(self, began_s: float) -> None:
+        took_s = time.monotonic() - began_s
+        self._copy_s += (took_s - self._copy_s) * (_NEWEST_COPY if self._copy_s else 1.0)
 
     def _cancel(self, digest: str) -> None:
         assert self._copies is not None
         self._copies.cancel(digest)
-        self._arriving.discard(digest)
+        del self._arriving[digest]
         self._table.release(digest)
 
     def _forget(self, digest: str) -> None:

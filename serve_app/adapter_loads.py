@@ -53,6 +53,7 @@ class Loaded:
 class AdapterLoads:
     def __init__(self, registry: RegistryReader, load: Load) -> None:
         self.times = LoadTimes()
+        self.has_loaded = asyncio.Event()  # set after each; who waits clears it
         self._registry = registry
         self._load_into_engine = load
         self._tasks: dict[str, asyncio.Task[Source]] = {}  # by digest; kept when done
@@ -108,6 +109,7 @@ class AdapterLoads:
             raise _unavailable(adapter, root_cause(error), _OTHER_RETRY_S) from None
         self._refused.forgive(adapter.digest)
         self.times.observe(source, time.monotonic() - began_s)
+        self.has_loaded.set()
         logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])
         return source
 

@@ -100,6 +100,9 @@ class SleepKeeper:
         for digest in self._sleepers.keys() - wanted:
             del self._sleepers[digest]
 
+    def num_ingresses(self, now_s: float) -> int:
+        return len(self._fresh(now_s))
+
     def num_open(self, digest: str, now_s: float) -> int:
         return sum(
             base.num_open

@@ -21,7 +21,7 @@ from serve_app.commands.common import Failure
 
 COMMANDS = (
     *("serve", "demo", "register", "check", "models", "bases", "adapters", "canary"),
-    *("chat", "bench", "doctor"),
+    *("route", "chat", "bench", "doctor"),
 )
 
 

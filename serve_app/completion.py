@@ -50,8 +50,8 @@ class Completion:
         return next(iter(self._prompt_of))
 
     @property
-    def queued_s(self) -> float:
-        """It waited for an engine, in the fair queue."""
+    def waited_s(self) -> float:
+        """In the fair queue."""
         return 0.0 if self._ticket is None else self._ticket.waited_s
 
     async def read(self) -> bytes:

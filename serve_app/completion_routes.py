@@ -109,9 +109,7 @@ async def _complete(
         return response
     response.headers.update(admission.route.headers)
     if is_wanted(http):
-        response.headers.update(
-            explain_headers(admission.route.front, completion, arrival_s, completion.queued_s)
-        )
+        response.headers.update(explain_headers(admission.route.front, completion, arrival_s))
     return response
 
 
@@ -168,14 +166,14 @@ def _call(
 ) -> Completion:
     body, route, gateway = asked.body, admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
-    limits = front.description.limits
     head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
-    generation = Generation(gateway.stream, front.handle, requests, adapter, limits, asked.session)
+    lane = gateway.lane(front)
+    generation = Generation(gateway.migrations, lane, requests, adapter, asked.session)
     answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:
-        submitted = Submitted(front, body, prompts, requests, head)
+        submitted = Submitted(front, lane, body, prompts, requests, head)
 
         def on_first_token(load: EngineLoad | None) -> None:
             # A copy never waits in the queue: where somebody else does, it is not made.

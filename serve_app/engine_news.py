@@ -37,6 +37,7 @@ class EngineNews:
         self.cached, self.evicted = step.cached_prefixes, step.evicted_prefixes
         self.prefixes.update(self.cached)
         self.prefixes.difference_update(self.evicted)
+        self.load_s = (load.adapter_copy_s, *self.load_s[1:])
         self._bare_load = replace(load, adapters_on_device=(), adapters_on_host=())
         self._frames.clear()
 

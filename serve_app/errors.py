@@ -6,6 +6,8 @@ ConflictError          the server's state forbids what was asked: 409
 ServiceUnavailableError  nothing can answer now: 503 with Retry-After
 EngineFailureError     the engine gave a choice up; its words are for the log: 500
 `- NonFiniteError      because the model gave NaN or infinity
+EngineGoneError        an EngineDeadError that says which engine replica it was: 503
+RequestQuarantinedError  the engine died under this request, twice: 422, which SDKs do not retry
 
 What is not in the table is our own fault: 500 with a constant message; the log has the rest.
 """
@@ -102,6 +104,23 @@ class ConflictError(Exception):
     pass
 
 
+class EngineGoneError(EngineDeadError):
+    def __init__(self, message: str, engine_id: str, was_dead: bool = False) -> None:
+        """`was_dead`: before the request came, so that it cannot have been the cause."""
+        super().__init__(message, engine_id, was_dead)
+        self.message = message
+        self.engine_id = engine_id
+        self.was_dead = was_dead
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestQuarantinedError(Exception):
+    def __init__(self) -> None:
+        super().__init__("The engine failed on this request more than once; it is not tried again.")
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     status: int
@@ -120,6 +139,7 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
     RegistrationError: _Answer(400, "registration_refused"),
     NotFoundError: _Answer(404, "model_not_found", param="model"),
     ConflictError: _Answer(409, "conflict"),
+    RequestQuarantinedError: _Answer(422, "request_quarantined"),
     OverloadedError: _Answer(429, "overloaded", "rate_limit_error"),
     ServiceUnavailableError: _Answer(503, "unavailable", SERVER_ERROR),
     RegistryUnavailableError: _Answer(

@@ -72,14 +72,12 @@ def is_wanted(http: Request) -> bool:
     return http.headers.get(HEADER) == "1"
 
 
-def explain_headers(
-    front: Front, completion: Completion, arrival_s: float, fair_s: float = 0.0
-) -> dict[str, str]:
+def explain_headers(front: Front, completion: Completion, arrival_s: float) -> dict[str, str]:
     """Empty where the decision is not remembered any more: a whole answer may take long."""
     decision = views_registry.meet(front.app_name).decisions.get(completion.call_id)
     if decision is None or not completion.first_token_s:
         return {}
-    parts = measured(decision, arrival_s, fair_s, completion.first_token_s)
+    parts = measured(decision, arrival_s, completion.waited_s, completion.first_token_s)
     times = [*parts.items(), ("total", parts.total_s)]
     if (expected := decision.expected) is not None:
         times += [

@@ -159,6 +159,7 @@ class Fleet:
             deployed_s=0.0 if app is None else app.last_deployed_time_s,
             start_s=self.starts.last_s(spec.base.name),
             cold_start=_cold_start(spec.model),
+            migration=spec.model.migration,
         )
 
     def _stand_ins(
@@ -185,6 +186,7 @@ class Fleet:
                             replaced_by=base.base.digest,
                             deployed_s=app.last_deployed_time_s,
                             cold_start=base.cold_start,
+                            migration=base.migration,
                         )
                     )
         return tuple(found)

@@ -28,6 +28,8 @@ from registry.names import parse_model
 from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
+from serve_app.generation import STAY, Lane
+from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
@@ -86,6 +88,8 @@ class Gateway:
     def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
         self.attendance = Attendance(self.stream, self._find_adapter)
+        self.migrations = Migrations(self.stream, ingress_id)
+        self.attendance.on_replicas = self.migrations.replicas_changed
         self.view: PlatformView | None = None
         self.manager = manager
         self.arms = Arms()
@@ -105,6 +109,7 @@ class Gateway:
     def start(self) -> None:
         loop = asyncio.get_running_loop()
         self.attendance.start()
+        self.migrations.start()
         self._tasks = (loop.create_task(self._follow()), loop.create_task(self._report()))
 
     @property
@@ -187,6 +192,17 @@ class Gateway:
     def fronts(self) -> tuple[Front, ...]:
         """Of all bases that can be called now."""
         return tuple(self._fronts.values())
+
+    def lane(self, front: Front) -> Lane:
+        base = self.served(front.base.digest)
+        return Lane(
+            self.stream,
+            front.handle,
+            front.description.limits,
+            front.app_name,
+            front.base.name,
+            STAY if base is None else base.migration,
+        )
 
     def stand_in(self, digest: str) -> Front | None:
         """The front of the version before, while this one only starts."""
@@ -275,7 +291,7 @@ class Gateway:
                 self.arms.tallies(),
             )
             try:
-                await self.manager.report.remote(report)
+                self.attendance.num_ingresses = await self.manager.report.remote(report)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -1,141 +1,241 @@
-"""One submit call as an ingress holds it: the unary call to the engine replica and the tokens that
-come back beside it on the side stream.
+"""The tokens of one HTTP request, whatever becomes of the engines that make them.
 
-The call says whether the engine took the request and still lives, the stream carries the tokens.
-`close` ends both wherever they stand. Ignorant of HTTP and text.
+When its engine dies, falls silent or is drained, the prompt and the tokens so far are sent to
+another replica, with the same seed and the same adapter; the reader sees a pause. A request whose
+engine died before it gave it a token since it came there is a suspect and goes on by itself (see
+`probation`); when that kills the next engine too, it is quarantined. So a request that kills at its
+prompt costs two engines, one that kills at a later token makes progress first and costs three.
+Ignorant of HTTP and text.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from types import TracebackType
+import time
+from dataclasses import dataclass
 
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
-from engine.errors import EngineDeadError
 from engine.types import EngineLoad, Request, TokenOutput
 from registry.entities import AdapterVersion
-from serve_app.errors import OverloadedError, ServiceUnavailableError
-from serve_app.ray_errors import root_cause
+from serve_app.attempt import Attempt
+from serve_app.config import MigrationArgs
+from serve_app.errors import RequestQuarantinedError
+from serve_app.journey import Journey, NotTakenError
+from serve_app.migrations import Migrations
+from serve_app.probation import Turn
+from serve_app.progress import Progress
 from serve_app.routing.asks import make_ask
-from serve_app.stream import StreamError
 from serve_app.stream_server import StreamServer
 from serve_app.topology import SubmitCall
 
-# The call returns when all tokens are written to the socket; they may still be on their way.
-_LATE_TOKENS_S = 10.0
+STAY = MigrationArgs(limit=0)
+MAX_TURN_S = 10.0  # at an engine, without a token; then the next suspect may go
+MAX_HOLD_S = 5.0  # of those who are held up by a suspect
+_LOOK_S = 0.02
+_FIRST = asyncio.FIRST_COMPLETED
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """To the replicas of one base."""
+
+    server: StreamServer
+    handle: DeploymentHandle[object]
+    limits: EngineLimits
+    app_name: str
+    model_name: str
+    migration: MigrationArgs
 
 
 class Generation:
-    """Use as a context manager: leaving it aborts in the engine whatever has not ended.
-
-    All prompts of one HTTP request travel in one call: Serve's routers tell calls made inside one
-    HTTP request apart by nothing, some of them would wait for ever.
-    """
+    """`close` aborts in the engine whatever has not ended."""
 
     def __init__(
         self,
-        server: StreamServer,
-        handle: DeploymentHandle[object],
+        migrations: Migrations,
+        lane: Lane,
         requests: tuple[Request, ...],
         adapter: AdapterVersion | None,
-        limits: EngineLimits,
         session: str | None = None,
     ) -> None:
+        """Raises RequestQuarantinedError."""
+        migrations.quarantine.check(requests)
         self._loop = asyncio.get_running_loop()
-        self._open_choices = {
-            (request.request_id, choice)
-            for request in requests
-            for choice in range(request.params.n)
-        }
-        self._stream = server.open(request.request_id for request in requests)
-        ask = make_ask(requests, adapter, limits, session)
-        call = SubmitCall(requests, adapter, server.address, ask)
-        response = handle.submit.remote(call)
-        assert isinstance(response, DeploymentResponse)
-        self._response: DeploymentResponse[object] = response
-        self._watch = self._loop.create_task(self._watch_call())
-        self._late: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._migrations = migrations
+        self._lane = lane
+        self._adapter = adapter
+        self._session = session
+        self._progress = Progress(requests)
+        self._journey = Journey(migrations, lane.app_name, lane.model_name, lane.migration)
+        self._failure: Exception | None = None  # the reader's own
+        self._is_over: asyncio.Future[None] = self._loop.create_future()
+        self._turn: Turn | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._attempt: Attempt | None = None  # made by the first read
 
     @property
     def engine_load(self) -> EngineLoad | None:
         """Of the engine that answers, as of its last step; None before the first token."""
-        return self._stream.engine_load
+        return None if self._attempt is None else self._attempt.engine_load
 
     @property
     def is_done(self) -> bool:
-        return not self._open_choices
+        return self._progress.is_done
 
     async def read(self) -> list[TokenOutput]:
         """Everything that arrived since the last read, at least one output.
 
-        Raises what ended the call: OverloadedError, ServiceUnavailableError, an EngineError or a
-        RegistryError.
+        Raises what ended it: OverloadedError, ServiceUnavailableError, RequestQuarantinedError, an
+        EngineError or a RegistryError.
         """
-        outputs = await self._stream.read()
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._open_choices.discard((output.request_id, output.choice))
-        return outputs
+        while True:
+            attempt = self._attempt or await self._begin()
+            try:
+                outputs = await attempt.read()
+            except Exception as error:
+                self._raise_failure()
+                await self._go_on(attempt, error)
+                continue
+            outputs = self._progress.take(outputs)
+            if outputs:
+                if self._timers:
+                    self._settle()
+                self._journey.progress()
+                return outputs
 
     def end_choice(self, request_id: str, choice: int) -> None:
         """The reader needs no more of this choice (a stop string): the engine drops it."""
-        if (request_id, choice) in self._open_choices:
-            self._open_choices.discard((request_id, choice))
-            self._stream.abort(request_id, choice)
+        if self._progress.is_open(request_id, choice):
+            if self._attempt is not None:
+                self._attempt.abort(self._progress.engine_id(request_id), choice)
+            self._progress.end(request_id, choice)
 
     def fail(self, error: Exception) -> None:
         """The reader gets this error after what already arrived."""
-        self._stream.fail(error)
+        self._failure = error
+        if self._attempt is not None:
+            self._attempt.fail(error)
+        self._end()
 
     def close(self) -> None:
-        if self._open_choices:
-            # Both ways: the frame is faster, the cancellation also reaches a request that waits
-            # for a replica or for its adapter.
-            for request_id in {request_id for request_id, _ in self._open_choices}:
-                self._stream.abort(request_id)
-            self._open_choices.clear()
-            if not self._watch.done():
-                # A call that failed this very moment raises its failure here.
-                with suppress(RayError, RayServeException):
-                    self._response.cancel()  # type: ignore[no-untyped-call]
-        self._watch.cancel()
-        if self._late is not None:
-            self._late.cancel()
-        self._stream.close()
+        self._leave()
+        self._progress.end_all()
+        self._end()
 
-    async def _watch_call(self) -> None:
+    async def _begin(self) -> Attempt:
+        await self._let_suspect_pass()
+        return self._place(self._progress.requests, is_first=True)
+
+    async def _go_on(self, attempt: Attempt, error: Exception) -> None:
+        """Another attempt, or the failure for the reader."""
+        on_probation = self._turn is not None
         try:
-            await self._response
-        except Exception as error:
-            self._stream.fail(_in_our_words(error))
+            pause_s = self._journey.judge(error, attempt, on_probation=on_probation)
+        except RequestQuarantinedError:
+            self._migrations.quarantine.add(self._progress.requests)
+            raise
+        finally:
+            self._leave()
+        await self._wait(pause_s)
+        if self._journey.is_suspect:
+            await self._wait_for_turn()
         else:
-            late = EngineDeadError("the engine's last tokens did not arrive")
-            self._late = self._loop.call_later(_LATE_TOKENS_S, self._stream.fail, late)
+            await self._let_suspect_pass()
+        self._place(self._progress.resume(), is_first=False)
 
+    def _place(self, requests: tuple[Request, ...], *, is_first: bool) -> Attempt:
+        lane = self._lane
+        ask = make_ask(requests, self._adapter, lane.limits, self._session, self._journey.avoid)
+        call = SubmitCall(requests, self._adapter, lane.server.address, ask)
+        attempt = Attempt(
+            lane.server,
+            lane.handle,
+            call,
+            is_first=is_first,
+            is_movable=lane.migration.limit > 0,
+        )
+        self._attempt = attempt
+        self._migrations.enter(lane.app_name, attempt)
+        if not is_first:
+            left_s = self._journey.deadline_s - time.monotonic()
+            self._timers = [self._loop.call_later(left_s, self._check_taken, attempt)]
+            if self._turn is not None:
+                self._timers.append(self._loop.call_later(MAX_TURN_S, self._end_turn, attempt))
+        return attempt
 
-def _in_our_words(error: Exception) -> BaseException:
-    """Ray's and the stream's failures as the domain's; the others as they were raised."""
-    cause = root_cause(error)
-    if isinstance(cause, BackPressureError):
-        return OverloadedError("Too many requests wait for this model.")
-    if isinstance(cause, RayActorError | StreamError | RequestCancelledError):
-        return EngineDeadError("the engine replica of this request is gone")
-    if isinstance(cause, RayServeException):  # its application was removed a moment ago
-        return ServiceUnavailableError("This model is not served at the moment.")
-    return cause
+    def _leave(self) -> None:
+        """The attempt, wherever it stands."""
+        self._settle()
+        if self._attempt is not None:
+            self._migrations.leave(self._lane.app_name, self._attempt)
+            self._attempt.close(self._progress.open_requests)
+
+    def _settle(self) -> None:
+        """The attempt succeeded or failed."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        if self._turn is not None:
+            self._turn.leave()
+            self._turn = None
+
+    async def _wait_for_turn(self) -> None:
+        """Bounded: after half the time limit it goes as all others do, and is not judged."""
+        journey, patience_s = self._journey, self._lane.migration.timeout_s / 2
+        turn = self._migrations.probation(self._lane.app_name).join(
+            is_exclusive=journey.num_deaths > 1
+        )
+        try:
+            await self._wait(patience_s, turn.has_begun)
+            if turn.has_begun.done():
+                await self._wait_for_quiet(patience_s, turn)
+        except BaseException:
+            turn.leave()
+            raise
+        if turn.has_begun.done():
+            self._turn = turn
+        else:
+            turn.leave()
+        journey.restart_clock()
+
+    async def _wait_for_quiet(self, patience_s: float, turn: Turn) -> None:
+        """Until nobody else could be taken for the one who killed the next engine."""
+        until_s = self._loop.time() + patience_s
+        while self._loop.time() < until_s and not self._migrations.is_quiet(
+            self._lane.app_name, but_for_new=not turn.is_exclusive
+        ):
+            await self._wait(_LOOK_S)
+
+    async def _let_suspect_pass(self) -> None:
+        turn = self._migrations.probation(self._lane.app_name).exclusive
+        if turn is not None:
+            await self._wait(MAX_HOLD_S, turn.is_over)
+
+    async def _wait(self, seconds: float, *futures: asyncio.Future[None]) -> None:
+        """For one of these, at most so long."""
+        if seconds:
+            await asyncio.wait({self._is_over, *futures}, timeout=seconds, return_when=_FIRST)
+            self._raise_failure()
+
+    def _check_taken(self, attempt: Attempt) -> None:
+        if attempt.engine_id is None:
+            attempt.fail(NotTakenError("no other engine replica took this request over in time"))
+
+    def _end_turn(self, attempt: Attempt) -> None:
+        """Of one that waits long at its engine: the next one may go. Where no engine has it yet,
+        that one would wait with it."""
+        if attempt.engine_id is None:
+            self._timers.append(self._loop.call_later(MAX_TURN_S, self._end_turn, attempt))
+        elif self._turn is not None:
+            self._turn.leave()
+            self._turn = None
+
+    def _end(self) -> None:
+        if not self._is_over.done():
+            self._is_over.set_result(None)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -48,10 +48,8 @@ async def metrics(request: Request) -> Response:
     gateway = state.gateway
     engines, manager = await asyncio.gather(gateway.engine_metrics(), gateway.manager_metrics())
     own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
-    queues = state.queues.stats.text()
-    return Response(
-        join_texts([*engines, *manager, own, _arms(state), queues]), media_type=_METRICS_TYPE
-    )
+    rest = (gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text())
+    return Response(join_texts([*engines, *manager, own, *rest]), media_type=_METRICS_TYPE)
 
 
 @router.get("/version")

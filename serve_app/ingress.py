@@ -136,7 +136,7 @@ class Ingress:
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
-        shadows = Shadows(gateway.stream, gateway.arms, args.max_shadow_requests)
+        shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
         stats = QueueStats(replica_id, fairness.weights)
         queues = AdmissionQueues(gateway, fairness, stats, views_registry.of)
         gateway.attendance.on_frame = queues.wake

@@ -91,10 +91,13 @@ class Manager:
             return None
         return self._view
 
-    async def report(self, report: IngressReport) -> None:
-        """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
+    async def report(self, report: IngressReport) -> int:
+        """Each ingress's latest; it says all that counts, so that a lost one does no harm. Returns
+        how many ingresses there are: what they share, each of them sees a part of."""
         self._canaries.take(report)
-        self._fleet.sleep.hear(report, asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        self._fleet.sleep.hear(report, now_s)
+        return self._fleet.sleep.num_ingresses(now_s)
 
     async def wake_base(self, digest: str) -> None:
         """A request waits for this base."""

@@ -28,7 +28,9 @@ from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
 from serve_app.background import in_background
 from serve_app.cache_metrics import cache_text
+from serve_app.disk_reports import DiskReports
 from serve_app.engine_actor import EngineActor
+from serve_app.errors import EngineGoneError
 from serve_app.ingress_metrics import join_texts
 from serve_app.ray_errors import root_cause
 from serve_app.reports import Backlog
@@ -63,6 +65,8 @@ class EngineReplica:
         self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
         self._routing_load = EngineLoad()
         self._is_stopping = False
+        self._is_dead = False
+        self._obituary = f"the engine of {spec.base.name} died"
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
         self._engine_id = engine_id = serve.get_replica_context().replica_id.unique_id
         self._actor = EngineActor.options(  # type: ignore[attr-defined]
@@ -78,10 +82,15 @@ class EngineReplica:
         self._loads = AdapterLoads(self._registry, self._actor.load_adapter.remote)
         self._keeper = AdapterKeeper(self._loads, _ActorMemory(self._actor))
         self._scaling = ScalingStats(self._limits)
+        self._disk_reports = asyncio.get_running_loop().create_task(
+            DiskReports(self._loads, self._actor.note_disk.remote).run()
+        )
         self._watch = asyncio.get_running_loop().create_task(self._exit_with_the_actor())
 
     async def submit(self, call: SubmitCall) -> None:
         """Returns when every choice ended; tokens go to `call.reply_to`."""
+        if self._is_dead:
+            raise EngineGoneError(self._obituary, self._engine_id, was_dead=True)
         self._scaling.arrived(call.requests)
         try:
             if call.adapter is None:
@@ -92,9 +101,12 @@ class EngineReplica:
             self._actor.abort.remote(tuple(request.request_id for request in call.requests))
             raise
         except RayActorError as error:
-            raise EngineDeadError(f"the engine of {self._spec.base.name} died") from error
+            raise EngineGoneError(self._obituary, self._engine_id) from error
         except RayTaskError as error:
-            raise root_cause(error) from None
+            cause = root_cause(error)
+            if isinstance(cause, EngineDeadError):
+                raise EngineGoneError(self._obituary, self._engine_id) from error
+            raise cause from None
 
     async def attend(self, address: StreamAddress) -> None:
         """The engine tells that ingress of every step from now on, and first of all the whole. Once
@@ -203,6 +215,7 @@ class EngineReplica:
         where failing health checks take three periods."""
         with suppress(RayActorError):
             await self._actor.wait_for_death.remote()
+        self._is_dead = True
         if not self._is_stopping:
             logger.error("the engine of %s died, this replica exits", self._spec.base.name)
             await asyncio.sleep(_EXIT_DELAY_S)

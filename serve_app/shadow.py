@@ -19,12 +19,12 @@ from serve_app.answer import Answer
 from serve_app.arms import ArmKey, Arms
 from serve_app.completion import Completion
 from serve_app.gateway import Front
-from serve_app.generation import Generation
+from serve_app.generation import STAY, Generation, Lane
+from serve_app.migrations import Migrations
 from serve_app.params import Prompt
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
-from serve_app.stream_server import StreamServer
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Submitted:
     """A request as it went to its own version."""
 
     front: Front
+    lane: Lane
     body: ChatRequest | CompletionRequest
     prompts: tuple[Prompt, ...]
     requests: tuple[Request, ...]
@@ -46,9 +47,9 @@ class Submitted:
 class Shadows:
     """Of one ingress replica, at most `limit` at once."""
 
-    def __init__(self, stream: StreamServer, arms: Arms, limit: int) -> None:
+    def __init__(self, migrations: Migrations, arms: Arms, limit: int) -> None:
         self.num_dropped = 0
-        self._stream = stream
+        self._migrations = migrations
         self._arms = arms
         self._limit = limit
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,13 +77,8 @@ class Shadows:
         requests = tuple(_copy(request, version) for request in submitted.requests)
         body = submitted.body.model_copy(update={"stream": False, "stream_options": None})
         answer = Answer(body, submitted.prompts, submitted.front.text, submitted.head)
-        generation = Generation(
-            self._stream,
-            submitted.front.handle,
-            requests,
-            version,
-            submitted.front.description.limits,
-        )
+        lane = replace(submitted.lane, migration=STAY)  # nobody waits for it
+        generation = Generation(self._migrations, lane, requests, version)
         completion: Completion | None = None
         try:
             async with asyncio.timeout(_FIRST_TOKEN_S) as patience:

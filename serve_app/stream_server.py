@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
@@ -115,6 +116,11 @@ class StreamServer:
             except Exception:  # a listener's fault is not the stream's
                 logger.exception("a listener of the side stream failed")
 
+    def silence_s(self, engine_id: str) -> float | None:
+        """Since anything came from this engine; None: it is not connected."""
+        heard_s = [one.heard_s for one in self._connections if one.engine_id == engine_id]
+        return time.monotonic() - max(heard_s) if heard_s else None
+
     def _lost(self, connection: _EngineConnection) -> None:
         self._connections.discard(connection)
         if all(other.engine_id != connection.engine_id for other in self._connections):
@@ -140,6 +146,11 @@ class TokenStream:
         self._wake: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
         self._connection: _EngineConnection | None = None  # known once the engine took it
+        self.has_output = False  # read or not
+
+    @property
+    def engine_id(self) -> str | None:
+        return None if self._connection is None else self._connection.engine_id
 
     @property
     def engine_load(self) -> EngineLoad | None:
@@ -173,6 +184,7 @@ class TokenStream:
 
     def _push(self, output: TokenOutput, connection: _EngineConnection) -> None:
         self._connection = connection
+        self.has_output = True
         self._arrived.append(output)
         self._notify()
 
@@ -184,6 +196,7 @@ class TokenStream:
 class _EngineConnection(asyncio.Protocol):
     def __init__(self, server: StreamServer) -> None:
         self.engine_id = ""  # empty until its hello was accepted
+        self.heard_s = time.monotonic()
         self._server = server
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -196,6 +209,7 @@ class _EngineConnection(asyncio.Protocol):
         self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
         try:
             for payload in self._splitter.feed(data):
                 self._receive(payload)

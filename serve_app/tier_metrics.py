@@ -15,15 +15,24 @@ from prometheus_client.registry import Collector
 
 from serve_app.histograms import SECONDS, Histogram
 
+_NEWEST = 0.2  # its weight in the mean
+
 
 class LoadTimes:
     """From the request for an adapter to its last byte in host memory."""
 
     def __init__(self) -> None:
         self._histograms = {tier: Histogram(SECONDS) for tier in ("disk", "registry")}
+        self._recent_s: dict[str, float] = {}
 
     def observe(self, tier: str, seconds: float) -> None:
         self._histograms[tier].observe(seconds)
+        mean_s = self._recent_s.setdefault(tier, seconds)
+        self._recent_s[tier] = mean_s + _NEWEST * (seconds - mean_s)
+
+    def recent_s(self, tier: str) -> float:
+        """A mean of the newest ones; 0 before the first."""
+        return self._recent_s.get(tier, 0.0)
 
     def text(self, labels: Mapping[str, str]) -> bytes:
         registry = CollectorRegistry(auto_describe=False)

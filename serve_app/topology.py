@@ -15,9 +15,11 @@ from engine.types import Request, Resident
 from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.config import ModelArgs
+from serve_app.config import MigrationArgs, ModelArgs
 from serve_app.routing.view import Ask
 from serve_app.stream import StreamAddress
+
+DEFAULT_MIGRATION = MigrationArgs()
 
 
 class RegistryReader(Protocol):
@@ -117,6 +119,7 @@ class ServedBase:
     deployed_s: float = 0.0  # tells two deployments of one application apart
     start_s: float | None = None  # what its last start took
     cold_start: ColdStart = ColdStart()
+    migration: MigrationArgs = DEFAULT_MIGRATION
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ says what a request must give whatever else runs.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockPool
@@ -58,6 +59,7 @@ class FakePool:
     device_bytes_used: int = 0
     host_bytes_used: int = 0
     num_copied_to_device: int = 0
+    copy_s: float = 0.0
 
     @property
     def num_pinned(self) -> int:
@@ -276,10 +278,13 @@ def make_request(
 
 
 def make_engine(
-    runner: FakeRunner | None = None, **config: int | bool | str | None
+    runner: FakeRunner | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    **config: int | bool | str | None,
 ) -> tuple[Engine, FakeRunner]:
     runner = runner or FakeRunner()
-    return Engine(make_config(block_size=runner.block_size, **config), runner), runner
+    return Engine(make_config(block_size=runner.block_size, **config), runner, clock), runner
 
 
 def make_scheduler(

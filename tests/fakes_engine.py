@@ -2,7 +2,8 @@
 
 Stands behind the same interface as the real one, for the side stream, the Serve tests and the
 `side_stream` benchmark. Token k of a choice is `prompt[k % len(prompt)]`, so readers can check it.
-A prompt that begins with CRASH_TOKEN ends the process after its second token. An adapter folder
+A prompt that begins with CRASH_TOKEN ends the process after its second token, one that begins with
+POISON_TOKEN before its first. An adapter folder
 that holds REFUSED is refused, and told in that file (a base folder with it starts no engine); one
 that holds FAULT has the fault named there: its requests end at once.
 """
@@ -32,6 +33,7 @@ from engine.types import (
     Request,
     Resident,
     StepOutput,
+    TokenLogprobs,
     TokenOutput,
 )
 from lora.errors import AdapterError
@@ -39,6 +41,7 @@ from tests.fakes_registry import EOS_ID
 
 NUM_BLOCKS = 1024
 CRASH_TOKEN = 250
+POISON_TOKEN = 251
 REFUSED = "refused"
 FAULT = "fault"  # a file: one of FAULTS
 FAULTS: dict[str, tuple[FinishReason, tuple[int, ...], str | None]] = {
@@ -54,6 +57,11 @@ class _Running:
     num_tokens: dict[int, int]  # by open choice
 
 
+def _exit() -> None:
+    time.sleep(0.1)  # the tokens before are on their way
+    os._exit(1)
+
+
 @dataclass(slots=True)
 class PacedEngine:
     """`aborted` and `loaded` record what a test asks about."""
@@ -67,6 +75,7 @@ class PacedEngine:
     leaving: set[str] = field(default_factory=set)  # unloads that wait for requests
     steps: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by digest
+    crash: Callable[[], None] = _exit
     _running: dict[str, _Running] = field(default_factory=dict)
     _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
     _on_death: list[Callable[[EngineDeadError], None]] = field(default_factory=list)
@@ -221,9 +230,13 @@ class PacedEngine:
         with self._lock:
             for request_id, running in tuple(self._running.items())[: self.max_num_seqs]:
                 prompt = running.request.prompt_token_ids
-                if prompt[0] == CRASH_TOKEN and max(running.num_tokens.values()) >= 2:
-                    time.sleep(0.1)  # the tokens before are on their way
-                    os._exit(1)
+                is_poison = prompt[0] == POISON_TOKEN
+                if is_poison or (
+                    prompt[0] == CRASH_TOKEN and max(running.num_tokens.values()) >= 2
+                ):
+                    self.crash()
+                    self._stopped.set()
+                    return ()
                 outputs += [self._next(running, choice) for choice in tuple(running.num_tokens)]
                 if not running.num_tokens:
                     del self._running[request_id]
@@ -243,8 +256,15 @@ class PacedEngine:
             running.num_tokens[choice] += 1
         else:
             del running.num_tokens[choice]
+        logprobs = tuple(TokenLogprobs(token_id, -1.0, 1, ()) for token_id in token_ids)
         return TokenOutput(
-            request.request_id, choice, offset, token_ids, finish_reason=reason, error=error
+            request.request_id,
+            choice,
+            offset,
+            token_ids,
+            () if request.params.logprobs is None else logprobs,
+            finish_reason=reason,
+            error=error,
         )
 
 

@@ -287,7 +287,7 @@ class Interleaving(RuleBasedStateMachine):
     def _load(self, digest: str) -> None:
         was_known, was_free = digest in self.known, self._free_host_bytes
         held = {s.request.adapter for s in self.engine.scheduler.running}
-        held |= {self.pinned} | self.pool._arriving
+        held |= {self.pinned} | set(self.pool._arriving)
         size = 0 if was_known else self.world.sizes[digest]
         try:
             dropped = self.runner.load_adapter(digest, self.world.paths[digest])

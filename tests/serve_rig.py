@@ -12,12 +12,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
@@ -30,6 +31,7 @@ from serve_app.config import (
     WEBHOOK_SECRET,
     EngineArgs,
     IngressArgs,
+    MigrationArgs,
     ModelArgs,
     PlatformArgs,
     RegistryArgs,
@@ -102,6 +104,8 @@ def rig_args(
     replicas: int = 1,
     router: RouterArgs | None = None,
     max_ongoing_requests: int = 80,
+    ingresses: int = 1,
+    migration: MigrationArgs | None = None,
 ) -> PlatformArgs:
     """The paced engine takes its pace from the seed."""
     engine = EngineArgs(seed=int(rate))
@@ -111,6 +115,7 @@ def rig_args(
             engine=engine,
             replicas=replicas,
             router=router or RouterArgs(),
+            migration=migration or MigrationArgs(),
             graceful_shutdown_timeout_s=1,
             health_check_period_s=1,
             max_ongoing_requests=max_ongoing_requests,
@@ -121,7 +126,9 @@ def rig_args(
     return PlatformArgs(
         models=models,
         registry=RegistryArgs(poll_interval_s=0.2),
-        ingress=IngressArgs(graceful_shutdown_timeout_s=1, max_body_bytes=1024**2),
+        ingress=IngressArgs(
+            replicas=ingresses, graceful_shutdown_timeout_s=1, max_body_bytes=1024**2
+        ),
     )
 
 
@@ -132,9 +139,12 @@ def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None 
         base = registry.add_base(RIG_BASE)
         catalog = Catalog((base,), (registry.add_adapter(RIG_ADAPTER, base),))
     registry.write(catalog)
-    sources = Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
-    serve.run(build_with(args, sources), name="api", route_prefix="/")
+    serve.run(build_with(args, rig_sources(folder)), name="api", route_prefix="/")
     return Rig(port, registry)
+
+
+def rig_sources(folder: Path) -> Sources:
+    return Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
 
 
 def wait_ready(rig: Rig, timeout_s: float = 60.0) -> None:
@@ -162,3 +172,14 @@ def start_rig(rate: float) -> Iterator[Rig]:
         rig = deploy(port, rig_args(rate, RIG_BASE), Path(folder))
         wait_ready(rig)
         yield rig
+
+
+def processes(name: str) -> list[int]:
+    """Ids of the rig's processes with this in their command lines."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ended this moment
+            is_alive = child.status() != psutil.STATUS_ZOMBIE
+            if is_alive and name in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found

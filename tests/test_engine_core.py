@@ -200,3 +200,41 @@ def test_nobody_waits_for_another_ones_adapter() -> None:
     assert pool.copying
     assert not engine.is_stuck
     assert [o.request_id for o in engine.step().outputs] == ["slow"]
+
+
+def test_the_first_output_of_a_choice_says_how_long_it_waited() -> None:
+    now_s = 0.0
+    pool = FakePool(known={"x"}, blocked={"x"})
+    engine, _ = make_engine(FakeRunner(adapters=pool), clock=lambda: now_s)
+    engine.add_request(make_request("free", max_tokens=2))
+    engine.add_request(make_request("blocked", adapter="x", n=2, max_tokens=2))
+    waits: list[tuple[str, int, float]] = []
+    while engine.has_work:
+        waits += [(o.request_id, o.choice, o.queued_s) for o in engine.step().outputs]
+        now_s += 1.0
+        if now_s == 5.0:
+            pool.blocked.clear()
+    assert waits == [
+        ("free", 0, 0.0),
+        ("free", 0, 0.0),
+        ("blocked", 0, 5.0),
+        ("blocked", 0, 0.0),
+        ("blocked", 1, 6.0),
+        ("blocked", 1, 0.0),
+    ]
+
+
+def test_a_wait_is_told_once_though_the_choice_is_preempted() -> None:
+    now_s = 0.0
+    runner = FakeRunner(num_blocks=12)
+    engine, _ = make_engine(runner, clock=lambda: now_s, max_num_batched_tokens=7)
+    for i in range(5):
+        engine.add_request(make_request(f"r{i}", 3 + 2 * i, seed=i, max_tokens=20))
+    waits: dict[str, list[float]] = {f"r{i}": [] for i in range(5)}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            waits[output.request_id].append(output.queued_s)
+        now_s += 1.0
+    assert engine.load().num_preemptions > 0
+    assert waits["r0"][0] == 0.0 < waits["r4"][0]
+    assert not any(wait for queue in waits.values() for wait in queue[1:])

@@ -22,7 +22,7 @@ import torch
 from engine.decode_graphs import graph_sizes
 from engine.device_step import DeviceSteps
 from engine.runner import ModelRunner
-from engine.types import Request, ScheduledBatch
+from engine.types import Request, ResumedChoice, ScheduledBatch
 from tests.engine_agreement import (
     ADAPTERS,
     NUM_TOKENS,
@@ -111,6 +111,28 @@ def test_a_prefix_hit_changes_no_token(runner: ModelRunner) -> None:
         for p in probes:
             assert again[p.request_id].num_cached == 32
             assert_same(runner, again[p.request_id], first[p.request_id])
+
+
+def test_what_is_resumed_goes_on_as_if_undisturbed(runner: ModelRunner) -> None:
+    """Its old tokens are one chunk of a prompt, beside others that decode in graphs."""
+    drawn = replace(PARAMS, temperature=1.0, seed=5, presence_penalty=0.5)
+    probes = [
+        replace(one, params=params, request_id=f"{one.request_id}-{name}")
+        for one in (probe(i) for i in range(6))
+        for name, params in (("greedy", PARAMS), ("drawn", drawn))
+    ]
+    whole = run_all(make_engine(runner), probes)
+    for done in (1, NUM_TOKENS // 2, NUM_TOKENS - 1):
+        resumed = [
+            replace(one, resumed=(ResumedChoice(0, whole[one.request_id].tokens[:done]),))
+            for one in probes
+        ]
+        replies = run_all(make_engine(runner), [*resumed, *neighbours(9, seed=done)])
+        for one in probes:
+            before, rest = whole[one.request_id], replies[one.request_id]
+            expected = replace(before, tokens=before.tokens[done:], logprobs=before.logprobs[done:])
+            if runner.dtype == torch.float32 or one.params is PARAMS:
+                assert_same(runner, rest, expected)  # a draw in bfloat16 may part by rounding
 
 
 def test_neighbours_of_the_same_size_change_no_bit(runner: ModelRunner) -> None:

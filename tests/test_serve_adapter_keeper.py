@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from engine.types import Request, Resident, SamplingParams
 from registry.catalog import Catalog
@@ -14,6 +15,7 @@ from registry.entities import AdapterVersion, BaseVersion
 from serve_app.adapter_keeper import AdapterKeeper
 from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
+from serve_app.disk_reports import DiskReports
 from tests.fakes_engine import PacedEngine
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until
@@ -186,3 +188,36 @@ async def test_only_the_load_that_was_seen_is_forgotten(replica: Replica) -> Non
     second = await replica.loads.ensure(adapter)
     replica.loads.forget(adapter.digest, first)  # by a second request that had seen the first
     assert (await replica.loads.ensure(adapter)).task is second.task
+
+
+async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(
+    replica: Replica,
+) -> None:
+    told: list[tuple[tuple[str, ...], float, float]] = []
+    broken = [OSError("the disk is away")]
+
+    async def note(digests: tuple[str, ...], disk_s: float, registry_s: float) -> None:
+        if broken:
+            raise broken.pop()
+        told.append((digests, disk_s, registry_s))
+
+    first = replica.adapter("first")
+    task = asyncio.create_task(DiskReports(replica.loads, note).run())
+    try:
+        await until(lambda: not broken)
+        await replica.loads.ensure(first)
+        await until(lambda: len(told) == 1)
+        assert first.digest in told[0][0]
+        assert told[0][1] > 0.0 == told[0][2]
+        second = replica.adapter("second")  # by another process
+        await until(lambda: len(told) == 2)
+        assert second.digest in told[1][0]
+    finally:
+        task.cancel()
+
+
+async def test_disk_reports_end_with_the_engine(replica: Replica) -> None:
+    async def note(digests: tuple[str, ...], disk_s: float, registry_s: float) -> None:
+        raise ActorDiedError
+
+    await asyncio.wait_for(DiskReports(replica.loads, note).run(), 10)

@@ -106,11 +106,10 @@ async def test_a_request_goes_at_once_where_an_engine_has_room() -> None:
     assert world.queue.num_waiting == 0
 
 
-async def test_without_a_replica_that_tells_of_itself_nobody_waits_here() -> None:
+async def test_without_a_known_replica_nobody_waits_here() -> None:
     world = World()
-    await asyncio.gather(*(world.enter() for _ in range(50)))
     world.views.keep([])
-    await world.enter()
+    await asyncio.gather(*(world.enter() for _ in range(50)))
 
 
 async def test_a_request_waits_until_a_row_is_free() -> None:
@@ -322,6 +321,15 @@ def seen(load: EngineLoad) -> ReplicaView:
 )
 def test_an_engine_has_room_while_little_waits_there(load: EngineLoad, has: bool) -> None:
     assert has_room([seen(load)], [], 0.5) == has
+
+
+def test_replicas_that_said_nothing_yet_get_what_their_rows_hold() -> None:
+    unseen = [ReplicaView(name, LIMITS) for name in ("a", "b")]
+    sent = [Ask(f"call-{i}", 10) for i in range(2 * LIMITS.max_num_seqs)]
+    assert has_room(unseen, sent[:-1], 0.5)
+    assert not has_room(unseen, sent, 0.5)
+    unseen[0].place(sent[0], 0.0)
+    assert not has_room(unseen, sent[1:], 0.5)
 
 
 def test_one_replica_with_room_is_enough() -> None:

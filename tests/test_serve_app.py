@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from registry.catalog import Catalog
+from serve_app.config import MigrationArgs
 from tests.fakes_engine import CRASH_TOKEN, REFUSED
 from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, metric, rig_args, wait_ready
 from tests.waiting import eventually
@@ -27,7 +28,7 @@ MODELS = (RIG_BASE, RIG_ADAPTER, f"{RIG_BASE}:{RIG_ADAPTER}", f"{RIG_BASE}@1:{RI
 @pytest.fixture(scope="module")
 def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     folder = tmp_path_factory.mktemp("registry")
-    running = deploy(serve_port, rig_args(RATE, RIG_BASE), folder)
+    running = deploy(serve_port, rig_args(RATE, RIG_BASE, migration=MigrationArgs(limit=0)), folder)
     wait_ready(running)
     return running
 
@@ -352,7 +353,7 @@ def test_an_adapter_for_which_the_disk_has_no_room_fails_alone(
 # An engine that dies
 
 
-def test_an_engine_that_dies_ends_the_stream_with_an_error_and_is_replaced(
+def test_without_migration_an_engine_that_dies_ends_the_stream_and_is_replaced(
     client: httpx.Client,
 ) -> None:
     prompt = [CRASH_TOKEN, 1, 2]

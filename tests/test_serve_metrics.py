@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.types import EngineLoad, FinishReason, Request, SamplingParams, StepOutput, TokenOutput
+from engine.types import (
+    EngineLoad,
+    FinishReason,
+    Request,
+    ResumedChoice,
+    SamplingParams,
+    StepOutput,
+    TokenOutput,
+)
 from registry.cache import CacheStats
 from serve_app.cache_metrics import cache_text
 from serve_app.histograms import GAP_SECONDS, Histogram
@@ -95,6 +105,31 @@ def test_a_request_leaves_its_times_and_tokens() -> None:
     assert value(metrics, "vllm:generation_tokens_total") == 3
     assert value(metrics, "vllm:request_generation_tokens_sum") == 3
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+def test_a_resumed_request_counts_what_this_engine_gave() -> None:
+    metrics = new_metrics()
+    resumed = (ResumedChoice(2, (5, 5, 5)), ResumedChoice(0, ()))
+    metrics.begin(replace(new_request(n=3), resumed=resumed), None, now_s=150.0)
+    metrics.observe_step(step(token(3, choice=2), token(0, choice=0)), now_s=150.5)
+    metrics.observe_step(step(token(4, choice=2, reason="stop")), now_s=150.75)
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+    metrics.observe_step(step(token(1, choice=0, reason="length")), now_s=151.0)
+    assert value(metrics, "vllm:generation_tokens_total") == 4
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 4
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 51.0
+    # Its client had its first token long ago, and it queued elsewhere.
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 0
+    assert metrics._live == {}
+
+
+def test_a_request_resumed_before_its_first_token_is_like_a_new_one() -> None:
+    metrics = new_metrics()
+    metrics.begin(replace(new_request(), resumed=(ResumedChoice(0, ()),)), None, now_s=101.0)
+    metrics.observe_step(step(token(0, reason="stop")), now_s=102.0)
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 2.0
+    assert value(metrics, "vllm:request_queue_time_seconds_sum") == 1.0
 
 
 def test_choices_are_counted_apart_and_the_prompt_once() -> None:

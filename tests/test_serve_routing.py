@@ -4,6 +4,7 @@ headers' parts sum to the time to first token."""
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from serve_app import cli
+from serve_app.commands.common import console
+from serve_app.config import ADMIN_TOKEN, RouterArgs
 from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, metric, rig_args, wait_ready
 from tests.waiting import eventually
 
@@ -25,7 +29,8 @@ ADAPTERS = tuple(f"adapter{number}" for number in range(9))
 
 @pytest.fixture(scope="module")
 def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    args = rig_args(RATE, RIG_BASE, replicas=3, max_ongoing_requests=MAX_ONGOING)
+    router = RouterArgs(options={"target_usage": 0.1})  # a paced engine is never busy
+    args = rig_args(RATE, RIG_BASE, replicas=3, router=router, max_ongoing_requests=MAX_ONGOING)
     running = deploy(serve_port, args, tmp_path_factory.mktemp("registry"))
     known = running.registry.snapshot()
     added = [running.registry.add_adapter(name, known.bases[0]) for name in ADAPTERS]
@@ -166,3 +171,45 @@ def test_only_an_operator_asks_where(rig: Rig) -> None:
     body = {"model": RIG_BASE, "prompt": "abc"}
     assert httpx.post(f"{rig.url}/admin/route", json=body).status_code == 401
     assert httpx.get(f"{rig.url}/admin/decisions").status_code == 401
+
+
+def test_the_command_shows_the_dry_run(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ADMIN_TOKEN, RIG_TOKEN)
+    monkeypatch.setattr(console, "width", 200)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["route", ADAPTERS[0], "hello", "--url", rig.url])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "expected_ttft" in told
+    assert "device" in told
+
+
+def test_a_hot_adapter_is_loaded_at_its_new_homes_before_requests_need_it(
+    client: httpx.Client,
+) -> None:
+    name = ADAPTERS[5]
+    place = _where(_ask(client, name))
+    is_enough = threading.Event()
+
+    def ask_on() -> None:
+        while not is_enough.is_set():
+            _where(_ask(client, name, max_tokens=50, n=16))
+
+    def places() -> set[str]:
+        lines = _replicas(_route(client, name))
+        return {str(one["replica"]) for one in lines if one["adapter_tier"] == "device"}
+
+    assert places() == {place}
+    with ThreadPoolExecutor(MAX_ONGOING - 2) as pool:
+        asking = [pool.submit(ask_on) for _ in range(MAX_ONGOING - 2)]
+        try:
+            eventually(lambda: len(places()) > 1, timeout_s=25)
+        finally:
+            is_enough.set()
+    assert all(one.exception() is None for one in asking)
+    digest = _route(client, name)["adapter"]
+    for one in client.get("/admin/decisions").json()["decisions"]:
+        if one["adapter"] == digest and one["replica_id"] != place and one["is_accepted"]:
+            assert one["adapter_tier"] in ("device", "host")

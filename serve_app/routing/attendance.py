@@ -58,6 +58,7 @@ class Attendance:
         self._find_adapter = find_adapter
         self._bases: dict[str, _Base] = {}  # by application
         self._task: asyncio.Task[None] | None = None
+        self.num_ingresses = 1  # that share the traffic, this one included
         # A frame was written into its view.
         self.on_frame: Callable[[], None] | None = None
         # (application, ids): Serve's router sends requests to these replicas from now on.
@@ -139,7 +140,7 @@ class Attendance:
                 base.due_s = now_s + base.pause_s
                 base.pause_s = min(_MAX_PAUSE_S, 2 * base.pause_s)
                 base.call = loop.create_task(self._call(base))
-            for adapter, replica_id in base.meeting.warm_ups():
+            for adapter, replica_id in base.meeting.warm_ups(self.num_ingresses):
                 if adapter not in base.warming:
                     task = loop.create_task(self._warm(base, adapter, replica_id))
                     base.warming[adapter] = task

@@ -19,21 +19,31 @@ _NOTHING = Ask("", 0)
 
 def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queue_s: float) -> bool:
     """Whether one more request may go. `under_way`: sent, but not counted by any replica yet.
-    True where nothing is known of any replica: then others decide."""
-    known = [one for one in replicas if one.is_connected and not one.is_draining]
-    if not known:
-        return True
-    rows, seconds = 0, 0.0
-    for replica in known:
+    True where no replica is known: then others decide."""
+    rows, seconds, is_any_known = 0, 0.0, False
+    for replica in replicas:  # until there is enough: one of a thousand, most of the time
+        if not replica.is_connected or replica.is_draining:
+            continue
+        if not is_any_known:
+            is_any_known = True
+            for ask in under_way:
+                rows -= ask.num_sequences
+                seconds -= expected_ttft(ask, replica).prefill_s
         free_rows, free_s = _room(replica, max_queue_s)
         rows += free_rows
         seconds += free_s
-    if rows <= 0 or seconds <= 0:
-        return False
-    for ask in under_way:
-        rows -= ask.num_sequences
-        seconds -= expected_ttft(ask, known[0]).prefill_s
-    return rows > 0 and seconds > 0
+        if rows > 0 and seconds > 0:
+            return True
+    return not is_any_known and _may_go_unseen(replicas, under_way)
+
+
+def _may_go_unseen(replicas: Sequence[ReplicaView], under_way: Iterable[Ask]) -> bool:
+    """Replicas that said nothing yet get what their rows hold: all that waited for the start would
+    else sit in the first one's queue when the others come."""
+    staying = [one for one in replicas if not one.is_draining]
+    num_rows = sum(one.limits.max_num_seqs for one in staying)
+    num_sent = sum(one.num_sequences for one in staying)
+    return not num_rows or num_sent + sum(ask.num_sequences for ask in under_way) < num_rows
 
 
 def _room(replica: ReplicaView, max_queue_s: float) -> tuple[int, float]:

@@ -57,10 +57,12 @@ class Meeting:
         with self._lock:
             return self._policy.rank(ask, self.views.replicas, monotonic())
 
-    def warm_ups(self) -> list[tuple[str, str]]:
-        """(adapter, replica) that shall have it before requests ask for it."""
+    def warm_ups(self, num_ingresses: int) -> list[tuple[str, str]]:
+        """(adapter, replica) that shall have it before requests ask for it; asked twice a second.
+        `num_ingresses`: that share the traffic."""
         with self._lock:
             if isinstance(self._policy, ExpectedTtft):
+                self._policy.placement.num_ingresses = max(1, num_ingresses)
                 return self._policy.warm_ups(monotonic())
         return []
 

@@ -3,13 +3,14 @@ an abort, a preemption or a failed step does to the step in flight."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.core import Engine
 from engine.runner import ModelRunner
-from engine.types import Request, SamplingParams
+from engine.types import Request, ResumedChoice, SamplingParams
 from tests.engine_agreement import Reply, make_engine, run_all
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
 
@@ -129,6 +130,22 @@ def test_what_is_preempted_in_flight_draws_the_same_again(runner: ModelRunner) -
     while engine.has_work:
         tokens_of(engine, found)
     assert engine.load().num_preemptions > 0
+    assert found == expected
+
+
+def test_what_is_resumed_draws_the_same_as_the_undisturbed(runner: ModelRunner) -> None:
+    """In company: one decodes, the other's old tokens are computed in the same step."""
+    drawn = {"temperature": 1.0, "seed": 11}
+    penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+    requests = [request("a", 14, "head", **drawn, **penalties), request("b", 9, None, **drawn)]
+    expected = {r.request_id: alone(runner, r).tokens for r in requests}
+    engine = make_engine(runner, max_num_batched_tokens=12)
+    found = {name: tokens[:1] for name, tokens in expected.items()}
+    for wanted in requests:
+        resumed = (ResumedChoice(0, found[wanted.request_id]),)
+        engine.add_request(replace(wanted, resumed=resumed))
+    while engine.has_work:
+        tokens_of(engine, found)
     assert found == expected
 
 

@@ -1,0 +1,141 @@
+"""What a step takes, fitted to the newest: fixed + token * prompt tokens + sequence * decoding.
+
+Recursive least squares with forgetting, in information form. Steps with and without prompt tokens
+forget only their own kind: a thousand steps of decoding must not wear off what a prompt token
+costs. A weak anchor at the last fit decides where steps tell nothing (always the same number of
+sequences). An exception, such as a step that compiles, counts little where the fit knows better,
+and is forgotten where a later step shows that it was one. Numbers only.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+Vector = tuple[float, float, float]
+
+_TOKENS, _SEQUENCES = 1024.0, 64.0  # units that make the three terms alike in size
+_KEEP = 0.98  # of a kind's weight, at each new step of it: about the newest 50 count
+_ANCHOR = 0.01  # weight of the last fit, in steps
+_FAR = 4.0  # times the expected, or a part of it
+_KNOWS = 0.5  # leverage below which the fit knows better than one step
+_DISCOUNT = 0.01  # of all before, once a step shows an exception in it
+_LEAST_WEIGHT = 1e-4
+_SKIPPED = 2  # steps of a process's beginning
+_ALL, _EVERY = 64, 4  # later one of some steps without prompt tokens is enough: 25 us each
+_LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would say: not known
+
+
+class StepCost:
+    """All three are 0 before the first step, `token_s` before the first with prompt tokens."""
+
+    def __init__(self) -> None:
+        self._decoding, self._prompts = _Kind(), _Kind()
+        self._fit: Vector = (0.0, 0.0, 0.0)
+        self._num_steps = 0
+
+    @property
+    def fixed_s(self) -> float:
+        return self._fit[0]
+
+    @property
+    def token_s(self) -> float:
+        return self._fit[1] / _TOKENS
+
+    @property
+    def sequence_s(self) -> float:
+        return self._fit[2] / _SEQUENCES
+
+    def observe(self, num_prompt_tokens: int, num_decoding: int, seconds: float) -> None:
+        self._num_steps += 1
+        if self._num_steps <= _SKIPPED:
+            return
+        if not num_prompt_tokens and self._num_steps > _ALL and self._num_steps % _EVERY:
+            return
+        seconds = max(seconds, 1e-9)
+        x = (1.0, num_prompt_tokens / _TOKENS, num_decoding / _SEQUENCES)
+        expected = _dot(self._fit, x)
+        # Errors grow with the step: a long one shall not drown what short ones tell.
+        usual = self._fit[0] + self._fit[2]
+        size = min(expected, seconds) if expected else seconds
+        weight = max(_LEAST_WEIGHT, min(1.0, (usual / size) ** 2)) if usual else 1.0
+        if seconds > _FAR * expected and weight * self._leverage(x) < _KNOWS:
+            seconds = _FAR * expected
+        elif seconds < expected / _FAR:
+            self._decoding.forget(_DISCOUNT)
+            self._prompts.forget(_DISCOUNT)
+            self._fit = (0.0, 0.0, 0.0)  # no anchor
+        kind = self._prompts if num_prompt_tokens else self._decoding
+        kind.add(x, seconds, weight)
+        self._solve()
+
+    def _information(self) -> list[list[float]]:
+        a, b = self._decoding.squares, self._prompts.squares
+        matrix = [[a[i][j] + b[i][j] for j in range(3)] for i in range(3)]
+        for i in range(3):
+            matrix[i][i] += _ANCHOR
+        return matrix
+
+    def _leverage(self, x: Vector) -> float:
+        """How far a step like this is from all that is known: near 0 among many like it."""
+        return _dot(x, _solved(self._information(), list(x), (0, 1, 2)))
+
+    def _solve(self) -> None:
+        """The best fit without negative parts."""
+        matrix = self._information()
+        target = [
+            self._decoding.products[i] + self._prompts.products[i] + _ANCHOR * self._fit[i]
+            for i in range(3)
+        ]
+        best, best_loss = (0.0, 0.0, 0.0), 0.0
+        for count in (3, 2, 1):
+            for used in combinations(range(3), count):
+                found = _solved(matrix, target, used)
+                if min(found) >= 0.0 and (loss := -_dot(found, target)) < best_loss:
+                    best, best_loss = found, loss  # at a minimum the loss is -found*target/2
+            if count == 3 and best_loss < 0.0:
+                break
+        least = _LEAST if self._prompts.squares[0][0] else (_LEAST[0], 0.0, 0.0)
+        self._fit = (max(best[0], least[0]), max(best[1], least[1]), max(best[2], least[2]))
+
+
+class _Kind:
+    """Sums over the steps of one kind, the newest with weight 1."""
+
+    def __init__(self) -> None:
+        self.squares = [[0.0] * 3 for _ in range(3)]
+        self.products = [0.0] * 3
+
+    def forget(self, keep: float) -> None:
+        for i in range(3):
+            self.products[i] *= keep
+            row = self.squares[i]
+            row[0], row[1], row[2] = row[0] * keep, row[1] * keep, row[2] * keep
+
+    def add(self, x: Vector, seconds: float, weight: float) -> None:
+        for i in range(3):
+            row, xi = self.squares[i], x[i] * weight
+            for j in range(3):
+                row[j] = row[j] * _KEEP + xi * x[j]
+            self.products[i] = self.products[i] * _KEEP + xi * seconds
+
+
+def _dot(a: Vector, b: Vector | list[float]) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+
+
+def _solved(matrix: list[list[float]], target: list[float], used: tuple[int, ...]) -> Vector:
+    """Of a positive definite matrix, in the variables `used`; the others are 0."""
+    rows = [[matrix[i][j] for j in used] + [target[i]] for i in used]
+    size = len(used)
+    for k in range(size):
+        pivot = rows[k]
+        for row in rows[k + 1 :]:
+            factor = row[k] / pivot[k]
+            for j in range(k, size + 1):
+                row[j] -= factor * pivot[j]
+    found = [0.0, 0.0, 0.0]
+    for k in reversed(range(size)):
+        row = rows[k]
+        known = sum(row[j] * found[used[j]] for j in range(k + 1, size))
+        found[used[k]] = (row[size] - known) / row[k]
+    return found[0], found[1], found[2]

@@ -1,0 +1,148 @@
+"""What the generations of one ingress replica share so that they outlive their engines.
+
+Every attempt is known here while it lives. Those at a replica that left Serve's set (it drains) are
+told to go on elsewhere as soon as there is an elsewhere; those at an engine from which nothing came
+for `silence_s` as well. Here too: suspects' turns, quarantine, the count of what happened.
+Ignorant of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from engine.errors import EngineDeadError
+from serve_app.attempt import Attempt
+from serve_app.migration_metrics import MigrationMetrics
+from serve_app.probation import Probation
+from serve_app.request_quarantine import RequestQuarantine
+from serve_app.stream_server import StreamServer
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 10.0  # engines say something every second, whatever they do
+_LOOK_S = 1.0
+_LATE_S = 0.5  # a look that comes so late: this process was held up, and has frames to read yet
+_MAX_DEATHS_KNOWN = 32
+_LATE_NEWS_S = 5.0
+
+
+class ReplicaLeavesError(Exception):
+    """The engine's replica is drained: its requests go on elsewhere."""
+
+
+class SilentEngineError(EngineDeadError):
+    """Nothing comes from the engine, which is connected."""
+
+
+class Migrations:
+    def __init__(self, server: StreamServer, ingress: str, silence_s: float = SILENCE_S) -> None:
+        self.metrics = MigrationMetrics(ingress)
+        self.quarantine = RequestQuarantine()
+        self._server = server
+        self._silence_s = silence_s
+        self._live: dict[str, set[Attempt]] = {}  # by application
+        self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
+        self._gone: dict[str, set[str]] = {}  # that were up, and may have requests yet
+        self._probations: dict[str, Probation] = {}
+        # Engine id -> when it died, the attempts there without a token; the newest deaths.
+        self._deaths: dict[str, tuple[float, frozenset[Attempt]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._looking = asyncio.get_running_loop().create_task(self._keep_looking())
+
+    def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def enter(self, app_name: str, attempt: Attempt) -> None:
+        self._live.setdefault(app_name, set()).add(attempt)
+
+    def leave(self, app_name: str, attempt: Attempt) -> None:
+        live = self._live.get(app_name, set())
+        live.discard(attempt)
+        if not live:
+            self._live.pop(app_name, None)
+
+    def probation(self, app_name: str) -> Probation:
+        return self._probations.setdefault(app_name, Probation())
+
+    def is_quiet(self, app_name: str, *, but_for_new: bool) -> bool:
+        """Nobody waits for its first token at its present engine, or for an engine. `but_for_new`:
+        nobody who left another engine does."""
+        return all(
+            one.has_output or (but_for_new and one.is_first) for one in self._live.get(app_name, ())
+        )
+
+    def note_death(self, app_name: str, engine_id: str) -> None:
+        """For `was_alone`; the first of those that were there says it, the others may be late."""
+        known = self._deaths.get(engine_id)
+        now_s = time.monotonic()
+        if known is not None and now_s - known[0] < _LATE_NEWS_S:
+            return
+        newcomers = frozenset(
+            one
+            for one in self._live.get(app_name, ())
+            if not one.has_output and one.engine_id in (None, engine_id)
+        )
+        self._deaths.pop(engine_id, None)
+        self._deaths[engine_id] = (now_s, newcomers)
+        while len(self._deaths) > _MAX_DEATHS_KNOWN:
+            del self._deaths[next(iter(self._deaths))]
+
+    def was_alone(self, attempt: Attempt, engine_id: str) -> bool:
+        """No other attempt of this ingress could have been at this engine, without a token, when
+        it died."""
+        return self._deaths[engine_id][1] <= {attempt}
+
+    def replicas_changed(self, app_name: str, up: Iterable[str]) -> None:
+        """Serve's router sends new requests to these."""
+        before, now = self._up.get(app_name, frozenset()), frozenset(up)
+        self._up[app_name] = now
+        gone = self._gone.setdefault(app_name, set())
+        gone |= before - now
+        gone -= now
+        self._move_on(app_name)
+
+    def forget(self, app_name: str) -> None:
+        """The application is no more."""
+        for kept in (self._up, self._gone, self._probations):
+            kept.pop(app_name, None)
+
+    async def _keep_looking(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+            if loop.time() - due_s < _LATE_S:
+                self.look()
+
+    def look(self) -> None:
+        """At those whose engine became known late, and at silent engines."""
+        for app_name in tuple(self._live):
+            self._move_on(app_name)
+        for attempts in tuple(self._live.values()):
+            for attempt in tuple(attempts):
+                self._check_silence(attempt)
+        connected = self._server.loads.keys()
+        for gone in self._gone.values():
+            gone &= connected
+
+    def _move_on(self, app_name: str) -> None:
+        gone = self._gone.get(app_name)
+        if not gone or not self._up[app_name]:
+            return  # without another replica they had better end where they are
+        for attempt in tuple(self._live.get(app_name, ())):
+            if attempt.is_movable and attempt.engine_id in gone:
+                attempt.fail(ReplicaLeavesError())
+
+    def _check_silence(self, attempt: Attempt) -> None:
+        if not attempt.is_movable or (engine_id := attempt.engine_id) is None:
+            return
+        silence_s = self._server.silence_s(engine_id)
+        if silence_s is not None and silence_s > self._silence_s:
+            logger.warning("nothing came from engine %s for %.0f s", engine_id, silence_s)
+            attempt.fail(SilentEngineError(f"engine {engine_id} is silent"))

@@ -1,0 +1,133 @@
+"""How far the choices of one submit call have come: all that another engine needs to go on.
+
+Each engine that takes the call over knows its requests under ids of its own, so that late tokens of
+the engine before find nobody; readers see the first ids. The last token of a choice comes together
+with its finish reason, so a choice that is open here has not ended anywhere. Pure: ignorant of
+engines, streams and text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.types import Request, ResumedChoice, SamplingParams, TokenOutput
+
+
+class Progress:
+    def __init__(self, requests: Sequence[Request]) -> None:
+        seeded = [_with_seed(request) for request in requests]
+        self._requests = {request.request_id: request for request in seeded}
+        # Output so far, by (request, choice), of those that have not ended.
+        self._open: dict[tuple[str, int], list[int]] = {
+            (request.request_id, choice): []
+            for request in requests
+            for choice in range(request.params.n)
+        }
+        self._num_cached: dict[tuple[str, int], int] = {}
+        self._has_prompt_logprobs: set[str] = set()
+        self._engine_ids: dict[str, str] = {}  # what the present engine calls a request
+        self._originals: dict[str, str] = {}  # and back; both empty on the first engine
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """As the first engine gets them: each has a seed, so that a second one draws the same."""
+        return tuple(self._requests.values())
+
+    @property
+    def is_done(self) -> bool:
+        return not self._open
+
+    @property
+    def open_requests(self) -> set[str]:
+        """By the present engine's ids."""
+        return {self.engine_id(request_id) for request_id, _ in self._open}
+
+    def engine_id(self, request_id: str) -> str:
+        return self._engine_ids.get(request_id, request_id)
+
+    def is_open(self, request_id: str, choice: int) -> bool:
+        return (request_id, choice) in self._open
+
+    def end(self, request_id: str, choice: int) -> None:
+        self._open.pop((request_id, choice), None)
+
+    def end_all(self) -> None:
+        self._open.clear()
+
+    def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Outputs of the present engine, noted and as the reader knows them."""
+        if self._originals:
+            outputs = [
+                self._as_first(output, original)
+                for output in outputs
+                if (original := self._originals.get(output.request_id)) is not None
+            ]
+        for output in outputs:
+            self._note(output)
+        return outputs
+
+    def resume(self) -> tuple[Request, ...]:
+        """What the next engine is to be sent, under new ids; from now on `take` expects those."""
+        self._engine_ids, self._originals = {}, {}
+        resumed = []
+        for request_id, request in self._requests.items():
+            choices = tuple(
+                ResumedChoice(choice, tuple(token_ids))
+                for (open_id, choice), token_ids in self._open.items()
+                if open_id == request_id
+            )
+            if not choices:
+                continue
+            is_untouched = len(choices) == request.params.n and not any(
+                choice.token_ids for choice in choices
+            )
+            engine_id = uuid.uuid4().hex
+            self._engine_ids[request_id] = engine_id
+            self._originals[engine_id] = request_id
+            resumed.append(
+                replace(
+                    request,
+                    request_id=engine_id,
+                    params=self._params(request),
+                    resumed=() if is_untouched else choices,
+                )
+            )
+        return tuple(resumed)
+
+    def _note(self, output: TokenOutput) -> None:
+        key = (output.request_id, output.choice)
+        token_ids = self._open.get(key)
+        if token_ids is None:
+            return
+        if not output.offset:
+            self._num_cached[key] = output.num_cached_tokens
+            if output.prompt_logprobs:
+                self._has_prompt_logprobs.add(output.request_id)
+        num_known = len(token_ids) - output.offset
+        token_ids.extend(output.token_ids[num_known:] if num_known > 0 else output.token_ids)
+        if output.finish_reason is not None:
+            del self._open[key]
+
+    def _as_first(self, output: TokenOutput, request_id: str) -> TokenOutput:
+        """What the client is told of its prompt's cache is the first engine's word: this one may
+        have found more than the prompt."""
+        num_cached = self._num_cached.get((request_id, output.choice))
+        if num_cached is None:
+            prompt = self._requests[request_id].prompt_token_ids
+            num_cached = min(output.num_cached_tokens, len(prompt))
+        return replace(output, request_id=request_id, num_cached_tokens=num_cached)
+
+    def _params(self, request: Request) -> SamplingParams:
+        """Without what was already answered."""
+        if request.request_id in self._has_prompt_logprobs:
+            return replace(request.params, prompt_logprobs=None)
+        return request.params
+
+
+def _with_seed(request: Request) -> Request:
+    if request.params.seed is not None:
+        return request
+    return replace(request, params=replace(request.params, seed=secrets.randbits(64)))

@@ -1,0 +1,1 @@
+"""Real routers, queues and scaling rules over engines that are numbers, in virtual time."""

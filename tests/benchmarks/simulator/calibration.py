@@ -1,0 +1,162 @@
+"""Where the simulator's numbers come from: measurements that this repository holds, or a server.
+
+`h200()` reads the committed results of the Llama-3-8B shape on an H200. `of_load` takes what a live
+engine says of its own steps. What nobody measured is marked `assumed` among the sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from engine.admission import EngineLimits
+from engine.types import EngineLoad
+from tests.benchmarks.simulator.pace import Pace
+from tests.benchmarks.simulator.tiers import TierRoom, TierSpeeds
+
+RESULTS = Path(__file__).parent.parent / "results"
+ENGINE, PROFILE = "2026-11-21-engine-h200.jsonl", "2026-11-21-profile-h200.jsonl"
+# The prompts of that workload have 256 tokens and the outputs 128: the median gap is at half.
+_CONTEXT = 256 + 64
+_PREFILL_TOKENS, _PREFILL_REQUESTS = 3900, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    name: str
+    pace: Pace
+    limits: EngineLimits
+    runs_ahead: bool
+    speeds: TierSpeeds
+    room: TierRoom
+    # A request's way to the engine and its first token's way back, at idle: HTTP, Serve, the side
+    # stream. Measured once, the same for every load.
+    front_s: float
+    stream_s: float  # from the end of a step to the ingress that reads its frame
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Calibration:
+        content = json.loads(path.read_text())
+        return cls(
+            name=content["name"],
+            pace=Pace(**content["pace"]),
+            limits=EngineLimits(**content["limits"]),
+            runs_ahead=content["runs_ahead"],
+            speeds=TierSpeeds(**content["speeds"]),
+            room=TierRoom(**content["room"]),
+            front_s=content["front_s"],
+            stream_s=content["stream_s"],
+            sources=content.get("sources", {}),
+        )
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens, if nothing else were to be computed."""
+        budget = self.limits.max_num_batched_tokens
+        return budget / self.pace.step_s(budget, 0, 0)
+
+    def requests_per_s(self, prompt: float, output: float) -> float:
+        """What one replica can do at most, on the mean: its steps as full as its rows allow.
+
+        In the time of `output` steps of n sequences n requests come and go, with their prompts.
+        """
+        n = self.limits.max_num_seqs
+        context = min(n * (prompt + output / 2), self.limits.max_kv_tokens)
+        n = int(min(n, context / (prompt + output / 2)))
+        round_s = output * self.pace.step_s(0, n, int(context)) + n * prompt * self.pace.token_s
+        return n / round_s
+
+
+def h200() -> Calibration:
+    lines = [*_lines(ENGINE), *_lines(PROFILE)]
+    ours = [line for line in lines if line.get("side") == "ours" and "seconds" in line]
+    cases = {str(line["case"]): line for line in ours}
+    scenes = {str(line["scene"]): line for line in lines if "scene" in line}
+    engines = {str(line["engine"]): line for line in lines if "num_blocks" in line}
+    attention_us = scenes["decode 256, 32 adapters"]["by_class_us"]["attention"]
+    kv_token_s = attention_us * 1e-6 / (256 * _CONTEXT)
+    counts = (1, 32, 128, 256)
+    gaps_s = [
+        cases[f"on-r16x32-n{n}"]["inter_token_ms"]["p50"] / 1000 - kv_token_s * n * _CONTEXT
+        for n in counts
+    ]
+    fixed_s, sequence_s = _line_through(counts, gaps_s)
+    prefill_s = cases["on-r16x16-n16-prefill3900"]["seconds"]
+    num_tokens = _PREFILL_TOKENS * _PREFILL_REQUESTS
+    token_s = (prefill_s - fixed_s * num_tokens / 8192) / num_tokens
+    read_s = cases["on-r16x32-n1"]["load_adapters_s"] / 32
+    return Calibration(
+        name="h200 llama-3-8b",
+        pace=Pace(fixed_s, token_s, sequence_s, kv_token_s),
+        limits=EngineLimits(8192, 128256, engines["on"]["num_blocks"] * 16, 256, 8192),
+        runs_ahead=True,
+        speeds=TierSpeeds(copy_s=0.002, disk_s=read_s, registry_s=0.168, registry_wait_s=0.1),
+        room=TierRoom(engines["on"]["adapter_pages"], 4 * engines["on"]["adapter_pages"], 4096),
+        front_s=0.005,
+        stream_s=0.0005,
+        sources={
+            "pace.fixed_s, sequence_s": f"{ENGINE}: p50 gaps of on-r16x32-n1, 32, 128, 256, less "
+            "the attention to their context; a line through them",
+            "pace.kv_token_s": f"{PROFILE}: attention of 'decode 256, 32 adapters'",
+            "pace.token_s": f"{ENGINE}: on-r16x16-n16-prefill3900 in steps of 8192",
+            "speeds.copy_s": "lora/staging.py and lora/pool.py: 84 MB of rank 16 in 1.6 to 2 ms",
+            "speeds.disk_s": f"{ENGINE}: load_adapters_s of 32 adapters of rank 16",
+            "speeds.registry_s, registry_wait_s": "assumed: 84 MB at 500 MB/s, 0.1 s before",
+            "room.device_pages, limits.max_kv_tokens": f"{ENGINE}: the engine 'on'",
+            "room.host_pages": "EngineConfig: four times the pool",
+            "room.disk_pages": "assumed: 344 GB of local copies on a node",
+            "front_s, stream_s": "assumed; measured where a real run is compared",
+        },
+    )
+
+
+def of_load(base: Calibration, load: EngineLoad, name: str) -> Calibration:
+    """The steps as an engine fitted them to its own; the context is in each sequence's part."""
+    if not load.step_fixed_s:
+        raise SystemExit(f"{name} has not fitted its steps yet: send it some requests first")
+    pace = Pace(load.step_fixed_s, load.step_token_s, load.step_sequence_s)
+    limits = replace(base.limits, max_kv_tokens=load.num_blocks * 16)
+    told = {"pace": f"EngineLoad.step_* of {name}"}
+    return replace(base, name=name, pace=pace, limits=limits, sources=base.sources | told)
+
+
+def of_server(base: Calibration, url: str) -> Calibration:
+    """`/metrics` of an ingress shows what each engine says; the mean of all."""
+    text = httpx.get(f"{url}/metrics", timeout=10).text
+    found = {name: _samples(text, f"loraplex_engine_step_{name}_seconds") for name in _PARTS}
+    if not all(found.values()):
+        raise SystemExit(f"{url}/metrics does not show loraplex_engine_step_*_seconds")
+    parts = {name: sum(values) / len(values) for name, values in found.items()}
+    if not parts["fixed"]:
+        raise SystemExit(f"{url}: no engine has fitted its steps yet: send some requests first")
+    pace = Pace(parts["fixed"], parts["token"], parts["sequence"])
+    return replace(base, name=url, pace=pace, sources=base.sources | {"pace": f"{url}/metrics"})
+
+
+_PARTS = ("fixed", "token", "sequence")
+
+
+def _samples(text: str, name: str) -> list[float]:
+    lines = [line for line in text.splitlines() if line.startswith((name + " ", name + "{"))]
+    return [float(line.rsplit(" ", 1)[1]) for line in lines]
+
+
+def _lines(name: str) -> list[dict]:  # type: ignore[type-arg]
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def _line_through(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """(at 0, slope), least squares of the relative errors."""
+    weights = 1 / np.asarray(ys)
+    columns = np.stack([np.ones(len(xs)), np.asarray(xs, dtype=float)], axis=1)
+    found = np.linalg.lstsq(columns * weights[:, None], np.ones(len(xs)), rcond=None)[0]
+    return float(found[0]), float(found[1])

@@ -1,0 +1,153 @@
+"""Engines, their disks, ingresses and the wires between them: one simulated service."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from serve_app.routing.by_ttft import ExpectedTtft
+from serve_app.routing.policy import Policy
+from serve_app.stream import Step
+from tests.benchmarks.simulator.calibration import Calibration
+from tests.benchmarks.simulator.calls import Call
+from tests.benchmarks.simulator.engine import UNBOUNDED, Engine, EngineArgs
+from tests.benchmarks.simulator.events import Loop
+from tests.benchmarks.simulator.front import FrontArgs, Ingress
+from tests.benchmarks.simulator.gate import GateArgs
+from tests.benchmarks.simulator.records import Records
+from tests.benchmarks.simulator.tiers import Disk, Tiers
+
+_TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterArgs:
+    calibration: Calibration
+    num_replicas: int
+    make_policy: Callable[[int], Policy]  # by the ingress's number
+    num_ingresses: int = 1
+    replicas_per_node: int = 8  # share a disk
+    max_ongoing: int = 512
+    gate: GateArgs | None = None
+    max_jump: int = UNBOUNDED
+    seed: int = 0
+
+
+class Cluster:
+    def __init__(self, args: ClusterArgs) -> None:
+        self.args = args
+        self.loop = Loop()
+        self.records = Records(args.calibration.stream_s)
+        self.engines: dict[str, Engine] = {}
+        self.names: list[str] = []  # by the engine's number
+        self.wall_s = 0.0
+        self._disks: list[Disk] = []
+        self._random = random.Random(args.seed)
+        self._is_running = False
+        calibration = args.calibration
+        front = FrontArgs(calibration.front_s, args.max_ongoing, args.gate)
+        self.ingresses = [
+            Ingress(
+                number,
+                self.loop,
+                front,
+                calibration.limits,
+                args.make_policy(number),
+                self.engines,
+            )
+            for number in range(args.num_ingresses)
+        ]
+        for _ in range(args.num_replicas):
+            self.add_engine()
+        self.tell_replicas(self.names)
+
+    def add_engine(self) -> str:
+        """Its ingresses learn of it by `tell_replicas`."""
+        calibration = self.args.calibration
+        number = len(self.names)
+        if number // self.args.replicas_per_node >= len(self._disks):
+            self._disks.append(Disk(calibration.room.disk_pages))
+        speeds = calibration.speeds
+        tiers = Tiers(self.loop, speeds, calibration.room, self._disks[-1])
+        args = EngineArgs(
+            calibration.pace,
+            calibration.limits,
+            calibration.runs_ahead,
+            (speeds.copy_s, speeds.disk_s, speeds.registry_wait_s + speeds.registry_s),
+            self.args.max_jump,
+        )
+        engine = Engine(number, self.loop, args, tiers, self._tell, self._ended)
+        tiers.woken = engine.wake
+        engine.late = self.resume
+        name = f"replica-{number:04}"
+        self.names.append(name)
+        self.engines[name] = engine
+        return name
+
+    def tell_replicas(self, names: Iterable[str]) -> None:
+        wanted = list(names)
+        for ingress in self.ingresses:
+            ingress.keep(wanted)
+
+    def run(self, calls: Iterator[Call], until_s: float = float("inf")) -> None:
+        """Until every call has ended, or a moment."""
+        self._is_running = True
+        self.loop.at(self.loop.now_s, self._tick)
+        began_s = time.perf_counter()
+        gc.disable()  # nothing here is a cycle, and there are millions of objects to look at
+        try:
+            self.loop.run(self._last(calls), self._arrive, until_s)
+        finally:
+            gc.enable()
+        self.wall_s += time.perf_counter() - began_s
+
+    def resume(self, call: Call) -> None:
+        """Its engine went: its ingress knows at the next frame's time."""
+        due_s = self.loop.now_s + self.args.calibration.stream_s
+        self.loop.at(due_s, self.ingresses[call.ingress].resume, call)
+
+    def _last(self, calls: Iterator[Call]) -> Iterator[Call]:
+        yield from calls
+        self._is_running = False
+
+    def _arrive(self, call: Call) -> None:
+        """The proxy before the ingresses sends requests to them at random."""
+        ingresses = self.ingresses
+        if len(ingresses) > 1:
+            ingresses[int(self._random.random() * len(ingresses))].take(call)
+        else:
+            ingresses[0].take(call)
+
+    def _tell(self, engine: Engine, step: Step, accepted: list[Call]) -> None:
+        due_s = self.loop.now_s + self.args.calibration.stream_s
+        self.loop.at(due_s, self._deliver, (self.names[engine.number], step))
+
+    def _deliver(self, frame: tuple[str, Step]) -> None:
+        name, step = frame
+        for ingress in self.ingresses:
+            ingress.see(name, step)
+
+    def _ended(self, call: Call) -> None:
+        self.records.add(call)
+        self.loop.at(self.loop.now_s + self.args.calibration.stream_s, self._tell_ended, call)
+
+    def _tell_ended(self, call: Call) -> None:
+        self.ingresses[call.ingress].ended(call)
+
+    def _tick(self, _: object) -> None:
+        """What goes by the clock, as long as requests come or wait."""
+        now_s = self.loop.now_s
+        for ingress in self.ingresses:
+            if isinstance(ingress.policy, ExpectedTtft):
+                self._warm_up(ingress.policy, now_s)
+            ingress.tick()
+        if self._is_running or any(ingress.num_held for ingress in self.ingresses):
+            self.loop.at(now_s + _TICK_S, self._tick)
+
+    def _warm_up(self, policy: ExpectedTtft, now_s: float) -> None:
+        """For adapters that need more than one home, as `routing.attendance` does."""
+        for adapter, replica_id in policy.warm_ups(now_s):
+            self.engines[replica_id].warm_up(adapter)

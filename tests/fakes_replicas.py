@@ -1,0 +1,203 @@
+"""Engine replicas of one base in this process, behind what a Serve handle offers a Generation: real
+engine hosts with the paced engine and real sockets, no Ray. They can be killed, hung and drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+
+from engine.types import Request, SamplingParams, TokenOutput
+from serve_app.config import MigrationArgs
+from serve_app.engine_actor import EngineHost
+from serve_app.errors import EngineGoneError
+from serve_app.generation import Generation, Lane
+from serve_app.metrics import EngineMetrics
+from serve_app.migrations import Migrations
+from serve_app.stream_server import StreamServer
+from serve_app.topology import SubmitCall
+from tests.fakes_engine import PacedEngine
+
+APP = "base-app"
+
+
+class Replica:
+    def __init__(self, engine_id: str, rate: float) -> None:
+        self.engine_id = engine_id
+        self.engine = PacedEngine(rate=rate)
+        self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16, 0))
+        self.is_up = True
+        self._died = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.engine.crash = lambda: cast(None, loop.call_soon_threadsafe(self._end))
+        self.host.start()
+
+    @property
+    def is_dead(self) -> bool:
+        return self._died.is_set()
+
+    def kill(self) -> None:
+        """As `kill -9` of its process."""
+        self.engine._stopped.set()
+        self._end()
+
+    def hang(self) -> None:
+        """As SIGSTOP: its connections stay."""
+        self.engine._stopped.set()
+        assert self.host._heartbeat is not None
+        self.host._heartbeat.cancel()
+
+    def _end(self) -> None:
+        self.is_up = False
+        self._died.set()
+        self.host.stop()
+
+    async def submit(self, call: SubmitCall) -> None:
+        name = None if call.adapter is None else call.adapter.name
+        if call.adapter is not None:
+            await self.engine.load_adapter(call.adapter.name, call.adapter.digest, "nowhere")
+        loop = asyncio.get_running_loop()
+        running = loop.create_task(self.host.submit(call.requests, call.reply_to, name))
+        died = loop.create_task(self._died.wait())
+        try:
+            await asyncio.wait({running, died}, return_when=asyncio.FIRST_COMPLETED)
+            if self._died.is_set():
+                raise EngineGoneError("the engine died", self.engine_id)
+            await running
+        finally:
+            running.cancel()
+            died.cancel()
+
+
+class _Response:
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    def __await__(self) -> Generator[object, None, object]:
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+@dataclass
+class Fleet:
+    """`submit` stands for the handle's method. Replicas take turns."""
+
+    server: StreamServer
+    migrations: Migrations
+    rate: float
+    args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=10.0))
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    placed: list[tuple[str, SubmitCall]] = field(default_factory=list)
+    num_refusals: int = 0  # so many calls are refused first
+    _num_calls: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def submit(self) -> Fleet:
+        return self
+
+    @property
+    def lane(self) -> Lane:
+        handle = cast(DeploymentHandle[object], self)
+        limits = PacedEngine().model_limits
+        return Lane(self.server, handle, limits, APP, "base", self.args)
+
+    @property
+    def num_up(self) -> int:
+        return sum(replica.is_up for replica in self.replicas.values())
+
+    def add(self) -> Replica:
+        replica = Replica(f"e{len(self.replicas)}", self.rate)
+        self.replicas[replica.engine_id] = replica
+        self.tell()
+        return replica
+
+    def drain(self, engine_id: str) -> None:
+        self.replicas[engine_id].is_up = False
+        self.tell()
+
+    def tell(self) -> None:
+        """As Serve's router learns it."""
+        up = [name for name, replica in self.replicas.items() if replica.is_up]
+        self.migrations.replicas_changed(APP, up)
+
+    def remote(self, call: SubmitCall) -> _Response:
+        task = asyncio.get_running_loop().create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return _Response(task)
+
+    def generate(self, *requests: Request, session: str | None = None) -> Generation:
+        return Generation(self.migrations, self.lane, requests, None, session)
+
+    async def _run(self, call: SubmitCall) -> None:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+        self._num_calls += 1
+        while not (able := self._able(call)):
+            await asyncio.sleep(0.005)
+        replica = able[self._num_calls % len(able)]
+        self.placed.append((replica.engine_id, call))
+        await replica.submit(call)
+
+    def _able(self, call: SubmitCall) -> list[Replica]:
+        return [
+            replica
+            for name, replica in self.replicas.items()
+            if replica.is_up and name not in call.ask.avoid
+        ]
+
+
+@asynccontextmanager
+async def running_fleet(
+    count: int, rate: float = 200.0, silence_s: float = 10.0
+) -> AsyncIterator[Fleet]:
+    server = StreamServer()
+    await server.listen("127.0.0.1")
+    fleet = Fleet(server, Migrations(server, "i0", silence_s), rate)
+    for _ in range(count):
+        fleet.add()
+    try:
+        yield fleet
+    finally:
+        for replica in fleet.replicas.values():
+            replica.host.stop()
+        server.close()
+        await asyncio.sleep(0)
+
+
+def make_request(
+    prompt: tuple[int, ...], max_tokens: int = 40, n: int = 1, name: str = "r"
+) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, n=n))
+
+
+async def read_all(
+    generation: Generation, on_outputs: Callable[[], None] | None = None
+) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    async with asyncio.timeout(20):
+        while not generation.is_done:
+            outputs += await generation.read()
+            if on_outputs is not None:
+                on_outputs()
+    return outputs
+
+
+def tokens(outputs: list[TokenOutput], choice: int = 0, name: str = "r") -> tuple[int, ...]:
+    """Of one choice; fails when one is missing or doubled."""
+    found: list[int] = []
+    for output in outputs:
+        if (output.request_id, output.choice) == (name, choice):
+            assert output.offset == len(found)
+            found += output.token_ids
+    return tuple(found)

@@ -1,0 +1,61 @@
+"""An ingress that is told of every step, through Ray Serve: the paced engine, a server here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from ray import serve
+
+from serve_app.stream import Step, StreamAddress, StreamError
+from serve_app.stream_server import StreamServer
+from tests.fakes_engine import CRASH_TOKEN
+from tests.serve_rig import RIG_ADAPTER, RIG_BASE, deploy, rig_args, wait_ready
+from tests.waiting import until
+
+Attend = Callable[[StreamAddress], Awaitable[None]]
+
+
+async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
+    serve_port: int, tmp_path: Path
+) -> None:
+    rig = deploy(serve_port, rig_args(200.0, RIG_BASE), tmp_path)
+    wait_ready(rig)
+    (name,) = (one for one in serve.status().applications if one != "api")
+    attend: Attend = serve.get_app_handle(name).attend.remote
+    server, lost, frames = StreamServer(), list[str](), list[Step]()
+    await server.listen("127.0.0.1")
+    server.on_frame = lambda _, frame: frames.append(frame)
+    server.on_lost = lost.append
+    await attend(server.address)
+    await until(lambda: bool(frames), 30)
+    assert frames[0].is_whole
+    (engine,) = server.engines
+    async with httpx.AsyncClient(base_url=rig.url, timeout=30) as client:
+        body = {"model": f"{RIG_BASE}:{RIG_ADAPTER}", "prompt": "abcdefgh", "max_tokens": 5}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        await until(lambda: frames[-1].load.num_steps >= 5)
+        assert not any(frame.outputs or frame.accepted for frame in frames)  # another's
+        (adapter,) = frames[-1].load.adapters_on_device
+        await until(lambda: any(adapter in (f.adapters_on_disk or ()) for f in frames))
+        await until(lambda: frames[-1].load_s[1] > 0)  # it was loaded from there
+        await attend(server.address)
+        await until(lambda: sum(frame.is_whole for frame in frames) == 2)
+        assert adapter in (frames[-1].adapters_on_disk or ())
+        body = {"model": RIG_BASE, "prompt": [CRASH_TOKEN, 1], "max_tokens": 5}
+        await client.post("/v1/completions", json=body)
+    await until(lambda: lost == [engine])
+    async with asyncio.timeout(30):
+        while not server.engines:  # Serve starts another replica
+            try:
+                await attend(server.address)
+            except Exception:  # the dead one's call
+                await asyncio.sleep(0.1)
+    assert engine not in server.engines
+    server.close()
+    await until(lambda: len(lost) == 2)
+    with pytest.raises(StreamError, match="cannot reach the ingress"):
+        await attend(server.address)

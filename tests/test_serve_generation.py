@@ -1,0 +1,292 @@
+"""A generation whose engines die, hang, drain and refuse: no token is lost or doubled, and only
+what kills engines is quarantined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.errors import EngineDeadError
+from engine.types import TokenOutput
+from serve_app.asgi import ClientGoneError
+from serve_app.config import MigrationArgs
+from serve_app.errors import OverloadedError, RequestQuarantinedError
+from serve_app.generation import Generation
+from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN
+from tests.fakes_replicas import Fleet, make_request, read_all, running_fleet, tokens
+from tests.waiting import until
+
+PROMPT = (11, 12, 13, 14)
+WHOLE = (PROMPT * 10)[:40]
+
+
+def engine_of(fleet: Fleet, index: int = -1) -> str:
+    return fleet.placed[index][0]
+
+
+def engine_now(generation: Generation) -> str | None:
+    return None if generation._attempt is None else generation._attempt.engine_id
+
+
+def migrated(fleet: Fleet, reason: str, result: str = "ok") -> float:
+    text = fleet.migrations.metrics.text().decode()
+    wanted = f'reason="{reason}",result="{result}"'
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if wanted in line)
+
+
+def count(fleet: Fleet, name: str) -> float:
+    text = fleet.migrations.metrics.text().decode()
+    start = f"loraplex_requests_{name}_total{{"
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(start)
+    )
+
+
+async def read_some(generation: Generation, num_tokens: int) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    while sum(len(output.token_ids) for output in outputs) < num_tokens:
+        outputs += await asyncio.wait_for(generation.read(), 10)
+    return outputs
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 20, 39])
+async def test_a_stream_goes_on_where_its_engine_died(num_before: int) -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, num_before)
+        rest = asyncio.create_task(read_all(generation))
+        await until(lambda: bool(fleet.placed))
+        fleet.replicas[engine_of(fleet)].kill()
+        outputs += await rest
+        assert tokens(outputs) == WHOLE
+        assert outputs[-1].finish_reason == "length"
+        assert len({engine for engine, _ in fleet.placed}) == len(fleet.placed) == 2
+        assert migrated(fleet, "death") == 1
+        generation.close()
+
+
+async def test_a_resumed_call_has_new_ids_the_same_seed_and_avoids_the_dead_engine() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        fleet.replicas[engine_of(fleet)].kill()
+        await read_all(generation)
+        (dead, first), (_, second) = fleet.placed
+        (before,), (after,) = first.requests, second.requests
+        assert before.request_id != after.request_id == second.ask.call_id
+        assert before.params.seed is not None
+        assert before.params == after.params
+        assert after.resumed[0].token_ids[:5] == tokens(outputs)[:5]
+        assert second.ask.avoid == {dead}
+
+
+async def test_choices_that_ended_are_not_sent_again() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(
+            make_request(PROMPT, n=3), make_request((7, 8), 5, name="short")
+        )
+        outputs = await read_some(generation, 3 * 10 + 5)
+        generation.end_choice("r", 1)  # a stop string
+        outputs_before = len(tokens([o for o in outputs if o.choice == 1], 1))
+        fleet.replicas[engine_of(fleet)].kill()
+        outputs += await read_all(generation)
+        (request,) = fleet.placed[1][1].requests
+        assert request.choices == (0, 2)
+        assert tokens(outputs, 0) == tokens(outputs, 2) == WHOLE
+        assert len(tokens(outputs, 1)) >= outputs_before
+        assert tokens(outputs, 0, "short") == (7, 8, 7, 8, 7)
+
+
+async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
+    async with running_fleet(2, silence_s=0.05) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        old = fleet.replicas[engine_of(fleet)]
+        old.hang()
+        await asyncio.sleep(0.1)
+        fleet.migrations.look()
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        assert migrated(fleet, "silence") == 1
+        await until(lambda: bool(old.engine.aborted))
+
+
+async def test_drained_requests_move_at_once_and_are_aborted_where_they_were() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        old = fleet.replicas[engine_of(fleet)]
+        fleet.drain(old.engine_id)
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        assert migrated(fleet, "drain") == 1
+        await until(lambda: bool(old.engine.aborted))
+        assert engine_of(fleet) != old.engine_id
+
+
+async def test_the_last_replica_of_a_base_is_left_to_end_its_requests_itself() -> None:
+    async with running_fleet(1) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        fleet.drain("e0")
+        outputs += await read_some(generation, 5)
+        assert engine_of(fleet) == "e0"
+        fleet.add()  # now there is an elsewhere
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        assert engine_of(fleet) == "e1"
+
+
+async def test_drains_are_not_counted_as_deaths() -> None:
+    async with running_fleet(2) as fleet:
+        fleet.args = MigrationArgs(limit=1)
+        generation = fleet.generate(make_request(PROMPT))
+        outputs: list[TokenOutput] = []
+        for _ in range(4):
+            outputs += await read_some(generation, 3)
+            fleet.add()
+            fleet.drain(engine_of(fleet))
+            await until(lambda: engine_now(generation) is not None)
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+
+
+async def test_without_another_replica_it_waits_for_the_replacement() -> None:
+    async with running_fleet(1) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        fleet.replicas["e0"].kill()
+        rest = asyncio.get_running_loop().create_task(read_all(generation))
+        await asyncio.sleep(0.1)
+        fleet.add()
+        assert tokens(outputs + await rest) == WHOLE
+
+
+async def test_it_does_not_wait_longer_than_its_time_limit() -> None:
+    async with running_fleet(1) as fleet:
+        fleet.args = MigrationArgs(timeout_s=0.1)
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        fleet.replicas["e0"].kill()
+        with pytest.raises(EngineDeadError, match="in time"):
+            await read_all(generation)
+        assert migrated(fleet, "death", "failed") == count(fleet, "lost") == 1
+
+
+async def test_full_queues_are_waited_for() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        fleet.num_refusals = 3
+        fleet.replicas[engine_of(fleet)].kill()
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+
+
+async def test_a_full_queue_at_the_first_engine_is_the_clients_to_know() -> None:
+    async with running_fleet(1) as fleet:
+        fleet.num_refusals = 1
+        with pytest.raises(OverloadedError):
+            await read_all(fleet.generate(make_request(PROMPT)))
+
+
+async def test_a_base_that_opted_out_fails_at_the_first_death() -> None:
+    async with running_fleet(2) as fleet:
+        fleet.args = MigrationArgs(limit=0)
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        fleet.replicas[engine_of(fleet)].kill()
+        with pytest.raises(EngineDeadError):
+            await read_all(generation)
+        assert len(fleet.placed) == count(fleet, "lost") == 1
+
+
+async def test_more_deaths_than_the_limit_end_it() -> None:
+    async with running_fleet(4) as fleet:
+        fleet.args = MigrationArgs(limit=2)
+        generation = fleet.generate(make_request(PROMPT))
+        for _ in range(3):
+            await read_some(generation, 3)
+            fleet.replicas[engine_of(fleet)].kill()
+        with pytest.raises(EngineDeadError):
+            await read_all(generation)
+        assert len(fleet.placed) == 3
+
+
+async def test_a_client_that_leaves_while_it_moves_ends_it() -> None:
+    async with running_fleet(1) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        fleet.replicas["e0"].kill()
+        reading = asyncio.get_running_loop().create_task(read_all(generation))
+        await asyncio.sleep(0.05)
+        generation.fail(ClientGoneError())
+        with pytest.raises(ClientGoneError):
+            await reading
+        generation.close()
+        replica = fleet.add()
+        await asyncio.sleep(0.05)
+        assert replica.engine.load().num_running == 0
+        assert fleet.server.num_open == 0
+
+
+async def test_a_death_after_the_last_token_changes_nothing() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT, 3))
+        outputs = await read_some(generation, 1)
+        await until(lambda: fleet.replicas[engine_of(fleet)].engine.load().num_running == 0)
+        await asyncio.sleep(0.05)
+        fleet.replicas[engine_of(fleet)].kill()
+        assert tokens(outputs + await read_all(generation)) == (11, 12, 13)
+        assert len(fleet.placed) == 1
+
+
+# Requests that kill their engine
+
+
+@pytest.mark.parametrize(("token", "num_killed"), [(POISON_TOKEN, 2), (CRASH_TOKEN, 3)])
+async def test_what_kills_its_engines_is_quarantined_and_twenty_others_are_answered(
+    token: int, num_killed: int
+) -> None:
+    async with running_fleet(3, rate=100.0) as fleet:
+        others = [fleet.generate(make_request((i + 1, i + 2), 60, name=f"o{i}")) for i in range(20)]
+        reading = [asyncio.create_task(read_all(other)) for other in others]
+        await until(lambda: all(engine_now(other) is not None for other in others))
+        poison = fleet.generate(make_request((token, 1, 2), 60, name="poison"))
+        reading.append(asyncio.create_task(read_all(poison)))
+        while not reading[-1].done():
+            if not fleet.num_up:
+                fleet.add()
+            await asyncio.sleep(0.01)
+        with pytest.raises(RequestQuarantinedError):
+            await reading.pop()
+        if not fleet.num_up:
+            fleet.add()
+        for i, outputs in enumerate(await asyncio.gather(*reading)):
+            assert tokens(outputs, 0, f"o{i}") == ((i + 1, i + 2) * 30)[:60]
+        assert sum(replica.is_dead for replica in fleet.replicas.values()) == num_killed
+        assert count(fleet, "quarantined") == 1
+        again = make_request((token, 1, 2), 60, name="again")
+        with pytest.raises(RequestQuarantinedError):
+            fleet.generate(again)
+        assert count(fleet, "lost") == 0
+
+
+async def test_newcomers_that_die_with_a_poison_go_on_one_by_one_and_are_not_judged() -> None:
+    async with running_fleet(1, rate=50.0) as fleet:
+        names = [f"o{i}" for i in range(5)]
+        requests = [make_request((5, 6, 7), 10, name=name) for name in names]
+        poison = make_request((POISON_TOKEN, 6, 7), 10, name="poison")
+        together = [fleet.generate(one) for one in (*requests[:3], poison, *requests[3:])]
+        reading = [asyncio.create_task(read_all(one)) for one in together]
+        while not reading[3].done():
+            if not fleet.num_up:
+                fleet.add()
+            await asyncio.sleep(0.01)
+        fleet.add()
+        results = await asyncio.gather(*reading, return_exceptions=True)
+        assert isinstance(results.pop(3), RequestQuarantinedError)
+        assert all(isinstance(one, list) and len(one) == 10 for one in results)
+        assert sum(replica.is_dead for replica in fleet.replicas.values()) == 2

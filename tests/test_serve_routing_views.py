@@ -1,0 +1,175 @@
+"""What an ingress keeps of its engines: views that outlast Serve's and the stream's disorder, the
+newest decisions, and who is told of changes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from serve_app.config import RouterArgs
+from serve_app.explain import measured
+from serve_app.routing.decisions import Decisions
+from serve_app.routing.policy import Ranked
+from serve_app.routing.score import expected_ttft
+from serve_app.routing.view import ReplicaView, ReplicaViews
+from serve_app.routing.views_registry import Meeting, Registry
+from tests.routing_factory import LIMITS, make_ask, make_load, make_view
+
+
+def _meeting(*replica_ids: str) -> Meeting:
+    meeting = Registry().meet("app")
+    meeting.views.set_limits(LIMITS)
+    meeting.keep(replica_ids)
+    return meeting
+
+
+def test_replicas_come_and_go_and_the_others_keep_what_is_known() -> None:
+    views = ReplicaViews(LIMITS)
+    assert views.keep(["a", "b"]) == (frozenset({"a", "b"}), frozenset())
+    kept, before = views.get("b"), views.replicas
+    assert views.keep(["b", "a"]) == (frozenset(), frozenset())
+    assert views.replicas is before
+    assert views.keep(["b", "c"]) == (frozenset({"c"}), frozenset({"a"}))
+    assert views.get("b") is kept
+    assert [view.replica_id for view in views.replicas] == ["b", "c"]
+
+
+def test_an_engine_that_dialled_before_serve_told_of_it_loses_nothing() -> None:
+    registry = Registry()
+    early = registry.adopt("early")
+    early.observe(make_load(adapters_on_device=("a",)), 1.0)
+    early.change_prefixes((1, 2), (), is_whole=True)
+    meeting = registry.meet("app")
+    meeting.views.set_limits(LIMITS)
+    meeting.keep(["early", "late"])
+    assert meeting.views.get("early") is early
+    assert early.limits == LIMITS
+    assert early.num_cached_tokens((1, 2)) == 64
+    assert registry.adopt("late") is meeting.views.get("late")
+
+
+def test_a_lost_connection_leaves_a_view_that_is_known_to_be_old() -> None:
+    view = make_view(prefixes=(1,))
+    view.lose()
+    assert not view.is_connected
+    assert view.num_cached_tokens((1,)) == 0
+    view.observe(make_load(), 2.0)
+    assert view.is_connected
+
+
+def test_placing_from_two_threads_at_once_counts_right() -> None:
+    view = make_view()
+
+    def place(thread: int) -> None:
+        for number in range(2000):
+            view.place(make_ask(f"{thread}-{number}"), 1.0)
+            if number % 2:
+                view.unplace(f"{thread}-{number}")
+
+    threads = [threading.Thread(target=place, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (view.num_placed, view.placed_tokens) == (4000, 400_000)
+
+
+def test_output_lengths_are_learned() -> None:
+    view = make_view()
+    for _ in range(200):
+        view.ended(1000)
+    assert view.output_tokens == pytest.approx(1000, rel=0.01)
+
+
+def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
+    meeting, told = _meeting("a"), []
+
+    def harm(came: frozenset[str], went: frozenset[str]) -> None:
+        raise RuntimeError("not mine")
+
+    meeting.listen(harm)
+    end = meeting.listen(lambda came, went: told.append((set(came), set(went))))
+    meeting.keep(["a", "b"])
+    meeting.keep(["a", "b"])
+    meeting.keep(["b"])
+    end()
+    meeting.keep([])
+    assert told == [({"b"}, set()), (set(), {"a"})]
+
+
+def test_a_placed_call_is_told_and_taken_back() -> None:
+    meeting, told = _meeting("a"), []
+    meeting.on_placed = lambda app_name, call_id: told.append((app_name, call_id))
+    ask = make_ask("call")
+    ranked = meeting.rank(ask)
+    meeting.decisions.add(ask, "a", ranked, "expected_ttft", 1.0, 2.0)
+    meeting.place(ask, "a")
+    view = meeting.views.get("a")
+    assert told == [("app", "call")]
+    assert view is not None
+    assert view.num_placed == 1
+    meeting.unplace("call")
+    meeting.unplace("nobody")
+    assert view.num_placed == 0
+
+
+def test_a_policy_that_cannot_be_made_here_leaves_the_one_before() -> None:
+    meeting = _meeting("a", "b")
+    meeting.set_policy(RouterArgs(policy="round_robin"))
+    broken = RouterArgs.model_construct(policy="no:where", options={})
+    meeting.set_policy(broken)
+    assert meeting.policy_name == "round_robin"
+    assert meeting.rank(make_ask())
+
+
+def _ranked(view: ReplicaView) -> list[Ranked]:
+    return [Ranked(view, expected_ttft(make_ask(adapter="a"), view), "home")]
+
+
+def test_the_newest_decisions_are_kept_and_all_are_counted() -> None:
+    decisions = Decisions()
+    has, lacks = make_view("has", device="a"), make_view("lacks")
+    for number in range(1500):
+        view = has if number % 3 else lacks
+        ask = make_ask(str(number), adapter="a")
+        decisions.add(ask, view.replica_id, _ranked(view), "expected_ttft", 1.0, 2.0)
+    decisions.add(make_ask("full"), "else", _ranked(has), "expected_ttft", 1.0, 2.0)
+    decisions.add(make_ask("failed"), "has", [], "expected_ttft", 1.0, 2.0)
+    assert decisions.reasons == {"home": 1500, "other": 1, "fallback": 1}
+    assert decisions.affinity_hits == 1000
+    assert len(decisions.newest) == 1024
+    assert decisions.get("0") is None
+    assert decisions.newest[-1].call_id == "failed"
+
+
+def test_a_rejected_call_is_decided_again() -> None:
+    decisions, view = Decisions(), make_view()
+    for _ in range(3):
+        decisions.add(make_ask("call"), "r0", _ranked(view), "expected_ttft", 1.0, 2.0)
+    (decision,) = decisions.newest
+    assert decision.rejections == 2
+
+
+def test_the_parts_of_a_first_token_sum_to_its_time() -> None:
+    decisions = Decisions()
+    decisions.add(make_ask("call"), "r0", [], "expected_ttft", 10.5, 10.6)
+    decisions.accepted("call", 0.2, "disk")
+    decisions.accepted("call", 9.9, "host")  # of a frame that came twice
+    decisions.first_token("call", 0.3, 11.5)
+    decisions.first_token("call", 0.4, 12.0)
+    (decision,) = decisions.newest
+    assert decision.adapter_tier == "disk"
+    parts = measured(decision, arrival_s=10.0, fair_s=0.1, first_s=11.6)
+    assert parts.total_s == pytest.approx(1.6)
+    assert dict(parts.items()) == pytest.approx(
+        {
+            "prepare": 0.4,
+            "fair": 0.1,
+            "route": 0.1,
+            "adapter": 0.2,
+            "queue": 0.3,
+            "prefill": 0.4,
+            "deliver": 0.1,
+        }
+    )

@@ -104,6 +104,11 @@ class Cluster:
             gc.enable()
         self.wall_s += time.perf_counter() - began_s
 
+    @property
+    def num_refused(self) -> int:
+        gates = (ingress.gate for ingress in self.ingresses)
+        return sum(sum(gate.refused.values()) for gate in gates if gate is not None)
+
     def resume(self, call: Call) -> None:
         """Its engine went: its ingress knows at the next frame's time."""
         due_s = self.loop.now_s + self.args.calibration.stream_s

@@ -48,6 +48,7 @@ def scale(setting: Setting, report: Report, picture: Path | None) -> None:
             part=f"scale {name}",
             requests=count,
             answered=len(records),
+            refused=service.num_refused,
             migrated=scaler.num_migrated,
             most_replicas=max(running for _, running, _ in scaler.curve),
             replicas_at_the_end=scaler.curve[-1][1],
@@ -108,6 +109,7 @@ def fleet(setting: Setting, report: Report, picture: Path | None) -> None:
             us_a_request=round(1e6 * service.wall_s / len(records), 1),
             events=service.loop.num_events,
             peak_mib=round(peak_mib),
+            refused=service.num_refused,
             busiest_to_mean=_busiest(records, num_replicas),
             **summary(records),
         )

@@ -9,6 +9,7 @@ HTTP and text, and of what becomes of a failure.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Generator
 from contextlib import suppress
 from contextvars import Context
@@ -56,6 +57,8 @@ class Attempt:
     ) -> None:
         self.is_first = is_first  # else it goes on with what another engine began
         self.is_movable = is_movable  # may be told to go on elsewhere
+        self.call_id = call.ask.call_id
+        self.began_s = time.monotonic()
         self._is_closed = False
         self._stream = server.open(request.request_id for request in call.requests)
         try:

@@ -31,6 +31,7 @@ from serve_app.errors import ServiceUnavailableError
 from serve_app.generation import STAY, Lane
 from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
+from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
@@ -88,7 +89,7 @@ class Gateway:
     def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
         self.attendance = Attendance(self.stream, self._find_adapter)
-        self.migrations = Migrations(self.stream, ingress_id)
+        self.migrations = Migrations(self.stream, views_registry, ingress_id)
         self.attendance.on_replicas = self.migrations.replicas_changed
         self.view: PlatformView | None = None
         self.manager = manager

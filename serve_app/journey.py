@@ -74,7 +74,7 @@ class Journey:
         except Exception as last:
             self.give_up(last)
             raise
-        engine_id = _engine_of(error, attempt)
+        engine_id = self._engine_of(error, attempt)
         if engine_id is not None:
             self.avoid |= {engine_id}
         logger.info("a request of %s leaves engine %s: %s", self._app_name, engine_id, error)
@@ -144,7 +144,7 @@ class Journey:
         return pause_s
 
     def _suspect(self, error: BaseException, attempt: Attempt, on_probation: bool) -> None:
-        engine_id = _engine_of(error, attempt)
+        engine_id = self._engine_of(error, attempt)
         if engine_id is not None:
             self._migrations.note_death(self._app_name, engine_id)
         self.is_suspect = not attempt.has_output
@@ -156,9 +156,10 @@ class Journey:
         ):
             raise RequestQuarantinedError from error
 
-
-def _engine_of(error: BaseException, attempt: Attempt) -> str | None:
-    return attempt.engine_id or (error.engine_id if isinstance(error, EngineGoneError) else None)
+    def _engine_of(self, error: BaseException, attempt: Attempt) -> str | None:
+        if isinstance(error, EngineGoneError):
+            return error.engine_id
+        return self._migrations.where(self._app_name, attempt)
 
 
 def _is_loss(error: BaseException) -> bool:

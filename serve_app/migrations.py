@@ -2,8 +2,8 @@
 
 Every attempt is known here while it lives. Those at a replica that left Serve's set (it drains) are
 told to go on elsewhere as soon as there is an elsewhere; those at an engine from which nothing came
-for `silence_s` as well. Here too: suspects' turns, quarantine, the count of what happened.
-Ignorant of tokens.
+for `silence_s` as well, and sooner those that came when it was silent already. Here too: suspects'
+turns, quarantine, the count of what happened. Ignorant of tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
-from engine.errors import EngineDeadError
 from serve_app.attempt import Attempt
+from serve_app.errors import EngineGoneError
 from serve_app.migration_metrics import MigrationMetrics
 from serve_app.probation import Probation
 from serve_app.request_quarantine import RequestQuarantine
@@ -23,6 +24,7 @@ from serve_app.stream_server import StreamServer
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 10.0  # engines say something every second, whatever they do
+SHUN_S = 3.0  # of silence: nothing new is sent there
 _LOOK_S = 1.0
 _LATE_S = 0.5  # a look that comes so late: this process was held up, and has frames to read yet
 _MAX_DEATHS_KNOWN = 32
@@ -33,16 +35,36 @@ class ReplicaLeavesError(Exception):
     """The engine's replica is drained: its requests go on elsewhere."""
 
 
-class SilentEngineError(EngineDeadError):
+class SilentEngineError(EngineGoneError):
     """Nothing comes from the engine, which is connected."""
 
 
+class RouterView(Protocol):
+    """What is asked of whoever chooses replicas."""
+
+    def placed_at(self, app_name: str, call_id: str) -> str | None:
+        """The replica that a call was sent to, as long as that is remembered."""
+        ...
+
+    def shun(self, engine_id: str) -> None:
+        """The last resort, until a frame comes from it."""
+        ...
+
+
 class Migrations:
-    def __init__(self, server: StreamServer, ingress: str, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        server: StreamServer,
+        router: RouterView,
+        ingress: str,
+        silence_s: float = SILENCE_S,
+        shun_s: float = SHUN_S,
+    ) -> None:
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
         self._server = server
-        self._silence_s = silence_s
+        self._router = router
+        self._silence_s, self._shun_s = silence_s, shun_s
         self._live: dict[str, set[Attempt]] = {}  # by application
         self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
         self._gone: dict[str, set[str]] = {}  # that were up, and may have requests yet
@@ -67,6 +89,10 @@ class Migrations:
         if not live:
             self._live.pop(app_name, None)
 
+    def where(self, app_name: str, attempt: Attempt) -> str | None:
+        """The engine replica that it is at, as far as that is known."""
+        return attempt.engine_id or self._router.placed_at(app_name, attempt.call_id)
+
     def probation(self, app_name: str) -> Probation:
         return self._probations.setdefault(app_name, Probation())
 
@@ -86,7 +112,7 @@ class Migrations:
         newcomers = frozenset(
             one
             for one in self._live.get(app_name, ())
-            if not one.has_output and one.engine_id in (None, engine_id)
+            if not one.has_output and self.where(app_name, one) in (None, engine_id)
         )
         self._deaths.pop(engine_id, None)
         self._deaths[engine_id] = (now_s, newcomers)
@@ -122,27 +148,33 @@ class Migrations:
 
     def look(self) -> None:
         """At those whose engine became known late, and at silent engines."""
-        for app_name in tuple(self._live):
+        for engine_id in self._server.engines:
+            if (self._server.silence_s(engine_id) or 0.0) > self._shun_s:
+                self._router.shun(engine_id)
+        for app_name, attempts in tuple(self._live.items()):
             self._move_on(app_name)
-        for attempts in tuple(self._live.values()):
             for attempt in tuple(attempts):
-                self._check_silence(attempt)
-        connected = self._server.loads.keys()
+                if attempt.is_movable:
+                    self._check_silence(app_name, attempt)
         for gone in self._gone.values():
-            gone &= connected
+            gone &= self._server.engines
 
     def _move_on(self, app_name: str) -> None:
         gone = self._gone.get(app_name)
         if not gone or not self._up[app_name]:
             return  # without another replica they had better end where they are
         for attempt in tuple(self._live.get(app_name, ())):
-            if attempt.is_movable and attempt.engine_id in gone:
+            if attempt.is_movable and self.where(app_name, attempt) in gone:
                 attempt.fail(ReplicaLeavesError())
 
-    def _check_silence(self, attempt: Attempt) -> None:
-        if not attempt.is_movable or (engine_id := attempt.engine_id) is None:
+    def _check_silence(self, app_name: str, attempt: Attempt) -> None:
+        engine_id = self.where(app_name, attempt)
+        silence_s = None if engine_id is None else self._server.silence_s(engine_id)
+        if engine_id is None or silence_s is None:
             return
-        silence_s = self._server.silence_s(engine_id)
-        if silence_s is not None and silence_s > self._silence_s:
+        if silence_s > self._shun_s and time.monotonic() - silence_s < attempt.began_s:
+            words = f"engine {engine_id} was silent when a request came"
+            attempt.fail(EngineGoneError(words, engine_id, was_dead=True))
+        elif silence_s > self._silence_s:
             logger.warning("nothing came from engine %s for %.0f s", engine_id, silence_s)
-            attempt.fail(SilentEngineError(f"engine {engine_id} is silent"))
+            attempt.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))

@@ -33,6 +33,7 @@ class Replica:
         self.engine = PacedEngine(rate=rate)
         self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16, 0))
         self.is_up = True
+        self._is_hung = False
         self._died = asyncio.Event()
         loop = asyncio.get_running_loop()
         self.engine.crash = lambda: cast(None, loop.call_soon_threadsafe(self._end))
@@ -49,6 +50,7 @@ class Replica:
 
     def hang(self) -> None:
         """As SIGSTOP: its connections stay."""
+        self._is_hung = True
         self.engine._stopped.set()
         assert self.host._heartbeat is not None
         self.host._heartbeat.cancel()
@@ -62,6 +64,8 @@ class Replica:
         name = None if call.adapter is None else call.adapter.name
         if call.adapter is not None:
             await self.engine.load_adapter(call.adapter.name, call.adapter.digest, "nowhere")
+        if self._is_hung:
+            await self._died.wait()
         loop = asyncio.get_running_loop()
         running = loop.create_task(self.host.submit(call.requests, call.reply_to, name))
         died = loop.create_task(self._died.wait())
@@ -87,15 +91,30 @@ class _Response:
 
 
 @dataclass
+class Router:
+    """Implements `migrations.RouterView`."""
+
+    placed: list[tuple[str, SubmitCall]] = field(default_factory=list)
+    shunned: set[str] = field(default_factory=set)
+
+    def placed_at(self, app_name: str, call_id: str) -> str | None:
+        found = (engine for engine, call in self.placed if call.ask.call_id == call_id)
+        return next(found, None)
+
+    def shun(self, engine_id: str) -> None:
+        self.shunned.add(engine_id)
+
+
+@dataclass
 class Fleet:
     """`submit` stands for the handle's method. Replicas take turns."""
 
     server: StreamServer
+    router: Router
     migrations: Migrations
     rate: float
     args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=10.0))
     replicas: dict[str, Replica] = field(default_factory=dict)
-    placed: list[tuple[str, SubmitCall]] = field(default_factory=list)
     num_refusals: int = 0  # so many calls are refused first
     _num_calls: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -109,6 +128,10 @@ class Fleet:
         handle = cast(DeploymentHandle[object], self)
         limits = PacedEngine().model_limits
         return Lane(self.server, handle, limits, APP, "base", self.args)
+
+    @property
+    def placed(self) -> list[tuple[str, SubmitCall]]:
+        return self.router.placed
 
     @property
     def num_up(self) -> int:
@@ -146,7 +169,7 @@ class Fleet:
         while not (able := self._able(call)):
             await asyncio.sleep(0.005)
         replica = able[self._num_calls % len(able)]
-        self.placed.append((replica.engine_id, call))
+        self.router.placed.append((replica.engine_id, call))
         await replica.submit(call)
 
     def _able(self, call: SubmitCall) -> list[Replica]:
@@ -159,11 +182,12 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(
-    count: int, rate: float = 200.0, silence_s: float = 10.0
+    count: int, rate: float = 200.0, silence_s: float = 10.0, shun_s: float = 3.0
 ) -> AsyncIterator[Fleet]:
     server = StreamServer()
     await server.listen("127.0.0.1")
-    fleet = Fleet(server, Migrations(server, "i0", silence_s), rate)
+    router = Router()
+    fleet = Fleet(server, router, Migrations(server, router, "i0", silence_s, shun_s), rate)
     for _ in range(count):
         fleet.add()
     try:

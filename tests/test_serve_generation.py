@@ -113,6 +113,26 @@ async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
         await until(lambda: bool(old.engine.aborted))
 
 
+async def test_what_came_to_an_engine_that_was_silent_goes_on_sooner_and_is_no_suspect() -> None:
+    async with running_fleet(2, silence_s=30.0, shun_s=0.05) as fleet:
+        for replica in fleet.replicas.values():
+            await replica.host.attend(fleet.server.address)
+        await until(lambda: len(fleet.server.engines) == 2)
+        fleet.replicas["e0"].hang()
+        fleet.drain("e1")
+        await asyncio.sleep(0.02)
+        generation = fleet.generate(make_request(PROMPT))
+        reading = asyncio.create_task(read_all(generation))
+        await until(lambda: bool(fleet.placed))
+        await asyncio.sleep(0.1)
+        fleet.migrations.look()
+        assert "e0" in fleet.router.shunned
+        fleet.add()
+        assert tokens(await reading) == WHOLE
+        assert [engine for engine, _ in fleet.placed] == ["e0", "e2"]
+        assert not generation._journey.num_deaths
+
+
 async def test_drained_requests_move_at_once_and_are_aborted_where_they_were() -> None:
     async with running_fleet(2) as fleet:
         generation = fleet.generate(make_request(PROMPT))

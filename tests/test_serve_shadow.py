@@ -10,6 +10,7 @@ from serve_app.migrations import Migrations
 from serve_app.shadow import Shadows, Submitted, is_busy
 from serve_app.stream_server import StreamServer
 from tests.canary_factory import CANARY
+from tests.fakes_replicas import Router
 
 IDLE = EngineLoad(num_blocks=100, num_free_blocks=100)
 
@@ -40,7 +41,7 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
     limit: int, load: EngineLoad | None, submitted: Submitted
 ) -> None:
     arms = Arms()
-    shadows = Shadows(Migrations(StreamServer(), "i0"), arms, limit)
+    shadows = Shadows(Migrations(StreamServer(), Router(), "i0"), arms, limit)
     shadows.offer(submitted, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
     assert arms.tallies() == ()

@@ -159,3 +159,15 @@ def of(app_name: str) -> ReplicaViews:
 def on_replicas(app_name: str, callback: OnReplicas) -> Callable[[], None]:
     """`callback(came, went)`, in the router's thread. Returns what ends it."""
     return meet(app_name).listen(callback)
+
+
+def placed_at(app_name: str, call_id: str) -> str | None:
+    """The replica that this call was sent to, as long as that is remembered."""
+    decision = meet(app_name).decisions.get(call_id)
+    return None if decision is None else decision.replica_id
+
+
+def shun(engine_id: str) -> None:
+    """The last resort, until a frame comes from it."""
+    if (view := connected.get(engine_id)) is not None:
+        view.lose()

@@ -15,7 +15,9 @@ _ERROR_LINE = re.compile(r"^(?:\S+: )?\s*([\w.]+(?:Error|Exception|Exit|Interrup
 _MAX_WORDS = 400
 _NO_ROOM = re.compile(r"has (\d+) replicas that have taken more than .* to be scheduled")
 _REQUIRED = re.compile(r"Resources required for each replica: (.+?), total resources")
-_WANTED = ("STARTING", "UPDATING", "RECOVERING", "RUNNING")
+# A new controller asks the replicas of the one before how they are: meanwhile they serve on.
+_ANSWERING = ("RUNNING", "RECOVERING", "UPDATING", "PENDING_MIGRATION")
+_WANTED = ("STARTING", *_ANSWERING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ def count_replicas(app: ApplicationStatusOverview | None) -> ReplicaCounts:
             counts[name] += count
     if app.status == "DELETING":
         return ReplicaCounts(draining=counts.total())
-    wanted = sum(counts[name] for name in _WANTED)
-    return ReplicaCounts(counts["RUNNING"], wanted, counts["STOPPING"])
+    answering, wanted = (sum(counts[name] for name in names) for names in (_ANSWERING, _WANTED))
+    return ReplicaCounts(answering, wanted, counts["STOPPING"])
 
 
 def lack_in_words(app: ApplicationStatusOverview | None) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.admission import EngineLimits
+from engine.types import EngineLoad
 from serve_app.routing.score import adapter_load_s, expected_ttft, work_s
-from serve_app.routing.view import Ask, ReplicaView
-from tests.routing_factory import make_ask, make_view
+from serve_app.routing.view import Ask, LoadSeconds, ReplicaView
+from tests.routing_factory import make_ask, make_view, make_views
 
 APPROX_S = 1e-9
 
@@ -110,3 +111,16 @@ def test_an_engine_that_measured_nothing_yet_can_be_scored() -> None:
     view = ReplicaView("r0", EngineLimits(0, 0, 0, 0, 0))
     terms = expected_ttft(Ask("call", 0), view)
     assert terms.total_s > 0
+
+
+def test_who_measured_nothing_yet_is_as_good_as_the_others() -> None:
+    views = make_views(3)
+    old, other, new = views.replicas
+    for view, seconds in ((old, 0.1), (other, 0.3)):
+        view.observe_load_s(LoadSeconds(0.02, seconds, 3.0))
+        view.on_disk = frozenset({"a"})
+    new.observe(EngineLoad(), 2.0)
+    new.on_disk = frozenset({"a"})
+    ask = make_ask(adapter="a")
+    assert expected_ttft(ask, new) == expected_ttft(ask, old) == expected_ttft(ask, other)
+    assert adapter_load_s("a", new) == pytest.approx(0.02 + 0.14)

@@ -180,9 +180,7 @@ class Attendance:
             )
         if step.adapters_on_disk is not None:
             view.on_disk = frozenset(step.adapters_on_disk)
-        host_s, disk_s, registry_s = step.load_s
-        if step.load_s != (view.load_s.host, view.load_s.disk, view.load_s.registry):
-            view.load_s = LoadSeconds(host_s, disk_s, registry_s)
+        view.observe_load_s(LoadSeconds(*step.load_s))
         if step.accepted or step.outputs:
             self._note(view, step)
         if self.on_frame is not None:

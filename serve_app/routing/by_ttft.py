@@ -22,8 +22,7 @@ from serve_app.routing.view import Ask, ReplicaView
 class _Scored:
     cost_s: float
     terms: Terms
-    is_place: bool  # the adapter is there, or at home there
-    is_home: bool
+    is_place: bool  # the adapter is there, or it is nowhere and at home there
     replica: ReplicaView
 
 
@@ -63,7 +62,11 @@ class ExpectedTtft(Mannered):
 
     def _order(self, ask: Ask, now_s: float) -> list[Ranked]:
         homes = () if ask.adapter is None else self.placement.homes(ask.adapter, now_s)
-        scored = [self._score(ask, one, homes) for one in self._lookout.look(ask, homes)]
+        few = self._lookout.look(ask, homes)
+        # A home that does not have it yet is told to load it, and is not a place before that.
+        is_somewhere = any(one.has_adapter(ask.adapter) for one in few)
+        places = () if is_somewhere else homes
+        scored = [self._score(ask, one, places) for one in few]
         fit = [one.cost_s for one in scored if not standing(ask, one.replica)]
         best_s = min(fit or [one.cost_s for one in scored])
         near_s = best_s + max(self._tie_s, self._tie_share * best_s)
@@ -73,25 +76,26 @@ class ExpectedTtft(Mannered):
         def key(one: _Scored) -> tuple[float, bool, bool, bool, float]:
             late_s = one.cost_s if one.cost_s > near_s else 0.0
             is_session = one.replica.replica_id == session
-            return late_s, not one.is_place, not is_session, not one.is_home, self._draw.random()
+            is_home = one.replica.replica_id in homes
+            return late_s, not one.is_place, not is_session, not is_home, self._draw.random()
 
         scored.sort(key=key)
         ranked = []
         for one in scored:
             reason = "soonest"
             if is_tie and one.cost_s <= near_s:
-                is_session = one.replica.replica_id == session
-                reason = "session" if is_session else "home" if one.is_home else "tie"
+                replica_id = one.replica.replica_id
+                is_home = one.is_place and replica_id in homes
+                reason = "session" if replica_id == session else "home" if is_home else "tie"
             ranked.append(Ranked(one.replica, one.terms, reason))
         return ranked
 
-    def _score(self, ask: Ask, replica: ReplicaView, homes: Sequence[str]) -> _Scored:
+    def _score(self, ask: Ask, replica: ReplicaView, places: Sequence[str]) -> _Scored:
         terms = expected_ttft(ask, replica)
-        is_home = replica.replica_id in homes
-        if is_home or replica.has_adapter(ask.adapter):
-            return _Scored(terms.total_s, terms, True, is_home, replica)
+        if replica.replica_id in places or replica.has_adapter(ask.adapter):
+            return _Scored(terms.total_s, terms, True, replica)
         whole_load_s = terms.total_s - terms.adapter_s + adapter_load_s(ask.adapter, replica)
-        return _Scored(whole_load_s, terms, False, False, replica)
+        return _Scored(whole_load_s, terms, False, replica)
 
     def _went(self, ask: Ask, replica: ReplicaView, now_s: float) -> None:
         super()._went(ask, replica, now_s)

@@ -36,7 +36,7 @@ class Terms:
 
 
 def expected_ttft(ask: Ask, replica: ReplicaView) -> Terms:
-    limits, token_s = replica.limits, _token_s(replica)
+    limits, (_, token_s, _) = replica.limits, _steps(replica)
     num_sequences, queued = replica.num_sequences, replica.queued_tokens
     decode_s = decode_step_s(replica)
     budget = max(1, limits.max_num_batched_tokens)
@@ -54,40 +54,41 @@ def expected_ttft(ask: Ask, replica: ReplicaView) -> Terms:
 
 def decode_step_s(replica: ReplicaView) -> float:
     """A step without prompt tokens, as long as it is now."""
-    running = min(replica.num_sequences, replica.limits.max_num_seqs)
-    return _fixed_s(replica) + replica.load.step_sequence_s * running
+    fixed_s, _, sequence_s = _steps(replica)
+    return fixed_s + sequence_s * min(replica.num_sequences, replica.limits.max_num_seqs)
 
 
 def work_s(ask: Ask, replica: ReplicaView) -> float:
     """What a request takes of a replica's time, in batches that are half full."""
     missing = max(1, ask.num_tokens - replica.num_cached_tokens(ask.prefixes))
-    beside = max(1, replica.limits.max_num_seqs // 2)
-    step_share_s = _fixed_s(replica) / beside + replica.load.step_sequence_s
-    return missing * _token_s(replica) + ask.num_sequences * replica.output_tokens * step_share_s
+    fixed_s, token_s, sequence_s = _steps(replica)
+    step_share_s = fixed_s / max(1, replica.limits.max_num_seqs // 2) + sequence_s
+    return missing * token_s + ask.num_sequences * replica.output_tokens * step_share_s
 
 
 def adapter_load_s(adapter: str | None, replica: ReplicaView) -> float:
     """Until it can be used there, from the tier that holds it."""
-    measured = replica.load_s
     if adapter is None or adapter in replica.on_device:
         return 0.0
-    host_s = measured.host or _UNKNOWN_HOST_S
+    usual, own = replica.usual.load_s, replica.load_s
+    host_s = usual.host or own.host or _UNKNOWN_HOST_S
     if adapter in replica.on_host:
         return host_s
     if adapter in replica.on_disk:
-        fetch_s = measured.disk or _UNKNOWN_DISK_S
+        fetch_s = usual.disk or own.disk or _UNKNOWN_DISK_S
     else:
-        fetch_s = measured.registry or _UNKNOWN_REGISTRY_S
+        fetch_s = usual.registry or own.registry or _UNKNOWN_REGISTRY_S
     return host_s + (fetch_s / 2 if replica.is_loading(adapter) else fetch_s)
 
 
-def _fixed_s(replica: ReplicaView) -> float:
-    return replica.load.step_fixed_s or _UNKNOWN_STEP_S
-
-
-def _token_s(replica: ReplicaView) -> float:
-    load = replica.load
-    return load.step_token_s if load.step_fixed_s or load.step_token_s else _UNKNOWN_TOKEN_S
+def _steps(replica: ReplicaView) -> tuple[float, float, float]:
+    """Seconds of a step, of a prompt token and of a decoding sequence in it."""
+    load, usual = replica.load, replica.usual
+    if load.step_fixed_s or load.step_token_s:
+        return load.step_fixed_s, load.step_token_s, load.step_sequence_s
+    if usual.step_fixed_s or usual.step_token_s:
+        return usual.step_fixed_s, usual.step_token_s, usual.step_sequence_s
+    return _UNKNOWN_STEP_S, _UNKNOWN_TOKEN_S, 0.0
 
 
 def _steps_until_there_is_room(

@@ -17,6 +17,7 @@ from engine.types import EngineLoad
 _MAX_PLACED_S = 30.0  # a request that its engine never took over, and whose call told nothing
 _USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
 _OUTPUT_WEIGHT = 0.05  # of a newly ended one in the mean
+_LOAD_WEIGHT = 0.2  # of a replica's new measurement in what is usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,33 @@ class LoadSeconds:
     registry: float = 0.0
 
 
+@dataclass(slots=True)
+class Usual:
+    """What the replicas of one base have in common, learned from all of them: who has measured
+    nothing yet is no worse than the others, and a file is fetched no faster where one happened to
+    be. 0: not known."""
+
+    load_s: LoadSeconds = LoadSeconds()
+    step_fixed_s: float = 0.0
+    step_token_s: float = 0.0
+    step_sequence_s: float = 0.0
+
+    def learn_load(self, told: LoadSeconds) -> None:
+        """A replica measured anew."""
+        known = self.load_s
+        self.load_s = LoadSeconds(
+            _mixed(known.host, told.host),
+            _mixed(known.disk, told.disk),
+            _mixed(known.registry, told.registry),
+        )
+
+    def learn_steps(self, load: EngineLoad) -> None:
+        if load.step_fixed_s or load.step_token_s:
+            self.step_fixed_s = load.step_fixed_s
+            self.step_token_s = load.step_token_s
+            self.step_sequence_s = load.step_sequence_s
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
     num_tokens: int
@@ -69,6 +97,7 @@ class ReplicaView:
     on_host: frozenset[str] = frozenset()
     on_disk: frozenset[str] = frozenset()
     prefixes: set[int] = field(default_factory=set)
+    usual: Usual = field(default_factory=Usual)  # shared by all of a base
     output_tokens: float = _USUAL_OUTPUT_TOKENS  # of a sequence, the mean over those that ended
     placed_tokens: int = 0  # on their way there
     placed_sequences: int = 0
@@ -148,6 +177,13 @@ class ReplicaView:
         self.load = load
         self.updated_s = now_s
         self.is_connected = True
+        self.usual.learn_steps(load)
+
+    def observe_load_s(self, told: LoadSeconds) -> None:
+        """What its engine measured of adapters' ways into its memory."""
+        if told != self.load_s:
+            self.load_s = told
+            self.usual.learn_load(told)
 
     def lose(self) -> None:
         """No frames come any more. The next connection tells all of its prefixes anew."""
@@ -184,6 +220,7 @@ class ReplicaViews:
         """`connected`: views of engines whose frames come, by id; a replica that comes is looked up
         there first, for its engine may have dialled before Serve told of it."""
         self.limits = limits
+        self.usual = Usual()
         self._connected = {} if connected is None else connected
         self._lock = threading.Lock()
         self._replicas: dict[str, ReplicaView] = {}
@@ -211,8 +248,12 @@ class ReplicaViews:
             replicas = {one: self._replicas[one] for one in self._replicas if one in wanted}
             for replica_id in sorted(wanted - known):
                 view = self._connected.get(replica_id) or ReplicaView(replica_id, self.limits)
-                view.limits = self.limits
+                view.limits, view.usual = self.limits, self.usual
                 replicas[replica_id] = view
             if wanted != known:
                 self._replicas, self._in_order = replicas, tuple(replicas.values())
         return wanted - known, known - wanted
+
+
+def _mixed(known: float, told: float) -> float:
+    return known + _LOAD_WEIGHT * (told - known) if known and told else known or told

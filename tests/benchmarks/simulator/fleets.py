@@ -48,6 +48,7 @@ def scale(setting: Setting, report: Report, picture: Path | None) -> None:
             part=f"scale {name}",
             requests=count,
             answered=len(records),
+            refused=service.num_refused,
             migrated=scaler.num_migrated,
             most_replicas=max(running for _, running, _ in scaler.curve),
             replicas_at_the_end=scaler.curve[-1][1],
@@ -92,32 +93,30 @@ def fleet(setting: Setting, report: Report, picture: Path | None) -> None:
     full = capacity(few, replace(traffic, num_adapters=160), 16)
     curve = ((0, 0.4), (40, 0.8), (80, 0.4))
     args = replace(traffic, rate=full * num_replicas, curve=curve)
-    for policy in ("expected_ttft", "power_of_two"):
-        service = cluster(setting, policy, num_replicas, 8)
-        service.run(Traffic(args).calls())
-        records = service.records
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        report.emit(
-            part="fleet",
-            policy=policy,
-            replicas=num_replicas,
-            adapters=args.num_adapters,
-            ingresses=8,
-            virtual_s=round(service.loop.now_s, 1),
-            wall_s=round(service.wall_s, 1),
-            us_a_request=round(1e6 * service.wall_s / len(records), 1),
-            events=service.loop.num_events,
-            peak_mib=round(peak_mib),
-            busiest_to_mean=_busiest(records, num_replicas),
-            **summary(records),
-        )
-        if picture is not None:
-            _draw_fleet(
-                picture.with_stem(f"{picture.stem}-{policy}"), policy, records, num_replicas
-            )
+    service = cluster(setting, "expected_ttft", num_replicas, 8)
+    service.run(Traffic(args).calls())
+    records = service.records
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    report.emit(
+        part="fleet",
+        policy="expected_ttft",
+        replicas=num_replicas,
+        adapters=args.num_adapters,
+        ingresses=8,
+        refused=service.num_refused,
+        virtual_s=round(service.loop.now_s, 1),
+        cpu_s=round(service.cpu_s, 1),
+        us_a_request=round(1e6 * service.cpu_s / len(records), 1),
+        events=service.loop.num_events,
+        peak_mib=round(peak_mib),
+        busiest_to_mean=_busiest(records, num_replicas),
+        **summary(records),
+    )
+    if picture is not None:
+        _draw_fleet(picture, records, num_replicas)
 
 
-def _draw_fleet(path: Path, policy: str, records: Records, num_replicas: int) -> None:
+def _draw_fleet(path: Path, records: Records, num_replicas: int) -> None:
     at_s = records.column("arrived_s")
     seconds, counts = np.unique(at_s.astype(int), return_counts=True)
     tiers = records.column("tier")
@@ -127,7 +126,7 @@ def _draw_fleet(path: Path, policy: str, records: Records, num_replicas: int) ->
     ]
     panels(
         path,
-        f"{num_replicas:,} replicas, {len(records):,} requests, {policy}",
+        f"{num_replicas:,} replicas, {len(records):,} requests",
         [
             Panel("requests/s", [Curve(seconds.tolist(), counts.tolist())]),
             _ttft_panel(records, 1.0),

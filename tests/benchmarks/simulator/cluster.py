@@ -92,6 +92,8 @@ class Cluster:
         wanted = list(names)
         for ingress in self.ingresses:
             ingress.keep(wanted)
+        for name in wanted:
+            self.engines[name].say_hello()
 
     def run(self, calls: Iterator[Call], until_s: float = float("inf")) -> None:
         """Until every call has ended, or a moment."""

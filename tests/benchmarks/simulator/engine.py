@@ -135,6 +135,10 @@ class Engine:
         call.found_in = self.tiers.tier_of(call.adapter)
         self.tiers.bring(call.adapter, call.rank, lambda: self._enter(call))
 
+    def say_hello(self) -> None:
+        """The first frame, before there is any work."""
+        self._send_frame()
+
     def warm_up(self, adapter: str, rank: int = 16) -> None:
         """A load without a request."""
         tiers = self.tiers

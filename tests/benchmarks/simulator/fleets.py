@@ -28,10 +28,11 @@ _DAY = tuple((_DAY_S * hour / 24, share) for hour, share in _HOURS.items())
 
 
 def scale(setting: Setting, report: Report, picture: Path | None) -> None:
-    """A load step (one replica's worth, then eight, then one), and a day in twenty minutes."""
+    """A load step (half of a replica's capacity, then six times as much, then half), and a day in
+    twenty minutes."""
     traffic = TrafficArgs(1, 1.0, seed=setting.seed, num_adapters=100, burstiness=2.0)
     full = capacity(setting, replace(traffic, num_requests=10000), 4)
-    step = ((0, 0.5), (120, 0.5), (121, 5.5), (480, 5.5), (481, 0.5), (900, 0.5))
+    step = ((0, 0.5), (120, 0.5), (121, 3.0), (480, 3.0), (481, 0.5), (900, 0.5))
     day = tuple((at_s, 8 * share) for at_s, share in _DAY)
     for name, curve in (("step", step), ("day", day)):
         area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve))

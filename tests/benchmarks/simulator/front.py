@@ -107,7 +107,7 @@ class Ingress:
         if view is not None:
             view.ended(call.num_output)
         if self.gate is not None:
-            self.gate.left(call)
+            self.gate.left(call, self._loop.now_s)
 
     def _look(self) -> None:
         while self._held and self._place(self._held[0]):

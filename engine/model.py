@@ -16,22 +16,18 @@ from engine.model_config import ModelConfig, lora_sites
 from engine.rope import cos_sin_table
 from engine.weights import Weights
 from kernels.embedding import gather_embedding, resolve_tokens
-from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rope_kv_write import rope_kv_write
-from kernels.silu_mul import silu_mul
 from lora.layers import (
+    Product,
+    adapted_linear,
     apply_lora_,
     apply_lora_embedding_,
-    expand_,
-    expand_rope_kv_write,
-    expand_silu_mul,
-    shrink,
+    product_add_rms_norm,
+    product_rope_kv_write,
+    product_silu_mul,
 )
-from lora.mapping import LoraBatch
 from lora.pool import AdapterPool
-from lora.sites import Site
 
 
 class Model:
@@ -50,18 +46,18 @@ class Model:
 
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
         """-> [rows whose logits are wanted, H], normed. Writes K and V of all tokens."""
-        hidden, residual = None, self.embed(inputs, pool)
+        added, residual = None, self.embed(inputs, pool)
         for i in range(self.config.num_layers):
-            q, residual = self.before_attention(i, hidden, residual, inputs, kv, pool)
+            q, residual = self.before_attention(i, added, residual, inputs, kv, pool)
             attended = self.attend(i, q, inputs, kv)
-            hidden, residual = self.after_attention(i, attended, residual, inputs, pool)
-        assert hidden is not None
-        return self.finish(hidden, residual, inputs)
+            added, residual = self.after_attention(i, attended, residual, inputs, pool)
+        assert added is not None
+        return self.finish(added, residual, inputs)
 
     def before_attention(
         self,
         index: int,
-        hidden: torch.Tensor | None,  # [T, H] what the layer before adds; None: there is none
+        added: Product | None,  # [T, H] by the layer before; None: there is none
         residual: torch.Tensor,  # [T, H]
         inputs: ForwardInputs,
         kv: KVCache,
@@ -70,10 +66,10 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> rotated q [T, Hq, D], residual. K and V are in the cache."""
         norm, eps = self.weights.layers[index].input_norm, self.config.rms_norm_eps
-        if hidden is None:
+        if added is None:
             hidden = rms_norm(residual, norm, eps)
         else:
-            hidden, residual = add_rms_norm(hidden, residual, norm, eps)
+            hidden, residual = product_add_rms_norm(added, residual, norm, eps)
         return self._project(index, hidden, inputs, kv, pool, out), residual
 
     def attend(
@@ -95,23 +91,26 @@ class Model:
         residual: torch.Tensor,
         inputs: ForwardInputs,
         pool: AdapterPool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Product, torch.Tensor]:
         """-> what the layer adds to the residual, residual."""
-        layer, lora = self.weights.layers[index], inputs.lora
-        o_site, down_site = self._layer_sites[index][1], self._layer_sites[index][3]
-        hidden = self._linear(attended, layer.o, layer.o_bias, o_site, lora, pool)
-        hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, self.config.rms_norm_eps)
-        hidden = self._gate(index, hidden, lora, pool)
-        return self._linear(hidden, layer.down, layer.down_bias, down_site, lora, pool), residual
+        layer, lora, eps = self.weights.layers[index], inputs.lora, self.config.rms_norm_eps
+        _, o_site, gate_up_site, down_site = self._layer_sites[index]
+        o = adapted_linear(o_site, attended, layer.o, layer.o_bias, lora, pool)
+        hidden, residual = product_add_rms_norm(o, residual, layer.post_norm, eps)
+        gate_up = adapted_linear(
+            gate_up_site, hidden, layer.gate_up, layer.gate_up_bias, lora, pool
+        )
+        hidden = product_silu_mul(gate_up)
+        return adapted_linear(down_site, hidden, layer.down, layer.down_bias, lora, pool), residual
 
-    def finish(
-        self, hidden: torch.Tensor, residual: torch.Tensor, inputs: ForwardInputs
-    ) -> torch.Tensor:
+    def finish(self, added: Product, residual: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
         """-> [rows whose logits are wanted, H], normed."""
-        if inputs.logit_rows is not None:
-            hidden = hidden.index_select(0, inputs.logit_rows)
-            residual = residual.index_select(0, inputs.logit_rows)
-        return add_rms_norm(hidden, residual, self.weights.norm, self.config.rms_norm_eps)[0]
+        norm, eps = self.weights.norm, self.config.rms_norm_eps
+        if inputs.logit_rows is None:
+            return product_add_rms_norm(added, residual, norm, eps)[0]
+        hidden = added.settle().index_select(0, inputs.logit_rows)
+        residual = residual.index_select(0, inputs.logit_rows)
+        return add_rms_norm(hidden, residual, norm, eps)[0]
 
     def logits(
         self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
@@ -153,7 +152,9 @@ class Model:
     ) -> torch.Tensor:
         """-> rotated q [T, Hq, D]; K and V are in the cache."""
         config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
-        rope = (
+        qkv = adapted_linear(site, hidden, layer.qkv, layer.qkv_bias, inputs.lora, pool)
+        return product_rope_kv_write(
+            qkv,
             inputs.positions,
             self._cos_sin,
             kv.k[index],
@@ -167,36 +168,3 @@ class Model:
             config.rms_norm_eps,
             out,
         )
-        if isinstance(inputs.lora, LoraPlan):
-            qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-            bridge = shrink(site, hidden, inputs.lora, pool)
-            return expand_rope_kv_write(site, qkv, bridge, inputs.lora, pool, *rope)
-        qkv = self._linear(hidden, layer.qkv, layer.qkv_bias, site, inputs.lora, pool)
-        return rope_kv_write(qkv, *rope)
-
-    def _gate(
-        self, index: int, hidden: torch.Tensor, lora: LoraBatch | LoraPlan | None, pool: AdapterPool
-    ) -> torch.Tensor:
-        """[T, H] -> [T, I]"""
-        layer, site = self.weights.layers[index], self._layer_sites[index][2]
-        if isinstance(lora, LoraPlan):
-            gate_up = linear(hidden, layer.gate_up, layer.gate_up_bias)
-            return expand_silu_mul(site, gate_up, shrink(site, hidden, lora, pool), lora, pool)
-        return silu_mul(self._linear(hidden, layer.gate_up, layer.gate_up_bias, site, lora, pool))
-
-    def _linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        site: Site,
-        lora: LoraBatch | LoraPlan | None,
-        pool: AdapterPool,
-    ) -> torch.Tensor:
-        y = linear(x, weight, bias)
-        if isinstance(lora, LoraPlan):
-            expand_(site, y, shrink(site, x, lora, pool), lora, pool)
-        elif lora is not None:
-            outputs = torch.split(y, [part.out_features for part in site.slices], dim=-1)
-            apply_lora_(site, outputs, x, lora, pool)
-        return y

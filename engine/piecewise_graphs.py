@@ -126,12 +126,12 @@ class PiecewiseGraphs:
             residuals.append(model.before_attention(0, None, embedded, inputs, kv, pool, q)[1])
 
         def go_on(i: int) -> None:
-            hidden, residual = model.after_attention(i, attended, residuals.pop(), inputs, pool)
+            added, residual = model.after_attention(i, attended, residuals.pop(), inputs, pool)
             if i == last:
-                normed.copy_(model.finish(hidden, residual, inputs))
+                normed.copy_(model.finish(added, residual, inputs))
             else:
                 residuals.append(
-                    model.before_attention(i + 1, hidden, residual, inputs, kv, pool, q)[1]
+                    model.before_attention(i + 1, added, residual, inputs, kv, pool, q)[1]
                 )
 
         do(begin)

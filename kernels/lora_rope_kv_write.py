@@ -1,8 +1,8 @@
 """The expand of q, k and v inside RoPE and the KV write: one pass over the fused projection.
 
 As the expand followed by `rope_kv_write`, without writing the sums back; to the bit for heads of
-128, see `triton_lora_rope_kv_write`. A slot below zero marks a padding row: nothing of it is
-written to the cache.
+128, see `triton_lora_rope_kv_write`, but for rows with an adapter in a step of few rows. A slot
+below zero marks a padding row: nothing of it is written to the cache.
 Knows tensors and numbers only.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.backend import uses_triton
+from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.rope_kv_write import rope_kv_write_reference
@@ -37,6 +38,24 @@ def lora_rope_kv_write(
     out: torch.Tensor | None = None,  # [T, Hq, D], for q
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]; `qkv` itself may be changed or not."""
+    if is_few(qkv, plan) and q_norm is None and k_norm is None:
+        from kernels.triton_lora_rope_few import launch_rope_few
+
+        return launch_rope_few(
+            qkv,
+            bridge,
+            b_pools,
+            plan,
+            positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            slots,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            out,
+        )
     if uses_triton(qkv):
         from kernels.triton_lora_rope_kv_write import launch_lora_rope_kv_write
 

@@ -1,7 +1,7 @@
 """The expand of gate and up inside SiLU-mul: silu(gate + dgate) * (up + dup) in one pass.
 
-As the expand followed by `silu_mul`, to the bit, without writing the sums back. Knows tensors and
-numbers only.
+As the expand followed by `silu_mul`, without writing the sums back; to the bit, but for rows with
+an adapter in a step of few rows. Knows tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.backend import uses_triton
+from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.silu_mul import silu_mul_reference
@@ -23,6 +24,10 @@ def lora_silu_mul(
     plan: LoraPlan,
 ) -> torch.Tensor:
     """-> [T, I]. Rows without adapter included; `gate_up` itself may be changed or not."""
+    if is_few(gate_up, plan):
+        from kernels.triton_lora_silu_few import launch_silu_few
+
+        return launch_silu_few(gate_up, bridge, b_pools, plan)
     if uses_triton(gate_up):
         from kernels.triton_lora_silu_mul import launch_lora_silu_mul
 

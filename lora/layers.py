@@ -1,25 +1,27 @@
-"""What the model calls to add the adapters' part to the output of one of its matrix products.
+"""The model's matrix products with what adapters add to them.
 
 Joins a site's pools with a step's mapping; the arithmetic is the kernels', the bookkeeping the
-pool's. In two parts over a `LoraPlan` (shrink, then an expand, alone or inside the op that reads
-its output) or, of the sites that need no speed, at once over a `LoraBatch`.
+pool's. Over a `LoraPlan` in two parts: the shrink with the product, the expand in the op that reads
+it, which may be the next layer's. Over a `LoraBatch` (the reference, and the sites that need no
+speed) at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from kernels.linear import linear, linear_shrink
+from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
-from kernels.lora_shrink_expand import (
-    lora_add_,
-    lora_embed_add_,
-    lora_expand_,
-    lora_shrink,
-)
+from kernels.lora_shrink_expand import lora_add_, lora_embed_add_, lora_expand_
 from kernels.lora_silu_mul import lora_silu_mul
+from kernels.rms_norm import add_rms_norm
+from kernels.rope_kv_write import rope_kv_write
+from kernels.silu_mul import silu_mul
 from lora.mapping import LoraBatch
 from lora.pool import AdapterPool, SitePool
 from lora.sites import Site
@@ -65,29 +67,71 @@ def apply_lora_embedding_(
     )
 
 
-def shrink(site: Site, x: torch.Tensor, plan: LoraPlan, pool: AdapterPool) -> Bridge:
-    """x [T, K]. One launch for all slices; may run before the base's product or beside it."""
-    return lora_shrink(x, _pools(site, pool).a, plan)
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What adapters add to a product: of every row its place on the bridge, B still to come."""
+
+    bridge: Bridge
+    b_pools: tuple[torch.Tensor, ...]
+    plan: LoraPlan
 
 
-def expand_(site: Site, y: torch.Tensor, bridge: Bridge, plan: LoraPlan, pool: AdapterPool) -> None:
-    """y [T, sum of N_s] += the delta, in place; rows without adapter keep their bits."""
-    lora_expand_(y, bridge, _pools(site, pool).b, plan)
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Of a layer's matrix and its input. The op that reads it adds the delta on the way, and may
+    write over `base`: it is read once."""
+
+    base: torch.Tensor  # [T, sum of N_s]
+    delta: Delta | None = None  # None: there is none, or it is in `base`
+
+    def settle(self) -> torch.Tensor:
+        """Base and delta in one tensor."""
+        if self.delta is not None:
+            lora_expand_(self.base, self.delta.bridge, self.delta.b_pools, self.delta.plan)
+        return self.base
 
 
-def expand_silu_mul(
-    site: Site, gate_up: torch.Tensor, bridge: Bridge, plan: LoraPlan, pool: AdapterPool
-) -> torch.Tensor:
-    """`expand_`, then `silu_mul`, in one pass: [T, 2 * I] -> [T, I]. Consumes gate_up."""
-    return lora_silu_mul(gate_up, bridge, _pools(site, pool).b, plan)
-
-
-def expand_rope_kv_write(
+def adapted_linear(
     site: Site,
-    qkv: torch.Tensor,
-    bridge: Bridge,
-    plan: LoraPlan,
+    x: torch.Tensor,  # [T, K]
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: LoraBatch | LoraPlan | None,
     pool: AdapterPool,
+) -> Product:
+    """Rows without adapter keep their bits."""
+    if isinstance(lora, LoraPlan):
+        pools = _pools(site, pool)
+        y, bridge = linear_shrink(x, weight, bias, pools.a, lora)
+        return Product(y, Delta(bridge, pools.b, lora))
+    y = linear(x, weight, bias)
+    if lora is not None:
+        outputs = torch.split(y, [part.out_features for part in site.slices], dim=-1)
+        apply_lora_(site, outputs, x, lora, pool)
+    return Product(y)
+
+
+def product_silu_mul(gate_up: Product) -> torch.Tensor:
+    """[T, 2 * I] -> [T, I]"""
+    delta = gate_up.delta
+    if delta is None:
+        return silu_mul(gate_up.base)
+    return lora_silu_mul(gate_up.base, delta.bridge, delta.b_pools, delta.plan)
+
+
+def product_add_rms_norm(
+    x: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `add_rms_norm`: -> normed, new residual."""
+    delta = x.delta
+    if delta is None:
+        return add_rms_norm(x.base, residual, weight, eps)
+    (b_pool,) = delta.b_pools
+    return lora_add_rms_norm(x.base, residual, weight, eps, delta.bridge, b_pool, delta.plan)
+
+
+def product_rope_kv_write(
+    qkv: Product,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     k_cache: torch.Tensor,
@@ -101,12 +145,8 @@ def expand_rope_kv_write(
     eps: float = 0.0,
     out: torch.Tensor | None = None,  # for q
 ) -> torch.Tensor:
-    """`expand_`, then `rope_kv_write`, in one pass: q [T, Hq, D]. Consumes qkv."""
-    return lora_rope_kv_write(
-        qkv,
-        bridge,
-        _pools(site, pool).b,
-        plan,
+    """As `rope_kv_write`: q [T, Hq, D]."""
+    rest = (
         positions,
         cos_sin,
         k_cache,
@@ -120,6 +160,10 @@ def expand_rope_kv_write(
         eps,
         out,
     )
+    delta = qkv.delta
+    if delta is None:
+        return rope_kv_write(qkv.base, *rest)
+    return lora_rope_kv_write(qkv.base, delta.bridge, delta.b_pools, delta.plan, *rest)
 
 
 def _pools(site: Site, pool: AdapterPool) -> SitePool:

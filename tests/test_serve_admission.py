@@ -23,7 +23,7 @@ from tests.waiting import until
 ROWS = 4
 LIMITS = EngineLimits(4096, 1000, 65536, max_num_seqs=ROWS, max_num_batched_tokens=512)
 AHEAD = 1  # rows given ahead of those that are free
-FULL = EngineLoad(num_running=ROWS + AHEAD, step_fixed_s=0.01, step_token_s=0.001)
+FULL = EngineLoad(num_running=ROWS + AHEAD, step_fixed_s=0.001, step_token_s=0.001)
 _numbers = count()
 
 
@@ -36,7 +36,7 @@ def running(number: int, *, waiting: int = 0, queued: int = 0) -> EngineLoad:
         num_running=number,
         num_waiting=waiting,
         queued_tokens=queued,
-        step_fixed_s=0.01,
+        step_fixed_s=0.001,
         step_token_s=0.001,
     )
 
@@ -224,6 +224,25 @@ async def test_before_a_queue_has_moved_its_pace_is_that_of_what_runs() -> None:
         task.cancel()
 
 
+async def test_who_filled_the_queue_alone_gives_way_to_those_who_come() -> None:
+    world = World(FairnessArgs(max_queue_s=5.0))
+    world.frame(FULL)
+    flood = [world.enter("flood") for _ in range(17)]
+    await until(lambda: world.queue.num_waiting == 17)
+    for _ in range(9):
+        world.now_s += 1.0
+        await world.let_one_go()
+    assert world.queue.num_waiting == 8  # one a second goes: the last one waits eight seconds
+    others = [world.enter(name) for name in "abc"]
+    await until(lambda: world.queue.num_waiting == 11)
+    world.now_s += 1.0
+    world.queue.wake()
+    await refused(flood[-1])  # its turn would come after eleven
+    assert not flood[9].done()
+    for task in (*flood, *others):
+        task.cancel()
+
+
 async def test_nobody_waits_for_ever_for_an_engine_that_stands_still() -> None:
     world = World(FairnessArgs(max_queue_s=0.02))
     world.frame(FULL)
@@ -312,6 +331,7 @@ def seen(load: EngineLoad) -> ReplicaView:
         (running(0), True),
         (running(ROWS + AHEAD - 1), True),
         (running(ROWS + AHEAD), False),
+        (EngineLoad(num_running=ROWS, step_fixed_s=0.1), False),  # 128 tokens of 4 rows: 3.2 s
         (running(1, queued=100), True),
         (running(1, queued=2000), False),  # 2 s of prefilling
         (running(1, waiting=3), False),  # rows are free, so they wait for memory

@@ -27,6 +27,7 @@ from serve_app.routing.room import has_room
 from serve_app.routing.view import Ask, ReplicaViews
 
 _LOOK_AGAIN_S = 0.1  # should no frame come
+_TRIM_S = 0.5
 _MAX_RETRY_AFTER_S = 60  # clients of OpenAI's library do not wait longer
 _USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
 _OUTPUT_WEIGHT = 1 / 32  # of a newly ended one in the mean
@@ -93,6 +94,7 @@ class AdmissionQueue:
         self._mean_output = _USUAL_OUTPUT_TOKENS
         self._num_open = 0
         self._running_cost = 0.0
+        self._trimmed_s = 0.0
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
 
@@ -151,8 +153,7 @@ class AdmissionQueue:
     async def _wait(self, ticket: Ticket, receive: Receive | None) -> None:
         loop = asyncio.get_running_loop()
         self._look_later()
-        # Twice as long as was expected of anybody: the engines stand still, or others came.
-        timer = loop.call_later(2 * self._settings.max_queue_s, self._expire, ticket)
+        timer = loop.call_later(self._patience_s, self._expire, ticket)
         watch: asyncio.Task[None] | None = None
         if receive is not None:
             gone = ClientGoneError()
@@ -172,7 +173,22 @@ class AdmissionQueue:
         while len(self._queue) and self._has_room():
             now_s = self._clock()
             self._pace.departed(self._send_next(now_s), now_s)
+        if len(self._queue) and self._clock() - self._trimmed_s >= _TRIM_S:
+            self._trim()
         self._look_later()
+
+    @property
+    def _patience_s(self) -> float:
+        """Twice what was expected of anybody: the engines stand still, or others came."""
+        return 2 * self._settings.max_queue_s
+
+    def _trim(self) -> None:
+        """Who filled the queue alone, and has to share it since, is told now and not in the end."""
+        self._trimmed_s = self._clock()
+        while (entry := self._queue.largest()) is not None:
+            if self._wait_s(_applicant(entry), 0.0) <= self._patience_s:
+                break
+            self._expel(self._waiting[entry], self._refusal_of("waited", entry))
 
     def _look_later(self) -> None:
         if self._later is not None:
@@ -223,8 +239,7 @@ class AdmissionQueue:
         return self._pace.wait_s(ahead, self._running_cost, self._clock()) or 0.0
 
     def _refusal_of(self, reason: str, entry: Entry) -> OverloadedError:
-        who = Applicant(entry.tenant, entry.adapter, priority=entry.priority)
-        return self._refusal(reason, who, entry.cost)
+        return self._refusal(reason, _applicant(entry), entry.cost)
 
     def _refusal(self, reason: str, who: Applicant, cost: float) -> OverloadedError:
         self._of_base.sheds[reason] += 1
@@ -263,3 +278,7 @@ class AdmissionQueue:
         self._queue.close(ticket._entry)
         self._num_open -= 1
         self.wake()
+
+
+def _applicant(entry: Entry) -> Applicant:
+    return Applicant(entry.tenant, entry.adapter, priority=entry.priority)

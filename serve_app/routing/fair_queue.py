@@ -176,6 +176,14 @@ class FairQueue:
                 return None
         return _newest(longest, adapter if longest.tenant is own else None)
 
+    def largest(self) -> Entry | None:
+        """Of the last class the newest of whoever holds most of it, by weight."""
+        if not self._classes:
+            return None
+        worst = max(self._classes)
+        bands = (tenant.bands[worst] for tenant in self._classes[worst])
+        return _newest(max(bands, key=lambda band: band.excess), None)
+
     def cost_ahead(self, tenant: str, adapter: str, priority: int, cost: float) -> float:
         """What goes before a newcomer is served if nobody else comes, in a fluid approximation:
         all of better classes; in its own class what the others get in the meantime."""

@@ -55,7 +55,7 @@ def _room(replica: ReplicaView, max_queue_s: float) -> tuple[int, float]:
     num_stuck = load.num_waiting - load.num_waiting_for_adapter
     if free_rows <= 0 or num_stuck > num_ahead:
         return 0, 0.0
-    if replica.queued_tokens == 0:  # however slow its steps are: it must not idle
-        return free_rows, max_queue_s
+    if replica.queued_tokens == 0 and free_rows > num_ahead:  # it must not idle, however slow
+        return free_rows - num_ahead, max_queue_s
     free_s = max_queue_s - expected_ttft(_NOTHING, replica).queue_s
     return (free_rows, free_s) if free_s > 0 else (0, 0.0)

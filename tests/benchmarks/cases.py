@@ -43,6 +43,7 @@ def standard_cases() -> tuple[Case, ...]:
     everywhere, some = (1, 32, 128, 256), (32, 256)
     cases = [Case("off", n, 0) for n in everywhere]
     cases += [Case("on", n, 0) for n in everywhere]
+    cases += [Case("on", 8, 0), Case("on", 1, 1), Case("on", 8, 8)]  # few rows
     cases += [Case("on", n, distinct) for distinct in (1, 8) for n in some]
     cases += [Case("on", n, 32) for n in everywhere]
     cases += [Case("on", 256, 128), Case("small", 256, 128)]

@@ -21,6 +21,7 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 # The first that fits counts. Of a Triton kernel the file's name is looked at.
 TRITON_CLASSES = (
     ("lora", "LoRA"),
+    ("linear", "GEMM"),  # of few rows, the shrink included
     ("scatter_page", "adapter loading"),
     ("attention", "attention"),
     ("sampl", "sampling"),

@@ -1,10 +1,10 @@
-"""What adapters add to a Llama-3-8B layer: its four matrix products with RoPE + KV write and SiLU,
-without adapters, and with ours fused into them, both as CUDA graphs; and our shrink and expand of
-each site alone. The shrink comes after the base's product, before it, or beside it on a stream of
-its own.
+"""What adapters add to a Llama-3-8B layer without its attention: four matrix products, RoPE + KV
+write, SiLU and two norms, without adapters and with them, as a step launches them, both as CUDA
+graphs; and our shrink and expand of each site alone.
 
 Layers, rows and adapters rotate so that weights come from memory. A line gives microseconds a layer
-`base`, what the adapters `added`, and of each site shrink and expand in a row.
+`base`, of the same with the library's products (`library`: steps of few rows have others), what the
+adapters `added` to the base, and of each site shrink and expand in a row.
 
     python -m tests.benchmarks.lora_sites [--cases 1x1,64x32] [--out FILE]
 """
@@ -17,16 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear as library_linear
 
+from kernels.linear import linear, linear_shrink
+from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, lora_plan_size, write_lora_plan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
+from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.silu_mul import silu_mul
 from tests.benchmarks.report import Report
@@ -42,7 +44,11 @@ ROTATED_BYTES = 200e6  # more than three times the L2
 MAX_CALLS = 64
 NUM_LAYERS = 4
 PREFILL_TOKENS = 257  # from here on with large tiles, as a step without a CUDA graph
-CASES = ("1x1", "8x8", "32x1", "32x32", "64x32", "256x32", "64x32x64", "2048x1", "4096x1")
+CASES = (
+    *("1x1", "2x2", "4x4", "8x1", "8x8", "1x1x64", "8x8x64"),
+    *("32x1", "32x32", "64x32", "256x32", "64x32x64", "2048x1", "4096x1"),
+)
+EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,7 @@ class Layer:
     pools: dict[str, tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,7 @@ class Rows:
     """What all layers of a step share."""
 
     hidden: torch.Tensor
+    residual: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     cos_sin: torch.Tensor
@@ -135,11 +143,12 @@ def make_layer(num_tokens: int, num_pages: int) -> Layer:
             tuple(normal(rows, size) for size in sizes),
         )
     shape = (-(-num_tokens // 16), 16, HEADS[1], HEADS[2])
-    return Layer(weights, pools, normal(*shape), normal(*shape))
+    return Layer(weights, pools, normal(*shape), normal(*shape), (normal(4096), normal(4096)))
 
 
 def make_rows(num_tokens: int, plan: LoraPlan) -> Rows:
     return Rows(
+        normal(num_tokens, 4096),
         normal(num_tokens, 4096),
         torch.randint(0, 4096, (num_tokens,), device="cuda"),
         torch.randperm(num_tokens, device="cuda"),
@@ -148,48 +157,43 @@ def make_rows(num_tokens: int, plan: LoraPlan) -> Rows:
     )
 
 
-Order = Literal["after", "before", "beside"]  # the shrink, in relation to the base's product
-ORDERS: tuple[Order, ...] = ("after", "before", "beside")
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Lora = tuple[Bridge, tuple[torch.Tensor, ...], LoraPlan]
 
 
-def base_layer(layer: Layer, rows: Rows) -> torch.Tensor:
-    w = layer.weights
+def base_layer(layer: Layer, rows: Rows, product: Linear) -> torch.Tensor:
+    w, (post_norm, next_norm) = layer.weights, layer.norms
     caches = (layer.k_cache, layer.v_cache, rows.slots)
-    qkv = linear(rows.hidden, w["qkv"])
+    qkv = product(rows.hidden, w["qkv"], None)
     q = rope_kv_write(qkv, rows.positions, rows.cos_sin, *caches, *HEADS)
-    hidden = linear(q.flatten(1), w["o"])
-    return linear(silu_mul(linear(hidden, w["gate_up"])), w["down"])
+    o = product(q.flatten(1), w["o"], None)
+    hidden, residual = add_rms_norm(o, rows.residual, post_norm, EPS)
+    down = product(silu_mul(product(hidden, w["gate_up"], None)), w["down"], None)
+    return add_rms_norm(down, residual, next_norm, EPS)[0]
 
 
-def lora_layer(layer: Layer, rows: Rows, order: Order, side: torch.cuda.Stream) -> torch.Tensor:
-    w, pools, plan = layer.weights, layer.pools, rows.plan
+def lora_layer(layer: Layer, rows: Rows) -> torch.Tensor:
+    post_norm, next_norm = layer.norms
     caches = (layer.k_cache, layer.v_cache, rows.slots)
 
     def bridged(site: str, x: torch.Tensor) -> tuple[torch.Tensor, Lora]:
-        a_pool, b_pools = pools[site]
-        if order == "after":
-            y = linear(x, w[site])
-            return y, (lora_shrink(x, a_pool, plan), b_pools, plan)
-        if order == "before":
-            bridge = lora_shrink(x, a_pool, plan)
-            return linear(x, w[site]), (bridge, b_pools, plan)
-        main = torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            bridge = lora_shrink(x, a_pool, plan)
-        y = linear(x, w[site])
-        main.wait_stream(side)
-        return y, (bridge, b_pools, plan)
+        a_pool, b_pools = layer.pools[site]
+        y, bridge = linear_shrink(x, layer.weights[site], None, a_pool, rows.plan)
+        return y, (bridge, b_pools, rows.plan)
+
+    def normed(
+        y: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, lora: Lora
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bridge, (b_pool,), plan = lora
+        return lora_add_rms_norm(y, residual, norm, EPS, bridge, b_pool, plan)
 
     qkv, lora = bridged("qkv", rows.hidden)
     q = lora_rope_kv_write(qkv, *lora, rows.positions, rows.cos_sin, *caches, *HEADS)
-    hidden, lora = bridged("o", q.flatten(1))
-    lora_expand_(hidden, *lora)
+    o, lora = bridged("o", q.flatten(1))
+    hidden, residual = normed(o, rows.residual, post_norm, lora)
     gate_up, lora = bridged("gate_up", hidden)
     down, lora = bridged("down", lora_silu_mul(gate_up, *lora))
-    lora_expand_(down, *lora)
-    return down
+    return normed(down, residual, next_norm, lora)[0]
 
 
 def graph_us(steps: Sequence[Callable[[], object]], replays: int = 30) -> float:
@@ -225,12 +229,9 @@ def measure(case: str, report: Report) -> None:
     plan, num_pages = make_plan(num_tokens, [rank] * distinct, decode=decode)
     rows = make_rows(num_tokens, plan)
     layers = [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)]
-    base = graph_us([partial(base_layer, layer, rows) for layer in layers])
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    adapted = {
-        order: graph_us([partial(lora_layer, layer, rows, order, side) for layer in layers])
-        for order in ORDERS
-    }
+    library = graph_us([partial(base_layer, layer, rows, library_linear) for layer in layers])
+    base = graph_us([partial(base_layer, layer, rows, linear) for layer in layers])
+    adapted = graph_us([partial(lora_layer, layer, rows) for layer in layers])
     del layers
     pairs = {
         site: round(pair_us(make_calls(site, num_tokens, [rank] * distinct, decode=decode)), 2)
@@ -241,8 +242,9 @@ def measure(case: str, report: Report) -> None:
         part="lora_added",
         case=case,
         base_us=round(base, 1),
-        added_us={order: round(us - base, 2) for order, us in adapted.items()},
-        added_percent={order: round(100 * (us / base - 1), 2) for order, us in adapted.items()},
+        library_us=round(library, 1),
+        added_us=round(adapted - base, 2),
+        added_percent=round(100 * (adapted / base - 1), 2),
         pairs_us=pairs,
         pairs_sum_us=round(sum(pairs.values()), 1),
     )

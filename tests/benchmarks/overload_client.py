@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from tests.benchmarks.children import module
 from tests.benchmarks.serve_client import ERROR, EVENT, HOST, LAST, START_DELAY_S, make_request
 
+_BACK_OFF_S = 0.2  # of a closed loop that was refused
 _LATE_S = 90.0  # after the end, for the last answers
 
 
@@ -134,14 +135,16 @@ async def ask(load: Load, flow: Flow, draw: random.Random) -> Outcome:
 
 async def run_load(load: Load, start_s: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: set[asyncio.Task[Outcome]] = set()
     start_s += load.delay_s
     end_s = start_s + load.seconds
     loop = asyncio.get_running_loop()
     draws = [random.Random(f"{load.seed} {i}") for i in range(len(load.flows))]
 
-    async def one(flow: Flow, draw: random.Random) -> None:
-        outcomes.append(await ask(load, flow, draw))
+    async def one(flow: Flow, draw: random.Random) -> Outcome:
+        outcome = await ask(load, flow, draw)
+        outcomes.append(outcome)
+        return outcome
 
     async def open_loop(flow: Flow, draw: random.Random) -> None:
         due_s = start_s + draw.expovariate(flow.rate)
@@ -155,7 +158,9 @@ async def run_load(load: Load, start_s: float) -> list[Outcome]:
     async def closed_loop(flow: Flow, draw: random.Random) -> None:
         await asyncio.sleep(max(0.0, start_s - time.monotonic()))
         while time.monotonic() < end_s:
-            await one(flow, draw)
+            outcome = await one(flow, draw)
+            if not outcome.is_served:
+                await asyncio.sleep(_BACK_OFF_S)
 
     sources = []
     for flow, draw in zip(load.flows, draws, strict=True):

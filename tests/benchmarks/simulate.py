@@ -23,7 +23,8 @@ from pathlib import Path
 
 from tests.benchmarks.report import Report
 from tests.benchmarks.simulator import comparisons, fleets
-from tests.benchmarks.simulator.calibration import Calibration, h200, of_server
+from tests.benchmarks.simulator.agreement import agree
+from tests.benchmarks.simulator.calibration import from_file, h200, of_server
 from tests.benchmarks.simulator.setting import Setting
 
 Scenario = Callable[[Setting, Report, Path | None], None]
@@ -42,15 +43,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("scenario", choices=[*SCENARIOS, "agree"])
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--calibration", type=Path, help="a file of `Calibration.write`")
     parser.add_argument("--calibrate", metavar="URL", help="take the steps of a running server")
+    parser.add_argument("--measured", type=Path, help="for agree: what `routing` wrote")
     args = parser.parse_args()
-    calibration = h200() if args.calibration is None else Calibration.from_file(args.calibration)
+    if args.scenario == "agree" and args.measured is None:
+        parser.error("agree needs --measured")
+    if args.scenario == "agree":
+        agree(args.measured, Report(args.out))
+        return
+    calibration = h200() if args.calibration is None else from_file(args.calibration)
     if args.calibrate:
         calibration = of_server(calibration, args.calibrate)
     report = Report(args.out)

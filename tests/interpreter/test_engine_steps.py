@@ -43,8 +43,10 @@ def adapters(base: Path) -> dict[str, Path]:
     }
 
 
-def open_runner(base: Path, adapters: dict[str, Path], backend: str) -> ModelRunner:
-    runner = make_runner(base, backend=backend, block_size=16, max_num_seqs=8)
+def open_runner(
+    base: Path, adapters: dict[str, Path], backend: str, dtype: str = "float32"
+) -> ModelRunner:
+    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
     for name, path in adapters.items():
         runner.load_adapter(name, path)
     return runner
@@ -65,10 +67,13 @@ def mixed_outputs(runner: ModelRunner, names: tuple[str | None, ...]) -> list[li
     return run_mixed(runner, jobs, num_tokens=5)
 
 
-def test_mixed_steps_give_what_the_reference_gives(base: Path, adapters: dict[str, Path]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # few rows in 16 bits: other kernels
+def test_mixed_steps_give_what_the_reference_gives(
+    base: Path, adapters: dict[str, Path], dtype: str
+) -> None:
     names = (None, "all", "head", "words", "all")
-    expected = mixed_outputs(open_runner(base, adapters, "reference"), names)
-    found = mixed_outputs(open_runner(base, adapters, "triton"), names)
+    expected = mixed_outputs(open_runner(base, adapters, "reference", dtype), names)
+    found = mixed_outputs(open_runner(base, adapters, "triton", dtype), names)
     assert found == expected
     assert expected[1] != expected[4]
 

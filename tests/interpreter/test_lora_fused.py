@@ -9,7 +9,7 @@ from tests.lora_fused_cases import rope_both_ways, silu_both_ways
 from tests.lora_kernel_cases import Run, make_case
 
 RUNS: dict[str, tuple[Run, ...]] = {
-    "small tiles": ((None, 3), (0, 1), (1, 3)),
+    "small tiles": ((None, 3), (0, 1), (1, 5)),
     "a large tile": ((None, 1), (1, 65), (0, 2)),
     "a large tile of one page": ((None, 2), (0, 67)),
     "a large tile of the base": ((None, 65), (0, 1)),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 
 from engine.admission import EngineLimits
@@ -40,21 +41,6 @@ class Calibration:
     stream_s: float  # from the end of a step to the ingress that reads its frame
     sources: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_file(cls, path: Path) -> Calibration:
-        content = json.loads(path.read_text())
-        return cls(
-            name=content["name"],
-            pace=Pace(**content["pace"]),
-            limits=EngineLimits(**content["limits"]),
-            runs_ahead=content["runs_ahead"],
-            speeds=TierSpeeds(**content["speeds"]),
-            room=TierRoom(**content["room"]),
-            front_s=content["front_s"],
-            stream_s=content["stream_s"],
-            sources=content.get("sources", {}),
-        )
-
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
@@ -74,6 +60,38 @@ class Calibration:
         n = int(min(n, context / (prompt + output / 2)))
         round_s = output * self.pace.step_s(0, n, int(context)) + n * prompt * self.pace.token_s
         return n / round_s
+
+
+def from_content(content: object) -> Calibration:
+    """What `asdict` made of one."""
+    fields = msgspec.convert(content, _Content)
+    return Calibration(
+        fields.name,
+        Pace(**fields.pace),
+        EngineLimits(**fields.limits),
+        fields.runs_ahead,
+        TierSpeeds(**fields.speeds),
+        TierRoom(**fields.room),
+        fields.front_s,
+        fields.stream_s,
+        fields.sources,
+    )
+
+
+def from_file(path: Path) -> Calibration:
+    return from_content(json.loads(path.read_text()))
+
+
+class _Content(msgspec.Struct):
+    name: str
+    pace: dict[str, float]
+    limits: dict[str, int]
+    runs_ahead: bool
+    speeds: dict[str, float]
+    room: dict[str, int]
+    front_s: float
+    stream_s: float
+    sources: dict[str, str] = {}
 
 
 def h200() -> Calibration:

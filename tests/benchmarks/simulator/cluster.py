@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from serve_app.routing.by_ttft import ExpectedTtft
 from serve_app.routing.policy import Policy
-from serve_app.stream import Step
 from tests.benchmarks.simulator.calibration import Calibration
 from tests.benchmarks.simulator.calls import Call
-from tests.benchmarks.simulator.engine import UNBOUNDED, Engine, EngineArgs
+from tests.benchmarks.simulator.engine import UNBOUNDED, Engine, EngineArgs, Frame
 from tests.benchmarks.simulator.events import Loop
 from tests.benchmarks.simulator.front import FrontArgs, Ingress
 from tests.benchmarks.simulator.gate import GateArgs
@@ -43,8 +42,9 @@ class Cluster:
         self.records = Records(args.calibration.stream_s)
         self.engines: dict[str, Engine] = {}
         self.names: list[str] = []  # by the engine's number
-        self.wall_s = 0.0
+        self.cpu_s = 0.0
         self._disks: list[Disk] = []
+        self._prefixes: dict[str, set[int]] = {}  # by replica, as all ingresses know them
         self._random = random.Random(args.seed)
         self._is_running = False
         calibration = args.calibration
@@ -79,30 +79,44 @@ class Cluster:
             (speeds.copy_s, speeds.disk_s, speeds.registry_wait_s + speeds.registry_s),
             self.args.max_jump,
         )
-        engine = Engine(number, self.loop, args, tiers, self._tell, self._ended)
+        name = f"replica-{number:04}"
+        engine = Engine(number, name, self.loop, args, tiers, self._tell, self._ended)
         tiers.woken = engine.wake
         engine.late = self.resume
-        name = f"replica-{number:04}"
         self.names.append(name)
         self.engines[name] = engine
+        self._prefixes[name] = set()
         return name
+
+    def fill_disks(self, adapters: Iterable[str]) -> None:
+        """They lie on every node before the first request."""
+        for adapter in adapters:
+            for disk in self._disks:
+                disk.put(adapter, 1)
 
     def tell_replicas(self, names: Iterable[str]) -> None:
         wanted = list(names)
         for ingress in self.ingresses:
             ingress.keep(wanted)
+        for name in wanted:
+            self.engines[name].say_hello()
 
     def run(self, calls: Iterator[Call], until_s: float = float("inf")) -> None:
         """Until every call has ended, or a moment."""
         self._is_running = True
         self.loop.at(self.loop.now_s, self._tick)
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         gc.disable()  # nothing here is a cycle, and there are millions of objects to look at
         try:
             self.loop.run(self._last(calls), self._arrive, until_s)
         finally:
             gc.enable()
-        self.wall_s += time.perf_counter() - began_s
+        self.cpu_s += time.process_time() - began_s
+
+    @property
+    def num_refused(self) -> int:
+        gates = (ingress.gate for ingress in self.ingresses)
+        return sum(sum(gate.refused.values()) for gate in gates if gate is not None)
 
     def resume(self, call: Call) -> None:
         """Its engine went: its ingress knows at the next frame's time."""
@@ -121,14 +135,16 @@ class Cluster:
         else:
             ingresses[0].take(call)
 
-    def _tell(self, engine: Engine, step: Step, accepted: list[Call]) -> None:
-        due_s = self.loop.now_s + self.args.calibration.stream_s
-        self.loop.at(due_s, self._deliver, (self.names[engine.number], step))
+    def _tell(self, frame: Frame) -> None:
+        self.loop.at(self.loop.now_s + self.args.calibration.stream_s, self._deliver, frame)
 
-    def _deliver(self, frame: tuple[str, Step]) -> None:
-        name, step = frame
+    def _deliver(self, frame: Frame) -> None:
+        """To all at the same moment: their sets of prefixes are the same, and one object."""
+        prefixes = self._prefixes[frame.replica_id]
+        prefixes.update(frame.step.cached_prefixes)
+        prefixes.difference_update(frame.step.evicted_prefixes)
         for ingress in self.ingresses:
-            ingress.see(name, step)
+            ingress.see(frame, prefixes)
 
     def _ended(self, call: Call) -> None:
         self.records.add(call)

@@ -36,6 +36,18 @@ class EngineArgs:
     max_jump: int = UNBOUNDED
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a `Step` of the side stream tells, with the sets that a thousand views then share; each
+    is the same object as long as nothing in it changes."""
+
+    replica_id: str
+    step: Step
+    on_device: frozenset[str]
+    on_host: frozenset[str]
+    on_disk: frozenset[str]
+
+
 @dataclass(slots=True)
 class _Jump:
     """Planned decode steps of the same sequences, which a cut may still take back."""
@@ -55,19 +67,20 @@ def _nobody(call: Call) -> None:
 
 
 class Engine:
-    """`tell`: a frame at the end of a step, with the calls that the load counts from now on.
-    `end`: a call got its last token."""
+    """`tell`: at the end of a step, what ingresses are told. `end`: a call got its last token."""
 
     def __init__(
         self,
         number: int,
+        replica_id: str,
         loop: Loop,
         args: EngineArgs,
         tiers: Tiers,
-        tell: Callable[[Engine, Step, list[Call]], None],
+        tell: Callable[[Frame], None],
         end: Callable[[Call], None],
     ) -> None:
         self.number = number
+        self.replica_id = replica_id
         self.num_calls = 0  # Serve's ongoing requests: on their way, loading, waiting, running
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of requests that came, since start
@@ -97,8 +110,6 @@ class Engine:
         self._jump = _Jump()
         self._context = 0  # tokens that the decoding sequences attend to
         self._sequence_s = self._pace.sequence_s
-        self._told: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-        self._disk_version = -1
 
     @property
     def is_idle(self) -> bool:
@@ -123,6 +134,10 @@ class Engine:
             return
         call.found_in = self.tiers.tier_of(call.adapter)
         self.tiers.bring(call.adapter, call.rank, lambda: self._enter(call))
+
+    def say_hello(self) -> None:
+        """The first frame, before there is any work."""
+        self._send_frame()
 
     def warm_up(self, adapter: str, rank: int = 16) -> None:
         """A load without a request."""
@@ -316,20 +331,12 @@ class Engine:
 
     def _send_frame(self) -> None:
         cached, evicted = self._cache.changes()
-        load = self.load()
-        adapters = load.adapters_on_device, load.adapters_on_host
-        same = self._told is not None and all(
-            a is b for a, b in zip(adapters, self._told, strict=True)
-        )
-        self._told = adapters
-        disk = self.tiers.disk
-        on_disk = None
-        if disk.version != self._disk_version:
-            self._disk_version, on_disk = disk.version, tuple(disk.held)
-        accepted, self._drained = self._drained, []
-        told = tuple(
+        tiers = self.tiers
+        accepted = tuple(
             Accepted(call.call_id, call.entered_s - call.placed_s, call.found_in)
-            for call in accepted
+            for call in self._drained
         )
-        step = Step((), load, same, told, cached, evicted, False, on_disk, self._args.load_s)
-        self._tell(self, step, accepted)
+        self._drained.clear()
+        step = Step((), self.load(), False, accepted, cached, evicted, load_s=self._args.load_s)
+        names = tiers.names_on_device, tiers.names_on_host, tiers.disk.names
+        self._tell(Frame(self.replica_id, step, *names))

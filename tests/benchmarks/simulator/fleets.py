@@ -28,10 +28,11 @@ _DAY = tuple((_DAY_S * hour / 24, share) for hour, share in _HOURS.items())
 
 
 def scale(setting: Setting, report: Report, picture: Path | None) -> None:
-    """A load step (one replica's worth, then eight, then one), and a day in twenty minutes."""
+    """A load step (half of a replica's capacity, then six times as much, then half), and a day in
+    twenty minutes."""
     traffic = TrafficArgs(1, 1.0, seed=setting.seed, num_adapters=100, burstiness=2.0)
     full = capacity(setting, replace(traffic, num_requests=10000), 4)
-    step = ((0, 0.5), (120, 0.5), (121, 5.5), (480, 5.5), (481, 0.5), (900, 0.5))
+    step = ((0, 0.5), (120, 0.5), (121, 3.0), (480, 3.0), (481, 0.5), (900, 0.5))
     day = tuple((at_s, 8 * share) for at_s, share in _DAY)
     for name, curve in (("step", step), ("day", day)):
         area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve))
@@ -48,6 +49,7 @@ def scale(setting: Setting, report: Report, picture: Path | None) -> None:
             part=f"scale {name}",
             requests=count,
             answered=len(records),
+            refused=service.num_refused,
             migrated=scaler.num_migrated,
             most_replicas=max(running for _, running, _ in scaler.curve),
             replicas_at_the_end=scaler.curve[-1][1],
@@ -92,32 +94,30 @@ def fleet(setting: Setting, report: Report, picture: Path | None) -> None:
     full = capacity(few, replace(traffic, num_adapters=160), 16)
     curve = ((0, 0.4), (40, 0.8), (80, 0.4))
     args = replace(traffic, rate=full * num_replicas, curve=curve)
-    for policy in ("expected_ttft", "power_of_two"):
-        service = cluster(setting, policy, num_replicas, 8)
-        service.run(Traffic(args).calls())
-        records = service.records
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        report.emit(
-            part="fleet",
-            policy=policy,
-            replicas=num_replicas,
-            adapters=args.num_adapters,
-            ingresses=8,
-            virtual_s=round(service.loop.now_s, 1),
-            wall_s=round(service.wall_s, 1),
-            us_a_request=round(1e6 * service.wall_s / len(records), 1),
-            events=service.loop.num_events,
-            peak_mib=round(peak_mib),
-            busiest_to_mean=_busiest(records, num_replicas),
-            **summary(records),
-        )
-        if picture is not None:
-            _draw_fleet(
-                picture.with_stem(f"{picture.stem}-{policy}"), policy, records, num_replicas
-            )
+    service = cluster(setting, "expected_ttft", num_replicas, 8)
+    service.run(Traffic(args).calls())
+    records = service.records
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    report.emit(
+        part="fleet",
+        policy="expected_ttft",
+        replicas=num_replicas,
+        adapters=args.num_adapters,
+        ingresses=8,
+        refused=service.num_refused,
+        virtual_s=round(service.loop.now_s, 1),
+        cpu_s=round(service.cpu_s, 1),
+        us_a_request=round(1e6 * service.cpu_s / len(records), 1),
+        events=service.loop.num_events,
+        peak_mib=round(peak_mib),
+        busiest_to_mean=_busiest(records, num_replicas),
+        **summary(records),
+    )
+    if picture is not None:
+        _draw_fleet(picture, records, num_replicas)
 
 
-def _draw_fleet(path: Path, policy: str, records: Records, num_replicas: int) -> None:
+def _draw_fleet(path: Path, records: Records, num_replicas: int) -> None:
     at_s = records.column("arrived_s")
     seconds, counts = np.unique(at_s.astype(int), return_counts=True)
     tiers = records.column("tier")
@@ -127,7 +127,7 @@ def _draw_fleet(path: Path, policy: str, records: Records, num_replicas: int) ->
     ]
     panels(
         path,
-        f"{num_replicas:,} replicas, {len(records):,} requests, {policy}",
+        f"{num_replicas:,} replicas, {len(records):,} requests",
         [
             Panel("requests/s", [Curve(seconds.tolist(), counts.tolist())]),
             _ttft_panel(records, 1.0),

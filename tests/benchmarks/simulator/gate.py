@@ -42,7 +42,9 @@ class Gate:
         self._queue = FairQueue(dict(args.weights), args.max_wait_s)
         self._pace = Pace()
         self._calls: dict[Entry, Call] = {}
-        self._open: dict[int, tuple[Entry, int]] = {}  # by the call's number: what it was charged
+        # By the call's number: tokens of output that it was charged, and when it went.
+        self._open: dict[int, tuple[Entry, int, float]] = {}
+        self._running_cost = 0.0
         self._mean_output = _USUAL_OUTPUT_TOKENS
         self.refused: Counter[str] = Counter()  # by tenant
 
@@ -65,7 +67,7 @@ class Gate:
             self._pace.begin(now_s)
         entry = self._queue.add(call.tenant, call.adapter or "", 0, cost, now_s)
         self._calls[entry] = call
-        self._open[call.index] = entry, output
+        self._open[call.index] = entry, output, now_s
         if is_free:
             self._pop(now_s)
 
@@ -74,17 +76,20 @@ class Gate:
         while len(self._queue) and self._has_room():
             self._pace.departed(self._pop(now_s), now_s)
 
-    def left(self, call: Call) -> None:
+    def left(self, call: Call, now_s: float) -> None:
         """Its answer ended: what it was charged is set right."""
-        entry, charged = self._open.pop(call.index)
+        entry, charged, went_s = self._open.pop(call.index)
         rank = call.rank if call.adapter is not None else 0
+        self._running_cost -= entry.cost
         self._queue.charge(entry, price(rank).of(0, call.num_output - charged))
         self._mean_output += _OUTPUT_WEIGHT * (call.num_output - self._mean_output)
+        self._pace.ended(now_s - went_s)
         self._queue.close(entry)
 
     def expire(self, now_s: float) -> None:
-        """Who waited too long is told so. Called now and then."""
-        for entry in [e for e in self._calls if now_s - e.enqueued_s > self._args.max_queue_s]:
+        """Who waited twice as long as anybody should is told so. Called now and then."""
+        limit_s = 2 * self._args.max_queue_s
+        for entry in [e for e in self._calls if now_s - e.enqueued_s > limit_s]:
             self._expel(entry)
 
     def _has_room(self) -> bool:
@@ -93,13 +98,18 @@ class Gate:
     def _pop(self, now_s: float) -> float:
         entry = self._queue.pop(now_s)
         assert entry is not None
-        self._send(self._calls.pop(entry))
+        call = self._calls.pop(entry)
+        self._open[call.index] = entry, self._open[call.index][1], now_s
+        self._running_cost += entry.cost
+        self._send(call)
         return entry.cost
 
     def _finds_place(self, call: Call, cost: float, now_s: float) -> bool:
         if len(self._queue):
             ahead = self._queue.cost_ahead(call.tenant, call.adapter or "", 0, cost)
-            if (self._pace.wait_s(ahead, now_s) or 0.0) > self._args.max_queue_s:
+            if (
+                self._pace.wait_s(ahead, self._running_cost, now_s) or 0.0
+            ) > self._args.max_queue_s:
                 return False
         if len(self._queue) < self._args.max_waiting:
             return True

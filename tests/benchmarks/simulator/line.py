@@ -89,14 +89,13 @@ class Line:
     def publish(self, call: Call) -> None:
         """Its whole prompt is computed: others can find it."""
         chunk = self._limits.prefix_chunk
-        first = call.num_hits // chunk
-        self._cache.publish(call.prefixes, first)
-        self._private -= (len(call.prefixes) - first) * chunk
+        self._cache.publish(call.prefixes)
+        self._private -= (len(call.prefixes) - call.num_hits // chunk) * chunk
         call.is_published = True
 
     def leave(self, call: Call) -> None:
         self._free(call, call.num_prompt + call.num_output - 1)
-        self._cache.publish(call.prefixes_after, len(call.prefixes))
+        self._cache.publish(call.prefixes_after)
         if call.adapter is not None:
             self._tiers.leave(call.adapter)
 

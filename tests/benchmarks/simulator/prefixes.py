@@ -26,14 +26,14 @@ class PrefixCache:
         for digest in prefixes[: (num_prompt - 1) // self.chunk]:
             if digest not in chunks:
                 break
-            chunks.move_to_end(digest)
             found += 1
+        for digest in reversed(prefixes[:found]):  # the ends of prompts are given up first
+            chunks.move_to_end(digest)
         return found * self.chunk
 
-    def publish(self, prefixes: Sequence[int], first: int) -> None:
-        """Those from number `first` on; the earlier ones are known to be here."""
+    def publish(self, prefixes: Sequence[int]) -> None:
         chunks = self._chunks
-        for digest in prefixes[first:]:
+        for digest in reversed(prefixes):
             if digest in chunks:
                 chunks.move_to_end(digest)
             else:

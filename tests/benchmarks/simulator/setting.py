@@ -12,6 +12,7 @@ from serve_app.routing.policies import Option, make_policy
 from serve_app.routing.policy import Policy
 from tests.benchmarks.simulator.calibration import Calibration
 from tests.benchmarks.simulator.cluster import Cluster, ClusterArgs
+from tests.benchmarks.simulator.gate import GateArgs
 from tests.benchmarks.simulator.traffic import Traffic, TrafficArgs
 
 POLICIES = (
@@ -21,6 +22,9 @@ POLICIES = (
     "power_of_two",
     "round_robin",
 )
+
+
+FAIR = GateArgs()  # the fair queue with its defaults, as it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,19 @@ def maker(
 
 
 def cluster(
-    setting: Setting, policy: str, num_replicas: int, num_ingresses: int = 1, **args: object
+    setting: Setting,
+    policy: str,
+    num_replicas: int,
+    num_ingresses: int = 1,
+    gate: GateArgs | None = FAIR,
 ) -> Cluster:
     made = ClusterArgs(
         setting.calibration,
         num_replicas,
         maker(policy, setting.seed),
         num_ingresses,
+        gate=gate,
         seed=setting.seed,
-        **args,  # type: ignore[arg-type]
     )
     return Cluster(made)
 

@@ -40,7 +40,14 @@ class Disk:
     max_pages: int
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)  # digest -> pages
     num_pages: int = 0
-    version: int = 0
+    _names: frozenset[str] | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The same object as long as nothing changes."""
+        if self._names is None:
+            self._names = frozenset(self.held)
+        return self._names
 
     def put(self, digest: str, pages: int) -> None:
         if digest in self.held:
@@ -50,7 +57,7 @@ class Disk:
             self.num_pages -= self.held.popitem(last=False)[1]
         self.held[digest] = pages
         self.num_pages += pages
-        self.version += 1
+        self._names = None
 
 
 def _nobody() -> None:
@@ -89,6 +96,9 @@ class Tiers:
         self._copies_end_s = 0.0
         self._on_device: tuple[str, ...] | None = ()
         self._on_host: tuple[str, ...] | None = ()
+        # The tuples that the sets were made of, and the sets.
+        self._named: tuple[tuple[str, ...], frozenset[str]] = ((), frozenset())
+        self._named_host: tuple[tuple[str, ...], frozenset[str]] = ((), frozenset())
         self.num_copies = 0
 
     @property
@@ -102,6 +112,20 @@ class Tiers:
         if self._on_host is None:
             self._on_host = tuple(self._host)
         return self._on_host
+
+    @property
+    def names_on_device(self) -> frozenset[str]:
+        tuple_now = self.on_device
+        if tuple_now is not self._named[0]:
+            self._named = tuple_now, frozenset(tuple_now)
+        return self._named[1]
+
+    @property
+    def names_on_host(self) -> frozenset[str]:
+        tuple_now = self.on_host
+        if tuple_now is not self._named_host[0]:
+            self._named_host = tuple_now, frozenset(tuple_now)
+        return self._named_host[1]
 
     def tier_of(self, digest: str) -> str:
         if digest in self._device and digest not in self._copying:

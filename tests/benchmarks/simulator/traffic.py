@@ -103,9 +103,9 @@ class Traffic:
         self._order = list(range(args.num_adapters))
         self._rng.shuffle(self._order)
 
-    def adapter_of_rank(self, place: int) -> str:
-        """The place-th most popular one at the start."""
-        return name_of(self._order[place])
+    def place(self, number: int) -> int:
+        """The adapter that is the number-th most popular one at the start."""
+        return self._order[number]
 
     def calls(self) -> Iterator[Call]:
         args, rng = self.args, self._rng

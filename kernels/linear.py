@@ -1,0 +1,44 @@
+"""y = x W^T (+ bias), and beside it the adapters' shrink of the same x.
+
+Of few rows with a kernel of ours that does both: there a shrink is as long as a launch, so it goes
+where x is read anyway. Of more rows the library's product, then the shrink. Both give a row the
+same y with and without the shrink, to the bit. Knows tensors and numbers only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional
+
+from kernels.few_rows import is_few
+from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_shrink_expand import lora_shrink
+
+
+def linear(
+    x: torch.Tensor,  # [T, K]
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """As torch's, up to the order of the sums."""
+    if is_few(x):
+        from kernels.triton_linear_few import launch_linear_few
+
+        return launch_linear_few(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def linear_shrink(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_pool: torch.Tensor,  # [slices, rows, K]
+    plan: LoraPlan,
+) -> tuple[torch.Tensor, Bridge]:
+    """-> `linear`, `lora_shrink`"""
+    if is_few(x, plan):
+        from kernels.triton_linear_few import launch_linear_shrink_few
+
+        return launch_linear_shrink_few(x, weight, bias, a_pool, plan)
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y, lora_shrink(x, a_pool, plan)

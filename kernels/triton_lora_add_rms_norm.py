@@ -1,0 +1,116 @@
+"""Triton half of `lora_add_rms_norm`: a program takes a row whole and finds its tile in the plan.
+
+The first page of B is asked for before the kernel ahead has ended, and waits in registers. The
+block and its warps are those of `add_rms_norm`, so the squares add up in the same order: a row
+without adapter gets the bits of that op.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.lora_plan import Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_lora_rows import (
+    LENGTHS,
+    METADATA,
+    find_row,
+    load_bridge,
+    more_delta,
+    read_planes,
+    row_delta,
+)
+from kernels.triton_lora_tiles import load_page
+from kernels.triton_rms_norm import shape_of
+
+
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
+def _lora_add_rms_norm_kernel(
+    x_ptr,  # [T, HIDDEN]
+    residual_ptr,  # becomes x + delta + residual
+    weight_ptr,
+    out_ptr,
+    planes_ptr,
+    b_ptr,  # [rows, HIDDEN]
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    num_tiles,
+    num_planes,
+    PLANES: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    IS_EVEN: tl.constexpr = HIDDEN == BLOCK
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
+    b = load_page(b_ptr, page, num_pages > 0, columns, HIDDEN, IS_EVEN)
+    wait_for_inputs(OVERLAPPED)
+    row = token.to(tl.int64)
+    x = tl.load(x_ptr + row * STRIDE_X + columns, mask=inside, other=0.0)
+    there = residual_ptr + row * STRIDE_RESIDUAL + columns
+    residual = tl.load(there, mask=inside, other=0.0)
+    live = num_pages > 0
+    h = load_bridge(planes_ptr, 0, rank_pages, token, live, num_rows, num_planes, PLANES)
+    if live:
+        delta = row_delta(h, b)
+        for i in range(1, num_pages):
+            delta = more_delta(
+                delta, i, b_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token, num_rows,
+                num_planes, columns, HIDDEN, PLANES, IS_EVEN,
+            )  # fmt: skip
+        x = (x.to(tl.float32) + delta).to(x.dtype)
+    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(there, x, mask=inside)
+    wide = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + EPS)
+    normed = (wide * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row * HIDDEN + columns, normed.to(x.dtype), mask=inside)
+
+
+_launch = Launcher(_lora_add_rms_norm_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_lora_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    bridge: Bridge,
+    b_pool: torch.Tensor,
+    plan: LoraPlan,
+) -> torch.Tensor:
+    rows, hidden = x.shape
+    assert x.stride(1) == 1
+    assert weight.dtype == x.dtype
+    out = torch.empty_like(x)
+    block, num_warps = shape_of(hidden)
+    _launch(
+        (rows, 1, 1),
+        (x, residual, weight, out, bridge.planes, b_pool),
+        (plan.header, plan.small, plan.pages),
+        (
+            plan.max_small,
+            *read_planes(bridge),
+            x.stride(0),
+            residual.stride(0),
+            hidden,
+            eps,
+            block,
+            OVERLAPS,
+        ),
+        num_warps,
+    )
+    return out

@@ -1,0 +1,164 @@
+"""Triton half of `lora_rope_kv_write` for few rows and without norms: a program takes a head of a
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.backend import IS_INTERPRETED
+from kernels.lora_plan import Bridge, LoraPlan
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_lora_heads import turn
+from kernels.triton_lora_rows import (
+    LENGTHS,
+    METADATA,
+    find_row,
+    load_bridge,
+    more_delta,
+    read_planes,
+    row_delta,
+)
+from kernels.triton_lora_tiles import load_page
+
+NUM_WARPS = 4
+
+
+@triton.jit(
+    do_not_specialize=LENGTHS,
+    do_not_specialize_on_alignment=(*METADATA, "positions_ptr", "slots_ptr"),
+)
+def _rope_few_kernel(
+    qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF]
+    planes_ptr,
+    q_b_ptr,
+    k_b_ptr,
+    v_b_ptr,
+    cos_sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_ptr,
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    positions_ptr,
+    slots_ptr,
+    num_tiles,
+    num_planes,
+    PLANES: tl.constexpr,
+    STRIDE_QKV: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    EXACT: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
+    IS_EVEN: tl.constexpr = WIDTH == HALF
+    token = tl.program_id(1)
+    head = tl.program_id(0)
+    is_k = head >= NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    part = is_k.to(tl.int32) + is_v.to(tl.int32)
+    b_ptr = tl.where(is_v, v_b_ptr, tl.where(is_k, k_b_ptr, q_b_ptr))
+    width = tl.where(is_k, NUM_KV_HEADS, NUM_HEADS) * (2 * HALF)
+    local = head - tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, tl.where(is_k, NUM_HEADS, 0))
+    lane = tl.arange(0, WIDTH)
+    exists = lane < HALF
+    low_columns = local * (2 * HALF) + lane
+    high_columns = low_columns + HALF
+    if not IS_EVEN:
+        low_columns = tl.where(exists, low_columns, width)  # beyond its end: masked
+        high_columns = tl.where(exists, high_columns, width)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
+    live = num_pages > 0
+    low_b = load_page(b_ptr, page, live, low_columns, width, IS_EVEN)
+    high_b = load_page(b_ptr, page, live, high_columns, width, IS_EVEN)
+    table = cos_sin_ptr + position * (2 * HALF) + lane
+    cos = tl.load(table, mask=exists, other=0.0)
+    sin = tl.load(table + HALF, mask=exists, other=0.0)
+    wait_for_inputs(OVERLAPPED)
+    x_at = qkv_ptr + token.to(tl.int64) * STRIDE_QKV + head * (2 * HALF) + lane
+    low = tl.load(x_at, mask=exists, other=0.0)
+    high = tl.load(x_at + HALF, mask=exists, other=0.0)
+    block, blocks = part * rank_pages, 3 * rank_pages
+    h = load_bridge(planes_ptr, block, blocks, token, live, num_rows, num_planes, PLANES)
+    if live:
+        low_delta = row_delta(h, low_b)
+        high_delta = row_delta(h, high_b)
+        for i in range(1, num_pages):
+            low_delta = more_delta(
+                low_delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows,
+                num_planes, low_columns, width, PLANES, IS_EVEN,
+            )  # fmt: skip
+            high_delta = more_delta(
+                high_delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows,
+                num_planes, high_columns, width, PLANES, IS_EVEN,
+            )  # fmt: skip
+        low = (low.to(tl.float32) + low_delta).to(low.dtype)
+        high = (high.to(tl.float32) + high_delta).to(high.dtype)
+    turned_low, turned_high = turn(low, high, cos, sin, EXACT)
+    low = tl.where(is_v, low, turned_low)
+    high = tl.where(is_v, high, turned_high)
+    if is_k:
+        # A negative slot: a padding row of a CUDA graph, nobody's.
+        written = exists & (lane < tl.where(slot >= 0, HALF, 0))
+        cache_ptr = tl.where(is_v, v_cache_ptr, k_cache_ptr)
+        at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + lane
+        tl.store(at, low.to(cache_ptr.dtype.element_ty), mask=written)
+        tl.store(at + HALF, high.to(cache_ptr.dtype.element_ty), mask=written)
+    else:
+        at = q_ptr + (token.to(tl.int64) * NUM_HEADS + local) * (2 * HALF) + lane
+        tl.store(at, low, mask=exists)
+        tl.store(at + HALF, high, mask=exists)
+
+
+_launch = Launcher(_rope_few_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_rope_few(
+    qkv: torch.Tensor,
+    bridge: Bridge,
+    b_pools: Sequence[torch.Tensor],
+    plan: LoraPlan,
+    positions: torch.Tensor,  # as the slots: copied to the device before the step, by no kernel
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    assert qkv.stride(1) == 1
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    q = qkv.new_empty((qkv.shape[0], num_heads, head_dim)) if out is None else out
+    assert q.is_contiguous()
+    _launch(
+        (num_heads + 2 * num_kv_heads, qkv.shape[0], 1),
+        (qkv, bridge.planes, *b_pools, cos_sin, k_cache, v_cache, q),
+        (plan.header, plan.small, plan.pages, positions, slots),
+        (
+            plan.max_small,
+            *read_planes(bridge),
+            qkv.stride(0),
+            num_heads,
+            num_kv_heads,
+            head_dim // 2,
+            not IS_INTERPRETED,
+            OVERLAPS,
+        ),
+        NUM_WARPS,
+    )
+    return q

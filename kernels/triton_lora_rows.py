@@ -1,0 +1,77 @@
+"""What the adapters' Triton kernels for few rows share: a row finds its adapter, its bridge, its
+delta.
+
+With so few rows nothing hides latency: a program takes one row and some columns, and all that no
+kernel of a step writes (plan, pages of weights, positions, angles) is asked for before the wait for
+the kernel ahead. A row's place in the bridge is its own number, for there are no large tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.few_rows import FEW_ROWS
+from kernels.lora_plan import TILE_FIELDS, Bridge
+from kernels.triton_lora_tiles import PAGE, load_page
+
+METADATA = ("header_ptr", "tiles_ptr", "pages_ptr")
+LENGTHS = ("num_tiles", "num_planes")  # of the plan at most; of the bridge
+MIN_PLANES = 16  # read of a bridge, masked: one binary for most shapes
+_TILE = tl.constexpr(TILE_FIELDS)
+_TILES = tl.constexpr(FEW_ROWS)
+
+
+@triton.jit
+def find_row(header_ptr, tiles_ptr, token, num_tiles):
+    """-> pages of the row's adapter (0: none), offset in the page list, first page. No load waits
+    for another one."""
+    count = tl.load(header_ptr)
+    tiles = tl.arange(0, _TILES)
+    at = tiles_ptr + tiles * _TILE
+    inside = tiles < num_tiles
+    starts = tl.load(at, mask=inside, other=0)
+    heights = tl.load(at + 1, mask=inside, other=0)
+    num_pages = tl.load(at + 2, mask=inside, other=0)
+    first = tl.load(at + 3, mask=inside, other=0)
+    page = tl.load(at + 4, mask=inside, other=0)
+    is_ours = (tiles < count) & (token >= starts) & (token - starts < heights)
+    return (
+        tl.sum(tl.where(is_ours, num_pages, 0), axis=0),
+        tl.sum(tl.where(is_ours, first, 0), axis=0),
+        tl.sum(tl.where(is_ours, page, 0), axis=0),
+    )
+
+
+@triton.jit
+def load_bridge(planes_ptr, block, blocks, row, live, num_rows, num_planes, PLANES: tl.constexpr):
+    """[planes, PAGE] of a row and page, not yet summed. block = slice * rank pages + page."""
+    planes = tl.arange(0, PLANES)
+    at = ((planes * blocks + block) * num_rows + row)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
+    mask = (planes < tl.where(live, num_planes, 0))[:, None]
+    return tl.load(planes_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def row_delta(planes, b):
+    """[columns]: h B; the bridge h is summed, then rounded to B's type."""
+    h = tl.sum(planes, axis=0).to(b.dtype).to(tl.float32)
+    return tl.sum(h[:, None] * b.to(tl.float32), axis=0)
+
+
+@triton.jit
+def more_delta(
+    delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows, num_planes,
+    columns, width, PLANES: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same of the adapter's page i, added."""
+    page = tl.load(pages_ptr + first + i)
+    b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+    h = load_bridge(planes_ptr, block + i, blocks, token, True, num_rows, num_planes, PLANES)
+    return delta + row_delta(h, b)
+
+
+def read_planes(bridge: Bridge) -> tuple[int, int]:
+    """-> planes of the bridge, planes to read"""
+    num_planes = bridge.planes.shape[0]
+    return num_planes, max(MIN_PLANES, 1 << (num_planes - 1).bit_length())

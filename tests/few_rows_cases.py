@@ -1,0 +1,113 @@
+"""The ops that few rows have kernels of their own for, beside the same ops as for many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.linear import linear, linear_shrink
+from kernels.lora_add_rms_norm import lora_add_rms_norm
+from kernels.lora_plan import LoraPlan
+from kernels.lora_rope_kv_write import lora_rope_kv_write
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from kernels.lora_silu_mul import lora_silu_mul
+from kernels.rms_norm import add_rms_norm
+from kernels.rope_kv_write import rope_kv_write
+from kernels.silu_mul import silu_mul
+from tests.lora_kernel_cases import LoraCase, Run
+
+EPS = 1e-5
+HEADS = (4, 2, 128)
+RUNS: dict[str, tuple[Run, ...]] = {
+    "one row": ((1, 1),),
+    "one row of many pages": ((2, 1),),
+    "ragged": ((None, 2), (0, 1), (2, 2), (1, 3)),
+    "no adapter": ((None, 3),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    found: torch.Tensor
+    expected: torch.Tensor  # of the expand, then the base's op
+    base: torch.Tensor  # of the base's op alone: that is what rows without adapter get, to the bit
+
+
+def draw_weight(case: LoraCase, *, integers: bool = False) -> torch.Tensor:
+    """[sum of N_s, K] for the case's x."""
+    draw = torch.Generator().manual_seed(11)
+    shape = case.y.shape[1], case.x.shape[1]
+    if integers:
+        weight = torch.randint(-1, 2, shape, generator=draw).float()
+    else:
+        weight = torch.randn(shape, generator=draw) * shape[1] ** -0.5
+    return weight.to(case.x.device, case.x.dtype)
+
+
+def both_products(
+    case: LoraCase, weight: torch.Tensor, bias: torch.Tensor | None, plan: LoraPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y alone, y with the shrink beside it, and the case's y plus the delta of that bridge."""
+    alone = linear(case.x, weight, bias)
+    beside, bridge = linear_shrink(case.x, weight, bias, case.a_pool, plan)
+    y = case.y.clone()
+    lora_expand_(y, bridge, case.b_pools, plan)
+    return alone, beside, y
+
+
+def expanded(case: LoraCase, plan: LoraPlan) -> torch.Tensor:
+    y = case.y.clone()
+    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    return y
+
+
+def norms(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
+    """Of one slice: the residual, then the normed."""
+    draw = torch.Generator().manual_seed(12)
+    residual = torch.randn(case.y.shape, generator=draw).to(case.y)
+    weight = torch.rand(case.y.shape[1], generator=draw).to(case.y)
+    bridge = lora_shrink(case.x, case.a_pool, plan)
+    found = lora_add_rms_norm(
+        case.y.clone(), residual.clone(), weight, EPS, bridge, case.b_pools[0], plan
+    )
+    expected = add_rms_norm(expanded(case, plan), residual.clone(), weight, EPS)
+    base = add_rms_norm(case.y.clone(), residual.clone(), weight, EPS)
+    return [Outcome(*each) for each in zip(found, expected, base, strict=True)][::-1]
+
+
+def products(case: LoraCase, plan: LoraPlan) -> Outcome:
+    """Of two slices."""
+    bridge = lora_shrink(case.x, case.a_pool, plan)
+    found = lora_silu_mul(case.y.clone(), bridge, case.b_pools, plan)
+    return Outcome(found, silu_mul(expanded(case, plan)), silu_mul(case.y))
+
+
+def turns(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
+    """Of three slices: q, both caches."""
+    draw = torch.Generator().manual_seed(5)
+    rows, size, device = case.y.shape[0], HEADS[2], case.y.device
+    positions = torch.randint(0, 50, (rows,), generator=draw).to(device)
+    slots = torch.randperm(16, generator=draw)[:rows].to(device)
+    slots[-1] = -1
+    cos_sin = torch.rand(50, 2, size // 2, generator=draw).to(device)
+    bridge = lora_shrink(case.x, case.a_pool, plan)
+    outcomes = []
+    for kind in ("found", "expected", "base"):
+        k, v = (torch.zeros(16, 1, HEADS[1], size).to(case.y) for _ in "kv")
+        rest = (positions, cos_sin, k, v, slots, *HEADS)
+        if kind == "found":
+            q = lora_rope_kv_write(case.y.clone(), bridge, case.b_pools, plan, *rest)
+        else:
+            q = rope_kv_write(expanded(case, plan) if kind == "expected" else case.y.clone(), *rest)
+        for cache in (k, v):
+            assert cache.flatten(1).any(1).sum() == rows - 1
+        outcomes.append([q, k.squeeze(1)[slots[:-1]], v.squeeze(1)[slots[:-1]]])
+    return [Outcome(*each) for each in zip(*outcomes, strict=True)]
+
+
+def assert_agrees(outcome: Outcome, base_rows: torch.Tensor, tolerance: float) -> None:
+    found, expected = outcome.found, outcome.expected
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    rows = base_rows[: len(found)]  # the last one writes no K and V
+    assert torch.equal(found[rows], outcome.base[rows])

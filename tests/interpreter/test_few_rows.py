@@ -1,0 +1,56 @@
+"""Products, norms, RoPE and SiLU of few rows with adapters, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.few_rows_cases import (
+    RUNS,
+    assert_agrees,
+    both_products,
+    draw_weight,
+    norms,
+    products,
+    turns,
+)
+from tests.lora_kernel_cases import LoraCase, error_of, make_case
+
+RANKS = (8, 20, 100)
+
+
+def build(runs: str, in_features: int, sizes: tuple[int, ...]) -> LoraCase:
+    return make_case(
+        RANKS, RUNS[runs], in_features=in_features, sizes=sizes, dtype=torch.float16, max_tokens=8
+    )
+
+
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize(("in_features", "sizes"), [(768, (32, 16, 16)), (600, (40,))])
+def test_a_product_has_the_same_bits_beside_a_shrink(
+    runs: str, in_features: int, sizes: tuple[int, ...]
+) -> None:
+    case = build(runs, in_features, sizes)
+    weight = draw_weight(case)
+    for bias in (None, weight[:, 0].contiguous()):
+        for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0])):
+            alone, beside, y = both_products(case, weight, bias, plan)
+            assert torch.equal(alone, beside)
+            wanted = torch.nn.functional.linear(case.x, weight, bias)
+            torch.testing.assert_close(alone, wanted, rtol=1e-3, atol=2e-3)
+            assert runs == "no adapter" or error_of(case, y) < 2e-3
+            assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+@pytest.mark.parametrize("runs", RUNS)
+def test_what_reads_a_product_adds_the_delta(runs: str) -> None:
+    for hidden in (64, 80):
+        case = build(runs, 64, (hidden,))
+        for outcome in norms(case, case.plan(graph_rows=case.x.shape[0])):
+            assert_agrees(outcome, case.base_rows(), 2e-3)
+    case = build(runs, 64, (72, 72))
+    outcome = products(case, case.plan(large=False))
+    assert_agrees(outcome, case.base_rows(), 4e-3)
+    case = build(runs, 64, (512, 256, 256))
+    for outcome in turns(case, case.plan(graph_rows=case.x.shape[0])):
+        assert_agrees(outcome, case.base_rows(), 4e-3)

@@ -1,0 +1,184 @@
+"""Products, norms, RoPE and SiLU of few rows with adapters, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.linear import linear, linear_shrink
+from kernels.lora_plan import LoraPlan
+from kernels.lora_shrink_expand import lora_expand_
+from tests.few_rows_cases import (
+    RUNS,
+    assert_agrees,
+    both_products,
+    draw_weight,
+    norms,
+    products,
+    turns,
+)
+from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case, write_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RANKS = (8, 16, 200, 64)
+ALL_RUNS: dict[str, tuple[Run, ...]] = RUNS | {
+    "eight": ((0, 1), (1, 3), (2, 1), (3, 1), (0, 2)),
+}
+
+
+def build(
+    runs: str,
+    in_features: int,
+    sizes: tuple[int, ...],
+    *,
+    integers: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> LoraCase:
+    return make_case(
+        RANKS,
+        ALL_RUNS[runs],
+        in_features=in_features,
+        sizes=sizes,
+        dtype=dtype,
+        device="cuda",
+        integers=integers,
+        max_tokens=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("in_features", "sizes", "dtype"),
+    [
+        (4096, (512, 128, 128), torch.bfloat16),
+        (14336, (256,), torch.bfloat16),
+        (328, (200,), torch.float16),
+    ],
+)
+def test_a_product_has_the_same_bits_beside_a_shrink(
+    in_features: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for runs in ALL_RUNS:
+        case = build(runs, in_features, sizes, dtype=dtype)
+        weight = draw_weight(case)
+        bias = weight[:, 0].contiguous()
+        for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0])):
+            alone, beside, y = both_products(case, weight, bias, plan)
+            assert torch.equal(alone, beside)
+            wanted = case.x.double() @ weight.double().T + bias.double()
+            assert float((alone.double() - wanted).norm() / wanted.norm()) < 3e-3
+            assert runs == "no adapter" or error_of(case, y) < 8e-3
+            assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+def test_small_integers_are_exact() -> None:
+    case = build("ragged", 320, (256,), integers=True)
+    case.x.mul_(torch.rand(case.x.shape, device="cuda") < 8 / 320)
+    weight = draw_weight(case, integers=True)
+    alone, _, y = both_products(case, weight, None, case.plan(large=False))
+    assert torch.equal(alone.double(), case.x.double() @ weight.double().T)
+    assert torch.equal(y, (case.y.double() + case.delta()).to(torch.bfloat16))
+
+
+def test_a_row_alone_has_the_bits_it_has_among_others() -> None:
+    """Beside as many others: alone its shrink may be cut into shorter chunks."""
+    case = build("eight", 4096, (512,))
+    weight = draw_weight(case)
+
+    def run(case: LoraCase) -> torch.Tensor:
+        plan = case.plan(graph_rows=case.x.shape[0])
+        y, bridge = linear_shrink(case.x, weight, None, case.a_pool, plan)
+        lora_expand_(y, bridge, case.b_pools, plan)
+        return y
+
+    together = run(case)
+    row = 0
+    for adapter, rows in case.runs:
+        for _ in range(rows):
+            others = case.x.roll(3, 0)
+            others[row] = case.x[row]
+            runs = tuple((r, n) for r, n in ((None, row), (adapter, 1), (None, 7 - row)) if n)
+            company = LoraCase(
+                others,
+                case.y,
+                case.a_pool,
+                case.b_pools,
+                case.adapters,
+                runs,
+                case.max_tokens,
+                case.max_pages,
+            )
+            assert torch.equal(run(company)[row], together[row])
+            row += 1
+
+
+@pytest.mark.parametrize("hidden", [4096, 576, 48])
+def test_a_norm_adds_the_delta(hidden: int) -> None:
+    for runs in ALL_RUNS:
+        case = build(runs, 512, (hidden,))
+        for outcome in norms(case, case.plan(graph_rows=case.x.shape[0])):
+            assert_agrees(outcome, case.base_rows(), 2e-2)
+
+
+def test_silu_and_rope_add_the_delta() -> None:
+    for runs in ALL_RUNS:
+        case = build(runs, 512, (1440, 1440))
+        outcome = products(case, case.plan(graph_rows=case.x.shape[0]))
+        assert_agrees(outcome, case.base_rows(), 4e-2)
+        case = build(runs, 512, (512, 256, 256))
+        for outcome in turns(case, case.plan(graph_rows=case.x.shape[0])):
+            assert_agrees(outcome, case.base_rows(), 4e-2)
+
+
+def test_one_graph_serves_any_mix() -> None:
+    """30 replays with other adapters, other runs and other rows: eager to the bit."""
+    rows, count = 8, 40
+    first = make_case(
+        [8, 16, 64, 200] * (count // 4),
+        [(None, rows)],
+        in_features=4096,
+        sizes=(512, 128, 128),
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    weight = draw_weight(first)
+    static = torch.from_numpy(write_plan(first, large=False)[0]).cuda()
+    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
+
+    def run(plan: LoraPlan) -> torch.Tensor:
+        y, bridge = linear_shrink(first.x, weight, None, first.a_pool, plan)
+        lora_expand_(y, bridge, first.b_pools, plan)
+        return y
+
+    run(plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(plan)
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(30):
+        runs: list[Run] = []
+        left, adapters = rows, torch.randperm(count, generator=draw).tolist()
+        while left:
+            n = min(left, int(torch.randint(1, 4, (), generator=draw)))
+            runs.append((adapters.pop() if runs else None, n))
+            left -= n
+        first.x.normal_()
+        case = LoraCase(
+            first.x,
+            first.y,
+            first.a_pool,
+            first.b_pools,
+            first.adapters,
+            tuple(runs),
+            first.max_tokens,
+            first.max_pages,
+        )
+        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
+        graph.replay()
+        replayed = y.clone()
+        assert torch.equal(replayed, run(case.plan(large=False)))
+        base = case.base_rows()
+        assert torch.equal(replayed[base], linear(first.x, weight, None)[base])

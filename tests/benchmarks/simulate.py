@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.benchmarks.report import Report
 from tests.benchmarks.simulator import comparisons, fleets
 from tests.benchmarks.simulator.agreement import agree
-from tests.benchmarks.simulator.calibration import from_file, h200, of_server
+from tests.benchmarks.simulator.calibration import from_file, h200
 from tests.benchmarks.simulator.setting import Setting
 
 Scenario = Callable[[Setting, Report, Path | None], None]
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--calibration", type=Path, help="a file of `Calibration.write`")
-    parser.add_argument("--calibrate", metavar="URL", help="take the steps of a running server")
     parser.add_argument("--measured", type=Path, help="for agree: what `routing` wrote")
     args = parser.parse_args()
     if args.scenario == "agree" and args.measured is None:
@@ -58,8 +57,6 @@ def main() -> None:
         agree(args.measured, Report(args.out))
         return
     calibration = h200() if args.calibration is None else from_file(args.calibration)
-    if args.calibrate:
-        calibration = of_server(calibration, args.calibrate)
     report = Report(args.out)
     report.emit_machine(f"simulate {args.scenario}", arguments=sys.argv[1:])
     pace = calibration.pace

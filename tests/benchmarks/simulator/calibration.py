@@ -1,22 +1,20 @@
-"""Where the simulator's numbers come from: measurements that this repository holds, or a server.
+"""Where the simulator's numbers come from: measurements that this repository holds, or a file.
 
-`h200()` reads the committed results of the Llama-3-8B shape on an H200. `of_load` takes what a live
-engine says of its own steps. What nobody measured is marked `assumed` among the sources.
+`h200()` reads the committed results of the Llama-3-8B shape on an H200. What nobody measured is
+marked `assumed` among the sources.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import httpx
 import msgspec
 import numpy as np
 
 from engine.admission import EngineLimits
-from engine.types import EngineLoad
 from tests.benchmarks.simulator.pace import Pace
 from tests.benchmarks.simulator.tiers import TierRoom, TierSpeeds
 
@@ -135,37 +133,6 @@ def h200() -> Calibration:
             "front_s, stream_s": "assumed; measured where a real run is compared",
         },
     )
-
-
-def of_load(base: Calibration, load: EngineLoad, name: str) -> Calibration:
-    """The steps as an engine fitted them to its own; the context is in each sequence's part."""
-    if not load.step_fixed_s:
-        raise SystemExit(f"{name} has not fitted its steps yet: send it some requests first")
-    pace = Pace(load.step_fixed_s, load.step_token_s, load.step_sequence_s)
-    limits = replace(base.limits, max_kv_tokens=load.num_blocks * 16)
-    told = {"pace": f"EngineLoad.step_* of {name}"}
-    return replace(base, name=name, pace=pace, limits=limits, sources=base.sources | told)
-
-
-def of_server(base: Calibration, url: str) -> Calibration:
-    """`/metrics` of an ingress shows what each engine says; the mean of all."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
-    found = {name: _samples(text, f"loraplex_engine_step_{name}_seconds") for name in _PARTS}
-    if not all(found.values()):
-        raise SystemExit(f"{url}/metrics does not show loraplex_engine_step_*_seconds")
-    parts = {name: sum(values) / len(values) for name, values in found.items()}
-    if not parts["fixed"]:
-        raise SystemExit(f"{url}: no engine has fitted its steps yet: send some requests first")
-    pace = Pace(parts["fixed"], parts["token"], parts["sequence"])
-    return replace(base, name=url, pace=pace, sources=base.sources | {"pace": f"{url}/metrics"})
-
-
-_PARTS = ("fixed", "token", "sequence")
-
-
-def _samples(text: str, name: str) -> list[float]:
-    lines = [line for line in text.splitlines() if line.startswith((name + " ", name + "{"))]
-    return [float(line.rsplit(" ", 1)[1]) for line in lines]
 
 
 def _lines(name: str) -> list[dict]:  # type: ignore[type-arg]

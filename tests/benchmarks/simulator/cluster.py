@@ -93,6 +93,8 @@ class Cluster:
         for adapter in adapters:
             for disk in self._disks:
                 disk.put(adapter, 1)
+        for engine in self.engines.values():
+            engine.say_hello()
 
     def tell_replicas(self, names: Iterable[str]) -> None:
         wanted = list(names)

@@ -91,7 +91,7 @@ class Ingress:
         view.on_device, view.on_host, view.on_disk = frame.on_device, frame.on_host, frame.on_disk
         view.prefixes = prefixes
         if view.load_s.host != step.load_s[0]:
-            view.load_s = LoadSeconds(*step.load_s)
+            view.observe_load_s(LoadSeconds(*step.load_s))
         if self._held or (self.gate is not None and len(self.gate)):
             self._look()
 

@@ -1,0 +1,98 @@
+"""An ingress replica and Serve's controller are killed by process id while clients read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.serve_rig import (
+    RIG_ADAPTER,
+    RIG_BASE,
+    Rig,
+    deploy,
+    metric,
+    processes,
+    rig_args,
+    wait_ready,
+)
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.serve
+
+RATE = 30.0
+TOKENS = 90
+STREAMS = 12
+INGRESS, CONTROLLER = "ray::ServeReplica:api:ingress", "ServeController"
+BODY = {"prompt": "abcdefghij", "max_tokens": TOKENS, "stream": True}
+WHOLE = "abcdefghij" * (TOKENS // 10)
+
+
+@pytest.fixture(scope="module")
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    args = rig_args(RATE, RIG_BASE, replicas=2, ingresses=2)
+    running = deploy(serve_port, args, tmp_path_factory.mktemp("registry"))
+    wait_ready(running)
+    return running
+
+
+@pytest.fixture
+def client(rig: Rig) -> Iterator[httpx.Client]:
+    # Each request on a connection of its own: the proxy spreads them over the ingresses.
+    limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
+    with httpx.Client(base_url=rig.url, timeout=60, limits=limits) as connection:
+        eventually(lambda: len(processes(INGRESS)) == 2, 60)
+        eventually(lambda: connection.get("/ready").status_code == 200, 60)
+        yield connection
+
+
+def read_stream(client: httpx.Client, index: int) -> str:
+    """Its text; "cut" for a connection that broke, which a client can tell from an end."""
+    model = RIG_ADAPTER if index % 2 else RIG_BASE
+    text, is_done = "", False
+    try:
+        with client.stream("POST", "/v1/completions", json=BODY | {"model": model}) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                is_done = is_done or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+    except httpx.RemoteProtocolError:
+        return "cut"
+    assert is_done, "a stream ended as if it were whole"
+    return text
+
+
+def kill_amid(client: httpx.Client, name: str) -> list[str]:
+    """All streams, and one process killed when the last of them has begun."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        answers = [pool.submit(read_stream, client, index) for index in range(STREAMS)]
+        eventually(lambda: metric(client, "vllm:num_requests_running") == STREAMS)
+        os.kill(processes(name)[0], signal.SIGKILL)
+        return [answer.result() for answer in answers]
+
+
+def test_only_the_streams_of_a_killed_ingress_break_and_its_requests_are_aborted(
+    client: httpx.Client,
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        warm = pool.submit(read_stream, client, 1)
+        assert warm.result() == WHOLE
+    answers = kill_amid(client, INGRESS)
+    assert set(answers) == {WHOLE, "cut"}
+    assert metric(client, "vllm:num_requests_running") == 0
+    assert read_stream(client, 1) == WHOLE
+
+
+def test_without_its_controller_serve_goes_on(client: httpx.Client) -> None:
+    before = processes(CONTROLLER)
+    assert kill_amid(client, CONTROLLER) == [WHOLE] * STREAMS
+    eventually(lambda: bool(processes(CONTROLLER)) and processes(CONTROLLER) != before, 60)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        answers = pool.map(lambda index: read_stream(client, index), range(STREAMS))
+        assert list(answers) == [WHOLE] * STREAMS

@@ -159,8 +159,13 @@ class Migrations:
         if not gone or not self._up[app_name]:
             return  # without another replica they had better end where they are
         for attempt in tuple(self._live.get(app_name, ())):
-            if attempt.is_movable and self.where(app_name, attempt) in gone:
+            engine_id = self.where(app_name, attempt)
+            if not attempt.is_movable or engine_id is None or engine_id not in gone:
+                continue
+            if engine_id in self._server.engines:
                 attempt.fail(ReplicaLeavesError())
+            else:  # it left because it died: what its calls are about to say, too
+                attempt.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
 
     def _check_silence(self, app_name: str, attempt: Attempt) -> None:
         engine_id = self.where(app_name, attempt)

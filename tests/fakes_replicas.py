@@ -148,8 +148,12 @@ class Fleet:
         self.tell()
 
     def tell(self) -> None:
-        """As Serve's router learns it."""
-        up = [name for name, replica in self.replicas.items() if replica.is_up]
+        """As Serve's router learns it; of a death later than the connection's end tells."""
+        up = [
+            name
+            for name, replica in self.replicas.items()
+            if replica.is_up or (replica.is_dead and name in self.server.engines)
+        ]
         self.migrations.replicas_changed(APP, up)
 
     def remote(self, call: SubmitCall) -> _Response:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ray.serve.schema import ApplicationStatusOverview
 
-from serve_app.topology import BaseState
+from serve_app.topology import DOOR, BaseState
 
 _ERROR_LINE = re.compile(r"^(?:\S+: )?\s*([\w.]+(?:Error|Exception|Exit|Interrupt)): (.+)$")
 _MAX_WORDS = 400
@@ -31,9 +31,9 @@ def count_replicas(app: ApplicationStatusOverview | None) -> ReplicaCounts:
     if app is None:
         return ReplicaCounts()
     counts: Counter[str] = Counter()
-    for deployment in app.deployments.values():
-        for name, count in deployment.replica_states.items():
-            counts[name] += count
+    for of_deployment, deployment in app.deployments.items():
+        if of_deployment != DOOR:
+            counts.update(deployment.replica_states)
     if app.status == "DELETING":
         return ReplicaCounts(draining=counts.total())
     answering, wanted = (sum(counts[name] for name in names) for names in (_ANSWERING, _WANTED))

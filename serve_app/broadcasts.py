@@ -7,6 +7,8 @@ import asyncio
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.topology import ENGINE
+
 _TIMEOUT_S = 5.0
 
 
@@ -17,7 +19,9 @@ class Broadcasts:
     async def call(self, app_name: str, method: str, argument: object) -> int:
         """How many failed. Raises where there is no such application, or no answer in time."""
         if app_name not in self._handles:
-            self._handles[app_name] = await asyncio.to_thread(serve.get_app_handle, app_name)
+            self._handles[app_name] = await asyncio.to_thread(
+                serve.get_deployment_handle, ENGINE, app_name
+            )
         results = (
             await self._handles[app_name]
             .broadcast(method, argument)

@@ -35,7 +35,7 @@ from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
-from serve_app.topology import BaseDescription, PlatformView, ServedBase
+from serve_app.topology import ENGINE, BaseDescription, PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
 
 logger = logging.getLogger(__name__)
@@ -366,7 +366,7 @@ class Gateway:
 
 
 async def _open_front(base: ServedBase) -> Front:
-    handle = await asyncio.to_thread(serve.get_app_handle, base.app_name)
+    handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
     text = await asyncio.to_thread(BaseText.from_files, description.files)
     return Front(base.base, base.app_name, handle, description, text, base.deployed_s)

@@ -18,7 +18,9 @@ import ray
 from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 
 from engine.errors import EngineDeadError, UnknownAdapterError
 from engine.types import EngineLoad, Resident
@@ -40,6 +42,8 @@ from serve_app.scaling_stats import ScalingStats
 from serve_app.stream import StreamAddress
 from serve_app.text import TEXT_FILES
 from serve_app.topology import (
+    DOOR,
+    ENGINE,
     BaseDescription,
     BaseSpec,
     Outcome,
@@ -247,7 +251,7 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     bundle = {"CPU": 0.01, "GPU": 1.0}  # replica and actor share a node, hence its cache
     scaling = engine_scaling(model)
     deployment = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]
-        name="engine",
+        name=ENGINE,
         num_replicas=model.replicas if scaling is None else None,
         autoscaling_config=scaling,
         max_ongoing_requests=model.max_ongoing_requests,
@@ -265,6 +269,22 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
     )
     application: serve.Application = deployment.bind(spec, sources)
+    return _behind_door(application) if RAY_SERVE_ENABLE_HA_PROXY else application
+
+
+class Door:
+    """Does nothing. With HAProxy, Serve refuses a router of one's own on the deployment that an
+    application is entered by, though nobody enters this one over HTTP."""
+
+    def __init__(self, engine: DeploymentHandle[object]) -> None:
+        pass
+
+
+def _behind_door(engine: serve.Application) -> serve.Application:
+    door = serve.deployment(Door).options(  # type: ignore[attr-defined]
+        name=DOOR, num_replicas=1, ray_actor_options={"num_cpus": 0}
+    )
+    application: serve.Application = door.bind(engine)
     return application
 
 

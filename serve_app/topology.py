@@ -79,6 +79,8 @@ class Sources:
     engine_factory: str
 
 
+ENGINE, DOOR = "engine", "door"  # names of deployments in a base's application
+
 BaseSource = Literal["file", "registry"]  # of the wish to serve it; the file's goes first
 BaseState = Literal["starting", "running", "asleep", "draining", "failed"]
 

@@ -65,7 +65,9 @@ def write_config(source: Path, target: Path, **engine: object) -> str:
     content = yaml.safe_load(source.read_text())
     port = free_port()
     content["http_options"]["port"] = port
-    for model in content["applications"][0]["args"]["models"]:
+    args = content["applications"][0]["args"]
+    args["fairness"] = {"max_queue_s": 600}  # a slow machine is no overload
+    for model in args["models"]:
         model["engine"] = model["engine"] | engine
     target.write_text(yaml.safe_dump(content))
     return f"http://127.0.0.1:{port}"

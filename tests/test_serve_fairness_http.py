@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,7 +17,6 @@ from tests.serve_rig import (
     deploy,
     metric,
     rig_args,
-    running_serve,
     wait_ready,
 )
 from tests.waiting import eventually, until
@@ -35,7 +31,7 @@ Answers = list["Answer"]
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     model = ModelArgs(
         name=RIG_BASE,
         engine=EngineArgs(seed=RATE, max_num_seqs=ROWS),
@@ -46,14 +42,13 @@ def rig() -> Iterator[Rig]:
     ingress = args.ingress.model_copy(update={"max_ongoing_requests": MAX_OPEN})
     fairness = FairnessArgs(weights={"gold": 3.0}, max_wait_s=2.0)
     args = args.model_copy(update={"models": (model,), "fairness": fairness, "ingress": ingress})
-    with running_serve() as port, tempfile.TemporaryDirectory() as folder:
-        rig = deploy(port, args, Path(folder))
-        wait_ready(rig)
-        with httpx.Client(base_url=rig.url, timeout=30) as client:
-            # From the engine's first frame on its rows are known.
-            ask_once(client)
-            ask_once(client, model=f"{RIG_BASE}:{RIG_ADAPTER}")
-        yield rig
+    rig = deploy(serve_port, args, tmp_path_factory.mktemp("registry"))
+    wait_ready(rig)
+    with httpx.Client(base_url=rig.url, timeout=30) as client:
+        # From the engine's first frame on its rows are known.
+        ask_once(client)
+        ask_once(client, model=f"{RIG_BASE}:{RIG_ADAPTER}")
+    return rig
 
 
 @dataclass(frozen=True, slots=True)

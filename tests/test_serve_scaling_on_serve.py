@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,7 +15,6 @@ from tests.serve_rig import (
     deploy,
     metric,
     rig_args,
-    running_serve,
     wait_ready,
 )
 from tests.waiting import eventually
@@ -43,12 +40,10 @@ def scaled_args() -> PlatformArgs:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder: Path = tmp_path_factory.mktemp("registry")
-    with running_serve() as port:
-        rig = deploy(port, scaled_args(), folder)
-        wait_ready(rig)
-        yield rig
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    rig = deploy(serve_port, scaled_args(), tmp_path_factory.mktemp("registry"))
+    wait_ready(rig)
+    return rig
 
 
 def line(client: httpx.Client) -> dict[str, object]:

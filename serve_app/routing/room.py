@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from serve_app.routing.score import expected_ttft
+from serve_app.routing.score import expected_ttft, prompt_token_s
 from serve_app.routing.view import Ask, ReplicaView
 
 # Rows ahead of those that are free, as a part of all: a sequence that ends is known here and has a
@@ -28,7 +28,7 @@ def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queu
             is_any_known = True
             for ask in under_way:
                 rows -= ask.num_sequences
-                seconds -= expected_ttft(ask, replica).prefill_s
+                seconds -= ask.num_tokens * prompt_token_s(replica)
         free_rows, free_s = _room(replica, max_queue_s)
         rows += free_rows
         seconds += free_s
@@ -55,7 +55,11 @@ def _room(replica: ReplicaView, max_queue_s: float) -> tuple[int, float]:
     num_stuck = load.num_waiting - load.num_waiting_for_adapter
     if free_rows <= 0 or num_stuck > num_ahead:
         return 0, 0.0
-    if replica.queued_tokens == 0 and free_rows > num_ahead:  # it must not idle, however slow
-        return free_rows - num_ahead, max_queue_s
     free_s = max_queue_s - expected_ttft(_NOTHING, replica).queue_s
-    return (free_rows, free_s) if free_s > 0 else (0, 0.0)
+    if free_s > 0:
+        return free_rows, free_s
+    # Prompts that fit into one step go together, however slow it is; but none ahead of the rows.
+    free_tokens = replica.limits.max_num_batched_tokens - replica.queued_tokens
+    if free_tokens > 0 and free_rows > num_ahead:
+        return free_rows - num_ahead, free_tokens * prompt_token_s(replica) or max_queue_s
+    return 0, 0.0

@@ -58,6 +58,11 @@ def decode_step_s(replica: ReplicaView) -> float:
     return fixed_s + sequence_s * min(replica.num_sequences, replica.limits.max_num_seqs)
 
 
+def prompt_token_s(replica: ReplicaView) -> float:
+    """What a prompt token adds to a step."""
+    return _steps(replica)[1]
+
+
 def work_s(ask: Ask, replica: ReplicaView) -> float:
     """What a request takes of a replica's time, in batches that are half full."""
     missing = max(1, ask.num_tokens - replica.num_cached_tokens(ask.prefixes))

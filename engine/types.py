@@ -75,6 +75,13 @@ class Request:
         return resumed or tuple(range(self.params.n))
 
     @property
+    def num_tokens(self) -> int:
+        """To compute before the next token: the prompt once, its choices share it, and the outputs
+        of resumed ones, which each computes again."""
+        again = sum(len(one.token_ids) for one in self.resumed)
+        return len(self.prompt_token_ids) + again
+
+    @property
     def has_output(self) -> bool:
         """Its client has read tokens of it before it came here."""
         return any(one.token_ids for one in self.resumed)
@@ -133,6 +140,11 @@ class EngineLoad:
     step_token_s: float = 0.0
     step_sequence_s: float = 0.0
     adapter_copy_s: float = 0.0  # from the host to the device, until it can be used; 0: unknown
+
+    @property
+    def kv_usage(self) -> float:
+        """Of the KV blocks, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,15 @@ newest ones went, and what came of them."""
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import asdict, replace
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from engine.types import Request as EngineRequest
 from serve_app.admin_auth import require_admin
 from serve_app.asgi import json_response, read_body
 from serve_app.completion_routes import who_asks
 from serve_app.gateway import Front
-from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
+from serve_app.params import engine_requests, read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
@@ -67,23 +65,9 @@ def _ask(
     found = state.gateway.resolve(body.model)
     front, adapter = found[0], found[1].adapter
     limits = front.description.limits
-    text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
-    prompts: tuple[Prompt, ...]
-    if isinstance(body, ChatRequest):
-        prompts = (chat_prompt(body, front.text, text_limits),)
-    else:
-        prompts = completion_prompts(body, front.text, text_limits)
+    prompts = read_prompts(body, front.text, limits)
     digest = None if adapter is None else adapter.digest
-    requests = tuple(
-        EngineRequest(
-            uuid.uuid4().hex,
-            prompt.token_ids,
-            sampling_params(body, prompt, text_limits),
-            digest,
-            body.cache_salt or "",
-        )
-        for prompt in prompts
-    )
+    requests = engine_requests(body, prompts, digest, limits)
     return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
 
 

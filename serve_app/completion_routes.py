@@ -34,15 +34,15 @@ from serve_app.asgi import (
 from serve_app.cold_start import Admission
 from serve_app.completion import Completion, OnFirstToken
 from serve_app.explain import explain_headers, is_wanted
-from serve_app.gateway import Front
 from serve_app.generation import Generation
-from serve_app.params import Prompt, TextLimits, chat_prompt, completion_prompts, sampling_params
+from serve_app.params import Prompt, engine_requests, read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
 from serve_app.routing.admission import Applicant, Ticket
 from serve_app.routing.asks import make_ask
+from serve_app.routing.view import Ask
 from serve_app.shadow import Submitted
 from serve_app.state import IngressState, state_of
 from serve_app.traffic import sticky_key
@@ -133,24 +133,14 @@ async def _begin(
     who = _applicant(asked, adapter)
     queue.check(who)
     limits = front.description.limits
-    text_limits = TextLimits(limits.max_model_len, limits.vocab_size)
-    prompts = await _run(state, asked.is_small, lambda: _prompts(body, front, text_limits))
-    requests = tuple(
-        Request(
-            uuid.uuid4().hex,
-            prompt.token_ids,
-            sampling_params(body, prompt, text_limits),
-            None if adapter is None else adapter.digest,
-            body.cache_salt or "",
-            asked.arrival_s,
-        )
-        for prompt in prompts
-    )
+    prompts = await _run(state, asked.is_small, lambda: read_prompts(body, front.text, limits))
+    digest = None if adapter is None else adapter.digest
+    requests = engine_requests(body, prompts, digest, limits, asked.arrival_s)
     ask = make_ask(requests, adapter, limits, asked.session)
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
     ticket = await queue.enter(who, ask, max_tokens, receive)
     try:
-        return _call(state, asked, admission, prompts, requests, ticket)
+        return _call(state, body, admission, prompts, requests, ask, ticket)
     except BaseException:
         ticket.leave()
         raise
@@ -158,18 +148,19 @@ async def _begin(
 
 def _call(
     state: IngressState,
-    asked: _Asked,
+    body: Body,
     admission: Admission,
     prompts: tuple[Prompt, ...],
     requests: tuple[Request, ...],
+    ask: Ask,
     ticket: Ticket,
 ) -> Completion:
-    body, route, gateway = asked.body, admission.route, state.gateway
+    route, gateway = admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
     head = _head(body, route.resolution)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
     lane = gateway.lane(front)
-    generation = Generation(gateway.migrations, lane, requests, adapter, asked.session)
+    generation = Generation(gateway.migrations, lane, requests, adapter, ask)
     answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:
@@ -224,12 +215,6 @@ def who_asks(http: HttpRequest, body: Body) -> str | None:
     """A person first, then a conversation; last what may be shared by many."""
     session = http.headers.get("x-session-id")
     return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)
-
-
-def _prompts(body: Body, front: Front, limits: TextLimits) -> tuple[Prompt, ...]:
-    if isinstance(body, ChatRequest):
-        return (chat_prompt(body, front.text, limits),)
-    return completion_prompts(body, front.text, limits)
 
 
 def _head(body: Body, resolution: Resolution) -> ResponseHead:

@@ -38,15 +38,7 @@ class Parts:
 
     @property
     def total_s(self) -> float:
-        return (
-            self.prepare
-            + self.fair
-            + self.route
-            + self.adapter
-            + self.queue
-            + self.prefill
-            + self.deliver
-        )
+        return sum(s for _, s in self.items())
 
     def items(self) -> tuple[tuple[str, float], ...]:
         return tuple((name, getattr(self, name)) for name in self.__slots__)

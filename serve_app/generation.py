@@ -27,6 +27,7 @@ from serve_app.migrations import Migrations
 from serve_app.probation import Turn
 from serve_app.progress import Progress
 from serve_app.routing.asks import make_ask
+from serve_app.routing.view import Ask
 from serve_app.stream_server import StreamServer
 from serve_app.topology import SubmitCall
 
@@ -58,15 +59,15 @@ class Generation:
         lane: Lane,
         requests: tuple[Request, ...],
         adapter: AdapterVersion | None,
-        session: str | None = None,
+        ask: Ask,
     ) -> None:
-        """Raises RequestQuarantinedError."""
+        """`ask`: the requests as a router sees them. Raises RequestQuarantinedError."""
         migrations.quarantine.check(requests)
         self._loop = asyncio.get_running_loop()
         self._migrations = migrations
         self._lane = lane
         self._adapter = adapter
-        self._session = session
+        self._ask = ask
         self._progress = Progress(requests)
         self._journey = Journey(migrations, lane.app_name, lane.model_name, lane.migration)
         self._failure: Exception | None = None  # the reader's own
@@ -126,7 +127,7 @@ class Generation:
 
     async def _begin(self) -> Attempt:
         await self._let_suspect_pass()
-        return self._place(self._progress.requests, is_first=True)
+        return self._place(self._progress.requests, self._ask, is_first=True)
 
     async def _go_on(self, attempt: Attempt, error: Exception) -> None:
         """Another attempt, or the failure for the reader."""
@@ -143,11 +144,13 @@ class Generation:
             await self._wait_for_turn()
         else:
             await self._let_suspect_pass()
-        self._place(self._progress.resume(), is_first=False)
+        requests, session = self._progress.resume(), self._ask.session
+        avoid, limits = self._journey.avoid, self._lane.limits
+        ask = make_ask(requests, self._adapter, limits, session, avoid)
+        self._place(requests, ask, is_first=False)
 
-    def _place(self, requests: tuple[Request, ...], *, is_first: bool) -> Attempt:
+    def _place(self, requests: tuple[Request, ...], ask: Ask, *, is_first: bool) -> Attempt:
         lane = self._lane
-        ask = make_ask(requests, self._adapter, lane.limits, self._session, self._journey.avoid)
         call = SubmitCall(requests, self._adapter, lane.server.address, ask)
         attempt = Attempt(
             lane.server,

@@ -57,10 +57,6 @@ class Journey:
         self._last_token_s: float | None = None
 
     @property
-    def is_moving(self) -> bool:
-        return self._move is not None
-
-    @property
     def deadline_s(self) -> float:
         """Of the move under way, on the monotonic clock."""
         assert self._move is not None

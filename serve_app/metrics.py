@@ -147,8 +147,7 @@ class EngineMetrics(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         load = self._load
-        used = load.num_blocks - load.num_free_blocks
-        usage = used / load.num_blocks if load.num_blocks else 0.0
+        usage = load.kv_usage
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences not begun", load.num_waiting)
         by_reason = GaugeMetricFamily(

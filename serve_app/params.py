@@ -1,25 +1,21 @@
 """From a checked body to what the engine and the text side need: prompts, sampling and text rules.
 
-`chat_prompt` and `completion_prompts` tokenize: call them in a worker thread. Limits are the
-engine's; ids are compared with the vocabulary here, before anything reaches a device.
+`read_prompts` tokenizes: call it in a worker thread. Limits are the engine's; ids are compared with
+the vocabulary here, before anything reaches a device.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.types import SamplingParams
+from engine.types import Request, SamplingParams
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.text import BaseText
-
-
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    max_model_len: int  # prompt and output together
-    vocab_size: int  # of the model, which may be larger than the tokenizer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +24,36 @@ class Prompt:
     text: str | None  # as the client wrote it; None for token ids
 
 
-def chat_prompt(request: ChatRequest, text: BaseText, limits: TextLimits) -> Prompt:
+def read_prompts(
+    body: ChatRequest | CompletionRequest, text: BaseText, limits: EngineLimits
+) -> tuple[Prompt, ...]:
+    if isinstance(body, ChatRequest):
+        return (chat_prompt(body, text, limits),)
+    return completion_prompts(body, text, limits)
+
+
+def engine_requests(
+    body: ChatRequest | CompletionRequest,
+    prompts: Sequence[Prompt],
+    adapter: str | None,
+    limits: EngineLimits,
+    arrival_s: float = 0.0,
+) -> tuple[Request, ...]:
+    """One a prompt, of one submit call. `adapter`: its digest."""
+    return tuple(
+        Request(
+            uuid.uuid4().hex,
+            prompt.token_ids,
+            sampling_params(body, prompt, limits),
+            adapter,
+            body.cache_salt or "",
+            arrival_s,
+        )
+        for prompt in prompts
+    )
+
+
+def chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:
     rendered = text.render_chat(
         request.messages,
         add_generation_prompt=request.adds_generation_prompt,
@@ -41,7 +66,7 @@ def chat_prompt(request: ChatRequest, text: BaseText, limits: TextLimits) -> Pro
 
 
 def completion_prompts(
-    request: CompletionRequest, text: BaseText, limits: TextLimits
+    request: CompletionRequest, text: BaseText, limits: EngineLimits
 ) -> tuple[Prompt, ...]:
     add_special_tokens = request.add_special_tokens is not False
     prompts = []
@@ -58,7 +83,7 @@ def completion_prompts(
 
 
 def sampling_params(
-    request: ChatRequest | CompletionRequest, prompt: Prompt, limits: TextLimits
+    request: ChatRequest | CompletionRequest, prompt: Prompt, limits: EngineLimits
 ) -> SamplingParams:
     """For one prompt: what is left of the context depends on its length."""
     _check_vocabulary([i for i, _ in request.logit_bias], limits.vocab_size, "logit_bias")
@@ -97,7 +122,7 @@ def _prompt_logprobs(request: ChatRequest | CompletionRequest, echo: bool) -> in
 
 
 def _max_tokens(
-    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, limits: TextLimits
+    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, limits: EngineLimits
 ) -> int:
     room = limits.max_model_len - num_prompt_tokens
     wanted = request.requested_tokens
@@ -113,7 +138,7 @@ def _max_tokens(
 
 
 def _encode(
-    value: str, add_special_tokens: bool, text: BaseText, limits: TextLimits, param: str
+    value: str, add_special_tokens: bool, text: BaseText, limits: EngineLimits, param: str
 ) -> tuple[int, ...]:
     at_least = text.tokenizer.min_tokens(value)
     if at_least > limits.max_model_len:

@@ -182,7 +182,7 @@ class EngineReplica:
             "running": load.num_running,
             "waiting": load.num_waiting,
             "queued_tokens": load.queued_tokens,
-            "kv_usage": 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
+            "kv_usage": load.kv_usage,
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

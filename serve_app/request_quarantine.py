@@ -29,10 +29,11 @@ class RequestQuarantine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises RequestQuarantinedError. Costs nothing while nobody is held."""
-        if self._until_s and fingerprint(requests) in self._until_s:
-            self._drop_old()
-            if fingerprint(requests) in self._until_s:
-                raise RequestQuarantinedError
+        if not self._until_s:
+            return
+        self._drop_old()
+        if fingerprint(requests) in self._until_s:
+            raise RequestQuarantinedError
 
     def add(self, requests: Sequence[Request]) -> None:
         self._drop_old()

@@ -28,9 +28,7 @@ class ScalingStats:
         self._backlog, self._backlog_s = Backlog(), 0.0
 
     def arrived(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            again = sum(len(choice.token_ids) for choice in request.resumed)
-            self._num_arrived += len(request.prompt_token_ids) + again
+        self._num_arrived += sum(request.num_tokens for request in requests)
 
     def hear(self, backlog: Backlog) -> None:
         """Of all ingresses."""
@@ -47,7 +45,7 @@ class ScalingStats:
                 num_waiting=load.num_waiting,
                 queued_tokens=load.queued_tokens,
                 arriving_tokens_per_s=self._tokens_per_s,
-                kv_usage=1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
+                kv_usage=load.kv_usage,
                 step_fixed_s=load.step_fixed_s,
                 step_token_s=load.step_token_s,
                 step_sequence_s=load.step_sequence_s,

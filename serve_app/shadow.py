@@ -25,6 +25,7 @@ from serve_app.params import Prompt
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
+from serve_app.routing.asks import make_ask
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class Shadows:
         body = submitted.body.model_copy(update={"stream": False, "stream_options": None})
         answer = Answer(body, submitted.prompts, submitted.front.text, submitted.head)
         lane = replace(submitted.lane, migration=STAY)  # nobody waits for it
-        generation = Generation(self._migrations, lane, requests, version)
+        ask = make_ask(requests, version, lane.limits)
+        generation = Generation(self._migrations, lane, requests, version, ask)
         completion: Completion | None = None
         try:
             async with asyncio.timeout(_FIRST_TOKEN_S) as patience:

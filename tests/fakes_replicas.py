@@ -20,6 +20,7 @@ from serve_app.errors import EngineGoneError
 from serve_app.generation import Generation, Lane
 from serve_app.metrics import EngineMetrics
 from serve_app.migrations import Migrations
+from serve_app.routing.asks import make_ask
 from serve_app.stream_server import StreamServer
 from serve_app.topology import SubmitCall
 from tests.fakes_engine import PacedEngine
@@ -163,7 +164,8 @@ class Fleet:
         return _Response(task)
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        return Generation(self.migrations, self.lane, requests, None, session)
+        ask = make_ask(requests, None, self.lane.limits, session)
+        return Generation(self.migrations, self.lane, requests, None, ask)
 
     async def _run(self, call: SubmitCall) -> None:
         if self.num_refusals:

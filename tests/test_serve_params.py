@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 from pydantic import BaseModel
 
+from engine.admission import EngineLimits
 from engine.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -25,7 +26,6 @@ from serve_app.errors import (
 )
 from serve_app.params import (
     Prompt,
-    TextLimits,
     chat_prompt,
     check_token_ids,
     completion_prompts,
@@ -37,7 +37,7 @@ from serve_app.protocol_completions import CompletionRequest
 from serve_app.text import BaseText
 from tests.text_factory import LLAMA3, base_text
 
-LIMITS = TextLimits(max_model_len=512, vocab_size=1000)
+LIMITS = EngineLimits(max_model_len=512, vocab_size=1000, max_kv_tokens=4096)
 USER = [{"role": "user", "content": "hello"}]
 T = TypeVar("T", bound=BaseModel)
 PROMPT = Prompt((5, 6, 7), None)

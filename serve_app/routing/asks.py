@@ -23,7 +23,7 @@ def make_ask(
     digest = None if adapter is None else adapter.digest
     return Ask(
         call_id=first.request_id,
-        num_tokens=sum(_num_tokens(request) for request in requests),
+        num_tokens=sum(request.num_tokens for request in requests),
         num_sequences=sum(len(r.resumed) or r.params.n for r in requests),
         adapter=digest,
         adapter_rank=0 if adapter is None else adapter.rank,
@@ -33,9 +33,3 @@ def make_ask(
         session=session,
         avoid=avoid,
     )
-
-
-def _num_tokens(request: Request) -> int:
-    """The prompt once, its choices share it, and the outputs that are computed again."""
-    again = sum(len(choice.token_ids) for choice in request.resumed)
-    return len(request.prompt_token_ids) + again

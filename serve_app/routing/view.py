@@ -120,8 +120,7 @@ class ReplicaView:
 
     @property
     def kv_usage(self) -> float:
-        load = self.load
-        return 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
+        return self.load.kv_usage
 
     @property
     def free_kv_tokens(self) -> int:

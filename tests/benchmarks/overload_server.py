@@ -11,13 +11,13 @@ from pathlib import Path
 from threading import Event, Thread
 
 import httpx
-import yaml
 
 from serve_app import launch
 from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
 from serve_app.demo.prepare import prepare as prepare_demo
 from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_base import BASE, prepare_home
+from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -81,25 +81,12 @@ def write_config(home: Path, served: Served, setting: Setting, port: int) -> Pat
         "graceful_shutdown_timeout_s": 2,
     }
     app = "tests.benchmarks.paced_app:build" if setting.is_paced else "serve_app.app:build"
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": app,
-        "args": {
-            "ingress": {"graceful_shutdown_timeout_s": 2},
-            "fairness": {"max_queue_s": setting.max_queue_s},
-            "models": [model],
-        },
+    arguments = {
+        "ingress": {"graceful_shutdown_timeout_s": 2},
+        "fairness": {"max_queue_s": setting.max_queue_s},
+        "models": [model],
     }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path = home / "serve.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_serve_file(home, port, arguments, import_path=app)
 
 
 @contextmanager

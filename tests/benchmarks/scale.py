@@ -27,7 +27,6 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.config import AutoscalingArgs, ModelArgs, default_home
@@ -36,6 +35,7 @@ from tests.benchmarks.children import module
 from tests.benchmarks.report import Report, print_table, spread
 from tests.benchmarks.scale_client import Phase, take_texts
 from tests.benchmarks.scale_plot import draw
+from tests.benchmarks.serve_home import write_serve_file
 from tests.demo_server import serving
 from tests.serve_rig import (
     RIG_ADAPTER,
@@ -151,22 +151,10 @@ def demo_server(args: argparse.Namespace) -> Iterator[Target]:
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 1024}
     sizes = {"kv_cache_bytes": "256MiB", "adapter_pool_bytes": "64MiB"}
     model = model_of(args, BASE_NAME, engine | sizes)
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": {"models": [model.model_dump(mode="json", exclude_unset=True)]},
-    }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
+    arguments = {"models": [model.model_dump(mode="json", exclude_unset=True)]}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "serve.yaml"
-        path.write_text(yaml.safe_dump(content))
-        with serving(home, path, f"http://127.0.0.1:{port}") as server:
+        config = write_serve_file(Path(folder), port, arguments)
+        with serving(home, config, f"http://127.0.0.1:{port}") as server:
             token = (home / "admin_token").read_text().strip()
             adapters = tuple(f"{BASE_NAME}:{name}" for name in ADAPTER_NAMES)
             yield Target(server.url, token, (BASE_NAME, *adapters))

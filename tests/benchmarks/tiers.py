@@ -27,13 +27,13 @@ from pathlib import Path
 from threading import Event, Thread
 
 import httpx
-import yaml
 
 from engine.model_config import read_model_config
 from tests.benchmarks.memory_adapters import pool_bytes
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_client import Stream, check, connect, make_request
+from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.tiers_home import (
     RESIDENT,
     TIERED,
@@ -68,31 +68,18 @@ def write_config(args: argparse.Namespace, home: Path, port: int) -> Path:
             },
         }
 
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": {
-            "registry": {
-                "poll_interval_s": 5,
-                "cache_bytes": args.disk * (adapter_file_bytes() + _CONFIG_BYTES) + 2 * base_bytes,
-            },
-            "ingress": {"graceful_shutdown_timeout_s": 2},
-            "models": [
-                served(TIERED, args.device, args.host),
-                served(RESIDENT, args.used, args.used + 20),
-            ],
+    arguments = {
+        "registry": {
+            "poll_interval_s": 5,
+            "cache_bytes": args.disk * (adapter_file_bytes() + _CONFIG_BYTES) + 2 * base_bytes,
         },
+        "ingress": {"graceful_shutdown_timeout_s": 2},
+        "models": [
+            served(TIERED, args.device, args.host),
+            served(RESIDENT, args.used, args.used + 20),
+        ],
     }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path = home / "serve.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_serve_file(home, port, arguments)
 
 
 @dataclass(slots=True)

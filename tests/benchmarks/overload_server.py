@@ -59,7 +59,6 @@ class Setting:
 
 def prepare(home: Path, setting: Setting) -> Served:
     os.environ["LORAPLEX_HOME"] = str(home)
-    home.mkdir(parents=True, exist_ok=True)
     if not setting.is_paced:
         prepare_demo(home)
         return Served(BASE_NAME, tuple(ADAPTER_NAMES))

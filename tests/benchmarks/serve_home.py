@@ -1,14 +1,27 @@
-"""The Serve config file of a benchmark's server: one application on loopback, no access log.
+"""The home of a benchmark's server, and its Serve file: one application on loopback, no access log.
 
-What the application is told is each benchmark's own.
+What lies in the home and what the application is told is each benchmark's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
+
+
+@contextmanager
+def open_home(kept: Path | None, prefix: str) -> Iterator[Path]:
+    """`kept`, made where it is not there; without it a temporary folder."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        yield Path(folder)
 
 
 def write_serve_file(

@@ -17,7 +17,6 @@ import random
 import re
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from tests.benchmarks.memory_adapters import pool_bytes
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_client import Stream, check, connect, make_request
-from tests.benchmarks.serve_home import write_serve_file
+from tests.benchmarks.serve_home import open_home, write_serve_file
 from tests.benchmarks.tiers_home import (
     RESIDENT,
     TIERED,
@@ -285,7 +284,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, home: Path) -> None:
-    home.mkdir(parents=True, exist_ok=True)
     os.environ["LORAPLEX_HOME"] = str(home)
     report = Report(args.out)
     report.emit_machine("tiers", arguments=sys.argv[1:])
@@ -300,11 +298,8 @@ def run(args: argparse.Namespace, home: Path) -> None:
 
 def main() -> None:
     args = parse_args()
-    if args.home is not None:
-        run(args, args.home)
-        return
-    with tempfile.TemporaryDirectory(prefix="tiers-") as folder:
-        run(args, Path(folder))
+    with open_home(args.home, "tiers-") as home:
+        run(args, home)
 
 
 if __name__ == "__main__":

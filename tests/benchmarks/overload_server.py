@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 
 import httpx
 
@@ -19,6 +18,7 @@ from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_base import BASE, prepare_home
 from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.watch import repeating
 
 ROOT = Path(__file__).parents[2]
 _SAMPLE_S = 0.5
@@ -118,31 +118,27 @@ class Watched:
 @contextmanager
 def watching(port: int, child: launch.Child) -> Iterator[Watched]:
     """Asks for its health and looks at its processes, twice a second."""
-    seen, over = Watched(), Event()
+    seen = Watched()
 
     def look() -> None:
         for part, use in use_of(child).items():
             seen.uses.setdefault(part, []).append(use)
 
-    def watch() -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            while not over.wait(_SAMPLE_S):
-                began_s = time.monotonic()
-                seen.num_unhealthy += client.get("/health").status_code != 200
-                seen.health_s.append(time.monotonic() - began_s)
-                look()
-
-    began_s = time.monotonic()
-    look()
-    thread = Thread(target=watch)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
-        seen.seconds = time.monotonic() - began_s
+    def ask() -> None:
+        began_s = time.monotonic()
+        seen.num_unhealthy += client.get("/health").status_code != 200
+        seen.health_s.append(time.monotonic() - began_s)
         look()
+
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        began_s = time.monotonic()
+        look()
+        try:
+            with repeating(ask, _SAMPLE_S):
+                yield seen
+        finally:
+            seen.seconds = time.monotonic() - began_s
+            look()
 
 
 def use_of(child: launch.Child) -> dict[str, Use]:

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 
 import httpx
 
@@ -40,6 +39,7 @@ from tests.benchmarks.tiers_home import (
     adapter_name,
     prepare,
 )
+from tests.benchmarks.watch import repeating
 from tests.serve_rig import free_port
 
 TIERS = ("device", "host", "disk", "registry")
@@ -117,23 +117,15 @@ class Numbers:
 def peak_memory(port: int) -> Iterator[dict[str, float]]:
     """The highest of what each two seconds show, filled at the end of the block."""
     peak: dict[str, float] = {}
-    over = Event()
-
-    def watch() -> None:
-        while not over.wait(_SAMPLE_S):
-            take()
 
     def take() -> None:
         for name, value in Numbers.read(port).memory(TIERED).items():
             peak[name] = max(peak.get(name, 0.0), value)
 
-    thread = Thread(target=watch)
-    thread.start()
     try:
-        yield peak
+        with repeating(take, _SAMPLE_S):
+            yield peak
     finally:
-        over.set()
-        thread.join()
         take()
 
 

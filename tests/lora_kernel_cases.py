@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -115,16 +115,24 @@ def make_case(
     )
     if device == "cpu":
         return case
-    return LoraCase(
-        case.x.to(device),
-        case.y.to(device),
-        case.a_pool.to(device),
-        tuple(b.to(device) for b in case.b_pools),
-        case.adapters,
-        case.runs,
-        case.max_tokens,
-        case.max_pages,
+    return replace(
+        case,
+        x=case.x.to(device),
+        y=case.y.to(device),
+        a_pool=case.a_pool.to(device),
+        b_pools=tuple(b.to(device) for b in case.b_pools),
     )
+
+
+def with_drawn_runs(case: LoraCase, draw: torch.Generator, *, longest: int) -> LoraCase:
+    """Its rows in other runs: the first of the base, each of the others of another adapter."""
+    runs: list[Run] = []
+    left, adapters = case.x.shape[0], torch.randperm(len(case.adapters), generator=draw).tolist()
+    while left:
+        rows = min(left, int(torch.randint(1, longest + 1, (), generator=draw)))
+        runs.append((adapters.pop() if runs else None, rows))
+        left -= rows
+    return replace(case, runs=tuple(runs))
 
 
 def error_of(case: LoraCase, y: torch.Tensor) -> float:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from tests.lora_fused_cases import rope_both_ways, silu_both_ways
-from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case, write_plan
+from tests.lora_kernel_cases import (
+    LoraCase,
+    Run,
+    error_of,
+    make_case,
+    with_drawn_runs,
+    write_plan,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,22 +106,7 @@ def test_one_graph_serves_any_mix() -> None:
         step()
     draw = torch.Generator().manual_seed(3)
     for _ in range(50):
-        runs: list[Run] = []
-        left, adapters = rows, torch.randperm(40, generator=draw).tolist()
-        while left:
-            n = min(left, int(torch.randint(1, 20, (), generator=draw)))
-            runs.append((adapters.pop() if runs else None, n))
-            left -= n
-        case = LoraCase(
-            first.x,
-            first.y,
-            first.a_pool,
-            first.b_pools,
-            first.adapters,
-            tuple(runs),
-            first.max_tokens,
-            first.max_pages,
-        )
+        case = with_drawn_runs(first, draw, longest=19)
         first.x.normal_()
         static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
         graph.replay()
@@ -127,17 +121,9 @@ def test_a_row_alone_has_the_bits_it_has_among_others() -> None:
     row = 0
     for adapter, rows in case.runs:
         for _ in range(rows):
-            alone = LoraCase(
-                case.x[row : row + 1],
-                case.y[row : row + 1],
-                case.a_pool,
-                case.b_pools,
-                case.adapters,
-                ((adapter, 1),),
-                case.max_tokens,
-                case.max_pages,
-            )
-            assert torch.equal(run(alone, alone.plan()), together[row : row + 1])
+            here = slice(row, row + 1)
+            alone = replace(case, x=case.x[here], y=case.y[here], runs=((adapter, 1),))
+            assert torch.equal(run(alone, alone.plan()), together[here])
             row += 1
 
 

@@ -86,6 +86,12 @@ class World:
         self.frame(FULL)
         self.all_are_counted()
 
+    async def let_go(self, number: int) -> None:
+        """One a second."""
+        for _ in range(number):
+            self.now_s += 1.0
+            await self.let_one_go()
+
     def all_are_counted(self) -> None:
         """The frames hold all that went."""
         for ask in self.asks:
@@ -193,9 +199,7 @@ async def test_who_would_wait_too_long_is_told_so_at_once() -> None:
     world.frame(FULL)
     tasks = [world.enter("a") for _ in range(10)]
     await until(lambda: world.queue.num_waiting == 10)
-    for _ in range(9):
-        world.now_s += 1.0
-        await world.let_one_go()
+    await world.let_go(9)
     more = [world.enter("a") for _ in range(4)]  # one a second goes: five wait five seconds
     await until(lambda: world.queue.num_waiting == 5)
     error = await refused(world.enter("a"))
@@ -229,9 +233,7 @@ async def test_who_filled_the_queue_alone_gives_way_to_those_who_come() -> None:
     world.frame(FULL)
     flood = [world.enter("flood") for _ in range(17)]
     await until(lambda: world.queue.num_waiting == 17)
-    for _ in range(9):
-        world.now_s += 1.0
-        await world.let_one_go()
+    await world.let_go(9)
     assert world.queue.num_waiting == 8  # one a second goes: the last one waits eight seconds
     others = [world.enter(name) for name in "abc"]
     await until(lambda: world.queue.num_waiting == 11)

@@ -30,7 +30,6 @@ from pathlib import Path
 import httpx
 import psutil
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from engine.model_config import read_model_config
@@ -40,6 +39,7 @@ from serve_app.commands.store import open_registry
 from tests.benchmarks.report import Report, percentile, print_table, spread
 from tests.benchmarks.serve_base import write_tokenizer
 from tests.benchmarks.serve_client import Stream, connect, make_request
+from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES, ModelShape
 from tests.demo_server import DemoServer, run_cli, serving
 from tests.serve_rig import free_port
@@ -72,7 +72,7 @@ def register(home: Path, shape: ModelShape) -> None:
     open_registry(None).register_base(folder, shape.name, facts=facts)
 
 
-def write_config(path: Path, port: int) -> None:
+def write_config(home: Path, port: int) -> Path:
     engine = {
         "load_format": "dummy",
         "device": "cpu",
@@ -83,21 +83,7 @@ def write_config(path: Path, port: int) -> None:
         "kv_cache_bytes": 256 * 1024**2,
         "adapter_pool_bytes": 16 * 1024**2,
     }
-    arguments = {"models": [{"name": STREAMER.name, "engine": engine}]}
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [
-            {
-                "name": "api",
-                "route_prefix": "/",
-                "import_path": "serve_app.app:build",
-                "args": arguments,
-            }
-        ],
-    }
-    path.write_text(yaml.safe_dump(content))
+    return write_serve_file(home, port, {"models": [{"name": STREAMER.name, "engine": engine}]})
 
 
 class Streams:
@@ -309,9 +295,9 @@ def main() -> None:
         os.environ["LORAPLEX_HOME"] = folder
         for shape in (STREAMER, NEWCOMER):
             register(home, shape)
-        write_config(home / "serve.yaml", port)
+        config = write_config(home, port)
         url = f"http://127.0.0.1:{port}"
-        with serving(home, home / "serve.yaml", url) as server:
+        with serving(home, config, url) as server:
             admin = Admin(server)
             with Streams(port, STREAMER.name, args.streams) as streams:
                 measure_swap(admin, streams, engine_process(server), args.rounds, report)

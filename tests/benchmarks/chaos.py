@@ -29,7 +29,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import yaml
 
 from registry.cache import Cache
 from serve_app.commands.store import open_registry
@@ -39,6 +38,7 @@ from tests.benchmarks import flips
 from tests.benchmarks.children import module
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve_base import BASE as TINY
+from tests.benchmarks.serve_home import write_serve_file
 from tests.demo_server import DemoServer, run_cli, serving
 from tests.serve_rig import free_port
 
@@ -71,7 +71,7 @@ def prepare_tiny(home: Path) -> list[str]:
     return [TINY, *(f"{TINY}:{name}" for name in names)]
 
 
-def write_config(path: Path, port: int, args: argparse.Namespace) -> None:
+def write_config(home: Path, port: int, args: argparse.Namespace) -> Path:
     engine = {
         "device": "cpu",
         "dtype": "float32",
@@ -85,19 +85,8 @@ def write_config(path: Path, port: int, args: argparse.Namespace) -> None:
         "replicas": args.replicas,
         "engine": engine,
     }
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": {"ingress": {"replicas": args.ingresses}, "models": [model]},
-    }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path.write_text(yaml.safe_dump(content))
+    arguments = {"ingress": {"replicas": args.ingresses}, "models": [model]}
+    return write_serve_file(home, port, arguments)
 
 
 def pids(server: DemoServer, name: str) -> list[int]:
@@ -216,8 +205,8 @@ def platform(args: argparse.Namespace) -> Iterator[tuple[DemoServer, int, Sequen
     with tempfile.TemporaryDirectory(prefix="lpx-chaos-") as folder:
         home, port = Path(folder), free_port()
         models = prepare_demo(home) if args.base == "demo" else prepare_tiny(home)
-        write_config(home / "serve.yaml", port, args)
-        with serving(home, home / "serve.yaml", f"http://127.0.0.1:{port}") as server:
+        config = write_config(home, port, args)
+        with serving(home, config, f"http://127.0.0.1:{port}") as server:
             wait(lambda: num_engines(server) == args.replicas)
             yield server, port, models
 

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import yaml
 from mlflow import MlflowClient
 from safetensors.torch import save_file
 
@@ -43,6 +42,7 @@ from tests.benchmarks.flips_load import (
 )
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve_base import BASE, write_tokenizer, write_weights
+from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES, ModelShape
 from tests.demo_server import serving
 from tests.mlflow_server import WEBHOOK_SETTINGS, running_server
@@ -92,7 +92,7 @@ def prepare(home: Path, uri: str | None, num_adapters: int) -> list[str]:
     return names
 
 
-def write_config(path: Path, port: int, uri: str | None, args: argparse.Namespace) -> None:
+def write_config(home: Path, port: int, uri: str | None, args: argparse.Namespace) -> Path:
     registry: dict[str, object] = {"poll_interval_s": args.poll_s}
     if uri is not None:
         registry["tracking_uri"] = uri
@@ -100,23 +100,12 @@ def write_config(path: Path, port: int, uri: str | None, args: argparse.Namespac
         registry["webhook_url"] = f"http://127.0.0.1:{port}{PATH}"
     engine = {"device": "cpu", "max_model_len": 512, "num_threads": 1, "kv_cache_bytes": "64MiB"}
     model = {"name": BASE, "replicas": args.replicas, "engine": engine}
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": {
-            "registry": registry,
-            "ingress": {"replicas": args.ingresses, "graceful_shutdown_timeout_s": 2},
-            "models": [model | {"graceful_shutdown_timeout_s": 2}],
-        },
+    arguments = {
+        "registry": registry,
+        "ingress": {"replicas": args.ingresses, "graceful_shutdown_timeout_s": 2},
+        "models": [model | {"graceful_shutdown_timeout_s": 2}],
     }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path.write_text(yaml.safe_dump(content))
+    return write_serve_file(home, port, arguments)
 
 
 @contextmanager
@@ -126,14 +115,14 @@ def platform(home: Path, args: argparse.Namespace) -> Iterator[tuple[str, str, l
     os.environ[WEBHOOK_SECRET] = "of the benchmark"
     if args.mode == "poll":
         names = prepare(home, None, args.adapters)
-        write_config(home / "serve.yaml", port, None, args)
-        with serving(home, home / "serve.yaml", f"http://127.0.0.1:{port}") as server:
+        config = write_config(home, port, None, args)
+        with serving(home, config, f"http://127.0.0.1:{port}") as server:
             yield server.url, f"sqlite:///{home}/mlflow.db", names
         return
     with running_server(home / "mlflow", settings=WEBHOOK_SETTINGS) as mlflow:
         names = prepare(home, mlflow.uri, args.adapters)
-        write_config(home / "serve.yaml", port, mlflow.uri, args)
-        with serving(home, home / "serve.yaml", f"http://127.0.0.1:{port}") as server:
+        config = write_config(home, port, mlflow.uri, args)
+        with serving(home, config, f"http://127.0.0.1:{port}") as server:
             yield server.url, mlflow.uri, names
 
 

@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,6 +35,7 @@ from tests.benchmarks.overload_server import (
     write_config,
 )
 from tests.benchmarks.report import Report, print_table, spread
+from tests.benchmarks.serve_home import open_home
 from tests.serve_rig import free_port
 
 TENANTS = 5
@@ -312,11 +312,8 @@ def run(args: argparse.Namespace, home: Path) -> None:
 
 def main() -> None:
     args = parse_args()
-    if args.home is not None:
-        run(args, args.home)
-        return
-    with tempfile.TemporaryDirectory(prefix="overload-") as folder:
-        run(args, Path(folder))
+    with open_home(args.home, "overload-") as home:
+        run(args, home)
 
 
 if __name__ == "__main__":

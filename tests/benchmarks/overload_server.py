@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 
 import httpx
-import yaml
 
 from serve_app import launch
 from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
 from serve_app.demo.prepare import prepare as prepare_demo
 from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_base import BASE, prepare_home
+from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.watch import repeating
 
 ROOT = Path(__file__).parents[2]
 _SAMPLE_S = 0.5
@@ -59,7 +59,6 @@ class Setting:
 
 def prepare(home: Path, setting: Setting) -> Served:
     os.environ["LORAPLEX_HOME"] = str(home)
-    home.mkdir(parents=True, exist_ok=True)
     if not setting.is_paced:
         prepare_demo(home)
         return Served(BASE_NAME, tuple(ADAPTER_NAMES))
@@ -81,25 +80,12 @@ def write_config(home: Path, served: Served, setting: Setting, port: int) -> Pat
         "graceful_shutdown_timeout_s": 2,
     }
     app = "tests.benchmarks.paced_app:build" if setting.is_paced else "serve_app.app:build"
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": app,
-        "args": {
-            "ingress": {"graceful_shutdown_timeout_s": 2},
-            "fairness": {"max_queue_s": setting.max_queue_s},
-            "models": [model],
-        },
+    arguments = {
+        "ingress": {"graceful_shutdown_timeout_s": 2},
+        "fairness": {"max_queue_s": setting.max_queue_s},
+        "models": [model],
     }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path = home / "serve.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_serve_file(home, port, arguments, import_path=app)
 
 
 @contextmanager
@@ -132,31 +118,27 @@ class Watched:
 @contextmanager
 def watching(port: int, child: launch.Child) -> Iterator[Watched]:
     """Asks for its health and looks at its processes, twice a second."""
-    seen, over = Watched(), Event()
+    seen = Watched()
 
     def look() -> None:
         for part, use in use_of(child).items():
             seen.uses.setdefault(part, []).append(use)
 
-    def watch() -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            while not over.wait(_SAMPLE_S):
-                began_s = time.monotonic()
-                seen.num_unhealthy += client.get("/health").status_code != 200
-                seen.health_s.append(time.monotonic() - began_s)
-                look()
-
-    began_s = time.monotonic()
-    look()
-    thread = Thread(target=watch)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
-        seen.seconds = time.monotonic() - began_s
+    def ask() -> None:
+        began_s = time.monotonic()
+        seen.num_unhealthy += client.get("/health").status_code != 200
+        seen.health_s.append(time.monotonic() - began_s)
         look()
+
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        began_s = time.monotonic()
+        look()
+        try:
+            with repeating(ask, _SAMPLE_S):
+                yield seen
+        finally:
+            seen.seconds = time.monotonic() - began_s
+            look()
 
 
 def use_of(child: launch.Child) -> dict[str, Use]:

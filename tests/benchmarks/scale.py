@@ -16,7 +16,6 @@ import asyncio
 import json
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.config import AutoscalingArgs, ModelArgs, default_home
@@ -36,6 +34,8 @@ from tests.benchmarks.children import module
 from tests.benchmarks.report import Report, print_table, spread
 from tests.benchmarks.scale_client import Phase, take_texts
 from tests.benchmarks.scale_plot import draw
+from tests.benchmarks.serve_home import write_serve_file
+from tests.benchmarks.watch import repeating
 from tests.demo_server import serving
 from tests.serve_rig import (
     RIG_ADAPTER,
@@ -83,21 +83,20 @@ class Lines(msgspec.Struct):
 
 @dataclass(slots=True)
 class Watcher:
-    """Looks at the server twice a second, in a thread of its own."""
+    """Looks at the server twice a second."""
 
     target: Target
     began_s: float
     samples: list[dict[str, float]] = field(default_factory=list)
-    _is_over: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         headers = {"authorization": f"Bearer {self.target.token}"}
-        with httpx.Client(base_url=self.target.url, headers=headers, timeout=30) as client:
-            while not self._is_over.wait(SAMPLE_S):
-                self.samples.append(self._look(client))
-
-    def stop(self) -> None:
-        self._is_over.set()
+        with (
+            httpx.Client(base_url=self.target.url, headers=headers, timeout=30) as client,
+            repeating(lambda: self.samples.append(self._look(client)), SAMPLE_S),
+        ):
+            yield
 
     def _look(self, client: httpx.Client) -> dict[str, float]:
         line = base_line(client)
@@ -151,22 +150,10 @@ def demo_server(args: argparse.Namespace) -> Iterator[Target]:
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 1024}
     sizes = {"kv_cache_bytes": "256MiB", "adapter_pool_bytes": "64MiB"}
     model = model_of(args, BASE_NAME, engine | sizes)
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": {"models": [model.model_dump(mode="json", exclude_unset=True)]},
-    }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
+    arguments = {"models": [model.model_dump(mode="json", exclude_unset=True)]}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "serve.yaml"
-        path.write_text(yaml.safe_dump(content))
-        with serving(home, path, f"http://127.0.0.1:{port}") as server:
+        config = write_serve_file(Path(folder), port, arguments)
+        with serving(home, config, f"http://127.0.0.1:{port}") as server:
             token = (home / "admin_token").read_text().strip()
             adapters = tuple(f"{BASE_NAME}:{name}" for name in ADAPTER_NAMES)
             yield Target(server.url, token, (BASE_NAME, *adapters))
@@ -206,9 +193,7 @@ def measure(args: argparse.Namespace, target: Target, report: Report) -> None:
     texts = expected_texts(args, target)
     report.emit(asleep_after_s=round(wait_asleep(target), 1))
     watcher = Watcher(target, time.monotonic())
-    thread = threading.Thread(target=watcher.run)
-    thread.start()
-    try:
+    with watcher.watching():
         streams = run_client(
             {
                 "url": target.url,
@@ -220,9 +205,6 @@ def measure(args: argparse.Namespace, target: Target, report: Report) -> None:
         ended_s = time.monotonic() - watcher.began_s
         wait_asleep(target)
         time.sleep(2 * SAMPLE_S)  # the plot ends at zero
-    finally:
-        watcher.stop()
-        thread.join()
     for sample in watcher.samples:
         report.emit(**sample)
     tell(args, report, phases, watcher, streams, ended_s)

@@ -25,7 +25,7 @@ import httpx
 from serve_app import launch
 from tests.benchmarks.children import module, relay
 from tests.benchmarks.report import Report, print_table
-from tests.benchmarks.serve_base import BASE, prepare_home, write_serve_file
+from tests.benchmarks.serve_base import BASE, prepare_home, write_config
 from tests.benchmarks.serve_client import Load, check, run_in_processes
 from tests.benchmarks.serve_measure import measure_arrivals, measure_streams
 from tests.benchmarks.shapes import SHAPES
@@ -176,11 +176,8 @@ def main() -> None:
         engine: dict[str, object] = {"max_num_batched_tokens": args.batched_tokens}
         if args.weights == "dummy":
             engine["load_format"] = "dummy"
-        config = home / "serve.yaml"
         pages = args.adapters + args.arrivals
-        write_serve_file(
-            config, home / "base", port, ingresses=args.ingresses, engine=engine, pages=pages
-        )
+        config = write_config(home, port, ingresses=args.ingresses, engine=engine, pages=pages)
         began_s = time.monotonic()
         url = f"http://127.0.0.1:{port}"
         with serving(config, home / "serve.log", url, settings, args.haproxy):

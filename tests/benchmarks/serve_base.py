@@ -14,7 +14,6 @@ import string
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,6 +25,7 @@ from serve_app.commands.store import open_registry
 from serve_app.register import register_adapter, register_base
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.memory_adapters import pool_bytes
+from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import ModelShape
 
 BASE = "random-base"
@@ -79,11 +79,11 @@ def write_weights(folder: Path, seed: int = 0) -> None:
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
-def write_serve_file(
-    path: Path, folder: Path, port: int, *, ingresses: int, engine: dict[str, object], pages: int
-) -> None:
+def write_config(
+    home: Path, port: int, *, ingresses: int, engine: dict[str, object], pages: int
+) -> Path:
     """`engine`: settings beside those that the measured workload needs."""
-    model = read_model_config(folder)
+    model = read_model_config(home / "base")
     settings: dict[str, object] = {
         "max_model_len": min(4096, model.max_len),
         "max_num_seqs": 256,
@@ -105,16 +105,4 @@ def write_serve_file(
             }
         ],
     }
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": arguments,
-    }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path.write_text(yaml.safe_dump(content))
+    return write_serve_file(home, port, arguments)

@@ -17,23 +17,21 @@ import random
 import re
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 
 import httpx
-import yaml
 
 from engine.model_config import read_model_config
 from tests.benchmarks.memory_adapters import pool_bytes
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_client import Stream, check, connect, make_request
+from tests.benchmarks.serve_home import open_home, write_serve_file
 from tests.benchmarks.tiers_home import (
     RESIDENT,
     TIERED,
@@ -41,6 +39,7 @@ from tests.benchmarks.tiers_home import (
     adapter_name,
     prepare,
 )
+from tests.benchmarks.watch import repeating
 from tests.serve_rig import free_port
 
 TIERS = ("device", "host", "disk", "registry")
@@ -68,31 +67,18 @@ def write_config(args: argparse.Namespace, home: Path, port: int) -> Path:
             },
         }
 
-    application = {
-        "name": "api",
-        "route_prefix": "/",
-        "import_path": "serve_app.app:build",
-        "args": {
-            "registry": {
-                "poll_interval_s": 5,
-                "cache_bytes": args.disk * (adapter_file_bytes() + _CONFIG_BYTES) + 2 * base_bytes,
-            },
-            "ingress": {"graceful_shutdown_timeout_s": 2},
-            "models": [
-                served(TIERED, args.device, args.host),
-                served(RESIDENT, args.used, args.used + 20),
-            ],
+    arguments = {
+        "registry": {
+            "poll_interval_s": 5,
+            "cache_bytes": args.disk * (adapter_file_bytes() + _CONFIG_BYTES) + 2 * base_bytes,
         },
+        "ingress": {"graceful_shutdown_timeout_s": 2},
+        "models": [
+            served(TIERED, args.device, args.host),
+            served(RESIDENT, args.used, args.used + 20),
+        ],
     }
-    content = {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"enable_access_log": False},
-        "applications": [application],
-    }
-    path = home / "serve.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_serve_file(home, port, arguments)
 
 
 @dataclass(slots=True)
@@ -131,23 +117,15 @@ class Numbers:
 def peak_memory(port: int) -> Iterator[dict[str, float]]:
     """The highest of what each two seconds show, filled at the end of the block."""
     peak: dict[str, float] = {}
-    over = Event()
-
-    def watch() -> None:
-        while not over.wait(_SAMPLE_S):
-            take()
 
     def take() -> None:
         for name, value in Numbers.read(port).memory(TIERED).items():
             peak[name] = max(peak.get(name, 0.0), value)
 
-    thread = Thread(target=watch)
-    thread.start()
     try:
-        yield peak
+        with repeating(take, _SAMPLE_S):
+            yield peak
     finally:
-        over.set()
-        thread.join()
         take()
 
 
@@ -298,7 +276,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, home: Path) -> None:
-    home.mkdir(parents=True, exist_ok=True)
     os.environ["LORAPLEX_HOME"] = str(home)
     report = Report(args.out)
     report.emit_machine("tiers", arguments=sys.argv[1:])
@@ -313,11 +290,8 @@ def run(args: argparse.Namespace, home: Path) -> None:
 
 def main() -> None:
     args = parse_args()
-    if args.home is not None:
-        run(args, args.home)
-        return
-    with tempfile.TemporaryDirectory(prefix="tiers-") as folder:
-        run(args, Path(folder))
+    with open_home(args.home, "tiers-") as home:
+        run(args, home)
 
 
 if __name__ == "__main__":

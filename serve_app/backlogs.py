@@ -35,7 +35,7 @@ class BacklogTeller:
             del self._told[app_name]
         for app_name, backlog in backlogs.items():
             told, told_s = self._told.get(app_name, (Backlog(), 0.0))
-            is_news = backlog.num_requests > 0 or told.num_requests > 0
+            is_news = not backlog.is_nothing or not told.is_nothing
             is_due = now_s - told_s >= REPORT_INTERVAL_S
             if is_news and is_due and app_name not in self._telling:
                 self._told[app_name] = (backlog, now_s)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.reports import Backlog, IngressReport
+from serve_app.reports import Backlog, IngressReport, total
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class SleepKeeper:
             for base in heard.report.bases
             if base.digest == digest
         ]
-        return Backlog(sum(one.num_requests for one in found), sum(one.num_tokens for one in found))
+        return total(found)
 
     def idle_s(self, digest: str, now_s: float) -> float | None:
         """Since its last request, or since it runs; None while it does not run."""

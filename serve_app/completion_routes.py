@@ -40,9 +40,10 @@ from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
-from serve_app.routing.admission import Applicant, Ticket
+from serve_app.routing.admission import Ticket
 from serve_app.routing.asks import make_ask
 from serve_app.routing.view import Ask
+from serve_app.routing.waiting_room import Applicant
 from serve_app.shadow import Submitted
 from serve_app.state import IngressState, state_of
 from serve_app.traffic import sticky_key

@@ -4,6 +4,7 @@ roll-back, the ingresses see the requests. Frozen values, ignorant of HTTP and o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.arms import ArmKey, Tally
@@ -17,6 +18,22 @@ class Backlog:
 
     num_requests: int = 0
     num_tokens: int = 0  # of their prompts
+    sent_per_s: float = 0.0  # requests that went to engines, of late
+    refused_per_s: float = 0.0  # and those that found no place
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whoever is told nothing of it knows the same."""
+        return not self.num_requests and not self.refused_per_s
+
+
+def total(backlogs: Sequence[Backlog]) -> Backlog:
+    return Backlog(
+        sum(one.num_requests for one in backlogs),
+        sum(one.num_tokens for one in backlogs),
+        sum(one.sent_per_s for one in backlogs),
+        sum(one.refused_per_s for one in backlogs),
+    )
 
 
 @dataclass(frozen=True, slots=True)

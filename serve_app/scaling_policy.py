@@ -18,10 +18,11 @@ from typing import Protocol
 logger = logging.getLogger("ray.serve")
 
 # What counts as full. Above it waits grow faster than load.
-_FULL_PREFILL = 0.8  # of a replica's time, spent on prompts
+_FULL_TIME = 0.8  # of a replica's time
 _FULL_ROWS = 0.9  # of max_num_seqs
 # A replica is given up only where the others would stay below this share of full.
 _SPARE = 0.9
+_MOST_REFUSED = 15.0  # to one that is served: who is refused may come again and again
 _RECOVERY_S = 10.0  # a queue that is too long is gone so long after the replicas for it came
 _SMOOTHING_S = 1.0
 _GROWTH_S = 3.0  # the growth of the queue before the engines, smoothed
@@ -62,6 +63,8 @@ class ReplicaSample:
     # Of the whole base, in the ingresses' queues, as this replica was told.
     backlog_requests: float = 0.0
     backlog_tokens: float = 0.0
+    sent_per_s: float = 0.0  # requests that went from there to engines
+    refused_per_s: float = 0.0  # and that found no place there
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +80,17 @@ class BaseSample:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many replicas each resource asks for; the largest counts."""
+    """How many replicas each resource asks for; the largest counts. Of what is refused it is taken
+    that it resembles what is served."""
 
-    prefill: float  # the prompts that keep arriving
+    time: float  # the prompts that keep arriving and the tokens that keep being drawn
     ttft: float  # the queue that is there, down to the target soon
     rows: float  # a row of the batch for each sequence
     kv: float
 
     @property
     def replicas(self) -> float:
-        return max(self.prefill, self.ttft, self.rows, self.kv)
+        return max(self.time, self.ttft, self.rows, self.kv)
 
 
 @dataclass(slots=True)
@@ -145,21 +149,56 @@ def replicas_needed(
     backlog_requests = max(one.backlog_requests for one in replicas)
     queued_tokens = sum(one.queued_tokens for one in replicas) + backlog_tokens
     arriving = sum(one.arriving_tokens_per_s for one in replicas) + max(0.0, growth_tokens_per_s)
+    demand = 1 + refused_share(replicas)
+    arriving *= demand
     work = arriving * token_s  # seconds of work a second
     recovery_s = _RECOVERY_S + args.target_ttft_s
     sequences = sum(one.num_running + one.num_waiting for one in replicas)
     requests = max(sequences + sample.num_unsent_requests, sample.num_requests)
     rows = _mean(one.max_num_seqs for one in replicas) * _FULL_ROWS
     kv_tokens = _mean(one.max_kv_tokens for one in replicas)
-    kv = sum(one.kv_usage for one in replicas) + (queued_tokens / kv_tokens if kv_tokens else 0.0)
+    used = sum(one.kv_usage for one in replicas)
+    kv = demand * used + (queued_tokens / kv_tokens if kv_tokens else 0.0)
+    running = sum(one.num_running for one in replicas)
+    most_rows = _mean(one.max_num_seqs for one in replicas)
+    if used and running:  # as many as the memory holds
+        most_rows = min(most_rows, args.target_kv_usage * running / used)
+    prompts = arriving * _mean(one.step_token_s for one in replicas)
+    drawing = demand * _drawing(replicas, most_rows)
     return Need(
-        prefill=work / _FULL_PREFILL,
+        time=(prompts + drawing) / _FULL_TIME,
         # What clears the queue but for `target_ttft_s` of each replica's work, while more arrives:
         # n * recovery - work * recovery = queue - n * target.
         ttft=(work * _RECOVERY_S + queued_tokens * token_s) / recovery_s,
-        rows=(requests + backlog_requests) / rows if rows else 0.0,
+        rows=(demand * requests + backlog_requests) / rows if rows else 0.0,
         kv=kv / args.target_kv_usage,
     )
+
+
+def _drawing(replicas: Sequence[ReplicaSample], most_rows: float) -> float:
+    """Seconds a second that the output tokens of now would take in steps with `most_rows` rows.
+
+    Rows alone tell little: they fill up the faster the less time is left, so that a replica with a
+    fifth of its rows in use may have half of its load. In a step of s = fixed + rows * sequence
+    seconds and the prompts' share of the time, rows / s tokens are drawn.
+    """
+    tokens_per_s = 0.0
+    for one in replicas:
+        step_s = one.step_fixed_s + one.step_sequence_s * one.num_running
+        if step_s:
+            prompts = min(_FULL_TIME, one.arriving_tokens_per_s * one.step_token_s)
+            tokens_per_s += one.num_running * (1 - prompts) / step_s
+    token_s = _mean(one.step_sequence_s for one in replicas)
+    if most_rows:
+        token_s += _mean(one.step_fixed_s for one in replicas) / most_rows
+    return tokens_per_s * token_s
+
+
+def refused_share(replicas: Sequence[ReplicaSample]) -> float:
+    """Requests that were refused, to one that went to an engine."""
+    sent = max(one.sent_per_s for one in replicas)
+    refused = max(one.refused_per_s for one in replicas)
+    return min(_MOST_REFUSED, refused / sent) if sent else 0.0
 
 
 def _remember(sample: BaseSample, args: ScalingArgs, state: ScalingState, now_s: float) -> None:

@@ -54,6 +54,8 @@ class ScalingStats:
                 max_kv_tokens=self._limits.max_kv_tokens,
                 backlog_requests=backlog.num_requests,
                 backlog_tokens=backlog.num_tokens,
+                sent_per_s=backlog.sent_per_s,
+                refused_per_s=backlog.refused_per_s,
             )
         )
 

@@ -15,9 +15,10 @@ from serve_app.asgi import ClientGoneError
 from serve_app.config import FairnessArgs
 from serve_app.errors import OverloadedError
 from serve_app.queue_stats import QueueStats
-from serve_app.routing.admission import AdmissionQueue, Applicant, Ticket
+from serve_app.routing.admission import AdmissionQueue, Ticket
 from serve_app.routing.room import has_room
 from serve_app.routing.view import Ask, ReplicaView, ReplicaViews
+from serve_app.routing.waiting_room import Applicant
 from tests.waiting import until
 
 ROWS = 4
@@ -319,6 +320,25 @@ async def test_metrics_tell_of_the_queue_and_of_named_tenants_only() -> None:
         assert line in text
     assert "somebody" not in text
     waiting.cancel()
+
+
+async def test_the_backlog_tells_what_waits_what_goes_and_what_is_refused() -> None:
+    world = World(max_waiting=2)
+    world.frame(running(0))
+    for _ in range(4):
+        await world.enter(ask=new_ask(num_tokens=30))
+    world.frame(FULL)
+    waiting = [world.enter(ask=new_ask(num_tokens=7)) for _ in range(2)]
+    await until(lambda: world.queue.num_waiting == 2)
+    for _ in range(8):
+        await refused(world.enter())
+    told = world.queue.backlog
+    assert (told.num_requests, told.num_tokens) == (2, 14)
+    assert told.refused_per_s == pytest.approx(2 * told.sent_per_s)
+    world.now_s = 600.0
+    assert (world.queue.backlog.sent_per_s, world.queue.backlog.refused_per_s) == (0, 0)
+    for task in waiting:
+        task.cancel()
 
 
 def seen(load: EngineLoad) -> ReplicaView:

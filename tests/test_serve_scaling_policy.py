@@ -43,9 +43,53 @@ def base(*replicas: ReplicaSample, requests: float = 0, unsent: float = 0) -> Ba
 @pytest.mark.parametrize(
     ("sample", "resource", "replicas"),
     [
-        (base(IDLE, IDLE), "prefill", 0.0),
+        (base(IDLE, IDLE), "time", 0.0),
         # 20,000 tokens a second are 2 s of work a second, a replica is full at 0.8.
-        (base(replace(IDLE, arriving_tokens_per_s=20_000)), "prefill", 2.5),
+        (base(replace(IDLE, arriving_tokens_per_s=20_000)), "time", 2.5),
+        # 20 rows in steps of 20 + 20 ms draw 500 tokens a second; in steps with all 64 rows one
+        # takes 20 / 64 + 1 ms: 0.656 s a second.
+        (
+            base(replace(IDLE, num_running=20, step_fixed_s=0.02, step_sequence_s=0.001)),
+            "time",
+            0.656 / 0.8,
+        ),
+        # The memory holds 25 of them: one takes 20 / 25 + 1 ms.
+        (
+            base(
+                replace(
+                    IDLE, num_running=20, kv_usage=0.68, step_fixed_s=0.02, step_sequence_s=0.001
+                )
+            ),
+            "time",
+            0.9 / 0.8,
+        ),
+        # Half of the time goes into 5,000 prompt tokens a second, the other half draws 250.
+        (
+            base(
+                replace(
+                    IDLE,
+                    num_running=20,
+                    arriving_tokens_per_s=5000,
+                    step_fixed_s=0.02,
+                    step_sequence_s=0.001,
+                )
+            ),
+            "time",
+            (0.5 + 0.328) / 0.8,
+        ),
+        # Twice as many are refused as go.
+        (
+            base(
+                replace(IDLE, arriving_tokens_per_s=8000, sent_per_s=5, refused_per_s=10),
+                replace(IDLE, arriving_tokens_per_s=8000, sent_per_s=5, refused_per_s=10),
+            ),
+            "time",
+            6.0,
+        ),
+        (base(replace(IDLE, num_running=57.6, sent_per_s=1, refused_per_s=2)), "rows", 3.0),
+        (base(replace(IDLE, num_running=57.6, sent_per_s=1, refused_per_s=1e6)), "rows", 16.0),
+        (base(replace(IDLE, num_running=57.6, refused_per_s=5)), "rows", 1.0),  # none went
+        (base(replace(IDLE, kv_usage=0.85, sent_per_s=1, refused_per_s=1)), "kv", 2.0),
         # 11 s of work are waiting; in 10 s all but 1 s a replica is to be done.
         (base(replace(IDLE, queued_tokens=110_000)), "ttft", 1.0),
         (base(replace(IDLE, queued_tokens=110_000), IDLE), "ttft", 1.0),
@@ -82,8 +126,8 @@ def test_what_a_load_needs(sample: BaseSample, resource: str, replicas: float) -
 
 
 def test_a_queue_that_grows_before_the_engines_counts_as_arrivals() -> None:
-    assert replicas_needed(base(IDLE), ARGS, 16_000).prefill == pytest.approx(2.0)
-    assert replicas_needed(base(IDLE), ARGS, -16_000).prefill == 0.0
+    assert replicas_needed(base(IDLE), ARGS, 16_000).time == pytest.approx(2.0)
+    assert replicas_needed(base(IDLE), ARGS, -16_000).time == 0.0
 
 
 def constant(tokens_per_s: float) -> Callable[[float], float]:

@@ -11,7 +11,7 @@ from serve_app.config import FairnessArgs
 from serve_app.errors import ApiError, shown
 from serve_app.gateway import Front, Gateway
 from serve_app.queue_stats import QueueStats
-from serve_app.reports import Backlog
+from serve_app.reports import Backlog, total
 from serve_app.routing.admission import AdmissionQueue
 from serve_app.routing.view import ReplicaViews
 
@@ -39,13 +39,10 @@ class AdmissionQueues:
         return queue
 
     def backlog(self, digest: str) -> Backlog:
-        """Of a base, by digest: what waits for its engines here."""
+        """Of a base, by digest: what waits for its engines here, or finds no place."""
         fronts = [front for front in self._gateway.fronts if front.base.digest == digest]
         queues = [self._queues[f.app_name] for f in fronts if f.app_name in self._queues]
-        return Backlog(
-            sum(queue.num_waiting for queue in queues),
-            sum(queue.waiting_tokens for queue in queues),
-        )
+        return total([queue.backlog for queue in queues])
 
     def wake(self) -> None:
         """A frame came from some engine."""

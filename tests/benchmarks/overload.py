@@ -46,6 +46,7 @@ WARM_PART = 0.2  # of a load, until it counts
 IDLE_S, IDLE_RATE = 5.0, 2.0
 RECOVERY_S = 15.0
 SPREAD_ADAPTERS, HOT_FACTOR = 50, 5.0
+PARTS = ("fair", "route", "adapter", "queue", "prefill")
 TARGETS = {
     "goodput": 0.95,
     "jain": 0.95,
@@ -161,7 +162,10 @@ def overload_figures(bench: Bench, flood: Sequence[Outcome], start_s: float) -> 
         "shed_s": spread([one.done_s - one.sent_s for one in shed]) if shed else None,
         "without_retry_after": sum(not one.retry_after for one in shed),
         "ttft_s": spread([one.ttft_s for one in served]) if served else None,
-        "fair_wait_s": spread([one.fair_ms / 1000 for one in served]) if served else None,
+        "parts_s": {name: spread([one.timing.get(name, 0.0) for one in served]) for name in PARTS}
+        if served
+        else None,
+        "late_refusals": sum(one.done_s - one.sent_s > 0.5 for one in shed),
     }
 
 
@@ -182,7 +186,7 @@ def cold_figures(cold: Sequence[Outcome]) -> dict[str, object]:
     return {
         "cold_requests": len(cold),
         "cold_not_served": len(cold) - len(served),
-        "cold_wait_s": spread([one.fair_ms / 1000 for one in served]) if served else None,
+        "cold_wait_s": spread([one.timing.get("fair", 0.0) for one in served]) if served else None,
         "cold_ttft_s": spread([one.ttft_s for one in served]) if served else None,
     }
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tests.benchmarks.children import module
 from tests.benchmarks.serve_client import ERROR, EVENT, HOST, LAST, START_DELAY_S, make_request
@@ -56,8 +56,8 @@ class Outcome:
     done_s: float = 0.0
     is_whole: bool = False
     retry_after: str = ""
-    fair_ms: float = 0.0  # it waited in the fair queue, as the server tells
     replica: str = ""
+    timing: dict[str, float] = field(default_factory=dict)  # seconds; what the server tells
 
     @property
     def is_served(self) -> bool:
@@ -108,9 +108,9 @@ def read_head(head: str, outcome: Outcome) -> None:
     headers = {name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
     outcome.retry_after = headers.get("retry-after", "")
     outcome.replica = headers.get("x-loraplex-replica", "")
-    for part in headers.get("server-timing", "").split(", "):
-        if part.startswith("fair;dur="):
-            outcome.fair_ms = float(part.removeprefix("fair;dur="))
+    for part in filter(None, headers.get("server-timing", "").split(", ")):
+        name, _, milliseconds = part.partition(";dur=")
+        outcome.timing[name] = float(milliseconds) / 1000
 
 
 async def ask(load: Load, flow: Flow, draw: random.Random) -> Outcome:

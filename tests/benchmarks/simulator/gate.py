@@ -1,7 +1,5 @@
-"""Where requests wait before the engines: the real fair queue, the real rule of when one may go.
-
-`serve_app.routing.admission` without its coroutines: who finds no place or would wait too long is
-refused, the rest goes in the queue's order as soon as an engine has room.
+"""Where requests wait before the engines: the real waiting room, the real rule of when one may go.
+What stands here for `serve_app.routing.admission` are its coroutines.
 """
 
 from __future__ import annotations
@@ -10,15 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.routing.cost import price
-from serve_app.routing.fair_queue import Entry, FairQueue
-from serve_app.routing.pace import Pace
 from serve_app.routing.room import has_room
 from serve_app.routing.view import ReplicaViews
+from serve_app.routing.waiting_room import Applicant, Guest, Reason, Refused, WaitingRoom
 from tests.benchmarks.simulator.calls import Call
 
-_OUTPUT_WEIGHT = 1 / 32  # as AdmissionQueue
-_USUAL_OUTPUT_TOKENS = 128.0
+_TRIM_S = 0.5  # as AdmissionQueue
+_MAX_TOKENS = 1 << 20  # that clients ask for; what comes is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,91 +32,72 @@ class Gate:
     """Of one ingress. `send`: to an engine, as soon as Serve lets it."""
 
     def __init__(self, args: GateArgs, views: ReplicaViews, send: Callable[[Call], None]) -> None:
+        self.room = WaitingRoom(
+            dict(args.weights), args.max_wait_s, args.max_queue_s, args.max_waiting
+        )
+        self.refused: Counter[str] = Counter()  # by tenant
+        self.waited_before_refusal_s: list[float] = []
         self._args = args
         self._views = views
         self._send = send
-        self._queue = FairQueue(dict(args.weights), args.max_wait_s)
-        self._pace = Pace()
-        self._calls: dict[Entry, Call] = {}
-        # By the call's number: tokens of output that it was charged, and when it went.
-        self._open: dict[int, tuple[Entry, int, float]] = {}
-        self._running_cost = 0.0
-        self._mean_output = _USUAL_OUTPUT_TOKENS
-        self.refused: Counter[str] = Counter()  # by tenant
+        self._calls: dict[Guest, Call] = {}  # those that wait
+        self._open: dict[int, Guest] = {}  # by the call's number
+        self._trimmed_s = 0.0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.room)
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(call.num_prompt for call in self._calls.values())
+        return self.room.waiting_tokens
 
     def enter(self, call: Call, now_s: float) -> None:
-        rank = call.rank if call.adapter is not None else 0
-        output = round(self._mean_output)
-        cost = price(rank).of(call.num_prompt, output)
-        is_free = not len(self._queue) and self._has_room()
-        if not is_free and not self._finds_place(call, cost, now_s):
+        who = Applicant(call.tenant, call.adapter or "", call.rank if call.adapter else 0)
+        try:
+            guest, rival = self.room.enter(
+                who, call.num_prompt, 1, _MAX_TOKENS, now_s, has_room=self._has_room()
+            )
+        except Refused:
             self.refused[call.tenant] += 1
+            self.waited_before_refusal_s.append(0.0)
             return
-        if not len(self._queue):
-            self._pace.begin(now_s)
-        entry = self._queue.add(call.tenant, call.adapter or "", 0, cost, now_s)
-        self._calls[entry] = call
-        self._open[call.index] = entry, output, now_s
-        if is_free:
-            self._pop(now_s)
+        self._open[call.index] = guest
+        if rival is not None:
+            self._refuse(rival, "full", now_s)
+        if guest.is_waiting:
+            self._calls[guest] = call
+        else:
+            self._send(call)
 
     def look(self, now_s: float) -> None:
         """There may be room: a frame came, or an answer ended."""
-        while len(self._queue) and self._has_room():
-            self._pace.departed(self._pop(now_s), now_s)
+        while len(self.room) and self._has_room():
+            guest = self.room.next(now_s)
+            assert guest is not None
+            self._send(self._calls.pop(guest))
 
     def left(self, call: Call, now_s: float) -> None:
-        """Its answer ended: what it was charged is set right."""
-        entry, charged, went_s = self._open.pop(call.index)
-        rank = call.rank if call.adapter is not None else 0
-        self._running_cost -= entry.cost
-        self._queue.charge(entry, price(rank).of(0, call.num_output - charged))
-        self._mean_output += _OUTPUT_WEIGHT * (call.num_output - self._mean_output)
-        self._pace.ended(now_s - went_s)
-        self._queue.close(entry)
+        """Its answer ended."""
+        guest = self._open.pop(call.index)
+        self.room.generated(guest, call.num_output)
+        self.room.leave(guest, now_s)
 
     def expire(self, now_s: float) -> None:
-        """Who waited twice as long as anybody should is told so. Called now and then."""
-        limit_s = 2 * self._args.max_queue_s
-        for entry in [e for e in self._calls if now_s - e.enqueued_s > limit_s]:
-            self._expel(entry)
+        """Who waited twice as long as anybody should, or will, is told so. Called now and then."""
+        limit_s = self.room.patience_s
+        for guest in [g for g in self._calls if now_s - g.entry.enqueued_s > limit_s]:
+            self._refuse(guest, "waited", now_s)
+        if now_s - self._trimmed_s >= _TRIM_S:
+            self._trimmed_s = now_s
+            while (hopeless := self.room.hopeless(now_s)) is not None:
+                self._refuse(hopeless, "waited", now_s)
 
     def _has_room(self) -> bool:
         return has_room(self._views.replicas, (), self._args.max_engine_queue_s)
 
-    def _pop(self, now_s: float) -> float:
-        entry = self._queue.pop(now_s)
-        assert entry is not None
-        call = self._calls.pop(entry)
-        self._open[call.index] = entry, self._open[call.index][1], now_s
-        self._running_cost += entry.cost
-        self._send(call)
-        return entry.cost
-
-    def _finds_place(self, call: Call, cost: float, now_s: float) -> bool:
-        if len(self._queue):
-            ahead = self._queue.cost_ahead(call.tenant, call.adapter or "", 0, cost)
-            if (
-                self._pace.wait_s(ahead, self._running_cost, now_s) or 0.0
-            ) > self._args.max_queue_s:
-                return False
-        if len(self._queue) < self._args.max_waiting:
-            return True
-        rival = self._queue.rival(call.tenant, call.adapter or "", 0)
-        if rival is None:
-            return False
-        self._expel(rival)
-        return True
-
-    def _expel(self, entry: Entry) -> None:
-        call = self._calls.pop(entry)
+    def _refuse(self, guest: Guest, reason: Reason, now_s: float) -> None:
+        self.waited_before_refusal_s.append(now_s - guest.entry.enqueued_s)
+        self.room.refuse(guest, reason, now_s)
+        call = self._calls.pop(guest)
         del self._open[call.index]
         self.refused[call.tenant] += 1
-        self._queue.close(entry)

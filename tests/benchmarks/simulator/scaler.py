@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import exp
 
 from engine.types import EngineLoad
+from serve_app.reports import Backlog
 from serve_app.scaling_policy import (
     BaseSample,
     ReplicaSample,
@@ -62,11 +63,15 @@ class Scaler:
 
     def _decide(self, _: object) -> None:
         cluster, now_s = self._cluster, self._cluster.loop.now_s
-        backlog = sum(ingress.num_held for ingress in cluster.ingresses)
-        backlog_tokens = sum(ingress.held_tokens for ingress in cluster.ingresses)
-        samples = tuple(
-            self._sample(name, now_s, backlog, backlog_tokens) for name in self._running
+        gates = [ingress.gate for ingress in cluster.ingresses if ingress.gate is not None]
+        rates = [gate.room.demand.per_s(now_s) for gate in gates]
+        told = Backlog(
+            sum(ingress.num_held for ingress in cluster.ingresses),
+            sum(ingress.held_tokens for ingress in cluster.ingresses),
+            sum(sent for sent, _ in rates),
+            sum(refused for _, refused in rates),
         )
+        samples = tuple(self._sample(name, now_s, told) for name in self._running)
         current = len(self._running) + self._num_starting - self._num_cancelled
         num_calls = sum(cluster.engines[name].num_calls for name in self._running)
         base = BaseSample(samples, len(self._running), num_calls, 0.0)
@@ -107,7 +112,7 @@ class Scaler:
         for call in calls:
             self._cluster.resume(call)
 
-    def _sample(self, name: str, now_s: float, backlog: int, backlog_tokens: int) -> ReplicaSample:
+    def _sample(self, name: str, now_s: float, told: Backlog) -> ReplicaSample:
         engine, limits = self._cluster.engines[name], self._cluster.args.calibration.limits
         load: EngineLoad = engine.load()
         arrivals = self._arrivals.setdefault(name, _Arrivals(now_s))
@@ -116,13 +121,15 @@ class Scaler:
             num_waiting=load.num_waiting,
             queued_tokens=load.queued_tokens,
             arriving_tokens_per_s=arrivals.look(engine, now_s),
-            kv_usage=1 - load.num_free_blocks / load.num_blocks,
+            kv_usage=load.kv_usage,
             step_fixed_s=load.step_fixed_s,
             step_token_s=load.step_token_s,
             step_sequence_s=load.step_sequence_s,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_kv_tokens=limits.max_kv_tokens,
-            backlog_requests=backlog,
-            backlog_tokens=backlog_tokens,
+            backlog_requests=told.num_requests,
+            backlog_tokens=told.num_tokens,
+            sent_per_s=told.sent_per_s,
+            refused_per_s=told.refused_per_s,
         )

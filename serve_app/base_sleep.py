@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.reports import Backlog, IngressReport, total
+from serve_app.reports import Backlog, IngressReport, ReportAnswer, total
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,11 @@ class SleepKeeper:
         for digest in self._sleepers.keys() - wanted:
             del self._sleepers[digest]
 
-    def num_ingresses(self, now_s: float) -> int:
-        return len(self._fresh(now_s))
+    def answer(self, ingress_id: str, now_s: float) -> ReportAnswer:
+        """What the others told."""
+        fresh = self._fresh(now_s)
+        others = [h.report for h in fresh if h.report.ingress_id != ingress_id]
+        return ReportAnswer(len(fresh), tuple(held for one in others for held in one.quarantined))
 
     def num_open(self, digest: str, now_s: float) -> int:
         return sum(

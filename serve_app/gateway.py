@@ -290,9 +290,12 @@ class Gateway:
                 fronts,
                 self._asleep(),
                 self.arms.tallies(),
+                self.migrations.quarantine.told(),
             )
             try:
-                self.attendance.num_ingresses = await self.manager.report.remote(report)
+                answer = await self.manager.report.remote(report)
+                self.attendance.num_ingresses = answer.num_ingresses
+                self.migrations.quarantine.learn(answer.quarantined)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -32,7 +32,7 @@ from serve_app.config import ModelArgs, PlatformArgs, default_aliases
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
 from serve_app.registry_metrics import RegistryMetrics, log_changes
-from serve_app.reports import IngressReport
+from serve_app.reports import IngressReport, ReportAnswer
 from serve_app.topology import (
     BaseLine,
     CanaryState,
@@ -91,13 +91,12 @@ class Manager:
             return None
         return self._view
 
-    async def report(self, report: IngressReport) -> int:
-        """Each ingress's latest; it says all that counts, so that a lost one does no harm. Returns
-        how many ingresses there are: what they share, each of them sees a part of."""
+    async def report(self, report: IngressReport) -> ReportAnswer:
+        """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
         self._canaries.take(report)
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.hear(report, now_s)
-        return self._fleet.sleep.num_ingresses(now_s)
+        return self._fleet.sleep.answer(report.ingress_id, now_s)
 
     async def wake_base(self, digest: str) -> None:
         """A request waits for this base."""

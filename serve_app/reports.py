@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.arms import ArmKey, Tally
+from serve_app.request_quarantine import Held
 
 REPORT_INTERVAL_S = 1.0
 
@@ -54,3 +55,12 @@ class IngressReport:
     # (digest, rest_id) of the bases that it sends nothing to any more
     asleep: tuple[tuple[str, float], ...] = ()
     arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started
+    quarantined: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAnswer:
+    """What an ingress learns of the others."""
+
+    num_ingresses: int  # itself included: what they share, each of them sees a part of
+    quarantined: tuple[Held, ...] = ()

@@ -155,14 +155,13 @@ def replicas_needed(
     recovery_s = _RECOVERY_S + args.target_ttft_s
     sequences = sum(one.num_running + one.num_waiting for one in replicas)
     requests = max(sequences + sample.num_unsent_requests, sample.num_requests)
-    rows = _mean(one.max_num_seqs for one in replicas) * _FULL_ROWS
+    rows = _mean(one.max_num_seqs for one in replicas)
     kv_tokens = _mean(one.max_kv_tokens for one in replicas)
     used = sum(one.kv_usage for one in replicas)
     kv = demand * used + (queued_tokens / kv_tokens if kv_tokens else 0.0)
     running = sum(one.num_running for one in replicas)
-    most_rows = _mean(one.max_num_seqs for one in replicas)
-    if used and running:  # as many as the memory holds
-        most_rows = min(most_rows, args.target_kv_usage * running / used)
+    # As many as the memory holds.
+    most_rows = min(rows, args.target_kv_usage * running / used) if used and running else rows
     prompts = arriving * _mean(one.step_token_s for one in replicas)
     drawing = demand * _drawing(replicas, most_rows)
     return Need(
@@ -170,7 +169,7 @@ def replicas_needed(
         # What clears the queue but for `target_ttft_s` of each replica's work, while more arrives:
         # n * recovery - work * recovery = queue - n * target.
         ttft=(work * _RECOVERY_S + queued_tokens * token_s) / recovery_s,
-        rows=(demand * requests + backlog_requests) / rows if rows else 0.0,
+        rows=(demand * requests + backlog_requests) / (rows * _FULL_ROWS) if rows else 0.0,
         kv=kv / args.target_kv_usage,
     )
 

@@ -3,12 +3,15 @@ load: streams, whole answers, several choices, stop strings, seeds, penalties, l
 five adapters and their base.
 
     python -m tests.benchmarks.chaos --out FILE [--kills 10 --minutes 5]
-        [--target engine | ingress | controller | sigstop] [--base demo | tiny] [--replicas 3]
+        [--target engine | ingress | controller | sigstop | node | silent_node]
+        [--base demo | tiny] [--replicas 3]
 
 Every answer is compared, token by token, with the one that the same request had before the first
 kill. `engine`: nothing but `ok`, for prompt and tokens so far go to another replica. `ingress`:
 answers that the killed one was writing are cut or fail, and say so. `controller`: nothing but `ok`.
-`sigstop`: an engine's process stands still until Serve replaces it, or for a minute.
+`sigstop`: an engine's process stands still until Serve replaces it, or for a minute. `node`: all
+processes of one of three Ray nodes are killed; `silent_node`: they stand still until Ray gives the
+node up, as where the power or the network fails. Nothing but `ok`.
 """
 
 from __future__ import annotations
@@ -16,37 +19,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import psutil
 
 from registry.cache import Cache
 from serve_app.commands.store import open_registry
 from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
 from serve_app.register import register_adapter
 from tests.benchmarks import flips
+from tests.benchmarks.chaos_faults import PROCESSES, num_engines, process_platform, wait
+from tests.benchmarks.chaos_nodes import NODES, node_platform
 from tests.benchmarks.children import module
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve_base import BASE as TINY
-from tests.benchmarks.serve_home import write_serve_file
-from tests.demo_server import DemoServer, run_cli, serving
+from tests.demo_server import run_cli
 from tests.serve_rig import free_port
 
-ENGINE, INGRESS, CONTROLLER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "ServeController"
-TARGETS = {"engine": ENGINE, "ingress": INGRESS, "controller": CONTROLLER, "sigstop": ENGINE}
 NUM_ADAPTERS = 5
-STOPPED_S = 60.0
-REPLACED_LIMIT_S = 120.0
 COUNTERS = ("loraplex_requests_migrated", "loraplex_requests_lost", "loraplex_requests_quarantined")
 
 
@@ -71,7 +66,8 @@ def prepare_tiny(home: Path) -> list[str]:
     return [TINY, *(f"{TINY}:{name}" for name in names)]
 
 
-def write_config(home: Path, port: int, args: argparse.Namespace) -> Path:
+def arguments(args: argparse.Namespace) -> dict[str, object]:
+    """The application's."""
     engine = {
         "device": "cpu",
         "dtype": "float32",
@@ -85,42 +81,11 @@ def write_config(home: Path, port: int, args: argparse.Namespace) -> Path:
         "replicas": args.replicas,
         "engine": engine,
     }
-    arguments = {"ingress": {"replicas": args.ingresses}, "models": [model]}
-    return write_serve_file(home, port, arguments)
+    return {"ingress": {"replicas": args.ingresses}, "models": [model]}
 
 
-def pids(server: DemoServer, name: str) -> list[int]:
-    found = []
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with suppress(psutil.Error):  # it ended this moment
-            if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child.pid)
-    return found
-
-
-def num_engines(server: DemoServer) -> int:
-    """That answer an ingress."""
-    try:
-        text = httpx.get(f"{server.url}/metrics", timeout=5).text
-    except httpx.HTTPError:
-        return 0
-    return sum(line.startswith("vllm:num_requests_running{") for line in text.splitlines())
-
-
-def is_ready(server: DemoServer) -> bool:
-    try:
-        return httpx.get(f"{server.url}/ready", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def wait(condition: Callable[[], bool]) -> float:
-    began_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - began_s > REPLACED_LIMIT_S:
-            raise TimeoutError("what was killed was not replaced")
-        time.sleep(0.1)
-    return time.monotonic() - began_s
+def prepare(home: Path, args: argparse.Namespace) -> list[str]:
+    return prepare_demo(home) if args.base == "demo" else prepare_tiny(home)
 
 
 class Judges:
@@ -152,68 +117,9 @@ class Judges:
         self._process.kill()
 
 
-class Faults:
-    """One process after another, at even times; how long until it was replaced."""
-
-    def __init__(self, server: DemoServer, args: argparse.Namespace, report: Report) -> None:
-        self.replaced_s: list[float] = []
-        self._server, self._args, self._report = server, args, report
-        self._draw = random.Random(args.seed)
-
-    def run(self) -> None:
-        period_s = 60.0 * self._args.minutes / self._args.kills
-        began_s = time.monotonic()
-        for number in range(self._args.kills):
-            due_s = began_s + period_s * (number + self._draw.uniform(0.1, 0.4))
-            time.sleep(max(0.0, due_s - time.monotonic()))
-            self._strike(number)
-        time.sleep(max(0.0, began_s + 60.0 * self._args.minutes - time.monotonic()))
-
-    def _strike(self, number: int) -> None:
-        target = self._args.target
-        victims = pids(self._server, TARGETS[target])
-        victim = self._draw.choice(victims)
-        os.kill(victim, signal.SIGSTOP if target == "sigstop" else signal.SIGKILL)
-        began_s = time.monotonic()
-        if target == "sigstop":
-            self._wait_while_stopped(victim)
-        wait(lambda: self._is_replaced(victim, len(victims)))
-        self.replaced_s.append(time.monotonic() - began_s)
-        self._report.emit(
-            kill=number, target=target, at_s=began_s, replaced_s=round(self.replaced_s[-1], 2)
-        )
-
-    def _wait_while_stopped(self, victim: int) -> None:
-        """Serve's health check may end it before."""
-        until_s = time.monotonic() + STOPPED_S
-        while time.monotonic() < until_s and psutil.pid_exists(victim):
-            time.sleep(0.1)
-        with suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGCONT)
-
-    def _is_replaced(self, victim: int, count: int) -> bool:
-        now = pids(self._server, TARGETS[self._args.target])
-        if len(now) < count or (victim in now and self._args.target != "sigstop"):
-            return False
-        if TARGETS[self._args.target] == ENGINE:
-            return num_engines(self._server) >= count
-        return is_ready(self._server)
-
-
-@contextmanager
-def platform(args: argparse.Namespace) -> Iterator[tuple[DemoServer, int, Sequence[str]]]:
-    with tempfile.TemporaryDirectory(prefix="lpx-chaos-") as folder:
-        home, port = Path(folder), free_port()
-        models = prepare_demo(home) if args.base == "demo" else prepare_tiny(home)
-        config = write_config(home, port, args)
-        with serving(home, config, f"http://127.0.0.1:{port}") as server:
-            wait(lambda: num_engines(server) == args.replicas)
-            yield server, port, models
-
-
-def counters(server: DemoServer) -> dict[str, float]:
+def counters(url: str) -> dict[str, float]:
     """Of the ingress that answers; with several of them, a part."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = httpx.get(f"{url}/metrics", timeout=30).text
     return {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
@@ -224,7 +130,7 @@ def counters(server: DemoServer) -> dict[str, float]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
-    parser.add_argument("--target", choices=tuple(TARGETS), default="engine")
+    parser.add_argument("--target", choices=(*PROCESSES, *NODES), default="engine")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--base", choices=("demo", "tiny"), default="demo")
@@ -243,9 +149,15 @@ def main() -> None:
     args = parse_args()
     report = Report(args.out)
     report.emit_machine("chaos", arguments=sys.argv[1:])
-    with platform(args) as (server, port, models):
+    with ExitStack() as stack:
+        home, port = Path(stack.enter_context(tempfile.TemporaryDirectory())), free_port()
+        url = f"http://127.0.0.1:{port}"
+        models = prepare(home, args)
+        start = process_platform if args.target in PROCESSES else node_platform
+        faults = stack.enter_context(start(args, arguments(args), home, port, report))
+        wait(lambda: num_engines(url) == args.replicas)
         wish = {
-            "models": list(models),
+            "models": models,
             "tokens": args.tokens,
             "clients": args.clients,
             "can_chat": args.base == "demo",
@@ -253,7 +165,6 @@ def main() -> None:
         judges = Judges(port, wish)
         try:
             report.emit(**judges.read())
-            faults = Faults(server, args, report)
             faults.run()
             result = judges.finish()
         finally:
@@ -266,7 +177,7 @@ def main() -> None:
             "replaced_s": [round(one, 2) for one in faults.replaced_s],
             "replaced_p50_s": round(percentile(faults.replaced_s, 50), 2),
             "load_average": os.getloadavg()[0],
-            "counters": counters(server),
+            "counters": counters(url),
             **result,
         }
         report.emit(**line)

@@ -1,0 +1,135 @@
+"""What `chaos` does to a running server: processes or nodes are killed or stopped at even times."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.benchmarks.report import Report
+from tests.benchmarks.serve_home import write_serve_file
+from tests.demo_server import serving
+
+ENGINE, INGRESS, CONTROLLER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "ServeController"
+PROCESSES = {"engine": ENGINE, "ingress": INGRESS, "controller": CONTROLLER, "sigstop": ENGINE}
+STOPPED_S = 60.0
+REPLACED_LIMIT_S = 120.0
+
+
+def pids(process_id: int, name: str) -> list[int]:
+    """Of those below that one whose command line holds the name."""
+    found = []
+    for child in psutil.Process(process_id).children(recursive=True):
+        with suppress(psutil.Error):  # it ended this moment
+            if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+    return found
+
+
+def num_engines(url: str) -> int:
+    """That answer an ingress."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=5).text
+    except httpx.HTTPError:
+        return 0
+    return sum(line.startswith("vllm:num_requests_running{") for line in text.splitlines())
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def wait(condition: Callable[[], bool]) -> float:
+    began_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - began_s > REPLACED_LIMIT_S:
+            raise TimeoutError("what was killed was not replaced")
+        time.sleep(0.1)
+    return time.monotonic() - began_s
+
+
+class Faults(ABC):
+    """One after another, at even times; how long until what was lost was replaced."""
+
+    def __init__(self, url: str, args: argparse.Namespace, report: Report) -> None:
+        self.replaced_s: list[float] = []
+        self._url, self._args, self._report = url, args, report
+        self._draw = random.Random(args.seed)
+
+    def run(self) -> None:
+        period_s = 60.0 * self._args.minutes / self._args.kills
+        began_s = time.monotonic()
+        for number in range(self._args.kills):
+            due_s = began_s + period_s * (number + self._draw.uniform(0.1, 0.4))
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            struck_s = time.monotonic()
+            what = self._strike()
+            self.replaced_s.append(time.monotonic() - struck_s)
+            took_s = round(self.replaced_s[-1], 2)
+            target = self._args.target
+            self._report.emit(kill=number, target=target, at_s=struck_s, replaced_s=took_s, **what)
+        time.sleep(max(0.0, began_s + 60.0 * self._args.minutes - time.monotonic()))
+
+    @abstractmethod
+    def _strike(self) -> dict[str, object]:
+        """Returns when all is there again; what there is to tell of it."""
+
+
+class ProcessFaults(Faults):
+    """`process_id`: of the server, above all of its processes."""
+
+    def __init__(self, process_id: int, url: str, args: argparse.Namespace, report: Report) -> None:
+        super().__init__(url, args, report)
+        self._process_id = process_id
+
+    def _strike(self) -> dict[str, object]:
+        target = self._args.target
+        victims = pids(self._process_id, PROCESSES[target])
+        victim = self._draw.choice(victims)
+        os.kill(victim, signal.SIGSTOP if target == "sigstop" else signal.SIGKILL)
+        if target == "sigstop":
+            self._wait_while_stopped(victim)
+        wait(lambda: self._is_replaced(victim, len(victims)))
+        return {}
+
+    def _wait_while_stopped(self, victim: int) -> None:
+        """Serve's health check may end it before."""
+        until_s = time.monotonic() + STOPPED_S
+        while time.monotonic() < until_s and psutil.pid_exists(victim):
+            time.sleep(0.1)
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
+
+    def _is_replaced(self, victim: int, count: int) -> bool:
+        now = pids(self._process_id, PROCESSES[self._args.target])
+        if len(now) < count or (victim in now and self._args.target != "sigstop"):
+            return False
+        if PROCESSES[self._args.target] == ENGINE:
+            return num_engines(self._url) >= count
+        return is_ready(self._url)
+
+
+@contextmanager
+def process_platform(
+    args: argparse.Namespace,
+    arguments: Mapping[str, object],
+    home: Path,
+    port: int,
+    report: Report,
+) -> Iterator[Faults]:
+    """`loraplex serve`; `arguments`: of its application."""
+    url = f"http://127.0.0.1:{port}"
+    with serving(home, write_serve_file(home, port, arguments), url) as server:
+        yield ProcessFaults(server.process.pid, url, args, report)

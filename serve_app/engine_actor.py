@@ -190,9 +190,9 @@ class EngineHost:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            step = StepOutput((), self._engine.load())
-            self._metrics.observe_step(step, time.time())
-            self._links.send(step, {})
+            load = self._engine.load()
+            self._metrics.observe_step(StepOutput((), load), time.time())
+            self._links.beat(load)
 
 
 @ray.remote

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from engine.types import StepOutput, TokenOutput
+from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.engine_news import EngineNews
 from serve_app.stream import Abort, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
@@ -56,6 +56,12 @@ class IngressLinks:
         self.news.observe(step)
         for link in tuple(self._links.values()):
             link.send(outputs.get(link, ()))
+
+    def beat(self, load: EngineLoad) -> None:
+        """As of the newest step."""
+        self.news.observe(StepOutput((), load))
+        for link in tuple(self._links.values()):
+            link.send(is_step=False)
 
     def close(self) -> None:
         self._is_closed = True

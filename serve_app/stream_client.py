@@ -60,7 +60,8 @@ class IngressLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
         self._waiting: list[TokenOutput] = []
-        self._accepted: list[Accepted] = []
+        self._accepted: list[Accepted] = []  # that no step counts yet
+        self._counted: list[Accepted] = []
         # Prefixes that came (True) or went since the last frame; None: the whole is to be told.
         self._changes: dict[int, bool] | None = None
         self._sent_adapters: tuple[Digests, Digests] | None = None
@@ -78,7 +79,8 @@ class IngressLink(asyncio.Protocol):
             raise StreamError(f"the ingress at {host}:{port} closed the connection at once")
 
     def accept(self, accepted: Accepted) -> None:
-        """Goes out with the next frame."""
+        """Goes out with the frame of the next step, whose load counts it: whoever heard of it with
+        an older load would take its row for free, as long as that step takes."""
         self._accepted.append(accepted)
 
     def tell_whole(self) -> None:
@@ -87,11 +89,14 @@ class IngressLink(asyncio.Protocol):
         if not self._is_paused:
             self._write_own()
 
-    def send(self, outputs: Sequence[TokenOutput] = ()) -> None:
+    def send(self, outputs: Sequence[TokenOutput] = (), *, is_step: bool = True) -> None:
         """Once after each of the news: one frame, or, while the ingress is slow, part of the
         next one."""
         news = self._news
-        if outputs or self._accepted or self._is_paused or self._changes is None:
+        if is_step and self._accepted:
+            self._counted += self._accepted
+            self._accepted.clear()
+        if outputs or self._counted or self._is_paused or self._changes is None:
             self._waiting += outputs
             self._merge()
             if not self._is_paused:
@@ -136,6 +141,7 @@ class IngressLink(asyncio.Protocol):
         self.is_open = False
         self._waiting.clear()
         self._accepted.clear()
+        self._counted.clear()
         self._changes = None
         self._on_lost(self)
 
@@ -160,11 +166,11 @@ class IngressLink(asyncio.Protocol):
         news = self._news
         frame = news.own_frame(
             self._waiting,
-            self._accepted,
+            self._counted,
             self._changes,
             same_adapters=self._sent_adapters is news.adapters,
             same_disk=self._sent_disk is news.on_disk,
         )
-        self._waiting, self._accepted, self._changes = [], [], {}
+        self._waiting, self._counted, self._changes = [], [], {}
         self._sent_adapters, self._sent_disk = news.adapters, news.on_disk
         self._transport.write(frame)

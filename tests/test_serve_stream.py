@@ -414,6 +414,22 @@ async def test_what_a_slow_ingress_missed_comes_as_one_frame() -> None:
     assert steps_of(transport)[-1].outputs == ()
 
 
+async def test_a_request_is_told_of_with_a_load_that_counts_it() -> None:
+    link, transport, news = await stuck_link()
+    news.observe(step(num_waiting=0))
+    link.accept(Accepted("r", 0.0, ""))
+    link.send(is_step=False)  # a heartbeat while a long step runs
+    link.tell_whole()
+    assert [frame.accepted for frame in steps_of(transport)] == [(), (), ()]
+    news.observe(step(num_waiting=1))
+    link.send()
+    news.observe(step(num_waiting=1))
+    link.send()
+    *_, told, later = steps_of(transport)
+    assert (told.accepted, told.load.num_waiting) == ((Accepted("r", 0.0, ""),), 1)
+    assert later.accepted == ()
+
+
 async def test_changes_that_outgrow_the_whole_are_replaced_by_it() -> None:
     link, transport, news = await stuck_link()
     link.pause_writing()

@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from serve_app.launch import Child
@@ -43,7 +43,7 @@ LOUD = 10.0  # times what each other tenant sends
 OVERLOAD = 10.0  # times the capacity
 BOUND_S = 10.0  # FairnessArgs.max_wait_s
 WARM_PART = 0.2  # of a load, until it counts
-IDLE_S, IDLE_RATE = 5.0, 2.0
+IDLE_S, IDLE_RATE, IDLE_TOKENS = 5.0, 2.0, 8
 RECOVERY_S = 15.0
 SPREAD_ADAPTERS, HOT_FACTOR = 50, 5.0
 PARTS = ("fair", "route", "adapter", "queue", "prefill")
@@ -67,9 +67,10 @@ class Bench:
         return Load(self.port, seconds, tokens, letters, flows, seed, delay_s)
 
     def idle(self, seconds: float, *, seed: int, delay_s: float = 0.0) -> Load:
-        """Two requests a second of a tenant that nobody else is."""
+        """Two short requests a second of a tenant that nobody else is."""
         flow = Flow("idle", self.served.model(0), IDLE_RATE)
-        return self.load(seconds, flow, seed=seed, delay_s=delay_s)
+        load = self.load(seconds, flow, seed=seed, delay_s=delay_s)
+        return replace(load, tokens=min(IDLE_TOKENS, load.tokens))
 
     def warm(self) -> None:
         """Adapters in memory, steps measured."""
@@ -282,12 +283,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--paced", action="store_true", help="engines that cost nothing")
     parser.add_argument("--haproxy", action="store_true", help="in front, as `loraplex serve` can")
     parser.add_argument("--spread", action="store_true", help="the hot adapter of three replicas")
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--replicas", type=int, help="default: 2 paced ones, 1 that computes")
     parser.add_argument("--rows", type=int, default=8, help="of each replica")
     parser.add_argument("--pace", type=int, default=50, help="tokens a second of a paced row")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--tokens", type=int, help="of an answer; default: 64, or 16 unpaced")
     parser.add_argument("--letters", type=int, default=64, help="of a prompt")
-    parser.add_argument("--max-queue-s", type=float, help="of the server; default: 2, or 4 unpaced")
+    parser.add_argument("--max-queue-s", type=float, help="default: 2, or 2.5 unpaced")
     parser.add_argument("--clients", type=int, default=2, help="processes that flood")
     return parser.parse_args()
 
@@ -297,8 +298,13 @@ def run(args: argparse.Namespace, home: Path) -> None:
     report.emit_machine("overload", arguments=sys.argv[1:])
     if args.spread:
         args.paced, args.replicas = True, 3
-    if args.max_queue_s is None:  # every tenant needs places for a request or two
-        args.max_queue_s = 2.0 if args.paced else 4.0
+    # An engine that computes leaves a core to the clients, and ends an answer in a second or two:
+    # what was let in before the end is not to outlast the recovery. Every tenant needs places for
+    # a request or two.
+    replicas, tokens, max_queue_s = (2, 64, 2.0) if args.paced else (1, 16, 2.5)
+    args.replicas = args.replicas or replicas
+    args.tokens = args.tokens or tokens
+    args.max_queue_s = args.max_queue_s or max_queue_s
     num_adapters = SPREAD_ADAPTERS if args.spread else 2
     setting = Setting(
         args.paced, args.replicas, args.rows, args.pace, args.max_queue_s, num_adapters

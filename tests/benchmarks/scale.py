@@ -55,6 +55,7 @@ GAUGES = {
     "loraplex_open_engine_requests": "open",
     "vllm:num_requests_running": "in_batch",
     "vllm:num_requests_waiting": "waiting",
+    "loraplex_requests_migrated": "migrated",
 }
 SLEEP_LIMIT_S = 180.0
 
@@ -150,7 +151,10 @@ def demo_server(args: argparse.Namespace) -> Iterator[Target]:
     engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "max_model_len": 1024}
     sizes = {"kv_cache_bytes": "256MiB", "adapter_pool_bytes": "64MiB"}
     model = model_of(args, BASE_NAME, engine | sizes)
-    arguments = {"models": [model.model_dump(mode="json", exclude_unset=True)]}
+    arguments = {
+        "models": [model.model_dump(mode="json", exclude_unset=True)],
+        "fairness": {"max_queue_s": 600},  # one slow engine is no overload: others are coming
+    }
     with tempfile.TemporaryDirectory() as folder:
         config = write_serve_file(Path(folder), port, arguments)
         with serving(home, config, f"http://127.0.0.1:{port}") as server:

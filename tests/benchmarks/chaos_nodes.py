@@ -33,7 +33,7 @@ from tests.benchmarks.report import Report
 NODES = ("node", "silent_node")
 NUM_NODES = 3
 _ADDRESS = "127.0.0.1"
-_NODE = {"num_cpus": 2, "node_ip_address": _ADDRESS, "object_store_memory": 128 * 1024**2}
+_NODE = {"num_cpus": 2, "object_store_memory": 128 * 1024**2}
 _GIVEN_UP_LIMIT_S = 60.0
 
 

@@ -122,7 +122,7 @@ class Engine:
         )
         self._clock = clock
         self._cost = StepCost()
-        self._collected_s = 0.0  # when the newest step was
+        self._marked_s = 0.0  # when the newest step was launched or collected
         self._leaving: set[str] = set()  # adapters that take no new requests
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
@@ -151,7 +151,9 @@ class Engine:
     def step(self) -> StepOutput:
         """Launches a step and commits the one before it, or itself if the runner never runs
         ahead."""
-        began_s = self._clock()
+        # What is done between two steps is the next one's, unless there was nothing to do.
+        is_busy = bool(self._in_flight.batch.sequences)
+        began_s = self._marked_s if is_busy else self._clock()
         batch = self.scheduler.schedule()
         if self._adapters.has_pending_copies() and not (
             batch.sequences or self._in_flight.batch.sequences
@@ -246,11 +248,13 @@ class Engine:
             return _Step(batch)
         self._num_steps += 1
         try:
-            return _Step(batch, self._runner.launch(batch), began_s=began_s)
+            launched = self._runner.launch(batch)
         except EngineDeadError:
             raise
         except Exception as error:
             return _Step(batch, error=error)
+        self._marked_s = self._clock()
+        return _Step(batch, launched, launch_s=self._marked_s - began_s)
 
     def _collect(self, step: _Step) -> list[TokenOutput]:
         samples: tuple[Sample, ...] = ()
@@ -258,8 +262,10 @@ class Engine:
             if step.error is not None:
                 raise step.error
             if step.launched is not None:
+                began_s = self._clock()
                 samples = step.launched.collect()
-                self._observe_cost(step)
+                self._marked_s = self._clock()
+                self._observe_cost(step, self._marked_s - began_s)
         except EngineDeadError:
             raise
         except Exception:
@@ -267,13 +273,13 @@ class Engine:
             return self.scheduler.fail(step.batch, "the engine failed in a step of this request")
         return self.scheduler.commit(step.batch, samples)
 
-    def _observe_cost(self, step: _Step) -> None:
-        """A step launched behind another one begins when that one is over."""
-        now_s = self._clock()
+    def _observe_cost(self, step: _Step, waited_s: float) -> None:
+        """A step's own are its launch and what is waited for it after the next one's launch. To
+        count from the collecting of the one before it would not do: that comes after this one's
+        launch, which may take the host longer than the device, so that prompts seemed free."""
         num_decoding = step.batch.num_decoding
         num_prompt = step.batch.num_tokens - num_decoding
-        self._cost.observe(num_prompt, num_decoding, now_s - max(step.began_s, self._collected_s))
-        self._collected_s = now_s
+        self._cost.observe(num_prompt, num_decoding, step.launch_s + waited_s)
 
 
 @dataclass(slots=True)
@@ -281,7 +287,7 @@ class _Step:
     batch: ScheduledBatch
     launched: LaunchedStep | None = None
     error: Exception | None = None  # of its launch
-    began_s: float = 0.0
+    launch_s: float = 0.0  # what it took the host
 
 
 def _as_int64(seed: int) -> int:

@@ -88,8 +88,8 @@ def _line(ask: Ask, ranked: Ranked) -> dict[str, object]:
 
 
 def _in_ms(terms: Terms) -> dict[str, float]:
-    parts = {"queue": terms.queue_s, "adapter": terms.adapter_s, "prefill": terms.prefill_s}
-    return {name: round(1000 * s, 2) for name, s in (*parts.items(), ("total", terms.total_s))}
+    parts = {**asdict(terms), "total_s": terms.total_s}
+    return {name.removesuffix("_s"): round(1000 * s, 2) for name, s in parts.items()}
 
 
 def _tier(ask: Ask, ranked: Ranked) -> str:

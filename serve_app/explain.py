@@ -76,6 +76,7 @@ def explain_headers(front: Front, completion: Completion, arrival_s: float) -> d
             ("expected-queue", expected.queue_s),
             ("expected-adapter", expected.adapter_s),
             ("expected-prefill", expected.prefill_s),
+            ("expected-way", expected.way_s),
         ]
     return {
         "x-loraplex-replica": decision.replica_id,

@@ -12,7 +12,7 @@ from serve_app.explain import measured
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.view import ReplicaView, ReplicaViews
+from serve_app.routing.view import ReplicaView, ReplicaViews, Usual
 from serve_app.routing.views_registry import Meeting, Registry
 from tests.routing_factory import LIMITS, make_ask, make_load, make_view
 
@@ -173,3 +173,22 @@ def test_the_parts_of_a_first_token_sum_to_its_time() -> None:
             "deliver": 0.1,
         }
     )
+
+
+def test_the_usual_way_is_learned_and_a_few_that_took_long_move_it_little() -> None:
+    usual = Usual()
+    for number in range(400):
+        usual.learn_way(9.0 if number % 10 == 0 else 0.03)
+    assert usual.way_s == pytest.approx(0.03, rel=0.15)
+    for _ in range(400):
+        usual.learn_way(-0.001)
+    assert usual.way_s < 0.001
+
+
+def test_the_way_is_expected_of_every_replica_alike_and_decides_nothing() -> None:
+    view = make_view("r0")
+    before = expected_ttft(make_ask(), view)
+    view.usual.way_s = 0.02
+    after = expected_ttft(make_ask(), view)
+    assert after.total_s == pytest.approx(before.total_s + 0.02)
+    assert after.there_s == before.there_s

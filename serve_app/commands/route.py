@@ -16,6 +16,7 @@ class _Expected(msgspec.Struct):
     queue: float
     adapter: float
     prefill: float
+    way: float
     total: float
 
 
@@ -48,13 +49,13 @@ def route(
         found = msgspec.convert(call_admin(url, "POST", "/route", body), _Route)
     except msgspec.ValidationError as error:
         raise Failure(f"{url} did not answer as loraplex does: {error}") from error
-    numbers = ("queue ms", "adapter ms", "prefill ms", "total ms")
+    numbers = ("queue ms", "adapter ms", "prefill ms", "way ms", "total ms")
     table = Table("replica", *numbers, "adapter in", "cached", "queued", "running", "kv", box=None)
     for one in found.replicas:
         ms = one.expected_ms
         table.add_row(
             one.replica,
-            *(f"{value:.1f}" for value in (ms.queue, ms.adapter, ms.prefill, ms.total)),
+            *(f"{value:.1f}" for value in (ms.queue, ms.adapter, ms.prefill, ms.way, ms.total)),
             one.adapter_tier,
             str(one.cached_tokens),
             str(one.queued_tokens),

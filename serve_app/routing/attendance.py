@@ -196,7 +196,9 @@ class Attendance:
         for output in step.outputs:
             if output.offset == 0:
                 for its in decisions:
-                    its.first_token(output.request_id, output.queued_s, now_s)
+                    decision = its.first_token(output.request_id, output.queued_s, now_s)
+                    if decision is not None and decision.expected is not None:
+                        view.usual.learn_way(decision.prefill_s - decision.expected.prefill_s)
             if output.finish_reason is not None:
                 view.ended(output.offset + len(output.token_ids))
 

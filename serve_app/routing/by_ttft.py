@@ -93,8 +93,8 @@ class ExpectedTtft(Mannered):
     def _score(self, ask: Ask, replica: ReplicaView, places: Sequence[str]) -> _Scored:
         terms = expected_ttft(ask, replica)
         if replica.replica_id in places or replica.has_adapter(ask.adapter):
-            return _Scored(terms.total_s, terms, True, replica)
-        whole_load_s = terms.total_s - terms.adapter_s + adapter_load_s(ask.adapter, replica)
+            return _Scored(terms.there_s, terms, True, replica)
+        whole_load_s = terms.there_s - terms.adapter_s + adapter_load_s(ask.adapter, replica)
         return _Scored(whole_load_s, terms, False, replica)
 
     def _went(self, ask: Ask, replica: ReplicaView, now_s: float) -> None:

@@ -41,6 +41,12 @@ class Decision:
     first_token_s: float = 0.0  # it arrived here
     rejections: int = 0  # replicas that turned out to be full
 
+    @property
+    def prefill_s(self) -> float:
+        """From the choice to the first token, but for adapter and queue."""
+        waited_s = self.adapter_wait_s + self.engine_queue_s
+        return self.first_token_s - self.chosen_s - waited_s
+
 
 class Decisions:
     """Written by the router's thread and by the event loop."""
@@ -99,7 +105,10 @@ class Decisions:
             decision.is_accepted = True
             decision.adapter_wait_s, decision.adapter_tier = adapter_s, found_in
 
-    def first_token(self, call_id: str, queued_s: float, now_s: float) -> None:
+    def first_token(self, call_id: str, queued_s: float, now_s: float) -> Decision | None:
+        """None: not known, or not its first."""
         decision = self._newest.get(call_id)
-        if decision is not None and not decision.first_token_s:
-            decision.engine_queue_s, decision.first_token_s = queued_s, now_s
+        if decision is None or decision.first_token_s:
+            return None
+        decision.engine_queue_s, decision.first_token_s = queued_s, now_s
+        return decision

@@ -4,6 +4,8 @@
              row in the batch, or room in the KV cache, which come when running sequences end
     adapter: from the tier that it is in there; runs beside the queue, so only what is left counts
     prefill: the tokens that the prefix cache there lacks
+    way:     to the engine, and of the token back: what the last ones took beyond the other terms,
+             the same for all replicas
 
 A step takes `step_fixed_s + step_token_s * prompt tokens + step_sequence_s * decoding sequences`
 (`EngineLoad`), so that n tokens take ceil(n / budget) steps of that kind.
@@ -29,10 +31,16 @@ class Terms:
     queue_s: float
     adapter_s: float
     prefill_s: float
+    way_s: float = 0.0
+
+    @property
+    def there_s(self) -> float:
+        """In which replicas differ."""
+        return self.queue_s + self.adapter_s + self.prefill_s
 
     @property
     def total_s(self) -> float:
-        return self.queue_s + self.adapter_s + self.prefill_s
+        return self.there_s + self.way_s
 
 
 def expected_ttft(ask: Ask, replica: ReplicaView) -> Terms:
@@ -49,7 +57,7 @@ def expected_ttft(ask: Ask, replica: ReplicaView) -> Terms:
     missing = max(1, ask.num_tokens - replica.num_cached_tokens(ask.prefixes))
     prefill_s = missing * token_s + ceil(missing / budget) * decode_s
     adapter_s = max(0.0, adapter_load_s(ask.adapter, replica) - queue_s)
-    return Terms(queue_s, adapter_s, prefill_s)
+    return Terms(queue_s, adapter_s, prefill_s, replica.usual.way_s)
 
 
 def decode_step_s(replica: ReplicaView) -> float:

@@ -18,6 +18,7 @@ _MAX_PLACED_S = 30.0  # a request that its engine never took over, and whose cal
 _USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
 _OUTPUT_WEIGHT = 0.05  # of a newly ended one in the mean
 _LOAD_WEIGHT = 0.2  # of a replica's new measurement in what is usual
+_WAY_STEP, _LEAST_WAY_S = 0.05, 0.001  # by so much a first token moves the usual way
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,12 @@ class Usual:
     step_fixed_s: float = 0.0
     step_token_s: float = 0.0
     step_sequence_s: float = 0.0
+    way_s: float = 0.0  # see `score`: about the median, so that a few that took long move it little
+
+    def learn_way(self, beyond_s: float) -> None:
+        """What a first token took beyond all that was measured or expected of it."""
+        step_s = _WAY_STEP * max(self.way_s, _LEAST_WAY_S)
+        self.way_s = max(0.0, self.way_s + (step_s if beyond_s > self.way_s else -step_s))
 
     def learn_load(self, told: LoadSeconds) -> None:
         """A replica measured anew."""

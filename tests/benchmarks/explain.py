@@ -25,12 +25,12 @@ from tests.benchmarks.overload_client import Clients, Flow, Load, Outcome, send
 from tests.benchmarks.overload_server import Served, Setting
 from tests.benchmarks.report import Report, print_table, spread
 from tests.benchmarks.serve import serving
-from tests.benchmarks.serve_base import BASE, prepare_home, write_serve_file
+from tests.benchmarks.serve_base import BASE, prepare_home, write_config
 from tests.benchmarks.shapes import SHAPES
 from tests.serve_rig import free_port
 
 PARTS = ("prepare", "fair", "route", "adapter", "queue", "prefill", "deliver")
-TERMS = ("queue", "adapter", "prefill")
+TERMS = ("queue", "adapter", "prefill", "way")
 FROM_CHOICE = ("adapter", "queue", "prefill")  # the parts after the replica was chosen
 TARGET = 0.10
 WARM_PART = 0.2  # of a load, until it counts
@@ -48,9 +48,8 @@ def server(args: argparse.Namespace, home: Path, port: int) -> Iterator[Served]:
     names = prepare_home(home, SHAPES[args.shape], args.adapters, has_weights=False, device="cuda")
     engine: dict[str, object] = {"load_format": "dummy", "max_num_seqs": args.rows}
     engine["max_num_batched_tokens"] = 2048
-    config = home / "serve.yaml"
-    pages = max(1, args.adapters // 2)
-    write_serve_file(config, home / "base", port, ingresses=1, engine=engine, pages=pages)
+    pages = max(1, 3 * args.adapters // 4)
+    config = write_config(home, port, ingresses=1, engine=engine, pages=pages)
     with serving(config, home / "serve.log", f"http://127.0.0.1:{port}", {}, haproxy=False):
         yield Served(BASE, tuple(names))
 

@@ -198,7 +198,7 @@ class Attendance:
                 for its in decisions:
                     decision = its.first_token(output.request_id, output.queued_s, now_s)
                     if decision is not None and decision.expected is not None:
-                        view.usual.learn_way(decision.prefill_s - decision.expected.prefill_s)
+                        view.usual.learn_way(decision.answer_s - decision.expected.there_s)
             if output.finish_reason is not None:
                 view.ended(output.offset + len(output.token_ids))
 

@@ -42,10 +42,9 @@ class Decision:
     rejections: int = 0  # replicas that turned out to be full
 
     @property
-    def prefill_s(self) -> float:
-        """From the choice to the first token, but for adapter and queue."""
-        waited_s = self.adapter_wait_s + self.engine_queue_s
-        return self.first_token_s - self.chosen_s - waited_s
+    def answer_s(self) -> float:
+        """From the choice to the first token."""
+        return self.first_token_s - self.chosen_s
 
 
 class Decisions:

@@ -4,8 +4,8 @@
              row in the batch, or room in the KV cache, which come when running sequences end
     adapter: from the tier that it is in there; runs beside the queue, so only what is left counts
     prefill: the tokens that the prefix cache there lacks
-    way:     to the engine, and of the token back: what the last ones took beyond the other terms,
-             the same for all replicas
+    way:     to the engine, and of the token back: what the latest ones took beyond the other
+             terms, about their median; the same for all replicas, so it decides nothing
 
 A step takes `step_fixed_s + step_token_s * prompt tokens + step_sequence_s * decoding sequences`
 (`EngineLoad`), so that n tokens take ceil(n / budget) steps of that kind.

@@ -60,7 +60,7 @@ class Usual:
     way_s: float = 0.0  # see `score`: about the median, so that a few that took long move it little
 
     def learn_way(self, beyond_s: float) -> None:
-        """What a first token took beyond all that was measured or expected of it."""
+        """What a first token took, from the choice of its replica, beyond what was expected."""
         step_s = _WAY_STEP * max(self.way_s, _LEAST_WAY_S)
         self.way_s = max(0.0, self.way_s + (step_s if beyond_s > self.way_s else -step_s))
 

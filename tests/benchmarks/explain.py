@@ -107,6 +107,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, object]:
         },
         "expected_total_s": spread(expected, 5),
         "actual_total_s": spread(actual, 5),
+        # The terms of the score are means: of one request they say where it goes, of many when.
         "medians_expected_to_actual": round(
             statistics.median(expected) / statistics.median(actual), 3
         ),

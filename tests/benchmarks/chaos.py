@@ -2,7 +2,7 @@
 load: streams, whole answers, several choices, stop strings, seeds, penalties, log-probabilities,
 five adapters and their base.
 
-    python -m tests.benchmarks.chaos --out FILE [--kills 10 --minutes 5]
+    python -m tests.benchmarks.chaos --out FILE [--kills 10] [--minutes 5]
         [--target engine | ingress | controller | sigstop | node | silent_node]
         [--base demo | tiny] [--replicas 3]
 
@@ -131,8 +131,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--target", choices=(*PROCESSES, *NODES), default="engine")
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--kills", type=int, help="10, or 1 of nodes: what takes over is elsewhere")
+    parser.add_argument("--minutes", type=float, help="0.5 for each kill, or 1.5 of a node")
     parser.add_argument("--base", choices=("demo", "tiny"), default="demo")
     parser.add_argument("--replicas", type=int, default=3, help="engines")
     parser.add_argument("--ingresses", type=int, help="1, or 2 where ingresses are killed")
@@ -140,6 +140,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48, help="the longest answer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    is_node = args.target in NODES
+    if args.kills is None:
+        args.kills = 1 if is_node else 10
+    if args.minutes is None:
+        args.minutes = args.kills * (1.5 if is_node else 0.5)
     if args.ingresses is None:
         args.ingresses = 2 if args.target in ("ingress", "controller") else 1
     return args

@@ -47,8 +47,13 @@ def client(rig: Rig) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
     with httpx.Client(base_url=rig.url, timeout=60, limits=limits) as connection:
         eventually(lambda: len(processes(INGRESS)) == 2, 60)
-        eventually(lambda: connection.get("/ready").status_code == 200, 60)
+        eventually(lambda: is_ready_everywhere(connection), 60)
         yield connection
+
+
+def is_ready_everywhere(client: httpx.Client) -> bool:
+    """Both ingresses answer, whichever the proxy chooses."""
+    return all(client.get("/ready").status_code == 200 for _ in range(10))
 
 
 def read_stream(client: httpx.Client, index: int) -> str:

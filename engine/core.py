@@ -155,9 +155,7 @@ class Engine:
         is_busy = bool(self._in_flight.batch.sequences)
         began_s = self._marked_s if is_busy else self._clock()
         batch = self.scheduler.schedule()
-        if self._adapters.has_pending_copies() and not (
-            batch.sequences or self._in_flight.batch.sequences
-        ):
+        if self._adapters.has_pending_copies() and not (batch.sequences or is_busy):
             self._adapters.wait_pending()  # nothing else to do
             began_s = self._clock()
             batch = self.scheduler.schedule()

@@ -135,8 +135,7 @@ async def _begin(
     queue.check(who)
     limits = front.description.limits
     prompts = await _run(state, asked.is_small, lambda: read_prompts(body, front.text, limits))
-    digest = None if adapter is None else adapter.digest
-    requests = engine_requests(body, prompts, digest, limits, asked.arrival_s)
+    requests = engine_requests(body, prompts, adapter, limits, asked.arrival_s)
     ask = make_ask(requests, adapter, limits, asked.session)
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
     ticket = await queue.enter(who, ask, max_tokens, receive)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.types import Request, SamplingParams
+from registry.entities import AdapterVersion
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.text import BaseText
@@ -35,17 +36,17 @@ def read_prompts(
 def engine_requests(
     body: ChatRequest | CompletionRequest,
     prompts: Sequence[Prompt],
-    adapter: str | None,
+    adapter: AdapterVersion | None,
     limits: EngineLimits,
     arrival_s: float = 0.0,
 ) -> tuple[Request, ...]:
-    """One a prompt, of one submit call. `adapter`: its digest."""
+    """One a prompt, of one submit call."""
     return tuple(
         Request(
             uuid.uuid4().hex,
             prompt.token_ids,
             sampling_params(body, prompt, limits),
-            adapter,
+            None if adapter is None else adapter.digest,
             body.cache_salt or "",
             arrival_s,
         )

@@ -174,10 +174,10 @@ def start_rig(rate: float) -> Iterator[Rig]:
         yield rig
 
 
-def processes(name: str) -> list[int]:
-    """Ids of the rig's processes with this in their command lines."""
+def processes(name: str, root: int | None = None) -> list[int]:
+    """Ids of the processes below `root`, or below this one, with this in their command lines."""
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in psutil.Process(root).children(recursive=True):
         with suppress(psutil.Error):  # it ended this moment
             is_alive = child.status() != psutil.STATUS_ZOMBIE
             if is_alive and name in " ".join(child.cmdline()):

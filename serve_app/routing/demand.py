@@ -15,14 +15,17 @@ class _Rate:
     per_s: float = 0.0
     at_s: float = 0.0
 
-    def add(self, count: int, now_s: float) -> None:
-        self.per_s *= exp(-(now_s - self.at_s) / _OVER_S)
-        self.per_s += count / _OVER_S
+    def add(self, now_s: float) -> None:
+        """One request."""
+        self.per_s = self._left(now_s) + 1 / _OVER_S
         self.at_s = now_s
 
     def now(self, now_s: float) -> float:
-        per_s = self.per_s * exp(-(now_s - self.at_s) / _OVER_S)
+        per_s = self._left(now_s)
         return per_s if per_s >= _LEAST else 0.0
+
+    def _left(self, now_s: float) -> float:
+        return self.per_s * exp(-(now_s - self.at_s) / _OVER_S)
 
 
 class Demand:
@@ -31,10 +34,10 @@ class Demand:
         self._refused = _Rate()
 
     def sent(self, now_s: float) -> None:
-        self._sent.add(1, now_s)
+        self._sent.add(now_s)
 
     def refused(self, now_s: float) -> None:
-        self._refused.add(1, now_s)
+        self._refused.add(now_s)
 
     def per_s(self, now_s: float) -> tuple[float, float]:
         """(requests that went, requests that were refused)."""

@@ -18,21 +18,12 @@ import psutil
 from tests.benchmarks.report import Report
 from tests.benchmarks.serve_home import write_serve_file
 from tests.demo_server import serving
+from tests.serve_rig import processes
 
 ENGINE, INGRESS, CONTROLLER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "ServeController"
 PROCESSES = {"engine": ENGINE, "ingress": INGRESS, "controller": CONTROLLER, "sigstop": ENGINE}
 STOPPED_S = 60.0
 REPLACED_LIMIT_S = 120.0
-
-
-def pids(process_id: int, name: str) -> list[int]:
-    """Of those below that one whose command line holds the name."""
-    found = []
-    for child in psutil.Process(process_id).children(recursive=True):
-        with suppress(psutil.Error):  # it ended this moment
-            if name in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child.pid)
-    return found
 
 
 def num_engines(url: str) -> int:
@@ -96,7 +87,7 @@ class ProcessFaults(Faults):
 
     def _strike(self) -> dict[str, object]:
         target = self._args.target
-        victims = pids(self._process_id, PROCESSES[target])
+        victims = processes(PROCESSES[target], self._process_id)
         victim = self._draw.choice(victims)
         os.kill(victim, signal.SIGSTOP if target == "sigstop" else signal.SIGKILL)
         if target == "sigstop":
@@ -113,7 +104,7 @@ class ProcessFaults(Faults):
             os.kill(victim, signal.SIGCONT)
 
     def _is_replaced(self, victim: int, count: int) -> bool:
-        now = pids(self._process_id, PROCESSES[self._args.target])
+        now = processes(PROCESSES[self._args.target], self._process_id)
         if len(now) < count or (victim in now and self._args.target != "sigstop"):
             return False
         if PROCESSES[self._args.target] == ENGINE:

@@ -27,8 +27,9 @@ from ray.serve.config import HTTPOptions
 from serve_app.app import build
 from serve_app.config import PlatformArgs
 from serve_app.launch import SERVE_SETTINGS
-from tests.benchmarks.chaos_faults import ENGINE, INGRESS, Faults, num_engines, pids, wait
+from tests.benchmarks.chaos_faults import ENGINE, INGRESS, Faults, num_engines, wait
 from tests.benchmarks.report import Report
+from tests.serve_rig import processes
 
 NODES = ("node", "silent_node")
 NUM_NODES = 3
@@ -46,13 +47,13 @@ class NodeFaults(Faults):
 
     def _strike(self) -> dict[str, object]:
         victim = self._draw.choice(self._victims())
-        lost = len(pids(_raylet(victim), ENGINE))
-        processes = [_raylet(victim), *pids(_raylet(victim), "")]
+        lost = len(processes(ENGINE, _raylet(victim)))
+        all_of_it = [_raylet(victim), *processes("", _raylet(victim))]
         silent_s = 0.0
         if self._args.target == "silent_node":
-            _send(processes, signal.SIGSTOP)
+            _send(all_of_it, signal.SIGSTOP)
             silent_s = self._wait_until_given_up()
-        _send(processes, signal.SIGKILL)
+        _send(all_of_it, signal.SIGKILL)
         self._cluster.remove_node(victim, allow_graceful=False)
         wait(lambda: num_engines(self._url) >= self._args.replicas)
         self._cluster.add_node(**_NODE)
@@ -60,8 +61,10 @@ class NodeFaults(Faults):
 
     def _victims(self) -> list[Any]:
         """With engines, and without the ingress."""
-        nodes = [node for node in self._cluster.worker_nodes if not pids(_raylet(node), INGRESS)]
-        found = [node for node in nodes if pids(_raylet(node), ENGINE)]
+        nodes = [
+            node for node in self._cluster.worker_nodes if not processes(INGRESS, _raylet(node))
+        ]
+        found = [node for node in nodes if processes(ENGINE, _raylet(node))]
         if not found:
             raise RuntimeError("all engines are on the head and on the ingress's node")
         return sorted(found, key=_raylet)

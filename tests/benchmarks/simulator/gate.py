@@ -36,7 +36,6 @@ class Gate:
             dict(args.weights), args.max_wait_s, args.max_queue_s, args.max_waiting
         )
         self.refused: Counter[str] = Counter()  # by tenant
-        self.waited_before_refusal_s: list[float] = []
         self._args = args
         self._views = views
         self._send = send
@@ -59,7 +58,6 @@ class Gate:
             )
         except Refused:
             self.refused[call.tenant] += 1
-            self.waited_before_refusal_s.append(0.0)
             return
         self._open[call.index] = guest
         if rival is not None:
@@ -96,7 +94,6 @@ class Gate:
         return has_room(self._views.replicas, (), self._args.max_engine_queue_s)
 
     def _refuse(self, guest: Guest, reason: Reason, now_s: float) -> None:
-        self.waited_before_refusal_s.append(now_s - guest.entry.enqueued_s)
         self.room.refuse(guest, reason, now_s)
         call = self._calls.pop(guest)
         del self._open[call.index]

@@ -170,7 +170,7 @@ async def test_tenants_take_turns() -> None:
 async def test_a_better_class_goes_first() -> None:
     world = World()
     world.frame(FULL)
-    usual, urgent = world.enter(), world.enter("other", priority=-1)
+    usual, urgent = world.enter(), world.enter(priority=-1)
     await until(lambda: world.queue.num_waiting == 2)
     await world.let_one_go()
     await urgent

@@ -95,26 +95,26 @@ def test_what_an_answer_really_took_is_set_right() -> None:
 def test_a_better_class_goes_first() -> None:
     fair = queue()
     later = fair.add("a", "", 5, 1.0, 0.0)
-    usual = fair.add("b", "", 0, 1.0, 0.0)
-    urgent = fair.add("c", "", -1, 1.0, 0.0)
+    usual = fair.add("a", "", 0, 1.0, 0.0)
+    urgent = fair.add("a", "", -1, 1.0, 0.0)
     assert served(fair, 3) == [urgent, usual, later]
 
 
-def test_waiting_in_a_late_class_earns_nothing_in_a_better_one() -> None:
+def test_a_class_puts_no_tenant_before_another() -> None:
     fair = queue()
-    fair.add("a", "", 5, 1.0, 0.0)
-    fill(fair, "b", 200)
-    served(fair, 100)
-    fill(fair, "a", 100)
-    assert Counter(entry.tenant for entry in served(fair, 20)) == {"a": 10, "b": 10}
+    fill(fair, "modest", 50)
+    for number in range(50):
+        fair.add("pushy", "", -1 - number, 1.0, 0.0)
+    assert Counter(entry.tenant for entry in served(fair, 20)) == {"modest": 10, "pushy": 10}
 
 
-def test_no_class_keeps_a_tenant_waiting_for_ever() -> None:
+def test_no_class_keeps_an_adapter_waiting_for_ever() -> None:
     fair = queue(max_wait_s=10.0)
-    late = fair.add("patient", "", 9, 1.0, 0.0)
-    fill(fair, "urgent", 100)
+    late = fair.add("a", "patient", 9, 1.0, 0.0)
+    for _ in range(100):
+        fair.add("a", "urgent", -1, 1.0, 0.0)
     assert late not in served(fair, 10, now_s=9.9)
-    assert fair.pop(10.0) is late
+    assert late in served(fair, 2, now_s=20.0)
 
 
 def test_the_longest_waiting_of_those_overdue_goes_first() -> None:
@@ -154,12 +154,28 @@ def test_a_full_queue_gives_up_the_newest_of_the_longest() -> None:
     assert fair.rival("flood", "hot", 0) is None
 
 
-def test_a_full_queue_gives_up_the_last_class_first() -> None:
+def test_a_full_queue_gives_up_the_last_class_of_its_largest_tenant_first() -> None:
     fair = queue()
     fill(fair, "flood", 5)
-    batch = fair.add("modest", "", 3, 1.0, 0.0)
+    batch = fair.add("flood", "", 3, 1.0, 0.0)
+    fair.add("modest", "", 9, 1.0, 0.0)
     assert fair.rival("flood", "", 0) is batch
-    assert fair.rival("other", "", 4) is None
+    assert fair.rival("flood", "", 4) is None
+    assert fair.rival("modest", "", 9) is batch
+    assert fair.largest() is batch
+
+
+def test_no_class_finds_a_place_at_the_cost_of_another_tenant() -> None:
+    fair = queue()
+    fill(fair, "modest", 3)
+    for number in range(5):
+        fair.add("pushy", "", -1 - number, 1.0, 0.0)
+    rival = fair.rival("pushy", "", -9)
+    assert rival is not None
+    assert (rival.tenant, rival.priority) == ("pushy", -1)
+    rival = fair.rival("modest", "", 5)
+    assert rival is not None
+    assert rival.tenant == "pushy"
 
 
 def test_a_heavier_tenant_may_hold_more_of_a_full_queue() -> None:
@@ -175,11 +191,14 @@ def test_what_goes_before_a_newcomer_is_known() -> None:
     fair = queue()
     fill(fair, "flood", 100)
     fill(fair, "modest", 2)
-    fair.add("urgent", "", -1, 5.0, 0.0)
-    # Its own two, as much of the flood meanwhile and until its own turn, and the better class.
-    assert fair.cost_ahead("modest", "", 0, 1.0) == 2 + 3 + 5
+    fair.add("pushy", "", -1, 5.0, 0.0)
+    # Its own two, and as much of each other tenant meanwhile and until its own turn.
+    assert fair.cost_ahead("modest", "", 0, 1.0) == 2 + 3 + 3
     assert fair.cost_ahead("flood", "", 0, 1.0) == 100 + 2 + 5
-    assert fair.cost_ahead("new", "", -5, 1.0) == 0
+    assert fair.cost_ahead("new", "", -5, 1.0) == fair.cost_ahead("new", "", 5, 1.0) == 3
+    # Its own better classes go first, its own later ones after it.
+    assert fair.cost_ahead("modest", "", 1, 1.0) == 2 + 3 + 3
+    assert fair.cost_ahead("modest", "", -1, 1.0) == 1 + 1
 
 
 def test_who_leaves_while_waiting_is_never_served() -> None:
@@ -215,10 +234,13 @@ class World:
     now_s: float = 0.0
     waiting: dict[Entry, tuple[str, str, int]] = field(default_factory=dict)
     tenant_since: dict[str, float] = field(default_factory=dict)
+    lane_since: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
     def add(self, tenant: str, adapter: str, priority: int, cost: float) -> None:
         if not any(key[0] == tenant for key in self.waiting.values()):
             self.tenant_since[tenant] = self.now_s
+        if (tenant, adapter, priority) not in self.waiting.values():
+            self.lane_since[tenant, adapter, priority] = self.now_s
         entry = self.fair.add(tenant, adapter, priority, cost, self.now_s)
         self.waiting[entry] = (tenant, adapter, priority)
 
@@ -244,7 +266,7 @@ CHARGES = st.tuples(st.just("charge"), st.floats(-20, 20))
 @given(st.lists(ADDS | POPS | LEAVES | PASSES | CHARGES, max_size=120))
 def test_whoever_waits_is_served_and_nobody_is_passed_over(events: list[tuple]) -> None:
     """Work conservation, and bounded waiting: after the bound a tenant is next, unless others wait
-    even longer."""
+    even longer. A class is passed over only by its own tenant's overdue adapters."""
     max_wait_s = 5.0
     world = World(FairQueue({"b": 2.5}, max_wait_s))
     gone: list[Entry] = []
@@ -268,11 +290,12 @@ def test_whoever_waits_is_served_and_nobody_is_passed_over(events: list[tuple]) 
             if is_overdue:
                 assert world.tenant_since[entry.tenant] == world.tenant_since[oldest]
             else:
-                classes = {key[2] for key in world.waiting.values()} | {entry.priority}
                 of_tenant = [e for e in world.waiting if e.tenant == entry.tenant]
-                is_first = entry.priority == min(classes)
-                assert is_first or of_tenant  # else only in its tenant's turn
+                is_first = all(entry.priority <= one.priority for one in of_tenant)
+                lane = entry.tenant, entry.adapter, entry.priority
+                assert is_first or world.now_s - world.lane_since[lane] >= max_wait_s
             world.tenant_since[entry.tenant] = world.now_s
+            world.lane_since[entry.tenant, entry.adapter, entry.priority] = world.now_s
         assert len(world.fair) == len(world.waiting)
     while world.waiting:
         gone.append(world.pop())

@@ -1,12 +1,14 @@
 """The order in which requests go to the engines of one base when they cannot all go at once. Pure.
 
-Priority classes first (lower is earlier, as in vLLM); in a class the tenant that had least by its
-weight, and of that tenant the adapter that had least, in tokens (virtual token counters: Sheng et
-al., "Fairness in Serving Large Language Models", OSDI 2024); of one adapter the oldest. The cost
-that is expected of a request is charged when it goes, what it really took is set right later.
+The tenant that had least by its weight goes first; of that tenant its best priority class (lower is
+earlier, as in vLLM), and of that class the adapter that had least, in tokens (virtual token
+counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); of one adapter the
+oldest. A class puts a tenant's own requests in order and nothing else: a client that sends a better
+one gains nothing against other tenants. The cost that is expected of a request is charged when it
+goes, what it really took is set right later.
 
 Bounded waiting goes before all of that: a tenant that was passed over for `max_wait_s` is next,
-whatever its class and counter, the longest waiting of those first; so is an adapter among its
+whatever its counter, the longest waiting of those first; so is an adapter among its
 tenant's. The clock runs from the last time that the tenant (the adapter) was served, not from a
 request's arrival: who queues a thousand requests waits behind himself, and would else turn every
 overload into first come, first served, where the share goes to who sends most.
@@ -49,7 +51,7 @@ class Entry:
 
 
 class _Tenant(Account):
-    __slots__ = ("adapters", "bands", "floor", "overdue", "since_s")
+    __slots__ = ("adapters", "bands", "cost", "floor", "num_waiting", "overdue", "since_s")
 
     def __init__(self, name: str, weight: float) -> None:
         super().__init__(name, weight)
@@ -58,23 +60,31 @@ class _Tenant(Account):
         self.overdue: Overdue[_Lane] = Overdue()
         self.floor = 0.0
         self.since_s = inf  # it waits, and was not served
+        self.num_waiting = 0
+        self.cost = 0.0  # of what waits
+
+    @property
+    def excess(self) -> float:
+        """What it holds of the queue, by weight."""
+        return self.num_waiting / self.weight
+
+    @property
+    def last_band(self) -> _Band:
+        """Its worst class; something of it must wait."""
+        return self.bands[max(self.bands)]
 
 
 class _Band:
     """What waits of one tenant with one priority."""
 
-    __slots__ = ("lanes", "num_waiting", "priority", "ranking", "tenant")
+    __slots__ = ("cost", "lanes", "priority", "ranking", "tenant")
 
     def __init__(self, tenant: _Tenant, priority: int) -> None:
         self.tenant = tenant
         self.priority = priority
         self.lanes: dict[Account, _Lane] = {}
         self.ranking: Ranking[Account] = Ranking()
-        self.num_waiting = 0
-
-    @property
-    def excess(self) -> float:
-        return self.num_waiting / self.tenant.weight
+        self.cost = 0.0
 
 
 class _Lane:
@@ -97,7 +107,7 @@ class FairQueue:
         self._weights = weights
         self._max_wait_s = max_wait_s
         self._tenants: Accounts[_Tenant] = Accounts(self._make_tenant, _MAX_IDLE_TENANTS)
-        self._classes: dict[int, Ranking[_Tenant]] = {}  # by priority; those where something waits
+        self._ranking: Ranking[_Tenant] = Ranking()  # those of which something waits
         self._overdue: Overdue[_Tenant] = Overdue()
         self._floor = 0.0
         self._num_waiting = 0
@@ -120,13 +130,15 @@ class FairQueue:
         entry = Entry(lane, cost, now_s)
         lane.entries[entry] = None
         lane.cost += cost
-        band.num_waiting += 1
+        band.cost += cost
+        owner.num_waiting += 1
+        owner.cost += cost
         self._num_waiting += 1
         return entry
 
     def pop(self, now_s: float) -> Entry | None:
         """The next to go, charged; None: nobody waits. `close` it when its request ended."""
-        if not self._classes:
+        if not len(self._ranking):
             return None
         lane = self._next_lane(now_s)
         entry = next(iter(lane.entries))
@@ -155,84 +167,61 @@ class FairQueue:
         self._tenants.close(tenant)
 
     def rival(self, tenant: str, adapter: str, priority: int) -> Entry | None:
-        """Who leaves a full queue for a newcomer: of the last class the newest of whoever holds
-        most of it, by weight. None: the newcomer himself. So everybody finds room for his share,
-        and a flood is told at once to come back later."""
-        worst = max(self._classes, default=priority)
-        if priority > worst or not self._classes:
+        """The entry that leaves a full queue for a newcomer: the newest of the last class of the
+        tenant that holds most of the queue, by weight. None: the newcomer itself. So every tenant
+        finds room for its share, and a flood is told at once to come back later."""
+        own = self._tenants.get(tenant)
+        own_excess = 1 / self._weights.get(tenant, 1.0) + (0.0 if own is None else own.excess)
+        others = (one for one in self._ranking if one is not own)
+        largest = max(others, key=lambda one: one.excess, default=None)
+        if largest is not None and largest.excess > own_excess:
+            return _newest(largest.last_band, None)
+        if own is None or not own.bands or priority > max(own.bands):
             return None
-        own = self._tenants.get(tenant) if priority == worst else None
-        own_excess = 1 / self._weights.get(tenant, 1.0) if priority == worst else 0.0
-        if own is not None and worst in own.bands:
-            own_excess += own.bands[worst].excess
-        longest = max(
-            (one.bands[worst] for one in self._classes[worst] if one is not own),
-            key=lambda band: band.excess,
-            default=None,
-        )
-        if longest is None or longest.excess <= own_excess:
-            longest = own.bands.get(worst) if own is not None else None
-            if longest is None:
-                return None
-        return _newest(longest, adapter if longest.tenant is own else None)
+        band = own.last_band
+        return _newest(band, adapter if band.priority == priority else None)
 
     def largest(self) -> Entry | None:
-        """Of the last class the newest of whoever holds most of it, by weight."""
-        if not self._classes:
+        """The newest of the last class of the tenant that holds most of the queue, by weight."""
+        if not len(self._ranking):
             return None
-        worst = max(self._classes)
-        bands = (tenant.bands[worst] for tenant in self._classes[worst])
-        return _newest(max(bands, key=lambda band: band.excess), None)
+        return _newest(max(self._ranking, key=lambda tenant: tenant.excess).last_band, None)
 
     def cost_ahead(self, tenant: str, adapter: str, priority: int, cost: float) -> float:
-        """What goes before a newcomer is served if nobody else comes, in a fluid approximation:
-        all of better classes; in its own class what the others get in the meantime."""
-        ahead = 0.0
+        """The cost that goes before a newcomer is served if nobody else comes, in a fluid
+        approximation: all of its tenant's better classes, its share of its own class, and what the
+        other tenants get in the meantime."""
         own, others = 0.0, []
-        for of_class, ranking in self._classes.items():
-            for one in ranking:
-                lanes = one.bands[of_class].lanes.values()
-                if of_class < priority:
-                    ahead += sum(lane.cost for lane in lanes)
-                elif of_class == priority and one.name == tenant:
-                    mine = sum(lane.cost for lane in lanes if lane.account.name == adapter)
-                    own = mine + sum(
-                        min(lane.cost, mine + cost)
-                        for lane in lanes
-                        if lane.account.name != adapter
-                    )
-                elif of_class == priority:
-                    others.append((sum(lane.cost for lane in lanes), one.weight))
+        for one in self._ranking:
+            if one.name != tenant:
+                others.append((one.cost, one.weight))
+                continue
+            own = sum(band.cost for band in one.bands.values() if band.priority < priority)
+            if (band := one.bands.get(priority)) is not None:
+                own += _cost_ahead_in_band(band, adapter, cost)
         share = (own + cost) / self._weights.get(tenant, 1.0)
-        return ahead + own + sum(min(waits, share * weight) for waits, weight in others)
+        return own + sum(min(waits, share * weight) for waits, weight in others)
 
     def _make_tenant(self, name: str) -> _Tenant:
         return _Tenant(name, self._weights.get(name, 1.0))
 
     def _new_band(self, tenant: _Tenant, priority: int, now_s: float) -> _Band:
-        ranking = self._classes.get(priority)
-        if ranking is None:
-            tenant.lift(self._floor)
-            ranking = self._classes[priority] = Ranking()
-        else:
-            tenant.lift(ranking.first().counter)
         if not tenant.bands:
+            ranking = self._ranking
+            tenant.lift(ranking.first().counter if len(ranking) else self._floor)
+            ranking.add(tenant)
             tenant.since_s = now_s
             self._overdue.push(tenant)
-        ranking.add(tenant)
         band = tenant.bands[priority] = _Band(tenant, priority)
         return band
 
     def _next_lane(self, now_s: float) -> _Lane:
         long_ago_s = now_s - self._max_wait_s
         tenant = self._overdue.first(long_ago_s)
-        if tenant is not None:
-            band = tenant.bands[min(tenant.bands)]
-        else:
-            priority = min(self._classes)
-            tenant = self._classes[priority].first()
+        if tenant is None:
+            tenant = self._ranking.first()
             self._floor = tenant.counter
-            band = tenant.bands[priority]
+        band = tenant.bands[min(tenant.bands)]
         lane = tenant.overdue.first(long_ago_s)
         if lane is None:
             account = band.ranking.first()
@@ -242,10 +231,13 @@ class FairQueue:
 
     def _take_out(self, entry: Entry) -> None:
         lane, band = entry.lane, entry.lane.band
+        tenant = band.tenant
         entry.is_waiting = False
         del lane.entries[entry]
         lane.cost -= entry.cost
-        band.num_waiting -= 1
+        band.cost -= entry.cost
+        tenant.num_waiting -= 1
+        tenant.cost -= entry.cost
         self._num_waiting -= 1
         if lane.entries:
             return
@@ -254,14 +246,11 @@ class FairQueue:
         band.ranking.remove(lane.account)
         if band.lanes:
             return
-        tenant = band.tenant
         del tenant.bands[band.priority]
-        ranking = self._classes[band.priority]
-        ranking.remove(tenant)
-        if not len(ranking):
-            del self._classes[band.priority]
         if not tenant.bands:
+            self._ranking.remove(tenant)
             tenant.since_s = inf
+            tenant.cost = 0.0  # without what rounding left
 
 
 def _new_lane(band: _Band, account: Account, now_s: float) -> _Lane:
@@ -272,6 +261,14 @@ def _new_lane(band: _Band, account: Account, now_s: float) -> _Lane:
     lane.since_s = now_s
     band.tenant.overdue.push(lane)
     return lane
+
+
+def _cost_ahead_in_band(band: _Band, adapter: str, cost: float) -> float:
+    """All of the newcomer's own adapter, and what the others get in the meantime."""
+    lanes = band.lanes.values()
+    mine = sum(lane.cost for lane in lanes if lane.account.name == adapter)
+    others = (lane.cost for lane in lanes if lane.account.name != adapter)
+    return mine + sum(min(waits, mine + cost) for waits in others)
 
 
 def _newest(band: _Band, newcomer: str | None) -> Entry | None:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import hmac
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 
 # All that MLflow 3.17 tells of models. It says nothing of a deleted version, a deleted model or a
@@ -27,12 +28,39 @@ DELIVERY_ID = "x-mlflow-delivery-id"
 TIMESTAMP = "x-mlflow-timestamp"
 MAX_AGE_S = 300.0
 
+_MAX_SEEN = 10_000  # 1.5 MB; MLflow sends a few a second at most
 _VERSION = "v1"
 _SECONDS = re.compile(r"[0-9]{1,12}", re.ASCII)
 
 
 class BadDeliveryError(Exception):
     """Not from who knows the secret, or too old; the message says which."""
+
+
+class SeenDeliveries:
+    """The ids of deliveries that were taken, for as long as a copy of one would still pass
+    `check_delivery`. Beyond `_MAX_SEEN` the oldest is forgotten."""
+
+    def __init__(self) -> None:
+        self._seen_s: OrderedDict[str, float] = OrderedDict()  # by id, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._seen_s)
+
+    def has(self, delivery_id: str, now_s: float) -> bool:
+        self._forget(now_s)
+        return delivery_id in self._seen_s
+
+    def add(self, delivery_id: str, now_s: float) -> None:
+        self._forget(now_s)
+        self._seen_s.setdefault(delivery_id, now_s)
+        if len(self._seen_s) > _MAX_SEEN:
+            self._seen_s.popitem(last=False)
+
+    def _forget(self, now_s: float) -> None:
+        # A timestamp may lie as far ahead of this clock as behind it.
+        while self._seen_s and next(iter(self._seen_s.values())) < now_s - 2 * MAX_AGE_S:
+            self._seen_s.popitem(last=False)
 
 
 def hook_name(url: str) -> str:

@@ -33,7 +33,8 @@ async def route(request: Request) -> Response:
     raw = await read_body(request, state.args.max_body_bytes)
     is_chat = b'"messages"' in raw  # inside a text its quotes would be escaped
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
-    front, ask = _ask(state, body, who_asks(request, body))
+    tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
+    front, ask = _ask(state, body, who_asks(request, body), tenant)
     meeting = views_registry.meet(front.app_name)
     ranked = meeting.rank(ask) if meeting.views.replicas else []
     return json_response(
@@ -59,14 +60,15 @@ async def decisions(request: Request) -> Response:
 
 
 def _ask(
-    state: IngressState, body: ChatRequest | CompletionRequest, session: str | None
+    state: IngressState, body: ChatRequest | CompletionRequest, session: str | None, tenant: str
 ) -> tuple[Front, Ask]:
-    """As of a real request: the same prompts, the same session."""
+    """As of a real request: the same prompts, the same session, the same prefix cache."""
     found = state.gateway.resolve(body.model)
     front, adapter = found[0], found[1].adapter
     limits = front.description.limits
     prompts = read_prompts(body, front.text, limits)
-    requests = engine_requests(body, prompts, adapter, limits)
+    salt = state.queues.cache_salt(tenant, body.cache_salt)
+    requests = engine_requests(body, prompts, adapter, limits, cache_salt=salt)
     return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
 
 

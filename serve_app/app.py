@@ -9,7 +9,13 @@ from functools import partial
 
 from ray.serve import Application
 
-from serve_app.config import PlatformArgs, artifact_root, cache_folder, tracking_uri
+from serve_app.config import (
+    PlatformArgs,
+    artifact_root,
+    cache_folder,
+    default_home,
+    tracking_uri,
+)
 from serve_app.ingress import ingress_application
 from serve_app.manager import manager_application
 from serve_app.topology import Sources, open_named
@@ -30,7 +36,7 @@ def sources(args: PlatformArgs, engine_factory: str) -> Sources:
         registry.cache_bytes,
         artifact_root(registry),
     )
-    return Sources(open_registry, engine_factory)
+    return Sources(open_registry, engine_factory, default_home())
 
 
 def build_with(args: PlatformArgs, sources: Sources) -> Application:

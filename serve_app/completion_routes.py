@@ -131,11 +131,12 @@ async def _begin(
     body, route = asked.body, admission.route
     front, adapter = route.front, route.resolution.adapter
     queue = state.queues.of(front)
-    who = _applicant(asked, adapter)
+    who = _applicant(state, asked, adapter)
     queue.check(who)
     limits = front.description.limits
     prompts = await _run(state, asked.is_small, lambda: read_prompts(body, front.text, limits))
-    requests = engine_requests(body, prompts, adapter, limits, asked.arrival_s)
+    salt = state.queues.cache_salt(asked.tenant, body.cache_salt)
+    requests = engine_requests(body, prompts, adapter, limits, asked.arrival_s, cache_salt=salt)
     ask = make_ask(requests, adapter, limits, asked.session)
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
     ticket = await queue.enter(who, ask, max_tokens, receive)
@@ -198,11 +199,9 @@ async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -
     return response
 
 
-def _applicant(asked: _Asked, adapter: AdapterVersion | None) -> Applicant:
-    priority = asked.body.priority or 0
-    if adapter is None:
-        return Applicant(asked.tenant, priority=priority)
-    return Applicant(asked.tenant, adapter.name, adapter.rank, priority)
+def _applicant(state: IngressState, asked: _Asked, adapter: AdapterVersion | None) -> Applicant:
+    name, rank = ("", 0) if adapter is None else (adapter.name, adapter.rank)
+    return state.queues.tenants.applicant(asked.tenant, name, rank, asked.body.priority or 0)
 
 
 async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:

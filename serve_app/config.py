@@ -225,9 +225,13 @@ class FairnessArgs(_Args):
     """Who goes first when engines are full: tenants, then each one's adapters, by the tokens they
     had."""
 
-    # Set by the gateway in front; without it all are one tenant.
+    # Set by the gateway in front; requests without it are one tenant. Without
+    # `ingress.trusted_gateway` the tenants that `weights` does not name share one account.
     tenant_header: str = Field(default="x-tenant-id", pattern=r"^[A-Za-z0-9-]+$")
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}  # by tenant; 1 for all others
+    # "none": a prompt's KV blocks serve every tenant, and `cached_tokens` tells that another tenant
+    # sent the same prefix; a client's `cache_salt` still separates.
+    isolate_prefix_cache: Literal["tenant", "none"] = "tenant"
     # No tenant is passed over for longer, and of its turns none of its adapters.
     max_wait_s: float = Field(default=10.0, gt=0)
     # Work that engines are given ahead; the rest waits here, where it can be put in order.
@@ -245,6 +249,10 @@ class IngressArgs(_ScaledArgs):
     allow_runtime_lora_updating: bool = False
     tokenizer_threads: int = Field(default=2, ge=1)
     max_shadow_requests: int = Field(default=8, ge=0)  # at once, a replica; beyond it no copies
+    # The name or address of the authenticating gateway in front, which sets the tenant header of
+    # every request and removes a client's own. With it the header is believed and each name in it
+    # is a tenant; without it nothing proves the header.
+    trusted_gateway: str | None = Field(default=None, pattern=r"\S")
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
 
 

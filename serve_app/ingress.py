@@ -138,7 +138,8 @@ class Ingress:
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
         shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
         stats = QueueStats(replica_id, fairness.weights)
-        queues = AdmissionQueues(gateway, fairness, stats, views_registry.of)
+        is_proven = args.trusted_gateway is not None
+        queues = AdmissionQueues(gateway, fairness, stats, views_registry.of, is_proven=is_proven)
         gateway.attendance.on_frame = queues.wake
         gateway.attendance.on_placed = queues.placed
         gateway.activity.backlog = queues.backlog

@@ -26,6 +26,7 @@ from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_plan import AdapterArranger
 from serve_app.base_admin import BaseChange, change_base
 from serve_app.base_plan import plan, wished
+from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
 from serve_app.config import ModelArgs, PlatformArgs, default_aliases
@@ -55,6 +56,7 @@ class Manager:
 
     async def __init__(self, args: PlatformArgs, sources: Sources) -> None:  # type: ignore[misc]
         self._sources = sources
+        self._cache_salt_key = kept_key(sources.home)
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # until it could be opened
         self._watcher = Watcher(self._look, args.registry.poll_interval_s)
@@ -255,7 +257,18 @@ class Manager:
             known = (old.bases, old.missing, old.is_one_node, old.registry_error, old.canary)
             if known == (bases, missing, is_one_node, registry_error, canary):
                 return
-        self._show(PlatformView("", catalog, bases, missing, is_one_node, registry_error, canary))
+        self._show(
+            PlatformView(
+                "",
+                catalog,
+                bases,
+                missing,
+                is_one_node,
+                registry_error,
+                canary,
+                self._cache_salt_key,
+            )
+        )
         await self._tell()
 
 

@@ -39,15 +39,17 @@ def engine_requests(
     adapter: AdapterVersion | None,
     limits: EngineLimits,
     arrival_s: float = 0.0,
+    *,
+    cache_salt: str,
 ) -> tuple[Request, ...]:
-    """One a prompt, of one submit call."""
+    """One a prompt, of one submit call. `cache_salt`: of tenant and client, see `Tenants`."""
     return tuple(
         Request(
             uuid.uuid4().hex,
             prompt.token_ids,
             sampling_params(body, prompt, limits),
             None if adapter is None else adapter.digest,
-            body.cache_salt or "",
+            cache_salt,
             arrival_s,
         )
         for prompt in prompts

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from registry.webhooks import SeenDeliveries
 from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
@@ -24,6 +25,7 @@ class IngressState:
     shadows: Shadows
     queues: AdmissionQueues
     tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
+    deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
 
 
 def state_of(request: Request) -> IngressState:

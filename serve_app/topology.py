@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -77,6 +77,7 @@ class Sources:
     # "module:function", EngineConfig -> EngineInterface. A path, so that only the engine's process
     # imports torch: 220 MB and 0.8 s for each of the others.
     engine_factory: str
+    home: Path | None = None  # for keys that outlive processes; None: they end with theirs
 
 
 ENGINE, DOOR = "engine", "door"  # names of deployments in a base's application
@@ -166,6 +167,7 @@ class PlatformView:
     is_one_node: bool  # then the side stream stays on loopback
     registry_error: str | None  # set while the registry is down; the catalog is the last good one
     canary: CanaryState = CanaryState()
+    cache_salt_key: bytes = field(default=b"", repr=False)  # secret; see `cache_salt`
 
     @property
     def is_ready(self) -> bool:

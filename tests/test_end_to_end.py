@@ -236,6 +236,33 @@ async def test_an_adapter_is_reached_by_every_form_of_its_name(api: openai.Async
     assert len(answers) == 1
 
 
+async def test_a_tenant_gets_nothing_of_another_tenants_prefix_cache(
+    api: openai.AsyncOpenAI,
+) -> None:
+    """Of the same prompt, asked again by its tenant, by another, and with another salt."""
+    prompt = "The patient's name and the finding of the third of March are: " * 4
+
+    async def cached_tokens(tenant: str, **fields: object) -> int:
+        answer = await api.completions.create(
+            model=BASE,
+            prompt=prompt,
+            max_tokens=1,
+            extra_headers={"x-tenant-id": tenant} if tenant else {},
+            extra_body=fields,
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert await cached_tokens("hospital") == 0
+    assert await cached_tokens("hospital") >= 16
+    assert await cached_tokens("attacker") == 0
+    assert await cached_tokens("") == 0
+    assert await cached_tokens("") >= 16
+    assert await cached_tokens("hospital", cache_salt="ward 1") == 0
+    assert await cached_tokens("hospital", cache_salt="ward 1") >= 16
+
+
 async def test_n_and_seed_give_the_same_choices_again(api: openai.AsyncOpenAI) -> None:
 
     async def draw() -> list[str | None]:

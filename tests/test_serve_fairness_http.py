@@ -39,7 +39,9 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
         graceful_shutdown_timeout_s=1,
     )
     args = rig_args(RATE, RIG_BASE)
-    ingress = args.ingress.model_copy(update={"max_ongoing_requests": MAX_OPEN})
+    ingress = args.ingress.model_copy(
+        update={"max_ongoing_requests": MAX_OPEN, "trusted_gateway": "the tests"}
+    )
     fairness = FairnessArgs(weights={"gold": 3.0}, max_wait_s=2.0)
     args = args.model_copy(update={"models": (model,), "fairness": fairness, "ingress": ingress})
     rig = deploy(serve_port, args, tmp_path_factory.mktemp("registry"))

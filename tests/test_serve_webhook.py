@@ -50,18 +50,22 @@ def manager() -> FakeManager:
 def client(manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     monkeypatch.setenv(WEBHOOK_SECRET, SECRET)
     app = FastAPI()
-    app.state.ingress = SimpleNamespace(gateway=SimpleNamespace(manager=manager))
+    app.state.ingress = SimpleNamespace(
+        gateway=SimpleNamespace(manager=manager), deliveries=webhooks.SeenDeliveries()
+    )
     app.include_router(webhook_routes.router)
     install_error_handlers(app)
     return TestClient(app, raise_server_exceptions=False)
 
 
-def headers(body: bytes = BODY, age_s: float = 0, secret: str = SECRET) -> dict[str, str]:
+def headers(
+    body: bytes = BODY, age_s: float = 0, secret: str = SECRET, delivery_id: str = "id-1"
+) -> dict[str, str]:
     """Signed by MLflow's own code."""
     stamp = str(int(time.time() - age_s))
-    signature = delivery._generate_hmac_signature(secret, "id-1", stamp, body.decode())
+    signature = delivery._generate_hmac_signature(secret, delivery_id, stamp, body.decode())
     return {
-        WEBHOOK_DELIVERY_ID_HEADER: "id-1",
+        WEBHOOK_DELIVERY_ID_HEADER: delivery_id,
         WEBHOOK_TIMESTAMP_HEADER: stamp,
         WEBHOOK_SIGNATURE_HEADER: signature,
         "content-type": "application/json",
@@ -71,6 +75,38 @@ def headers(body: bytes = BODY, age_s: float = 0, secret: str = SECRET) -> dict[
 def test_what_mlflow_signed_wakes_the_manager(client: TestClient, manager: FakeManager) -> None:
     assert client.post(PATH, content=BODY, headers=headers()).status_code == 204
     assert manager.num_wakes == 1
+
+
+def test_a_replayed_delivery_wakes_nobody(client: TestClient, manager: FakeManager) -> None:
+    recorded = headers()
+    for _ in range(5):
+        assert client.post(PATH, content=BODY, headers=recorded).status_code == 204
+    assert manager.num_wakes == 1
+    assert client.post(PATH, content=BODY, headers=headers(delivery_id="id-2")).status_code == 204
+    assert manager.num_wakes == 2
+
+
+def test_a_delivery_that_was_not_taken_is_taken_when_it_comes_again(
+    client: TestClient, manager: FakeManager
+) -> None:
+    recorded = headers()
+    manager.is_away = True
+    assert client.post(PATH, content=BODY, headers=recorded).status_code == 503
+    manager.is_away = False
+    assert client.post(PATH, content=BODY, headers=recorded).status_code == 204
+    assert manager.num_wakes == 1
+
+
+def test_ids_of_deliveries_are_kept_while_a_copy_could_pass_and_are_bounded() -> None:
+    seen = webhooks.SeenDeliveries()
+    seen.add("first", 0.0)
+    assert seen.has("first", 2 * webhooks.MAX_AGE_S)
+    assert not seen.has("first", 2 * webhooks.MAX_AGE_S + 1)
+    assert len(seen) == 0
+    for number in range(webhooks._MAX_SEEN + 50):
+        seen.add(str(number), 700.0)
+    assert len(seen) == webhooks._MAX_SEEN
+    assert seen.has(str(webhooks._MAX_SEEN), 701.0)
 
 
 def test_a_signed_body_is_not_read(client: TestClient, manager: FakeManager) -> None:

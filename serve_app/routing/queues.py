@@ -1,6 +1,7 @@
 """The queues of one ingress replica, one a running base, and who is asking.
 
-A tenant is what the gateway in front says in a header; nothing here proves it.
+A tenant is what the gateway in front says in a header; `routing.tenants` has the rule for names
+that no trusted gateway proves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from serve_app.gateway import Front, Gateway
 from serve_app.queue_stats import QueueStats
 from serve_app.reports import Backlog, total
 from serve_app.routing.admission import AdmissionQueue
+from serve_app.routing.tenants import Tenants
 from serve_app.routing.view import ReplicaViews
 
 _MAX_TENANT_CHARS = 128
@@ -23,9 +25,17 @@ ViewsOf = Callable[[str], ReplicaViews | None]  # by application
 
 class AdmissionQueues:
     def __init__(
-        self, gateway: Gateway, settings: FairnessArgs, stats: QueueStats, views_of: ViewsOf
+        self,
+        gateway: Gateway,
+        settings: FairnessArgs,
+        stats: QueueStats,
+        views_of: ViewsOf,
+        *,
+        is_proven: bool,
     ) -> None:
+        """`is_proven`: a trusted gateway sets the tenant header."""
         self.stats = stats
+        self.tenants = Tenants(settings, is_proven=is_proven)
         self._gateway = gateway
         self._settings = settings
         self._views_of = views_of
@@ -66,6 +76,12 @@ class AdmissionQueues:
                 code="invalid_value",
             )
         return name
+
+    def cache_salt(self, tenant: str, client_salt: str | None) -> str:
+        """Of a request whose model was resolved: then there is a view."""
+        view = self._gateway.view
+        assert view is not None
+        return self.tenants.cache_salt(view.cache_salt_key, tenant, client_salt or "")
 
     @property
     def tenant_header(self) -> str:

@@ -81,7 +81,8 @@ def write_config(home: Path, served: Served, setting: Setting, port: int) -> Pat
     }
     app = "tests.benchmarks.paced_app:build" if setting.is_paced else "serve_app.app:build"
     arguments = {
-        "ingress": {"graceful_shutdown_timeout_s": 2},
+        # Its clients name tenants that the file does not.
+        "ingress": {"graceful_shutdown_timeout_s": 2, "trusted_gateway": "the benchmark"},
         "fairness": {"max_queue_s": setting.max_queue_s},
         "models": [model],
     }

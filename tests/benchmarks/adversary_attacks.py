@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class Damage:
         self.require(not wrong, f"only {', '.join(words)}, but {wrong}")
 
 
-Attack = Callable[[Target], Awaitable[Damage]]
+Attack = Callable[[Target], Coroutine[None, None, Damage]]
 
 
 async def _all(port: int, requests: Sequence[bytes], at_once: int = 8) -> list[Reply]:

@@ -1,4 +1,4 @@
-"""The clients of `adversary`: requests as bytes, so that no library repairs what is hostile in them.
+"""Clients of `adversary`: requests as bytes, so that no library repairs what is hostile in them.
 
 The honest clients are a process of their own (`python -m tests.benchmarks.adversary_client`): a
 number of streams that begin anew when they end, and short requests at a rate. A line on its

@@ -93,7 +93,7 @@ class Catalog:
 
     def resolve(self, model: str) -> Resolution:
         """What `base`, `base:adapter` or `adapter` stands for, each with `@alias` or `@version`."""
-        first, second = parse_model(model)
+        first, second = parse_model(self.registered(model))
         if second is not None:
             return self._resolve_pair(first, second)
         if first.name in self._bases.by_version:
@@ -103,8 +103,18 @@ class Catalog:
             return Resolution(self._base_of(adapter), adapter)
         raise NotFoundError(f"no base model or adapter is named {first.name!r}")
 
+    def registered(self, model: str) -> str:
+        """The model string with the registered name in the place of a base's ORGANISATION/NAME."""
+        if "/" not in model:
+            return model
+        end = min((i for i in map(model.find, ":@") if i >= 0), default=len(model))
+        name = self._by_model_id.get(model[:end])
+        if name is None:
+            raise NotFoundError(f"no base model is named {model[:100]!r}")
+        return name + model[end:]
+
     def resolve_base(self, reference: str) -> BaseVersion:
-        parsed = parse_reference(reference)
+        parsed = parse_reference(self.registered(reference))
         if parsed.name not in self._bases.by_version:
             raise NotFoundError(f"no base model is named {parsed.name!r}")
         return self._bases.find(parsed)
@@ -113,10 +123,11 @@ class Catalog:
         return dict(self._bases.default)
 
     def entries(self) -> tuple[ModelEntry, ...]:
-        """Bases, then adapters, by name; each once, as its name without suffix resolves."""
+        """Bases, by each of their names, then adapters; as a name without suffix resolves."""
         bases = [
-            ModelEntry(base.name, None, base.version, base.digest, base.created_s)
+            ModelEntry(name, None, base.version, base.digest, base.created_s)
             for _, base in sorted(self._bases.default.items())
+            for name in (base.name, *self._model_ids.get(base.name, ()))
         ]
         adapters = [
             ModelEntry(one.name, one.base_name, one.version, one.digest, one.created_s)
@@ -161,6 +172,20 @@ class Catalog:
     @cached_property
     def _settings(self) -> dict[tuple[str, str], str]:
         return {(one.name, one.key): one.value for one in self.settings}
+
+    @cached_property
+    def _by_model_id(self) -> dict[str, str]:
+        """ORGANISATION/NAME of any version -> registered name; the first name by the alphabet
+        wins where two bases have one id."""
+        bases = sorted(self.bases, key=lambda base: base.name, reverse=True)
+        return {base.model_id: base.name for base in bases if base.model_id}
+
+    @cached_property
+    def _model_ids(self) -> dict[str, list[str]]:
+        ids: dict[str, list[str]] = {}
+        for model_id, name in sorted(self._by_model_id.items()):
+            ids.setdefault(name, []).append(model_id)
+        return ids
 
     @cached_property
     def _bases(self) -> _Index[BaseVersion]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from registry import listing, plain, webhooks
@@ -39,7 +40,7 @@ from registry.manifest import (
     no_progress,
     scan_folder,
 )
-from registry.names import check_alias, check_name
+from registry.names import check_alias, check_model_id, check_name
 from registry.publish import Publication, attach_effect, publish
 from registry.sqlite_changes import Marker
 from registry.store import MlflowStore
@@ -77,15 +78,22 @@ class Registry:
         alias: str | None = DEFAULT_ALIAS,
         tags: tuple[tuple[str, str], ...] = (),
         link: bool = False,
+        model_id: str = "",
         progress: Progress = no_progress,
     ) -> BaseVersion:
-        """`link`: a local store takes the files by hardlink, so that a large base is held once."""
+        """`link`: a local store takes the files by hardlink, so that a large base is held once.
+        `model_id`: ORGANISATION/NAME, by which clients may call the base too."""
         _check(name, alias)
+        if model_id:
+            check_model_id(model_id)
         manifest = scan_folder(folder, "config.json", MAX_BASE_BYTES, progress)
         publication = Publication(
             folder, name, "base", manifest, listing.base_tags(facts), tags, alias, link, None
         )
         row = publish(self._store, publication, progress)
+        if model_id and row.tags.get(listing.MODEL_ID) != model_id:
+            self._store.tag_version(name, row.version, listing.MODEL_ID, model_id)
+            row = replace(row, tags={**row.tags, listing.MODEL_ID: model_id})
         return listing.base_version(row)
 
     def register_adapter(
@@ -226,7 +234,8 @@ class Registry:
         if adapter is None:
             return None
         check_name(row.name)
-        base = plain.match_base(adapter, row.tags.get(listing.BASE), bases)
+        forced = row.tags.get(listing.FORCED) == "true"
+        base = plain.match_base(adapter, row.tags.get(listing.BASE), bases, forced=forced)
         tags = {
             listing.KIND: "adapter",
             listing.ROOT: adapter.root,

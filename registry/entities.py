@@ -27,6 +27,7 @@ class BaseFacts:
     architecture: str
     num_parameters: int
     max_model_len: int | None = None
+    known_as: tuple[str, ...] = ()  # other names of the same weights: of the folder, of its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class BaseVersion:
     num_parameters: int = 0
     max_model_len: int | None = None
     created_s: int = 0
+    model_id: str = ""  # ORGANISATION/NAME, by which clients may call it too
+    known_as: tuple[str, ...] = ()  # other names of the same weights
     tags: tuple[tuple[str, str], ...] = field(default=())  # the user's own, sorted
 
 

@@ -20,6 +20,8 @@ from registry.entities import (
     EffectFacts,
     Setting,
 )
+from registry.errors import InvalidNameError
+from registry.names import check_model_id
 
 PREFIX = "loraplex."
 KIND = PREFIX + "kind"  # base | adapter; on the registered model and on the version
@@ -32,6 +34,9 @@ PARAMETERS = PREFIX + "num_parameters"
 NOOP = PREFIX + "noop"
 ARCHITECTURE = PREFIX + "architecture"
 MAX_LEN = PREFIX + "max_model_len"
+MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, by which clients may call it too
+KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
+FORCED = PREFIX + "force"  # adapter: "true": accepted though its configuration names another base
 LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder they came from
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
 MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
@@ -121,6 +126,8 @@ def base_version(row: Row) -> BaseVersion:
         num_parameters=_number(row, PARAMETERS),
         max_model_len=_number(row, MAX_LEN) or None,
         created_s=row.created_s,
+        model_id=_model_id(row.tags.get(MODEL_ID, "")),
+        known_as=tuple(filter(None, row.tags.get(KNOWN_AS, "").split(","))),
         tags=_own_tags(row),
     )
 
@@ -148,6 +155,8 @@ def base_tags(facts: BaseFacts) -> dict[str, str]:
     tags = {ARCHITECTURE: facts.architecture, PARAMETERS: str(facts.num_parameters)}
     if facts.max_model_len is not None:
         tags[MAX_LEN] = str(facts.max_model_len)
+    if facts.known_as:
+        tags[KNOWN_AS] = ",".join(facts.known_as)
     return tags
 
 
@@ -174,6 +183,14 @@ def effect_tags(facts: EffectFacts) -> dict[str, str]:
 def _number(row: Row, key: str) -> int:
     text = row.tags.get(key, "")
     return int(text) if _NUMBER.fullmatch(text) else 0
+
+
+def _model_id(tag: str) -> str:
+    """Empty for a tag that is no legal id: anybody may write one."""
+    try:
+        return check_model_id(tag) if tag else ""
+    except InvalidNameError:
+        return ""
 
 
 def _own_tags(row: Row) -> tuple[tuple[str, str], ...]:

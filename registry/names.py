@@ -14,6 +14,10 @@ from registry.errors import InvalidNameError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 # MLflow keeps `latest` and `v1` for itself; all digits would read as a version.
 _ALIAS = re.compile(r"(?![0-9]+$)(?![vV][0-9]+$)(?!latest$)[A-Za-z0-9_-]{1,64}", re.ASCII)
+# As Hugging Face names repositories. MLflow refuses a slash in a model's name, so such a name is a
+# second one of a registered base.
+_MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+_CACHED_MODEL = re.compile(r"models--(?:.+--)?([^/]+)/snapshots/[^/]+$")  # Hugging Face's cache
 _VERSION = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 MAX_MODEL_LENGTH = 512
 
@@ -39,6 +43,23 @@ def check_name(name: str) -> str:
             "a letter or digit first"
         )
     return name
+
+
+def check_model_id(model_id: str) -> str:
+    if not _MODEL_ID.fullmatch(model_id):
+        raise InvalidNameError(
+            f"{model_id[:200]!r} is no legal model id: ORGANISATION/NAME, each 1 to 96 letters, "
+            "digits, '.', '_' or '-', a letter or digit first"
+        )
+    return model_id
+
+
+def model_key(path_or_id: str) -> str:
+    """The last part of a path, of an id or of a folder in Hugging Face's cache, in lower case: two
+    spellings of one model have the same key. Empty for an empty path."""
+    path = path_or_id.replace("\\", "/").rstrip("/")
+    cached = _CACHED_MODEL.search(path)
+    return (cached[1] if cached else path.rpartition("/")[2]).lower()
 
 
 def check_alias(alias: str) -> str:

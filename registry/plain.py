@@ -17,6 +17,7 @@ from registry.artifacts import download, list_files
 from registry.entities import AdapterFacts, BaseVersion, FileEntry, Manifest
 from registry.errors import RegistrationError
 from registry.flavor import ADAPTER_CONFIG, DATA, FLAVOR_NAME
+from registry.listing import FORCED
 from registry.manifest import (
     MAX_ADAPTER_BYTES,
     MAX_CONFIG_BYTES,
@@ -26,7 +27,7 @@ from registry.manifest import (
     is_plain_path,
     is_served,
 )
-from registry.names import check_name
+from registry.names import check_name, model_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class PlainAdapter:
     manifest: Manifest
     facts: AdapterFacts
     bases: tuple[str, ...]  # names that may be its base, likeliest first
+    trained_on: str  # what its configuration calls its base; empty: nothing
 
 
 def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | None:
@@ -61,17 +63,37 @@ def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | Non
 
 
 def match_base(
-    plain: PlainAdapter, tagged: str | None, bases: dict[str, BaseVersion]
+    plain: PlainAdapter, tagged: str | None, bases: dict[str, BaseVersion], *, forced: bool = False
 ) -> BaseVersion:
-    """`bases`: name -> default version. The tag decides if there is one."""
+    """The base of an adapter that plain MLflow calls registered.
+
+    `tagged`: the registered name that the version names; it decides. `bases`: name -> default
+    version. Raises RegistrationError where no such base is registered or, unless `forced`, where
+    the adapter's own configuration names another model."""
     names = (tagged,) if tagged else plain.bases
+    by_id = {base.model_id: base for base in bases.values() if base.model_id}
     for name in names:
-        if name in bases:
-            return bases[name]
+        base = bases.get(name) or by_id.get(name)
+        if base is not None:
+            remedy = f"set the tag {FORCED} to true if it fits all the same"
+            if not forced:
+                check_trained_on(plain.trained_on, base, remedy)
+            return base
     raise RegistrationError(
         f"its base is not registered: looked for {', '.join(map(repr, names)) or 'nothing'} "
         "(set the tag loraplex.base to the registered name of its base)"
     )
+
+
+def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> None:
+    """Raises RegistrationError where the adapter says that it was trained on another model than
+    any name of the base. Only last parts of paths and ids are compared, in lower case."""
+    names = (base.name, base.model_id, *base.known_as)
+    if trained_on and model_key(trained_on) not in {model_key(name) for name in names}:
+        known = ", ".join(repr(name) for name in dict.fromkeys(names) if name)
+        raise RegistrationError(
+            f"base_model_name_or_path is {trained_on[:200]!r}, but the base is {known}; {remedy}"
+        )
 
 
 def _flavors(repository: ArtifactRepository, target: Path) -> dict[str, object]:
@@ -109,7 +131,14 @@ def _read(
         if name != ADAPTER_CONFIG:
             target.unlink()
     config = _config(scratch / ADAPTER_CONFIG)
-    return PlainAdapter(root, tuple(entries), _facts(config), _base_names(config, base))
+    trained_on = config.get("base_model_name_or_path")
+    return PlainAdapter(
+        root,
+        tuple(entries),
+        _facts(config),
+        _base_names(config, base),
+        trained_on if isinstance(trained_on, str) else "",
+    )
 
 
 def _config(path: Path) -> dict[str, object]:

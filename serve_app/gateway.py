@@ -146,6 +146,8 @@ class Gateway:
     def route(self, model: str, key: str | None) -> Route:
         """As `resolve`, with the split of a name that has a canary or a shadow. `key`: who asks;
         the same one always sees the same arm."""
+        if self.view is not None:
+            model = self.view.catalog.registered(model)
         split = self._traffic.split_of(model)
         if split is None:
             return Route(*self.resolve(model))
@@ -165,6 +167,7 @@ class Gateway:
         if view is None:
             raise ServiceUnavailableError("The server is starting.", 2)
         try:
+            model = view.catalog.registered(model)
             resolution = view.catalog.resolve(model)
         except NotFoundError as error:
             if view.registry_error is None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import msgspec
+
 from engine.effect_report import EffectReport
 from engine.refusals import REFUSALS
 from engine.validation import check_adapter, check_base
@@ -19,7 +21,8 @@ from registry.client import Registry
 from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion
 from registry.errors import NotFoundError, RegistrationError
 from registry.manifest import Progress, no_progress
-from registry.names import check_alias, check_name
+from registry.names import check_alias, check_model_id, check_name, model_key
+from registry.plain import check_trained_on
 from serve_app import effect
 from serve_app.text import BaseText
 
@@ -42,16 +45,25 @@ def register_base(
     *,
     alias: str | None = DEFAULT_ALIAS,
     link: bool = False,
+    model_id: str = "",
     progress: Progress = no_progress,
 ) -> Registered[BaseVersion]:
-    """`link`: a local store takes the files by hardlink; the folder must never change again."""
+    """`link`: a local store takes the files by hardlink; the folder must never change again.
+    `model_id`: ORGANISATION/NAME, by which clients may call the base too. A `name` of that form is
+    the id, and its last part the registered name."""
+    if "/" in name:
+        name, model_id = name.rpartition("/")[2], model_id or name
+    if model_id:
+        check_model_id(model_id)
     _check_request(folder, "config.json", name, alias)
     with _refused(f"base model {name!r}"):
         BaseText.from_folder(folder)  # tokenizer and template, as a front will open them
         report = check_base(folder)
-    facts = BaseFacts(report.architecture, report.num_parameters, report.max_model_len)
+    facts = BaseFacts(
+        report.architecture, report.num_parameters, report.max_model_len, _known_as(folder)
+    )
     version = registry.register_base(
-        folder, name, facts=facts, alias=alias, link=link, progress=progress
+        folder, name, facts=facts, alias=alias, link=link, model_id=model_id, progress=progress
     )
     return Registered(version, report.warnings)
 
@@ -66,10 +78,12 @@ def register_adapter(
     alias: str | None = DEFAULT_ALIAS,
     probe: effect.Wish = "auto",
     allow_noop: bool = False,
+    force: bool = False,
     progress: Progress = no_progress,
 ) -> Registered[AdapterVersion]:
     """`base`: `name`, `name@alias` or `name@version`; its files come through the cache. `probe`:
-    whether the base is run to see what the adapter changes."""
+    whether the base is run to see what the adapter changes. `force`: the adapter is accepted
+    though its configuration names another base."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -77,6 +91,9 @@ def register_adapter(
         raise RegistrationError(
             f"adapter {name!r}: {error}; register the base first: loraplex register base"
         ) from error
+    if not force:
+        with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
+            check_trained_on(_trained_on(folder), found, "to register it all the same: --force")
     base_folder = registry.fetch(found, cache, progress=progress)
     with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
         report = check_adapter(folder, base_folder)
@@ -118,9 +135,29 @@ def _check_request(folder: Path, required: str, name: str, alias: str | None) ->
         raise RegistrationError(f"{folder} holds no {required}")
 
 
+def _known_as(folder: Path) -> tuple[str, ...]:
+    """Names of the weights beside the registered one: of the folder, and as its files say."""
+    named = _field(folder / "config.json", "_name_or_path")
+    keys = dict.fromkeys(model_key(name) for name in (str(folder.resolve()), named))
+    return tuple(key for key in keys if key and "," not in key)
+
+
+def _trained_on(folder: Path) -> str:
+    return _field(folder / "adapter_config.json", "base_model_name_or_path")
+
+
+def _field(path: Path, name: str) -> str:
+    """Empty where the file has no such text; other faults of the file are found later."""
+    try:
+        value = msgspec.json.decode(path.read_bytes(), type=dict[str, object]).get(name)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
 @contextmanager
 def _refused(what: str) -> Iterator[None]:
     try:
         yield
-    except REFUSALS as error:
+    except (*REFUSALS, RegistrationError) as error:
         raise RegistrationError(f"{what} is refused: {error}") from error

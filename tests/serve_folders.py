@@ -56,9 +56,11 @@ def make_adapter_folder(
     hidden_size: int = HIDDEN,
     layer: str = "model.layers.0",
     b_scale: float = 1.0,
+    trained_on: str | None = None,
 ) -> Path:
     folder.mkdir(parents=True)
     config = {
+        "base_model_name_or_path": trained_on,
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,

@@ -9,7 +9,7 @@ import pytest
 from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
-from registry.names import check_name, parse_model
+from registry.names import check_name, model_key, parse_model
 
 
 def base(version: int = 1, *aliases: str, name: str = "tiny", digest: str = "") -> BaseVersion:
@@ -160,3 +160,33 @@ def test_errors_pickle(kind: type[RegistryError]) -> None:
     copy = pickle.loads(pickle.dumps(kind("reason")))
     assert type(copy) is kind
     assert str(copy) == "reason"
+
+
+def test_a_base_can_be_called_by_the_id_of_its_repository() -> None:
+    named = replace(CATALOG.bases[0], model_id="Meta/Tiny-1B")
+    catalog = replace(CATALOG, bases=(named, *CATALOG.bases[1:]))
+    for suffix in ("", "@canary", "@1", ":pirate", ":pirate@canary", "@1:pirate@canary"):
+        assert catalog.resolve(f"Meta/Tiny-1B{suffix}") == catalog.resolve(f"tiny{suffix}")
+    assert catalog.resolve_base("Meta/Tiny-1B@3").version == 3
+    assert [entry.name for entry in catalog.entries()][:3] == ["other", "tiny", "Meta/Tiny-1B"]
+
+
+@pytest.mark.parametrize("model", ["Meta/Other", "meta/tiny-1b", "Meta/Tiny-1B/x", "/", "a/b:c@d"])
+def test_an_unknown_repository_id_is_not_found(model: str) -> None:
+    named = replace(CATALOG.bases[0], model_id="Meta/Tiny-1B")
+    with pytest.raises(NotFoundError):
+        replace(CATALOG, bases=(named,)).resolve(model)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("Meta/Tiny-1B", "tiny-1b"),
+        ("/home/me/tiny-1b/", "tiny-1b"),
+        ("C:\\models\\Tiny-1B", "tiny-1b"),
+        ("/cache/models--Meta--Tiny-1B/snapshots/0123abcd", "tiny-1b"),
+        ("", ""),
+    ],
+)
+def test_spellings_of_one_model_have_one_key(path: str, key: str) -> None:
+    assert model_key(path) == key

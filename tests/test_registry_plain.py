@@ -155,6 +155,20 @@ def test_adapter_without_a_registered_base_is_named_and_found_later(
     assert (len(catalog.adapters), catalog.rejected) == (1, ())
 
 
+def test_an_adapter_that_names_another_base_is_rejected_unless_forced(
+    uri: str, tmp_path: Path
+) -> None:
+    registry = Registry(uri)
+    register_base(registry, tmp_path)
+    folder = adapter_folder(tmp_path / "a", base="organisation/another")
+    client = register_bare(folder, tags={"loraplex.base": "tiny"})
+    catalog = registry.snapshot()
+    assert catalog.adapters == ()
+    assert "'organisation/another'" in catalog.rejected[0].reason
+    client.set_model_version_tag("pirate", "1", "loraplex.force", "true")
+    assert registry.snapshot().resolve("tiny:pirate").adapter is not None
+
+
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [

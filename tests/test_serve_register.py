@@ -185,3 +185,35 @@ def test_folder_that_is_no_model_is_refused_before_anything_is_read(
         register_base(registry, tmp_path / "nowhere", "tiny")
     with pytest.raises(InvalidNameError):
         register_base(registry, tmp_path / "empty", "a:b")
+
+
+def test_an_adapter_of_another_base_is_refused_unless_forced(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    other = make_adapter_folder(tmp_path / "other", trained_on="Meta/Another-1B")
+    with pytest.raises(RegistrationError, match=r"'Meta/Another-1B'.*'tiny'.*--force"):
+        register_adapter(registry, other, "foreign", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+    register_adapter(registry, other, "foreign", "tiny", cache=cache, force=True)
+    assert num_versions(registry) == (1, 1)
+
+
+@pytest.mark.parametrize("trained_on", ["somewhere/TINY", "/models/base/", "Meta/Tiny-1B", ""])
+def test_an_adapter_may_call_its_base_by_any_of_its_names(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path, trained_on: str
+) -> None:
+    register_base(registry, base, "tiny", model_id="Meta/Tiny-1B")
+    folder = make_adapter_folder(tmp_path / "own", trained_on=trained_on)
+    register_adapter(registry, folder, "own", "Meta/Tiny-1B", cache=cache)
+    assert registry.snapshot().resolve("Meta/Tiny-1B:own").adapter is not None
+
+
+def test_a_base_registered_by_its_repository_id_has_both_names(
+    registry: Registry, tmp_path: Path
+) -> None:
+    folder = make_base_folder(tmp_path / "base")
+    version = register_base(registry, folder, "Meta/Tiny-1B").version
+    assert (version.name, version.model_id) == ("Tiny-1B", "Meta/Tiny-1B")
+    assert registry.snapshot().resolve("Meta/Tiny-1B").base.digest == version.digest
+    with pytest.raises(InvalidNameError, match="no legal model id"):
+        register_base(registry, folder, "tiny", model_id="no slash")

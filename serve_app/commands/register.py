@@ -30,12 +30,20 @@ Alias = Annotated[str, typer.Option("--alias", help="Alias that points to this v
 
 @app.command()
 def base(
-    folder: Folder, name: Name, alias: Alias = DEFAULT_ALIAS, tracking_uri: Uri = None
+    folder: Folder,
+    name: Name,
+    alias: Alias = DEFAULT_ALIAS,
+    model_id: Annotated[
+        str, typer.Option("--model-id", help="ORGANISATION/NAME, by which clients may call it too")
+    ] = "",
+    tracking_uri: Uri = None,
 ) -> None:
     """Register a base model: a Hugging Face folder with config.json and safetensors."""
     registry = open_registry(tracking_uri)
     with byte_progress() as progress:
-        registered = register_base(registry, folder, name, alias=alias, progress=progress)
+        registered = register_base(
+            registry, folder, name, alias=alias, model_id=model_id, progress=progress
+        )
     version = registered.version
     _print_version(
         "Base model",
@@ -44,6 +52,7 @@ def base(
             "architecture": version.architecture,
             "parameters": f"{version.num_parameters:,}",
             "context": f"{version.max_model_len or 'unknown'} tokens",
+            **({"model id": version.model_id} if version.model_id else {}),
         },
     )
     _print_warnings(registered.warnings)
@@ -65,6 +74,9 @@ def adapter(
     allow_noop: Annotated[
         bool, typer.Option("--allow-noop", help="Even if it changes nothing")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if its configuration names another base model")
+    ] = False,
     tracking_uri: Uri = None,
 ) -> None:
     """Register a LoRA adapter: a PEFT folder with adapter_config.json and safetensors."""
@@ -80,6 +92,7 @@ def adapter(
             alias=alias,
             probe=_WISHES[probe],
             allow_noop=allow_noop,
+            force=force,
             progress=progress,
         )
     version = registered.version

@@ -193,7 +193,8 @@ class Registry:
         """And whether all could be read that is there."""
         is_whole = True
         models = list(self._store.models())
-        found = listing.rows(models, self._store.versions())
+        every = listing.rows(models, self._store.versions())
+        found = [row for row in every if row.rejected is None]
         bases = tuple(
             listing.base_version(row)
             for row in found
@@ -204,7 +205,8 @@ class Registry:
             for row in found
             if row.is_complete and row.tags[listing.KIND] == "adapter"
         ]
-        rejected: list[Rejected] = []
+        # Those of other kinds of models are nobody's concern here.
+        rejected = [row.rejected for row in every if row.rejected is not None and row.is_complete]
         defaults = Catalog(bases).default_bases() if adopt_plain else {}
         for row in (row for row in found if adopt_plain and not row.is_complete):
             try:

@@ -9,13 +9,20 @@ from functools import partial
 
 from ray.serve import Application
 
-from serve_app.config import PlatformArgs, artifact_root, cache_folder, tracking_uri
+from serve_app.config import (
+    PlatformArgs,
+    artifact_root,
+    cache_folder,
+    check_routers,
+    tracking_uri,
+)
 from serve_app.ingress import ingress_application
 from serve_app.manager import manager_application
 from serve_app.topology import Sources, open_named
 
 
 def build(args: PlatformArgs) -> Application:
+    check_routers(args)  # here, where the file is read: the manager imports no class of a router
     return build_with(args, sources(args, "engine.factory:open_engine"))
 
 

@@ -69,7 +69,10 @@ class Watcher:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self.look_s = time.monotonic() - began_s
-            self._succeed(fresh)
+            try:
+                self._succeed(fresh)
+            except Exception:  # the catalog is in place; the next look comes all the same
+                logger.exception("following the registry failed")
 
     def _fail(self, error: str) -> None:
         self._num_failures += 1
@@ -98,7 +101,10 @@ class Watcher:
         self.news.set()
         if known is not None and (found := changes(known, fresh)):
             for subscriber in self._subscribers:
-                subscriber(found)
+                try:
+                    subscriber(found)
+                except Exception:  # one that fails keeps no other from its news
+                    logger.exception("a subscriber of the registry's changes failed")
 
     async def _pause(self, look_s: float) -> None:
         shortest_s = max(MIN_PAUSE_S, look_s)

@@ -12,6 +12,7 @@ from ray.serve import Application
 from serve_app.config import (
     PlatformArgs,
     artifact_root,
+    artifact_schemes,
     cache_folder,
     check_routers,
     tracking_uri,
@@ -36,6 +37,7 @@ def sources(args: PlatformArgs, engine_factory: str) -> Sources:
         cache_folder(),
         registry.cache_bytes,
         artifact_root(registry),
+        artifact_schemes(registry),
     )
     return Sources(open_registry, engine_factory)
 

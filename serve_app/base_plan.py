@@ -102,6 +102,8 @@ def parse_setting(name: str, text: str) -> ModelArgs:
         model = ModelArgs.model_validate({**fields, "name": name})
     except ValidationError as error:
         raise ValueError(in_words(error)[:_MAX_REASON_CHARS]) from None
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair, which is no text") from None
     except Exception as error:  # a fault of ours must stay this model's alone
         logger.exception("checking the setting %r of %s failed", SERVE, name)
         raise ValueError(f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]) from None
@@ -216,7 +218,8 @@ def _parsed(name: str, text: str) -> ModelArgs | RefusedBase:
     try:
         return parse_setting(name, text)
     except ValueError as error:
-        return RefusedBase(name, f"its setting {SERVE!r} is wrong: {error}")
+        words = "".join(char if char.isprintable() else "?" for char in str(error))
+        return RefusedBase(name, f"its setting {SERVE!r} is wrong: {words}")
 
 
 def _in_app_name(name: str) -> str:

@@ -31,9 +31,11 @@ from engine.config import EngineConfig
 from registry.catalog import DEFAULT_ALIAS, DefaultAliases
 from registry.errors import InvalidNameError
 from registry.names import check_alias
+from registry.sources import check_listed
 from serve_app.routing.policies import PolicyError, check_policy, make_policy
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
+ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # the variable for commands that read no file
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
 
 _UNITS = {"": 1, "B": 1} | {
@@ -228,6 +230,9 @@ class RegistryArgs(_Args):
     poll_interval_s: float = Field(default=2.0, gt=0)
     # Of this server's /v1/registry/webhook, as the MLflow server reaches it. None: polling only.
     webhook_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/")
+    # Artifact stores that versions are read from beside the tracking server's own: s3, or
+    # s3://bucket for one of its buckets; file: any path of a node's disk.
+    artifact_schemes: tuple[Annotated[str, AfterValidator(check_listed)], ...] = ()
     # Of a node's local copies. None: all that the disk holds; what is unused goes when it is full.
     cache_bytes: Bytes | None = None
 
@@ -344,6 +349,17 @@ def artifact_root(args: RegistryArgs) -> Path | None:
     """Of a database; SQLite has its own beside the file, a server too."""
     configured = args.artifact_root or os.environ.get("LORAPLEX_ARTIFACT_ROOT")
     return Path(configured).expanduser() if configured else None
+
+
+def artifact_schemes(args: RegistryArgs) -> tuple[str, ...]:
+    """The file's, else those of LORAPLEX_ARTIFACT_SCHEMES, apart by commas. ValueError names it."""
+    if args.artifact_schemes:
+        return args.artifact_schemes
+    entries = (entry.strip() for entry in os.environ.get(ARTIFACT_SCHEMES, "").split(","))
+    try:
+        return tuple(check_listed(entry) for entry in entries if entry)
+    except ValueError as error:
+        raise ValueError(f"{ARTIFACT_SCHEMES}: {error}") from error
 
 
 def webhook_secret() -> str | None:

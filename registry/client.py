@@ -7,11 +7,12 @@ cache, is served without it. Knows nothing of tensors: what validation found com
 from __future__ import annotations
 
 import logging
-import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from registry import listing, plain, webhooks
+from registry.adoption import Adoption
 from registry.cache import Cache
 from registry.catalog import DEFAULT_ALIAS, Catalog, in_sight
 from registry.entities import (
@@ -26,8 +27,6 @@ from registry.entities import (
     manifest_json,
 )
 from registry.errors import (
-    ArtifactError,
-    InvalidNameError,
     NotFoundError,
     RegistrationError,
     RegistryError,
@@ -48,7 +47,8 @@ from registry.version_files import VersionFiles
 
 logger = logging.getLogger(__name__)
 
-_REFUSALS = (RegistrationError, InvalidNameError, ArtifactError)  # of a plain version's content
+# now: in the catalog when the call returns; beside: in a later one; no: left alone.
+Adopt = Literal["now", "beside", "no"]
 
 
 class Registry:
@@ -62,12 +62,19 @@ class Registry:
         artifact_root: Path | None = None,
         timeout_s: int = 10,
         max_retries: int = 2,
+        artifact_schemes: tuple[str, ...] = (),
+        scratch: Path | None = None,
     ) -> None:
-        self._store = MlflowStore(tracking_uri, artifact_root, timeout_s, max_retries)
-        # What plain versions hold, None for what is no adapter: files of a version never change.
-        self._inspected: dict[tuple[str, int], plain.PlainAdapter | RegistryError | None] = {}
-        # The last snapshot, and the store's marker before it was taken.
-        self._seen: tuple[Marker, Catalog] | None = None
+        """`artifact_schemes`: stores beside the server's own, see `sources.check_listed`.
+        `scratch`: the folder where plain versions are read."""
+        self._store = MlflowStore(
+            tracking_uri, artifact_root, timeout_s, max_retries, artifact_schemes
+        )
+        self._adoption = Adoption(
+            lambda name, version: self._store.version_files(name, version), scratch
+        )
+        # The last snapshot, with the store's marker and the adoption's count before it was taken.
+        self._seen: tuple[tuple[Marker, int], Catalog] | None = None
 
     def register_base(
         self,
@@ -155,15 +162,23 @@ class Registry:
         elif tag in model.tags:
             self._store.untag_model(name, tag)
 
-    def snapshot(self) -> Catalog:
+    def snapshot(self, *, adopt: Adopt = "now") -> Catalog:
         """All that can be served now. A plain version is read and tagged when first seen.
 
         The same object as before where an embedded store says that nobody wrote to it."""
-        marker = self._store.marker()
-        if marker is not None and self._seen is not None and self._seen[0] == marker:
+        if adopt == "no":
+            return self._read_catalog()[0]
+        marker, num_done = self._store.marker(), self._adoption.num_done
+        before = None if marker is None else (marker, num_done)
+        if before is not None and self._seen is not None and self._seen[0] == before:
             return self._seen[1]
         catalog, is_whole = self._read_catalog(adopt_plain=True)
-        self._seen = (marker, catalog) if marker is not None and is_whole else None
+        if adopt == "now":
+            self._adoption.wait()
+            if self._adoption.num_done != num_done:
+                catalog, is_whole = self._read_catalog(adopt_plain=True)
+                self._adoption.wait()  # for the tags of what could be read
+        self._seen = (before, catalog) if before is not None and is_whole else None
         return catalog
 
     def fetch(
@@ -201,7 +216,8 @@ class Registry:
         """And whether all could be read that is there."""
         is_whole = True
         models = list(self._store.models())
-        found = listing.rows(models, self._store.versions())
+        every = listing.rows(models, self._store.versions())
+        found = [row for row in every if row.rejected is None]
         bases = tuple(
             listing.base_version(row)
             for row in found
@@ -212,63 +228,56 @@ class Registry:
             for row in found
             if row.is_complete and row.tags[listing.KIND] == "adapter"
         ]
-        rejected: list[Rejected] = []
+        # Those of other kinds of models are nobody's concern here.
+        rejected = [row.rejected for row in every if row.rejected is not None and row.is_complete]
         defaults = Catalog(bases).default_bases() if adopt_plain else {}
         for row in (row for row in found if adopt_plain and not row.is_complete):
-            try:
-                adopted = self._adopt(row, defaults)
-            except _REFUSALS as error:
-                rejected.append(Rejected(row.name, row.version, str(error)))
-            except RegistryError as error:  # one version must not hide all the others
-                is_whole = False
-                logger.warning("%s version %d cannot be read now: %s", row.name, row.version, error)
-            else:
-                adapters += [adopted] if adopted is not None else []
+            adopted = self._adopted(row, defaults)
+            if isinstance(adopted, Rejected):
+                rejected.append(adopted)
+            elif adopted is not None:
+                adapters.append(adopted)
+        if adopt_plain:
+            is_whole = self._adoption.keep([row for row in found if not row.is_complete])
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
         settings = listing.settings(models)
         catalog = Catalog(bases, in_sight(adapters, settings), tuple(rejected), settings)
         return catalog, is_whole
 
-    def _adopt(self, row: listing.Row, bases: dict[str, BaseVersion]) -> AdapterVersion | None:
-        adapter = self._inspect(row)
-        if adapter is None:
-            return None
-        check_name(row.name)
-        forced = row.tags.get(listing.FORCED) == "true"
-        base = plain.match_base(adapter, row.tags.get(listing.BASE), bases, forced=forced)
+    def _adopted(
+        self, row: listing.Row, bases: dict[str, BaseVersion]
+    ) -> AdapterVersion | Rejected | None:
+        """What a plain version is as far as it was read; None: no adapter, or not read yet."""
+        is_read, found = self._adoption.look(row)
+        try:
+            if isinstance(found, RegistryError):
+                raise found
+            if found is None:
+                if is_read and row.tags.get(listing.KIND) == "adapter":
+                    raise RegistrationError(f"tagged as an adapter, but holds no {ADAPTER_CONFIG}")
+                return None
+            forced = row.tags.get(listing.FORCED) == "true"
+            base = plain.match_base(found, row.tags.get(listing.BASE), bases, forced=forced)
+        except RegistryError as error:
+            return Rejected(row.name, row.version, str(error))
         tags = {
             listing.KIND: "adapter",
-            listing.ROOT: adapter.root,
-            listing.MANIFEST: manifest_json(adapter.manifest),
-            **listing.adapter_tags(adapter.facts, base),
+            listing.ROOT: found.root,
+            listing.MANIFEST: manifest_json(found.manifest),
+            **listing.adapter_tags(found.facts, base),
             # Last: a version that has its digest has all the others.
-            listing.DIGEST: content_digest(adapter.manifest),
+            listing.DIGEST: content_digest(found.manifest),
         }
+        self._adoption.tag_once(row, lambda: self._write_tags(row, tags))
+        return listing.adapter_version(replace(row, tags={**row.tags, **tags}))
+
+    def _write_tags(self, row: listing.Row, tags: dict[str, str]) -> None:
+        """In the adoption's thread, once for each version that can be served."""
         try:
             for key, value in tags.items():
                 self._store.tag_version(row.name, row.version, key, value)
         except RegistryError as error:  # a store that we may only read: known to this process
             logger.warning("%s version %d stays untagged: %s", row.name, row.version, error)
-        completed = listing.Row(
-            row.name, row.version, row.source, {**row.tags, **tags}, row.aliases, row.created_s
-        )
-        return listing.adapter_version(completed)
-
-    def _inspect(self, row: listing.Row) -> plain.PlainAdapter | None:
-        key = (row.name, row.version)
-        if key not in self._inspected:
-            repository = self._store.version_files(row.name, row.version)
-            with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
-                try:
-                    self._inspected[key] = plain.inspect(repository, Path(scratch))
-                except _REFUSALS as error:
-                    self._inspected[key] = error
-        found = self._inspected[key]
-        if isinstance(found, RegistryError):
-            raise found
-        if found is None and row.tags.get(listing.KIND) == "adapter":
-            raise RegistrationError(f"tagged as an adapter, but holds no {ADAPTER_CONFIG}")
-        return found
 
 
 def _check(name: str, alias: str | None) -> None:

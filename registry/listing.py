@@ -6,6 +6,7 @@ reads it all. Versions that may be adapters but carry no digest yet are named as
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from registry.entities import (
     BaseFacts,
     BaseVersion,
     EffectFacts,
+    Rejected,
     Setting,
 )
 from registry.errors import InvalidNameError
-from registry.names import check_model_id
+from registry.names import check_model_id, check_name, is_legal_name
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "loraplex."
 KIND = PREFIX + "kind"  # base | adapter; on the registered model and on the version
@@ -64,6 +68,7 @@ SETTINGS = (
     "serve",  # base: JSON of a ModelArgs without its name: served though no file names it
 )
 
+_MAX_SHOWN_NAME = 100
 _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # anybody may write a tag
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -85,6 +90,16 @@ class Row:
         has_digest = _SHA256.fullmatch(self.tags.get(DIGEST, "")) is not None
         return KIND in self.tags and has_digest and all(key in self.tags for key in needed)
 
+    @property
+    def rejected(self) -> Rejected | None:
+        """MLflow allows names that no request can say and that no other part of loraplex takes."""
+        try:
+            check_name(self.name)
+        except InvalidNameError as error:
+            shown = ascii(self.name[:_MAX_SHOWN_NAME])[1:-1]
+            return Rejected(shown, self.version, f"{error}; rename the registered model")
+        return None
+
 
 def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) -> list[Row]:
     """`models` must be read first: then every alias points to a version that `versions` has."""
@@ -94,25 +109,37 @@ def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) ->
         model = of_model.get(version.name)
         if model is None:  # registered between the two searches: the next listing has it
             continue
-        number = int(version.version)
-        aliases = sorted(alias for alias, to in model.aliases.items() if int(to) == number)
-        # The model's own digest or facts would be those of no version in particular.
-        inherited = {key: model.tags[key] for key in (KIND, BASE) if key in model.tags}
-        tags = inherited | version.tags
-        created_s = (version.creation_timestamp or 0) // 1000
-        found.append(
-            Row(version.name, number, version.source or "", tags, tuple(aliases), created_s)
-        )
+        try:
+            found.append(_row(model, version))
+        except (TypeError, ValueError) as error:  # an answer of another shape, of this one version
+            logger.warning("a version of %a is left out: %s", version.name, error)
     return sorted(found, key=lambda row: (row.name, row.version))
 
 
+def _row(model: RegisteredModel, version: ModelVersion) -> Row:
+    number = int(version.version)
+    aliases = sorted(_clean(alias) for alias, to in model.aliases.items() if int(to) == number)
+    # The model's own digest or facts would be those of no version in particular.
+    inherited = {key: model.tags[key] for key in (KIND, BASE) if key in model.tags}
+    tags = {_clean(key): _clean(value) for key, value in (inherited | version.tags).items()}
+    created_s = (version.creation_timestamp or 0) // 1000
+    return Row(version.name, number, version.source or "", tags, tuple(aliases), created_s)
+
+
 def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
+    """Without those of models whose name is illegal."""
     return tuple(
-        Setting(model.name, key, model.tags[PREFIX + key])
+        Setting(model.name, key, _clean(model.tags[PREFIX + key]))
         for model in sorted(models, key=lambda model: str(model.name))
+        if is_legal_name(model.name)
         for key in SETTINGS
         if PREFIX + key in model.tags
     )
+
+
+def _clean(text: str) -> str:
+    """A lone surrogate, which JSON may carry, is no text that any encoder takes: "?" for each."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def base_version(row: Row) -> BaseVersion:

@@ -36,8 +36,12 @@ class Reference:
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
 
+def is_legal_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not is_legal_name(name):
         raise InvalidNameError(
             f"{name[:100]!r} is no legal name: 1 to 96 letters, digits, '.', '_' or '-', "
             "a letter or digit first"

@@ -19,11 +19,13 @@ from mlflow.entities.webhook import Webhook, WebhookEvent, WebhookEventStr
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from registry.border import call, configure
 from registry.errors import NotFoundError, RegistryError
+from registry.sources import ArtifactSources
 from registry.sqlite_changes import ChangeProbe, Marker
 
 T = TypeVar("T")
@@ -36,12 +38,24 @@ _HOOKS_A_PAGE = 100
 
 class MlflowStore:
     def __init__(
-        self, tracking_uri: str, artifact_root: Path | None, timeout_s: int, max_retries: int
+        self,
+        tracking_uri: str,
+        artifact_root: Path | None,
+        timeout_s: int,
+        max_retries: int,
+        artifact_schemes: Sequence[str] = (),
     ) -> None:
+        """`artifact_schemes`: see `sources.check_listed`."""
         configure(timeout_s, max_retries)
         self.tracking_uri = tracking_uri
         self.is_remote = urlsplit(tracking_uri).scheme in ("http", "https")
         self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
+        self._sources = ArtifactSources(
+            tracking_uri,
+            None if self.is_remote else self._artifact_root,
+            artifact_schemes,
+            self._default_root,
+        )
         self._probe: ChangeProbe | None = None
         if tracking_uri.startswith("sqlite:"):
             sqlite_file(tracking_uri).parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +184,13 @@ class MlflowStore:
             f"looking up {name!r} version {version}",
             lambda: self._client.get_model_version_download_uri(name, str(version)),
         )
+        if RunsArtifactRepository.is_runs_uri(uri):  # type: ignore[no-untyped-call]
+            of_run = uri
+            uri = self._call(
+                f"looking up {of_run}",
+                lambda: RunsArtifactRepository.get_underlying_uri(of_run, self.tracking_uri),
+            )
+        self._sources.check(uri)
         return self.repository(uri)
 
     def repository(self, uri: str) -> ArtifactRepository:
@@ -226,6 +247,16 @@ class MlflowStore:
             if (known := self._find_experiment()) is None:
                 raise
             return known  # another process was quicker
+
+    def _default_root(self) -> str | None:
+        """Of the server, or of the database: the folder of its first experiment's folder."""
+        try:
+            first = self._call(
+                "looking up the default experiment", lambda: self._client.get_experiment("0")
+            )
+        except NotFoundError:
+            return None
+        return str(first.artifact_location).rpartition("/")[0]
 
     def _find_experiment(self) -> str | None:
         found = self._call(

@@ -18,7 +18,7 @@ from ray.serve.exceptions import RayServeException
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError
+from registry.errors import RegistryError
 from serve_app.broadcasts import Broadcasts
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,8 @@ class AdapterArranger:
                 logger.warning("%d engines of %s took no plan yet", num_failed, app_name)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the engines of %s took no plan yet: %s", app_name, error)
+        except Exception:
+            logger.exception("the engines of %s took no plan yet", app_name)
         finally:
             self._sent[app_name] = (plan, asyncio.get_running_loop().time())
             del self._sending[app_name]
@@ -144,7 +146,7 @@ def _defaults(catalog: Catalog) -> dict[str, AdapterVersion]:
     for name in {adapter.name for adapter in catalog.adapters}:
         try:
             adapter = catalog.resolve(name).adapter
-        except NotFoundError:
+        except RegistryError:
             continue
         if adapter is not None:
             found[name] = adapter

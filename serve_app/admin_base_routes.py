@@ -11,6 +11,7 @@ from registry.names import check_name
 from serve_app.admin_auth import require_admin
 from serve_app.asgi import json_response, read_body
 from serve_app.base_admin import BaseChange
+from serve_app.base_plan import check_added
 from serve_app.config import ModelArgs, in_words
 from serve_app.manager_call import ask_manager
 from serve_app.state import state_of
@@ -33,6 +34,10 @@ async def add_base(request: Request) -> Response:
     except ValidationError as error:
         raise InvalidRequestError(in_words(error), _field(error)) from None
     check_name(model.name)
+    try:
+        check_added(model)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), str(error).partition(":")[0]) from None
     setting = model.model_dump_json(exclude={"name"}, exclude_unset=True)
     await _change(request, BaseChange("add", model.name, setting))
     return json_response({"name": model.name, "serve": msgspec.Raw(setting.encode())}, 202)

@@ -12,7 +12,9 @@ from ray.serve import Application
 from serve_app.config import (
     PlatformArgs,
     artifact_root,
+    artifact_schemes,
     cache_folder,
+    check_routers,
     default_home,
     tracking_uri,
 )
@@ -22,6 +24,7 @@ from serve_app.topology import Sources, open_named
 
 
 def build(args: PlatformArgs) -> Application:
+    check_routers(args)  # here, where the file is read: the manager imports no class of a router
     return build_with(args, sources(args, "engine.factory:open_engine"))
 
 
@@ -35,6 +38,7 @@ def sources(args: PlatformArgs, engine_factory: str) -> Sources:
         cache_folder(),
         registry.cache_bytes,
         artifact_root(registry),
+        artifact_schemes(registry),
     )
     return Sources(open_registry, engine_factory, default_home())
 

@@ -47,5 +47,7 @@ class BacklogTeller:
             await self._send(app_name, backlog)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the engines of %s heard of no backlog: %s", app_name, error)
+        except Exception:
+            logger.exception("the engines of %s received no backlog", app_name)
         finally:
             del self._telling[app_name]

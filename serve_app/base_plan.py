@@ -12,7 +12,8 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from pydantic import ValidationError
 
@@ -20,12 +21,19 @@ from registry.catalog import Catalog
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import parse_reference
 from serve_app.config import FRONT_SETTINGS, ModelArgs, in_words
+from serve_app.routing.policies import POLICIES
 from serve_app.topology import BaseSource, BaseSpec
 
 logger = logging.getLogger(__name__)
 
 APP_PREFIX = "base--"
 SERVE = "serve"  # the setting's key
+# Of a base that the registry adds: on CPUs nothing else bounds the processes that it starts.
+_MAX_ADDED_REPLICAS = 64
+_MAX_REASON_CHARS = 1000
+# A base that the registry does not show any more is served on for so long: a page of a listing
+# that changed meanwhile, or an alias that is deleted and set again, hides one for a look.
+MISSING_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,12 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
             else:
                 refused.append(RefusedBase(model.name, str(error)))
             continue
-        if base.digest in specs:
-            logger.error("model %s is %s, which is already served", model.name, base.name)
+        if (other := specs.get(base.digest)) is not None:
+            if source == "registry":
+                why = f"its files are those of {other.base.name!r}, which is served already"
+                refused.append(RefusedBase(model.name, why))
+            else:
+                logger.error("model %s is %s, which is already served", model.name, base.name)
             continue
         device = model.engine.device
         if device == "auto":
@@ -76,7 +88,8 @@ def wished(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
 
 
 def parse_setting(name: str, text: str) -> ModelArgs:
-    """The setting's JSON; ValueError says in words what is wrong with it."""
+    """The setting's JSON. Whatever the text is, only ValueError comes out, with the reason in
+    words, and nothing is imported: everybody who may tag a model writes it."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -86,9 +99,80 @@ def parse_setting(name: str, text: str) -> ModelArgs:
     if "name" in fields:
         raise ValueError("name: is the registered model's and cannot be set")
     try:
-        return ModelArgs.model_validate({**fields, "name": name})
+        model = ModelArgs.model_validate({**fields, "name": name})
     except ValidationError as error:
-        raise ValueError(in_words(error)) from None
+        raise ValueError(in_words(error)[:_MAX_REASON_CHARS]) from None
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair, which is no text") from None
+    except Exception as error:  # a fault of ours must stay this model's alone
+        logger.exception("checking the setting %r of %s failed", SERVE, name)
+        raise ValueError(f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]) from None
+    check_added(model)
+    return model
+
+
+def check_added(model: ModelArgs) -> None:
+    """Raises ValueError for what only the configuration file may ask of a base."""
+    if model.router.policy not in POLICIES:
+        raise ValueError(
+            f"router.policy: {model.router.policy[:100]!r} is none of {', '.join(POLICIES)}; "
+            "only the configuration file may name a class of its own"
+        )
+    scaling = model.autoscaling
+    most = model.replicas if scaling is None else scaling.max_replicas
+    if most > _MAX_ADDED_REPLICAS:
+        raise ValueError(
+            f"replicas: {most} are more than the {_MAX_ADDED_REPLICAS} that a base may have "
+            "which the configuration file does not name"
+        )
+
+
+class LastGood:
+    """Plans completed by what ran before, where a look does not explain why it should go.
+
+    A setting that becomes wrong leaves its base as it was. A base that is away from the registry is
+    served on for `MISSING_S`. Who takes the wish back, in the file or by its setting, is followed
+    at once, and so is who replaces it.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[str, BaseSpec] = {}  # by the wish's name, its suffix included
+        self._missing_since_s: dict[str, float] = {}
+
+    def complete(
+        self, wanted: Plan, models: Sequence[ModelArgs], catalog: Catalog, now_s: float
+    ) -> Plan:
+        for spec in wanted.specs:
+            self._specs[spec.model.name] = spec
+            self._missing_since_s.pop(spec.model.name, None)
+        served = {spec.base.digest for spec in wanted.specs}
+        refused = {one.name for one in wanted.refused}
+        there = {base.name for base in catalog.bases}
+        in_file = file_names(models)
+        wished = {model.name for model in models} | {
+            one.name for one in catalog.settings if one.key == SERVE and one.name not in in_file
+        }
+        kept = []
+        for name, spec in tuple(self._specs.items()):
+            if spec in wanted.specs:
+                continue
+            is_there = spec.base.name in there
+            is_replaced = spec.base.digest in served or (
+                spec.base.name in in_file and name not in wished
+            )
+            since_s = self._missing_since_s.setdefault(name, now_s)
+            is_refused = is_there and name in refused
+            is_over = now_s - since_s > MISSING_S and not is_refused
+            if is_replaced or is_over or (is_there and name not in wished):
+                del self._specs[name], self._missing_since_s[name]
+                continue
+            kept.append(spec)
+        names = {spec.model.name for spec in kept}
+        return replace(
+            wanted,
+            specs=(*wanted.specs, *kept),
+            missing=tuple(name for name in wanted.missing if name not in names),
+        )
 
 
 def file_names(models: Sequence[ModelArgs]) -> set[str]:
@@ -120,11 +204,22 @@ def _settings(catalog: Catalog, in_file: set[str]) -> tuple[list[ModelArgs], lis
     for setting in catalog.settings:
         if setting.key != SERVE or setting.name in in_file:
             continue
-        try:
-            added.append(parse_setting(setting.name, setting.value))
-        except ValueError as error:
-            refused.append(RefusedBase(setting.name, f"its setting {SERVE!r} is wrong: {error}"))
+        found = _parsed(setting.name, setting.value)
+        if isinstance(found, RefusedBase):
+            refused.append(found)
+        else:
+            added.append(found)
     return added, refused
+
+
+@lru_cache(maxsize=4096)
+def _parsed(name: str, text: str) -> ModelArgs | RefusedBase:
+    """Kept: every round of the manager asks for all of them."""
+    try:
+        return parse_setting(name, text)
+    except ValueError as error:
+        words = "".join(char if char.isprintable() else "?" for char in str(error))
+        return RefusedBase(name, f"its setting {SERVE!r} is wrong: {words}")
 
 
 def _in_app_name(name: str) -> str:

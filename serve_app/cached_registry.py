@@ -5,18 +5,25 @@ Apart from `topology`, so that an ingress, which asks neither, need not import M
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from registry.cache import Cache, CacheStats
 from registry.catalog import Catalog
+from registry.catalog_file import CatalogFile
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistrationError
 from registry.quarantine import FolderQuarantine
+from serve_app.config import ARTIFACT_SCHEMES
 
 _REGISTER_TIMEOUT_S = 600.0  # the base's files may have to be fetched first
+
+
+def stored_catalog_file(cache_folder: Path, tracking_uri: str) -> CatalogFile:
+    return CatalogFile(cache_folder / "catalog.json", tracking_uri)
 
 
 class CachedRegistry:
@@ -28,14 +35,23 @@ class CachedRegistry:
         cache_folder: Path,
         cache_bytes: int | None = None,
         artifact_root: Path | None = None,
+        artifact_schemes: tuple[str, ...] = (),
     ) -> None:
         self._tracking_uri = tracking_uri
-        self._registry = Registry(tracking_uri, artifact_root=artifact_root)
+        self._catalog_file = stored_catalog_file(cache_folder, tracking_uri)
+        self._artifact_schemes = artifact_schemes
+        self._registry = Registry(
+            tracking_uri,
+            artifact_root=artifact_root,
+            artifact_schemes=artifact_schemes,
+            scratch=cache_folder / "adoption",
+        )
         quarantine = FolderQuarantine(cache_folder / "quarantine")
         self._cache = Cache(cache_folder, max_bytes=cache_bytes, quarantine=quarantine)
 
     def snapshot(self) -> Catalog:
-        return self._registry.snapshot()
+        """A plain version is adopted beside it and is in a later one."""
+        return self._registry.snapshot(adopt="beside")
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         return self._registry.fetch(version, self._cache)
@@ -57,6 +73,7 @@ class CachedRegistry:
                 *(f"--name={name}", f"--base={base}", "--no-probe"),
                 f"--tracking-uri={self._tracking_uri}",
             ],
+            env={**os.environ, ARTIFACT_SCHEMES: ",".join(self._artifact_schemes)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -74,6 +91,12 @@ class CachedRegistry:
 
     def local_digests(self) -> frozenset[str]:
         return self._cache.digests()
+
+    def stored_catalog(self) -> Catalog | None:
+        return self._catalog_file.read()
+
+    def store_catalog(self, catalog: Catalog) -> None:
+        self._catalog_file.write(catalog)
 
     def cache_stats(self) -> CacheStats:
         return self._cache.stats()

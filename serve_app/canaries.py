@@ -169,6 +169,8 @@ class Canaries:
                     return
                 except RegistryError as error:
                     logger.warning("the roll-back of %s is not written yet: %s", veto.name, error)
+                except Exception:
+                    logger.exception("the roll-back of %s is not written yet", veto.name)
                 else:
                     veto.written_s = _now_s()
                     return

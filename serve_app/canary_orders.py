@@ -133,7 +133,7 @@ def _reason(rolled_back: str | None, version: int) -> str | None:
     """Why this version was rolled back, if it was; None for text that is not ours."""
     try:
         record = json.loads(rolled_back or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or record.get("version") != version:
         return None

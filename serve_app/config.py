@@ -22,6 +22,8 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -29,9 +31,11 @@ from engine.config import EngineConfig
 from registry.catalog import DEFAULT_ALIAS, DefaultAliases
 from registry.errors import InvalidNameError
 from registry.names import check_alias
-from serve_app.routing.policies import make_policy
+from registry.sources import check_listed
+from serve_app.routing.policies import PolicyError, check_policy, make_policy
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
+ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # the variable for commands that read no file
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
 
 _UNITS = {"": 1, "B": 1} | {
@@ -41,13 +45,19 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
+# A bound on the digits keeps the product within a float's range.
+_SIZE = re.compile(r"\s{0,8}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,8}([A-Za-z]{0,3})\s{0,8}", re.ASCII)
+_MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
+_MAX_LONG = 2**63 - 1
+
+
 def parse_bytes(value: object) -> object:
     """256MiB, 1.5GB, 4096 -> a number of bytes; anything else is left for pydantic to refuse."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    match = _SIZE.fullmatch(value)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write 1048576, 512MiB or 4GB")
+        raise ValueError(f"{value[:80]!r} is not a size; write 1048576, 512MiB or 4GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -60,10 +70,21 @@ def _legal_alias(value: str) -> str:
 
 AliasName = Annotated[str, AfterValidator(_legal_alias)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+# Serve's controller makes an object of each; a number without a bound would end it.
+Replicas = Annotated[int, Field(ge=1, le=4096)]
 
 
 class _Args(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _number_is_bounded(cls, value: object, info: ValidationInfo) -> object:
+        name = info.field_name or ""
+        limit = _MAX_LONG if name == "seed" or name.endswith("_bytes") else _MAX_NUMBER
+        if isinstance(value, int) and abs(value) > limit:
+            raise ValueError(f"must be {limit} at most")
+        return value
 
 
 # A step on a GPU has to be large for its products to run at full rate; on a CPU it has to end.
@@ -95,7 +116,7 @@ class EngineArgs(_Args):
     max_lora_rank: int = Field(default=512, ge=1)
     max_adapter_overtakes: int = Field(default=256, ge=0)
     seed: int = 0
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
 
     def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
         given = {name: value for name, value in self.model_dump().items() if value is not None}
@@ -106,7 +127,7 @@ class EngineArgs(_Args):
 class _ScaledArgs(_Args):
     """`replicas` of something, or what it starts with where `autoscaling` is set."""
 
-    replicas: int = Field(default=1, ge=1)
+    replicas: Replicas = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -133,19 +154,19 @@ class RouterArgs(_Args):
     """How requests find an engine replica."""
 
     # expected_ttft, adapter_affinity, prefix_affinity, power_of_two, round_robin, or your own
-    # class, as "module:Class"
+    # class, as "module:Class": only in the configuration file, imported where a router is made
     policy: str = Field(default="expected_ttft", min_length=1)
     options: dict[str, bool | int | float | str] = {}  # keyword arguments of the policy
 
     @model_validator(mode="after")
-    def _policy_can_be_made(self) -> RouterArgs:
-        make_policy(self)
+    def _policy_is_known(self) -> RouterArgs:
+        check_policy(self)
         return self
 
 
 class _RangeArgs(_Args):
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(ge=1)
+    min_replicas: Replicas = 1
+    max_replicas: Replicas
 
     @model_validator(mode="after")
     def _range_is_not_empty(self) -> Self:
@@ -177,7 +198,7 @@ class ModelArgs(_ScaledArgs):
     alias: AliasName | None = None  # what its adapters' bare names mean; None: registry.alias
     engine: EngineArgs = EngineArgs()
     max_ongoing_requests: int = Field(default=256, ge=1)  # a replica
-    max_queued_requests: int = Field(default=256, ge=0)  # an ingress replica; beyond it 429
+    max_queued_requests: int = Field(default=256, ge=1)  # an ingress replica; beyond it 429
     graceful_shutdown_timeout_s: float = Field(
         default=600.0, ge=0
     )  # the longest stream to wait for
@@ -209,6 +230,9 @@ class RegistryArgs(_Args):
     poll_interval_s: float = Field(default=2.0, gt=0)
     # Of this server's /v1/registry/webhook, as the MLflow server reaches it. None: polling only.
     webhook_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/")
+    # Artifact stores that versions are read from beside the tracking server's own: s3, or
+    # s3://bucket for one of its buckets; file: any path of a node's disk.
+    artifact_schemes: tuple[Annotated[str, AfterValidator(check_listed)], ...] = ()
     # Of a node's local copies. None: all that the disk holds; what is unused goes when it is full.
     cache_bytes: Bytes | None = None
 
@@ -243,7 +267,7 @@ class FairnessArgs(_Args):
 class IngressArgs(_ScaledArgs):
     autoscaling: IngressScalingArgs | None = None  # then `replicas` is what it starts with
     max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
-    max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429
+    max_queued_requests: int = Field(default=1000, ge=1)  # a proxy; beyond it 429
     max_body_bytes: Bytes = 16 * 1024**2
     # /v1/load_lora_adapter and its opposite, which take paths on this machine's disk
     allow_runtime_lora_updating: bool = False
@@ -288,6 +312,19 @@ class PlatformArgs(_Args):
         return self
 
 
+def check_routers(args: PlatformArgs) -> None:
+    """Makes every router policy of a configuration file once, its `module:Class` ones too.
+
+    Raises PolicyError, which names the model. Only for a file that its operator starts: this
+    imports what the file names.
+    """
+    for model in args.models:
+        try:
+            make_policy(model.router)
+        except PolicyError as error:
+            raise PolicyError(f"models: {model.name}: router: {error}") from error
+
+
 def base_name(model: ModelArgs) -> str:
     return model.name.partition("@")[0]
 
@@ -320,6 +357,17 @@ def artifact_root(args: RegistryArgs) -> Path | None:
     """Of a database; SQLite has its own beside the file, a server too."""
     configured = args.artifact_root or os.environ.get("LORAPLEX_ARTIFACT_ROOT")
     return Path(configured).expanduser() if configured else None
+
+
+def artifact_schemes(args: RegistryArgs) -> tuple[str, ...]:
+    """The file's, else those of LORAPLEX_ARTIFACT_SCHEMES, apart by commas. ValueError names it."""
+    if args.artifact_schemes:
+        return args.artifact_schemes
+    entries = (entry.strip() for entry in os.environ.get(ARTIFACT_SCHEMES, "").split(","))
+    try:
+        return tuple(check_listed(entry) for entry in entries if entry)
+    except ValueError as error:
+        raise ValueError(f"{ARTIFACT_SCHEMES}: {error}") from error
 
 
 def webhook_secret() -> str | None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from registry.catalog import Catalog
@@ -29,6 +31,7 @@ from serve_app.base_status import (
     state_of,
 )
 from serve_app.config import ModelArgs
+from serve_app.ray_errors import root_cause
 from serve_app.replica import base_application
 from serve_app.reports import Backlog
 from serve_app.topology import BaseLine, BaseSpec, ColdStart, ServedBase, Sources
@@ -36,10 +39,19 @@ from serve_app.topology import BaseLine, BaseSpec, ColdStart, ServedBase, Source
 logger = logging.getLogger(__name__)
 
 _RETRY_FAILED_S = 30.0
+_MAX_REASON_CHARS = 400
 # After a view without an application, before it is drained: the least, and the most when an ingress
 # does not say that it let go.
 _HANDOVER_S, _HANDOVER_MAX_S = 0.5, 10.0
 _ADOPT_S = 3.0  # a new manager waits so long for an ingress to say what slept
+
+
+@dataclass(frozen=True, slots=True)
+class _Unstartable:
+    """An application that Serve did not take."""
+
+    words: str
+    at_s: float
 
 
 class Fleet:
@@ -49,11 +61,14 @@ class Fleet:
         self.sleep = SleepKeeper()
         self.starts = StartLog()
         self.lines: tuple[BaseLine, ...] = ()  # as of the last round
+        self.progress_s = 0.0  # when a call of Serve's controller last came back, the loop's clock
         self._sources = sources
         self._backlogs = BacklogTeller()
         self._failed_s: dict[str, float] = {}  # when an application was last seen failed
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
         self._seen: dict[str, BaseSpec] = {}  # every spec that this manager made, by application
+        self._unstartable: dict[str, _Unstartable] = {}  # by application
+        self._refused: dict[str, str] = {}  # by base: why its setting is not followed
 
     async def meet_ingresses(self) -> None:
         """Before the first round: a manager that was restarted must not wake what sleeps."""
@@ -66,8 +81,12 @@ class Fleet:
     async def round(self, wanted: Plan, catalog: Catalog, now_s: float) -> tuple[ServedBase, ...]:
         """What the ingresses are to be told. Removes what an earlier view left out."""
         status: ServeStatus = await asyncio.to_thread(serve.status)
+        self._note_progress()
         self._seen |= {spec.app_name: spec for spec in wanted.specs}
         self.sleep.forget({spec.base.digest for spec in wanted.specs})
+        self._tell_refused(wanted)
+        for name in self._unstartable.keys() - {spec.app_name for spec in wanted.specs}:
+            del self._unstartable[name]
         for spec in wanted.specs:
             app = status.applications.get(spec.app_name)
             is_cold = self.sleep.phase(spec.base.digest) == "waking"
@@ -95,7 +114,6 @@ class Fleet:
         return (*served, *old)
 
     async def _start(self, specs: Sequence[BaseSpec], status: ServeStatus, now_s: float) -> None:
-        targets: list[serve.RunTarget] = []
         for spec in specs:
             if self.sleep.phase(spec.base.digest) == "asleep":
                 continue
@@ -107,12 +125,41 @@ class Fleet:
                 del self._failed_s[spec.app_name]
             elif app is not None:
                 continue
+            known = self._unstartable.get(spec.app_name)
+            if known is not None and now_s - known.at_s < _RETRY_FAILED_S:
+                continue
             logger.info("starting %s", spec.app_name)
-            target = base_application(spec, self._sources)
-            targets.append(serve.RunTarget(target=target, name=spec.app_name, route_prefix=None))
-            self.starts.begin(spec.app_name, now_s)
-        if targets:
-            await asyncio.to_thread(serve.run_many, targets, wait_for_applications_running=False)
+            try:
+                await asyncio.to_thread(_deploy, spec, self._sources)
+            except (RayError, RayServeException, TimeoutError) as error:
+                if not isinstance(error, RayTaskError):  # the controller's trouble, no base's
+                    raise
+                self._note_unstartable(spec.app_name, str(root_cause(error)), now_s)
+            except Exception as error:  # what Serve takes no application of: this base's alone
+                words = f"{type(error).__name__}: {error}"
+                self._note_unstartable(spec.app_name, words, now_s)
+            else:
+                self._unstartable.pop(spec.app_name, None)
+                self.starts.begin(spec.app_name, now_s)
+            self._note_progress()
+
+    def _note_unstartable(self, app_name: str, words: str, now_s: float) -> None:
+        words = words[:_MAX_REASON_CHARS]
+        known = self._unstartable.get(app_name)
+        if known is None or known.words != words:
+            logger.error("%s cannot be started: %s", app_name, words)
+        self._unstartable[app_name] = _Unstartable(words, now_s)
+
+    def _note_progress(self) -> None:
+        self.progress_s = asyncio.get_running_loop().time()
+
+    def _tell_refused(self, wanted: Plan) -> None:
+        """Each once, as long as its reason lasts."""
+        refused = {one.name: one.reason for one in wanted.refused}
+        for name, reason in refused.items():
+            if self._refused.get(name) != reason:
+                logger.error("base %s: %s", name, reason)
+        self._refused = refused
 
     async def _stop_sleepers(self, specs: Sequence[BaseSpec], status: ServeStatus) -> None:
         for spec in specs:
@@ -138,12 +185,15 @@ class Fleet:
         if app.status != "DELETING":
             logger.info("draining and removing %s", name)
             await asyncio.to_thread(serve.delete, name, _blocking=False)
+            self._note_progress()
 
     def _served(self, spec: BaseSpec, status: ServeStatus) -> ServedBase:
         app = status.applications.get(spec.app_name)
         phase = self.sleep.phase(spec.base.digest)
         is_asleep = phase in ("drowsy", "asleep")
         state, message = state_of(app)
+        if app is None and (refusal := self._unstartable.get(spec.app_name)) is not None:
+            state, message = "failed", refusal.words
         if is_asleep:
             state, message = "asleep", ""
         return ServedBase(
@@ -261,6 +311,13 @@ class Fleet:
                 )
             )
         return tuple(lines)
+
+
+def _deploy(spec: BaseSpec, sources: Sources) -> None:
+    """In a thread. One application a call: what Serve refuses of it holds up no other."""
+    target = base_application(spec, sources)
+    one = serve.RunTarget(target=target, name=spec.app_name, route_prefix=None)
+    serve.run_many([one], wait_for_applications_running=False)
 
 
 def _refused_lines(wanted: Plan) -> tuple[BaseLine, ...]:

@@ -99,6 +99,7 @@ class Gateway:
         self._ingress_id = ingress_id
         self.activity = Activity()
         self._changed = asyncio.Event()
+        self._revision = ""  # of the last view that came
         self._fronts: dict[str, Front] = {}  # by base digest
         self._resting: dict[str, Front] = {}  # of bases that sleep, or are about to
         self._once_ready: set[str] = set()  # base digests
@@ -269,20 +270,26 @@ class Gateway:
             return []
 
     async def _follow(self) -> None:
-        revision = ""
         while True:
             try:
-                view = await self.manager.view.remote(revision, _LONG_POLL_S)
+                await self._follow_once()
             except (RayError, RayServeException) as error:
                 logger.warning("the manager does not answer: %s", error)
                 await asyncio.sleep(_RETRY_S)
-                continue
-            if view is not None:
-                revision = view.revision
-                await self.stream.listen(
-                    "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-                )
-                self._take(view)
+            except Exception:  # of one view; the ingress follows the next one
+                logger.exception("a view was not taken")
+                await asyncio.sleep(_RETRY_S)
+
+    async def _follow_once(self) -> None:
+        """Waits for a view of another revision and takes it."""
+        view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
+        if view is None:
+            return
+        self._revision = view.revision  # also of a view that cannot be taken: the next one comes
+        await self.stream.listen(
+            "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        )
+        self._take(view)
 
     async def _report(self) -> None:
         while True:
@@ -301,6 +308,8 @@ class Gateway:
                 self.migrations.quarantine.learn(answer.quarantined)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
+            except Exception:
+                logger.exception("a report failed")
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _asleep(self) -> tuple[tuple[str, float], ...]:

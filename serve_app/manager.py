@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import ray
@@ -25,7 +25,7 @@ from registry.events import Change
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_plan import AdapterArranger
 from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_plan import plan, wished
+from serve_app.base_plan import LastGood, plan, wished
 from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
@@ -48,6 +48,9 @@ from serve_app.webhook_setup import announce
 logger = logging.getLogger(__name__)
 
 _STATUS_POLL_S = 0.25  # of Serve, not of the registry: 2 ms of the controller each
+# For a first answer of the registry, once it is open; then the node's stored catalog is taken.
+REGISTRY_WAIT_S = 5.0
+MAX_RECONCILE_AGE_S = 30.0  # then the manager calls itself unhealthy
 _HANDOVER_S = 5.0  # after a view that does not mean a version any more, before it is let go
 
 
@@ -62,7 +65,7 @@ class Manager:
         self._watcher = Watcher(self._look, args.registry.poll_interval_s)
         self._watcher.subscribe(log_changes)
         self._watcher.subscribe(self._publish_names)
-        self._registry_metrics = RegistryMetrics(self._watcher)
+        self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
         self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
         self._catalog: Catalog | None = None  # the same with what bare names mean here
         self._models: tuple[ModelArgs, ...] = ()
@@ -74,9 +77,35 @@ class Manager:
         self._adapter_admin = AdapterAdmin()
         self._canaries = Canaries(args.canary)
         self._fleet = Fleet(sources)
+        self._last_good = LastGood()
+        self._missing: tuple[str, ...] = ()  # as last logged
+        self._opened_s: float | None = None  # when the registry was opened, the loop's clock
+        self._has_read_stored = False
+        self._stored: Catalog | None = None  # what this node's disk has
+        self._storing: asyncio.Task[None] | None = None
+        self._complaints: dict[str, str] = {}  # by step of a round: the last error logged
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
-        self._tasks = {loop.create_task(self._run())}
+        self._round_s = loop.time()  # when a round last ended, however it ended
+        self._reconciling = loop.create_task(self._run(), name="reconciler")
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks = {self._reconciling}
+
+    async def check_health(self) -> None:
+        """Raises when this manager follows nothing any more; Serve then replaces it.
+
+        Only what a new process may mend counts: a registry that is away does not, and neither does
+        a round that fails, for a slow or absent controller of Serve makes every round fail.
+        """
+        for task in (self._reconciling, self._watching):
+            if task is not None and task.done():
+                raise RuntimeError(f"the manager's task {task.get_name()!r} ended")
+        if (age_s := self._reconcile_age_s()) > MAX_RECONCILE_AGE_S:
+            raise RuntimeError(f"no round of the manager ended for {age_s:.0f} s")
+
+    def _reconcile_age_s(self) -> float:
+        """Since the last round ended, or a call of Serve's controller within one came back."""
+        return asyncio.get_running_loop().time() - max(self._round_s, self._fleet.progress_s)
 
     async def reconfigure(self, user_config: dict[str, object]) -> None:
         self._models = PlatformArgs.model_validate(user_config).models
@@ -170,9 +199,15 @@ class Manager:
         await self._is_configured.wait()
         loop = asyncio.get_running_loop()
         watcher = self._watcher
-        self._tasks.add(loop.create_task(watcher.run()))
+        self._watching = loop.create_task(watcher.run(), name="watcher")
+        self._tasks.add(self._watching)
         while self._registry is None or watcher.catalog is None:
-            await watcher.news.wait()
+            self._round_s = loop.time()  # there is nothing yet that it could lag behind
+            with self._enduring("starting without the registry"):
+                await self._start_without_registry()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_POLL_S):
+                    await watcher.news.wait()
             watcher.news.clear()
         await self._fleet.meet_ingresses()
         self._canaries.open(self._registry, self._read_now)
@@ -180,14 +215,70 @@ class Manager:
             self._tasks.add(loop.create_task(announce(self._registry, url)))
         while True:
             watcher.news.clear()
-            catalog = self._named(watcher.catalog)
-            try:
-                await self._reconcile(catalog, watcher.error)
-            except Exception:  # Serve's controller restarting, say: the next round tries again
-                logger.exception("reconciling failed")
+            with self._enduring("reconciling"):  # Serve's controller restarting, say
+                await self._reconcile(self._named(watcher.catalog), watcher.error)
+            self._round_s = loop.time()
+            self._store_catalog()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_POLL_S):
                     await watcher.news.wait()
+
+    async def _start_without_registry(self) -> None:
+        """Takes this node's stored catalog where the registry fails or stays silent."""
+        registry, watcher = self._registry, self._watcher
+        if registry is None or self._has_read_stored:
+            return
+        if self._opened_s is None:
+            self._opened_s = self._round_s
+        if watcher.error is None and self._round_s - self._opened_s < REGISTRY_WAIT_S:
+            return
+        self._has_read_stored = True
+        stored = await asyncio.to_thread(registry.stored_catalog)
+        why = watcher.error or f"no answer for {REGISTRY_WAIT_S:g} s"
+        if stored is None:
+            logger.error(
+                "the registry does not answer, and this node has stored no catalog of it: nothing "
+                "is served until it does (%s)",
+                why,
+            )
+        elif watcher.catalog is None:
+            logger.warning(
+                "the registry does not answer: starting with the stored catalog: %s", why
+            )
+            self._stored = stored
+            watcher.start_with(stored)
+
+    def _store_catalog(self) -> None:
+        """Each good one once, in a thread, one at a time."""
+        catalog, registry = self._watcher.catalog, self._registry
+        is_news = catalog is not self._stored and self._watcher.error is None
+        if registry is None or catalog is None or not is_news or self._storing is not None:
+            return
+        if not catalog.bases:  # nothing could be served with it
+            return
+        self._stored = catalog
+        self._storing = asyncio.get_running_loop().create_task(self._store(registry, catalog))
+        self._tasks.add(self._storing)
+        self._storing.add_done_callback(self._tasks.discard)
+
+    async def _store(self, registry: RegistryReader, catalog: Catalog) -> None:
+        with self._enduring("storing the catalog"):
+            await asyncio.to_thread(registry.store_catalog, catalog)
+        self._storing = None
+
+    @contextmanager
+    def _enduring(self, step: str) -> Iterator[None]:
+        """An error of this step is logged once as long as it lasts, and ends nothing else: the next
+        round tries again."""
+        try:
+            yield
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+            if self._complaints.get(step) != words:
+                logger.exception("%s failed", step)
+            self._complaints[step] = words
+        else:
+            self._complaints.pop(step, None)
 
     def _named(self, catalog: Catalog) -> Catalog:
         """With the aliases that count here; the same object as long as nothing changed, for its
@@ -231,17 +322,33 @@ class Manager:
 
     async def _reconcile(self, catalog: Catalog, registry_error: str | None) -> None:
         has_gpu = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
-        wanted = plan(self._models, catalog, has_gpu)
-        bases = await self._fleet.round(wanted, catalog, asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        planned = plan(self._models, catalog, has_gpu)
+        wanted = self._last_good.complete(planned, self._models, catalog, now_s)
+        self._tell_missing(wanted.missing)
+        bases = await self._fleet.round(wanted, catalog, now_s)
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         latest = self._named(self._watcher.catalog or catalog)
         if _about_bases(latest) != _about_bases(catalog):
             return  # planned with what is old news: the next round comes at once
         running = {base.base.digest: base.app_name for base in bases if base.is_running}
-        canary = self._canaries.review(latest, running.keys())
+        canary = CanaryState() if self._view is None else self._view.canary
+        with self._enduring("judging canaries"):
+            canary = self._canaries.review(latest, running.keys())
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
-        self._arranger.update(latest, running)
+        with self._enduring("arranging adapters"):
+            self._arranger.update(latest, running)
+
+    def _tell_missing(self, missing: tuple[str, ...]) -> None:
+        for name in sorted(set(missing) - set(self._missing)):
+            logger.error(
+                "models: %s is not in the registry: it is served as soon as it is there; "
+                "loraplex register base FOLDER --name %s, or loraplex demo",
+                name,
+                name.partition("@")[0],
+            )
+        self._missing = missing
 
     async def _publish(
         self,

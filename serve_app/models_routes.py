@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from registry.catalog import Catalog, Resolution
-from registry.errors import NotFoundError
+from registry.errors import NotFoundError, RegistryError
 from serve_app.asgi import json_response
 from serve_app.errors import ServiceUnavailableError
 from serve_app.gateway import Gateway
@@ -49,7 +49,7 @@ def _resolve(catalog: Catalog, name: str) -> Resolution | None:
     """None for an adapter whose version of the base is gone."""
     try:
         return catalog.resolve(name)
-    except NotFoundError:
+    except RegistryError:
         return None
 
 

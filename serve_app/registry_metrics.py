@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -22,8 +22,11 @@ _SHOWN_CHANGES = 20  # of one look, in the log
 
 
 class RegistryMetrics(Collector):
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(
+        self, watcher: Watcher, reconcile_age_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._watcher = watcher
+        self._reconcile_age_s = reconcile_age_s
         self._changes: Counter[str] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -49,6 +52,11 @@ class RegistryMetrics(Collector):
                 "registry_snapshot_seconds",
                 "What the last good look took; next to nothing where SQLite says it did not change",
                 watcher.look_s,
+            ),
+            (
+                "reconcile_age_seconds",
+                "Since the manager last compared what is served with what is wanted",
+                self._reconcile_age_s(),
             ),
         )
         for name, words, value in gauges:

@@ -12,7 +12,8 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import PlatformArgs, in_words
+from serve_app.config import PlatformArgs, check_routers, in_words
+from serve_app.routing.policies import PolicyError
 
 IMPORT_PATH = "serve_app.app:build"
 
@@ -58,6 +59,10 @@ def read_serve_file(path: Path) -> ServeFile:
         args = PlatformArgs.model_validate(ours[0].args)
     except ValidationError as error:
         raise ServeFileError(f"{path}: {in_words(error, 'args.')}") from error
+    try:
+        check_routers(args)
+    except PolicyError as error:
+        raise ServeFileError(f"{path}: args.{error}") from error
     if not args.models:
         raise ServeFileError(f"{path}: args.models names no base model to serve")
     return ServeFile(path, schema.http_options.host or "0.0.0.0", schema.http_options.port, args)

@@ -62,6 +62,14 @@ class RegistryReader(Protocol):
 
     def cache_stats(self) -> CacheStats: ...
 
+    def stored_catalog(self) -> Catalog | None:
+        """The last good one that this node stored, of this registry; None where there is none."""
+        ...
+
+    def store_catalog(self, catalog: Catalog) -> None:
+        """For the next start while the registry is away. Raises OSError."""
+        ...
+
 
 def open_named(path: str, *arguments: object) -> RegistryReader:
     """`path`: "module:class", imported here and not where this is handed on: MLflow takes 2.5 s."""

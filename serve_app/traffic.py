@@ -13,7 +13,7 @@ from typing import Literal
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError
+from registry.errors import RegistryError
 
 CANARY = "canary"  # both are aliases, too
 SHADOW = "shadow"
@@ -133,7 +133,7 @@ def parse_weight(text: str | None) -> float | None:
 def _stable(catalog: Catalog, name: str) -> AdapterVersion | None:
     try:
         return catalog.resolve(name).adapter
-    except NotFoundError:
+    except RegistryError:
         return None
 
 

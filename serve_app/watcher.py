@@ -47,6 +47,15 @@ class Watcher:
         """Called with what changed, after `catalog` did; not for the first catalog."""
         self._subscribers.append(subscriber)
 
+    def start_with(self, stored: Catalog) -> None:
+        """A catalog of an earlier run, until the registry answers; none that came meanwhile is
+        replaced. Until then `error` is set."""
+        if self.catalog is None:
+            self.catalog = stored
+            if self.error is None:
+                self.error = "the registry has not answered since the start"
+            self.news.set()
+
     def wake(self) -> None:
         """Something changed: look now."""
         self._woken.set()
@@ -69,7 +78,10 @@ class Watcher:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self.look_s = time.monotonic() - began_s
-            self._succeed(fresh)
+            try:
+                self._succeed(fresh)
+            except Exception:  # the catalog is in place; the next look comes all the same
+                logger.exception("following the registry failed")
 
     def _fail(self, error: str) -> None:
         self._num_failures += 1
@@ -82,7 +94,10 @@ class Watcher:
 
     def _succeed(self, fresh: Catalog) -> None:
         self.last_success_s = time.time()
-        if self.error is not None:
+        if self.error is not None and not self._num_failures:  # slow at the start, and no more
+            self.error = None
+            self.news.set()
+        elif self.error is not None:
             logger.info(
                 "registry readable again after %.0f s and %d tries",
                 time.monotonic() - self._failing_since_s,
@@ -98,7 +113,10 @@ class Watcher:
         self.news.set()
         if known is not None and (found := changes(known, fresh)):
             for subscriber in self._subscribers:
-                subscriber(found)
+                try:
+                    subscriber(found)
+                except Exception:  # one that fails keeps no other from its news
+                    logger.exception("a subscriber of the registry's changes failed")
 
     async def _pause(self, look_s: float) -> None:
         shortest_s = max(MIN_PAUSE_S, look_s)

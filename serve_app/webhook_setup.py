@@ -28,6 +28,9 @@ async def announce(registry: RegistryReader, url: str) -> None:
         except RegistryError as error:
             logger.warning("no webhook %s yet, polling goes on: %s", url, error)
             await asyncio.sleep(_RETRY_S)
+        except Exception:
+            logger.exception("no webhook %s yet, polling goes on", url)
+            await asyncio.sleep(_RETRY_S)
         else:
             logger.info("the registry calls %s when something changes", url)
             return

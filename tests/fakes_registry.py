@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from registry.cache import CacheStats
 from registry.catalog import Catalog, in_sight
+from registry.catalog_file import CatalogFile
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import CacheFullError, RegistryError, RegistryUnavailableError
 
@@ -113,6 +114,12 @@ class FolderRegistry:
 
     def local_digests(self) -> frozenset[str]:
         return frozenset(path.name for path in self.folder.iterdir() if path.is_dir())
+
+    def stored_catalog(self) -> Catalog | None:
+        return CatalogFile(self.folder / "last.json", "here").read()
+
+    def store_catalog(self, catalog: Catalog) -> None:
+        CatalogFile(self.folder / "last.json", "here").write(catalog)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(0, None, 0, 0, 0, 0, 0)

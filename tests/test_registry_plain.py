@@ -1,21 +1,27 @@
 """Adapters registered by plain `mlflow` calls, in each layout, and served like any other."""
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
 import pytest
 from mlflow import MlflowClient
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from registry import flavor
+from registry import adoption, flavor, plain
 from registry.cache import Cache
+from registry.catalog import Catalog
 from registry.client import Registry
+from registry.errors import ArtifactError, RegistryUnavailableError
+from registry.sources import ArtifactSources
 from registry.store import MlflowStore
-from tests.registry_helpers import adapter_folder, embedded_uri, register_base
+from tests.registry_helpers import adapter_folder, embedded_uri, register_adapter, register_base
 
 
 @pytest.fixture
@@ -25,7 +31,7 @@ def uri(tmp_path: Path) -> Iterator[str]:
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
-    mlflow.create_experiment("pipeline", (tmp_path / "pipeline").as_uri())
+    mlflow.create_experiment("pipeline", (tmp_path / "home" / "artifacts" / "pipeline").as_uri())
     mlflow.set_experiment("pipeline")
     yield uri
     mlflow.set_registry_uri("")
@@ -201,3 +207,162 @@ def test_plain_runs_in_a_new_embedded_store_keep_their_files_beside_it(tmp_path:
     Registry(uri).snapshot()
     default = MlflowClient(uri).get_experiment("0")
     assert default.artifact_location.startswith((home / "artifacts").as_uri())
+
+
+# -- beside the listing ----------------------------------------------------------------------------
+
+
+def settled(registry: Registry) -> Catalog:
+    """After the adoption came to its end, as a server finds it at a later poll."""
+    registry.snapshot(adopt="beside")
+    registry._adoption.wait()
+    return registry.snapshot(adopt="beside")
+
+
+def test_a_store_that_hangs_delays_no_alias_and_no_other_version_for_ever(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(uri, scratch=tmp_path / "cache" / "adoption")
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path, "quick", b"one")
+    register_adapter(registry, tmp_path, "quick", b"two", alias=None)
+    real, released, asked = plain.inspect, threading.Event(), threading.Event()
+
+    def hang(repository: ArtifactRepository, scratch: Path) -> plain.PlainAdapter | None:
+        assert scratch.is_relative_to(tmp_path / "cache" / "adoption")
+        if not asked.is_set():
+            asked.set()
+            assert released.wait(60)
+        return real(repository, scratch)
+
+    monkeypatch.setattr(plain, "inspect", hang)
+    register_bare(adapter_folder(tmp_path / "a"), "hanging")
+    began_s = time.monotonic()
+    registry.snapshot(adopt="beside")
+    assert asked.wait(20)
+    for version in (2, 1, 2):
+        registry.set_alias("quick", "champion", version)
+        found = registry.snapshot(adopt="beside").resolve("quick").adapter
+        assert found is not None
+        assert found.version == version
+    assert time.monotonic() - began_s < 30  # and not the store's 60
+    register_bare(adapter_folder(tmp_path / "b", b"other weights"), "next")
+    monkeypatch.setattr(adoption, "LONGEST_S", 0.0)
+    assert registry.snapshot(adopt="beside")
+    monkeypatch.setattr(adoption, "LONGEST_S", 600.0)
+    catalog = settled(registry)
+    assert catalog.resolve("next").adapter is not None
+    (rejected,) = catalog.rejected
+    assert rejected.name == "hanging"
+    assert "did not send it within" in rejected.reason
+    released.set()
+
+
+def test_a_store_that_fails_is_not_asked_at_every_poll(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(uri)
+    register_base(registry, tmp_path)
+    register_bare(adapter_folder(tmp_path / "a"))
+    asked: list[str] = []
+    real = MlflowStore.version_files
+
+    def fail(self: MlflowStore, name: str, version: int) -> ArtifactRepository:
+        asked.append(name)
+        raise RegistryUnavailableError("the bucket does not answer")
+
+    monkeypatch.setattr(MlflowStore, "version_files", fail)
+    for _ in range(5):
+        (rejected,) = settled(registry).rejected
+        assert "cannot be read now: the bucket does not answer" in rejected.reason
+    assert asked == ["pirate"]
+    monkeypatch.setattr(MlflowStore, "version_files", real)
+    registry._adoption._quarantine._now_s = lambda: time.time() + 60
+    settled(registry)
+    assert settled(registry).resolve("pirate").adapter is not None
+
+
+def test_a_model_made_anew_is_read_anew(uri: str, tmp_path: Path) -> None:
+    registry = Registry(uri)
+    register_base(registry, tmp_path)
+    client = register_bare(adapter_folder(tmp_path / "a", b"old weights"))
+    (old,) = settled(registry).adapters
+    client.delete_registered_model("pirate")
+    register_bare(adapter_folder(tmp_path / "b", b"new weights"))
+    (new,) = settled(registry).adapters
+    assert (old.version, new.version) == (1, 1)
+    assert old.digest != new.digest
+
+
+@pytest.mark.parametrize(
+    ("source", "listed", "is_read"),
+    [
+        ("s3://models/x", (), False),
+        ("s3://models/x", ("s3",), True),
+        ("s3://models/x", ("s3://models",), True),
+        ("s3://secrets/x", ("s3://models",), False),
+        ("gs://models/x", ("s3",), False),
+        ("http://169.254.169.254/latest", (), False),
+        ("file:///etc", (), False),
+        ("/etc", (), False),
+        ("file:///root/artifacts/../../etc", (), False),
+        ("file://elsewhere/root/artifacts/x", (), False),
+        ("file:///etc", ("file",), True),
+        ("file:///root/artifacts/x", (), True),
+        ("models:/x/1", (), False),
+        ("http://[::1", ("http",), False),
+        ("ftp://host/x", (), False),
+        ("mlflow-artifacts:/1/x", (), False),
+    ],
+)
+def test_only_sources_of_the_registry_or_of_the_operators_list_are_read(
+    source: str, listed: tuple[str, ...], is_read: bool
+) -> None:
+    sources = ArtifactSources("sqlite:////root/mlflow.db", Path("/root/artifacts"), listed, no_root)
+    if is_read:
+        sources.check(source)
+    else:
+        with pytest.raises(ArtifactError, match="source"):
+            sources.check(source)
+
+
+def no_root() -> None:
+    return None
+
+
+def test_a_tracking_server_proxies_its_own_and_its_default_root_counts() -> None:
+    def of(root: str | None) -> ArtifactSources:
+        return ArtifactSources("http://mlflow:5000", None, (), lambda: root)
+
+    for source in (
+        "mlflow-artifacts:/1/x",
+        "mlflow-artifacts://mlflow:5000/1",
+        "http://mlflow:5000/a",
+    ):
+        of(None).check(source)
+    of("s3://models/mlflow").check("s3://models/mlflow/7/x")
+    of("file:///srv/mlflow").check("file:///srv/mlflow/3/x")
+    for root, source in (
+        (None, "mlflow-artifacts://other/1/x"),
+        (None, "http://mlflow:5001/a"),
+        (None, "file:///srv/mlflow/x"),
+        ("s3://models/mlflow", "s3://secrets/x"),
+        ("s3://models/mlflow", "gs://models/mlflow"),
+        ("file:///srv/mlflow", "file:///srv/other"),
+        ("mlflow-artifacts:/", "s3://models/x"),
+    ):
+        with pytest.raises(ArtifactError):
+            of(root).check(source)
+
+
+def test_a_version_elsewhere_is_refused_with_the_setting_that_allows_it(
+    uri: str, tmp_path: Path
+) -> None:
+    register_base(Registry(uri), tmp_path)
+    client = MlflowClient()
+    client.create_registered_model("pirate")
+    folder = adapter_folder(tmp_path / "elsewhere")
+    client.create_model_version("pirate", folder.as_uri())
+    (rejected,) = settled(Registry(uri)).rejected
+    assert "registry.artifact_schemes does not list file" in rejected.reason
+    assert settled(Registry(uri, artifact_schemes=("file",))).rejected == ()

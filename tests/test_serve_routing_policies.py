@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from serve_app.config import PlatformArgs, RouterArgs
+from serve_app.config import PlatformArgs, RouterArgs, check_routers
 from serve_app.routing.by_ttft import ExpectedTtft
 from serve_app.routing.policies import POLICIES, PolicyError, make_policy
 from serve_app.routing.policy import Policy, Ranked
@@ -257,10 +257,17 @@ def test_a_policy_that_cannot_be_made_is_refused_with_the_file(
     policy: str, options: dict[str, object], words: str
 ) -> None:
     args = {"models": [{"name": "base", "router": {"policy": policy, "options": options}}]}
-    with pytest.raises(ValidationError) as caught:
-        PlatformArgs.model_validate(args)
-    assert "models.0.router" in str(caught.value)
+    with pytest.raises((ValidationError, PolicyError)) as caught:
+        check_routers(PlatformArgs.model_validate(args))
+    assert "models" in str(caught.value)
+    assert "router" in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_checking_the_text_of_a_configuration_imports_no_policy() -> None:
+    """A registry's tag goes through this check, too."""
+    router = RouterArgs(policy="tests.text_factory_that_is_not_there:Policy")
+    assert router.policy.endswith(":Policy")
 
 
 def test_a_users_own_class_is_taken_with_its_options() -> None:

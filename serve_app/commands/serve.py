@@ -6,8 +6,10 @@ The environment is read here only to be handed on to the child.
 from __future__ import annotations
 
 import os
+import queue
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +23,10 @@ import msgspec
 import typer
 from rich.text import Text
 
-from registry.errors import RegistryError
+from registry.catalog import Catalog
+from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import admin_auth, config, launch
+from serve_app.cached_registry import stored_catalog_file
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_configured
 from serve_app.demo.examples import EXAMPLES
@@ -30,6 +34,8 @@ from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
 _SHOWN_LOG_LINES = 25
+# A new SQLite registry takes its migrations' seconds, a loaded machine some more.
+_REGISTRY_WAIT_S = 10.0
 _KEPT_LOGS = 10
 _QUESTION = "What is the capital of France?"
 
@@ -57,7 +63,7 @@ def serve(
         wanted = read_serve_file(file)
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
-            _warn_of_missing(wanted)
+            _check_bases(wanted)
             environment = {**os.environ, config.ADMIN_TOKEN: admin_auth.ensure_token(home)}
             child = launch.start(file, _new_log(home / "logs"), environment, haproxy=haproxy)
             try:
@@ -70,20 +76,59 @@ def serve(
         raise Failure(str(error)) from error
 
 
-def _warn_of_missing(wanted: ServeFile) -> None:
-    """Not a refusal: the server takes up a base as soon as the registry has it."""
+def _check_bases(wanted: ServeFile) -> None:
+    """Raises Failure for a base of the file that is not registered. A registry that does not answer
+    is no refusal: the server starts with its stored catalog, or waits."""
     with console.status("Looking into the registry"):
         try:
-            catalog = open_configured(wanted.args.registry).snapshot()
+            catalog: Catalog | None = _look_briefly(wanted.args.registry)
         except RegistryError as error:
-            console.print("[yellow]warning:[/]", Text(f"the registry does not answer: {error}"))
-            return
+            catalog = _stored(wanted.args.registry)
+            then = (
+                "the server waits for it: no catalog of it is stored here"
+                if catalog is None
+                else "the server starts with the last catalog that was stored here"
+            )
+            words = f"the registry does not answer, {then} ({error})"
+            console.print("[yellow]warning:[/]", Text(words), soft_wrap=True)
+    if catalog is None:
+        return
     for model in wanted.args.models:
         try:
             catalog.resolve_base(model.name)
         except RegistryError as error:
-            remedy = "It is served once it is there: loraplex register base, or loraplex demo"
-            console.print("[yellow]warning:[/]", Text(f"{error}. {remedy}"), soft_wrap=True)
+            name = model.name.partition("@")[0]
+            raise Failure(
+                f"{wanted.path}: args.models: {error}. Register it first: "
+                f"loraplex register base FOLDER --name {name} (the demo's: loraplex demo)"
+            ) from error
+
+
+def _look_briefly(args: config.RegistryArgs) -> Catalog:
+    """Raises RegistryUnavailableError after `_REGISTRY_WAIT_S`: the thread that still waits for an
+    answer does not keep the process."""
+    answers: queue.Queue[Catalog | Exception] = queue.Queue()
+
+    def look() -> None:
+        try:
+            answers.put(open_configured(args).snapshot(adopt="no"))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        found = answers.get(timeout=_REGISTRY_WAIT_S)
+    except queue.Empty:
+        raise RegistryUnavailableError(f"no answer within {_REGISTRY_WAIT_S:g} s") from None
+    if isinstance(found, RegistryError):
+        raise found
+    if isinstance(found, Exception):  # a file that may not be read, say
+        raise RegistryUnavailableError(f"{type(found).__name__}: {found}") from found
+    return found
+
+
+def _stored(args: config.RegistryArgs) -> Catalog | None:
+    return stored_catalog_file(config.cache_folder(), config.tracking_uri(args)).read()
 
 
 def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from registry.client import Registry
+from registry.errors import RegistryError
 from serve_app import config
 
 Uri = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow, instead of the default")]
@@ -17,4 +18,13 @@ def open_registry(tracking_uri: str | None) -> Registry:
 
 
 def open_configured(args: config.RegistryArgs) -> Registry:
-    return Registry(config.tracking_uri(args), artifact_root=config.artifact_root(args))
+    try:
+        schemes = config.artifact_schemes(args)
+    except ValueError as error:
+        raise RegistryError(str(error)) from error
+    return Registry(
+        config.tracking_uri(args),
+        artifact_root=config.artifact_root(args),
+        artifact_schemes=schemes,
+        scratch=config.cache_folder() / "adoption",
+    )

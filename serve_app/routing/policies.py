@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import reprlib
 from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Protocol, cast, get_args, get_type_hints
@@ -120,26 +121,42 @@ POLICIES: Mapping[str, type[Policy]] = {
     "power_of_two": PowerOfTwo,
     "round_robin": RoundRobin,
 }
+_NAMES = ", ".join(POLICIES)
+
+
+def check_policy(args: PolicyArgs) -> None:
+    """Checks the policy's name, and the options of one of ours. Imports nothing: anybody may have
+    written `args`. PolicyError names the field and its value."""
+    if args.policy in POLICIES:
+        make_policy(args)
+    elif ":" not in args.policy:
+        raise PolicyError(
+            f"policy {args.policy[:100]!r} is none of {_NAMES}, and no 'module:Class'"
+        )
 
 
 def make_policy(args: PolicyArgs) -> Policy:
-    """PolicyError names the field and its value."""
+    """PolicyError names the field and its value. Imports the module of a `module:Class`: only a
+    configuration file may name one."""
     kind = POLICIES.get(args.policy) or _load(args.policy)
     _check_options(args, kind)
     try:
         policy: Policy = kind(**args.options)
-    except (TypeError, ValueError) as error:
-        raise PolicyError(f"options {dict(args.options)}: {error}") from error
+    except Exception as error:  # a user's class raises whatever it likes; ours OverflowError, too
+        raise PolicyError(f"options {_shown_options(args)}: {error}") from error
     return policy
+
+
+def _shown_options(args: PolicyArgs) -> str:
+    return reprlib.repr(dict(args.options))
 
 
 def _load(path: str) -> type[Policy]:
     if ":" not in path:
-        names = ", ".join(POLICIES)
-        raise PolicyError(f"policy {path!r} is none of {names}, and no 'module:Class'")
+        raise PolicyError(f"policy {path[:100]!r} is none of {_NAMES}, and no 'module:Class'")
     try:
         kind = pkgutil.resolve_name(path)
-    except Exception as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         why = f"{type(error).__name__}: {error}"
         raise PolicyError(f"policy {path!r} cannot be imported: {why}") from error
     if not inspect.isclass(kind):
@@ -161,12 +178,14 @@ def _check_options(args: PolicyArgs, kind: type[Policy]) -> None:
     for name, value in args.options.items():
         if name not in known and not takes_any:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise PolicyError(f"options.{name}: policy {args.policy!r} does not have it; {has}")
+            raise PolicyError(
+                f"options.{name[:100]}: policy {args.policy!r} does not have it; {has}"
+            )
         hint = hints.get(name)
         wanted: Sequence[type] = get_args(hint) or (hint,) if hint is not None else ()
         if wanted and not _fits(value, wanted):
             names = " or ".join(one.__name__ for one in wanted if one is not NoneType)
-            raise PolicyError(f"options.{name} is {value!r}, but must be {names}")
+            raise PolicyError(f"options.{name} is {reprlib.repr(value)}, but must be {names}")
 
 
 def _fits(value: Option, wanted: Sequence[type]) -> bool:

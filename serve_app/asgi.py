@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.arrivals import ClientGoneError
 from serve_app.errors import ApiError, to_api_error
 
 logger = logging.getLogger(__name__)
@@ -20,24 +22,50 @@ logger = logging.getLogger(__name__)
 _JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection: nobody reads the answer."""
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
+
+__all__ = [
+    "CLIENT_CLOSED_REQUEST",
+    "ClientGoneError",
+    "HeadAsGet",
+    "SseResponse",
+    "call_when_gone",
+    "error_response",
+    "install_error_handlers",
+    "json_response",
+    "read_body",
+]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The raw body; 415 for another type than JSON, 413 as soon as it is too long."""
+    """The raw body; 415 for another type than JSON, 413 as soon as it is too long.
+
+    A web page of another origin can send a request that has neither a content type nor an
+    authorization without asking the server first, so that such a request is refused too.
+    """
     content_type = request.headers.get("content-type")
-    if content_type is not None and not _JSON_TYPE.match(content_type):
-        raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
+    if content_type is None:
+        is_json = "authorization" in request.headers
+    else:
+        is_json = _JSON_TYPE.match(content_type) is not None
+    if not is_json:
+        raise ApiError(
+            415,
+            "The body must be application/json, and the content-type header must say so.",
+            code="unsupported_media_type",
+        )
     declared = request.headers.get("content-length", "0")
     body = bytearray()
     if not declared.isdecimal() or int(declared) <= max_bytes:
-        async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                break
-        else:
-            return bytes(body)
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    break
+            else:
+                return bytes(body)
+        except ClientDisconnect:
+            raise ClientGoneError from None
     raise ApiError(413, f"The body is longer than {max_bytes} bytes.", code="body_too_large")
 
 
@@ -85,7 +113,31 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+class HeadAsGet:
+    """Answers HEAD as GET without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                scope["route"] = as_get.get("route")
+            elif message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app(as_get, receive, send_head)
+
+
 def error_response(error: BaseException) -> Response:
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("request failed", exc_info=error)

@@ -55,7 +55,6 @@ Body = ChatRequest | CompletionRequest
 
 # Below these the work is shorter than the hand-over to a thread is worth (about 0.1 ms).
 _INLINE_BODY_BYTES = 16 * 1024
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
 _VERSION = version("loraplex")
 
 
@@ -90,17 +89,15 @@ async def _complete(
     session = who_asks(http, body)
     try:
         admission = await state.cold_starts.admit(body.model, http.receive, session)
-    except ClientGoneError:
-        state.metrics.disconnected()
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except ClientGoneError as error:
+        return error_response(error)
     try:
         asked = _Asked(body, tenant, session, is_small, arrival_s)
         completion = await _begin(state, asked, admission, http.receive)
         response = await _respond(http, bool(body.stream), completion)
-    except ClientGoneError:  # while it waited for an engine
+    except ClientGoneError as error:  # while it waited for an engine
         admission.visit.leave()
-        state.metrics.disconnected()
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return error_response(error)
     except BaseException as error:
         admission.visit.leave()
         if not isinstance(error, Exception):
@@ -189,10 +186,9 @@ async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -
         else:
             response = Response(await completion.whole(), media_type="application/json")
             close()
-    except ClientGoneError:
+    except ClientGoneError as error:
         close()
-        state_of(http).metrics.disconnected()
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return error_response(error)
     except BaseException:  # CancelledError too: Serve's way to say that the client left
         close()
         raise

@@ -37,6 +37,7 @@ from serve_app.routing.policies import PolicyError, check_policy, make_policy
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
 ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # the variable for commands that read no file
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
+FRONT_LIMITS = "LORAPLEX_FRONT_LIMITS"  # the variable that brings args.ingress to Serve's proxies
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -264,11 +265,33 @@ class FairnessArgs(_Args):
     max_queue_s: float = Field(default=30.0, gt=0)
 
 
+HostName = Annotated[str, Field(pattern=r"^(\*|\[[0-9a-f:.]+\]|[a-z0-9_.-]*[a-z0-9_-])$")]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.\[\]:-]+)$")]
+
+
 class IngressArgs(_ScaledArgs):
     autoscaling: IngressScalingArgs | None = None  # then `replicas` is what it starts with
-    max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
+    # A replica; beyond it 429. A request counts from the moment that its body is whole.
+    max_ongoing_requests: int = Field(default=1000, ge=1)
     max_queued_requests: int = Field(default=1000, ge=1)  # a proxy; beyond it 429
     max_body_bytes: Bytes = 16 * 1024**2
+    # Of one request's header, and seconds that a connection has to send a whole one.
+    max_header_bytes: int = Field(default=32 * 1024, ge=1024)
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    # Seconds that a body has to arrive, and one more for each 16 KiB of it that came.
+    body_timeout_s: float = Field(default=10.0, gt=0)
+    # Bodies that arrive at once, a process: beyond either bound the oldest one is given up, with
+    # 429. The first 64 KiB of a body are not counted in the second.
+    max_arriving_requests: int = Field(default=2000, ge=1)
+    max_arriving_bytes: Bytes = 256 * 1024**2
+    # A client that does not read: output of a stream that waits for it, and seconds that the end of
+    # an answer waits without being read. Beyond either its connection is closed.
+    max_unread_bytes: int = Field(default=1024**2, ge=64 * 1024)
+    write_timeout_s: float = Field(default=60.0, gt=0)
+    # Names by which clients may call the server beside localhost, 127.0.0.1 and [::1]; "*": any.
+    # Without a trusted gateway all others are refused, so that no web page can rebind its name.
+    allowed_hosts: tuple[HostName, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()  # web pages that may call it, as https://chat.example.com
     # /v1/load_lora_adapter and its opposite, which take paths on this machine's disk
     allow_runtime_lora_updating: bool = False
     tokenizer_threads: int = Field(default=2, ge=1)
@@ -376,6 +399,13 @@ def webhook_secret() -> str | None:
 
 def admin_token() -> str | None:
     return os.environ.get(ADMIN_TOKEN) or None
+
+
+def front_limits() -> IngressArgs:
+    """In a process that Serve starts before the application, and without its arguments: what
+    `loraplex serve` read from the file, else the defaults."""
+    given = os.environ.get(FRONT_LIMITS)
+    return IngressArgs() if given is None else IngressArgs.model_validate_json(given)
 
 
 def cache_folder() -> Path:

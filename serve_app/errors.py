@@ -4,6 +4,7 @@ ApiError               an answer: status, message, type, param, code
 OverloadedError        too many requests wait: 429 with Retry-After
 ConflictError          the server's state forbids what was asked: 409
 ServiceUnavailableError  nothing can answer now: 503 with Retry-After
+`- UnservableError      nothing will answer until an operator changes something: 503
 EngineFailureError     the engine gave a choice up; its words are for the log: 500
 `- NonFiniteError      because the model gave NaN or infinity
 EngineGoneError        an EngineDeadError that says which engine replica it was: 503
@@ -39,6 +40,10 @@ from registry.errors import (
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 MAX_VALUE_CHARS = 64
+# OpenAI's clients obey this header: whether the same request may succeed if it is sent again.
+SHOULD_RETRY = "x-should-retry"
+_RETRYABLE = frozenset({408, 429, 503})
+_CLOSING = frozenset({408, 431})  # the rest of the request may still come, and is not wanted
 
 
 class ApiError(Exception):
@@ -50,14 +55,17 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        should_retry: bool | None = None,
     ) -> None:
-        super().__init__(status, message, type, param, code, retry_after_s)
+        """`should_retry`: None leaves it to the status (see `should_retry`)."""
+        super().__init__(status, message, type, param, code, retry_after_s, should_retry)
         self.status = status
         self.message = message
         self.type = type
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.should_retry = should_retry_of(status) if should_retry is None else should_retry
 
     def __str__(self) -> str:
         return self.message
@@ -75,7 +83,18 @@ class ApiError(Exception):
         )
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {SHOULD_RETRY: "true" if self.should_retry else "false"}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(self.retry_after_s)
+        if self.status in _CLOSING:
+            headers["Connection"] = "close"
+        return headers
+
+
+def should_retry_of(status: int) -> bool:
+    """Whether an error of this status passes by waiting; a refusal or a failure of the model does
+    not."""
+    return status in _RETRYABLE
 
 
 class OverloadedError(Exception):
@@ -89,6 +108,10 @@ class OverloadedError(Exception):
 
 
 class ServiceUnavailableError(OverloadedError):
+    pass
+
+
+class UnservableError(ServiceUnavailableError):
     pass
 
 
@@ -129,6 +152,7 @@ class _Answer:
     param: str | None = None
     retry_after_s: int | None = None
     message: str | None = None  # None: the exception's own words
+    should_retry: bool | None = None  # None: by the status
 
 
 # The nearest class in the exception's own order counts, so a subclass may have its own line.
@@ -142,6 +166,7 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
     RequestQuarantinedError: _Answer(422, "request_quarantined"),
     OverloadedError: _Answer(429, "overloaded", "rate_limit_error"),
     ServiceUnavailableError: _Answer(503, "unavailable", SERVER_ERROR),
+    UnservableError: _Answer(503, "unavailable", SERVER_ERROR, should_retry=False),
     RegistryUnavailableError: _Answer(
         503, "registry_unavailable", SERVER_ERROR, None, 5, "The model registry cannot be reached."
     ),
@@ -156,12 +181,24 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
         503, "cache_full", SERVER_ERROR, None, 30, "No space is left for the model's files."
     ),
     DigestMismatchError: _Answer(
-        503, "digest_mismatch", SERVER_ERROR, "model", None, "The model's files were altered."
+        503,
+        "digest_mismatch",
+        SERVER_ERROR,
+        "model",
+        None,
+        "The model's files were altered.",
+        False,
     ),
     ArtifactError: _Answer(
-        503, "bad_artifact", SERVER_ERROR, "model", None, "The model's files cannot be taken."
+        503,
+        "bad_artifact",
+        SERVER_ERROR,
+        "model",
+        None,
+        "The model's files cannot be taken.",
+        False,
     ),
-    QuarantinedError: _Answer(503, "quarantined", SERVER_ERROR, "model"),
+    QuarantinedError: _Answer(503, "quarantined", SERVER_ERROR, "model", should_retry=False),
 }
 
 
@@ -180,7 +217,15 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, (OverloadedError, QuarantinedError)):
         retry_after_s = error.retry_after_s
     message = answer.message or str(error)
-    return ApiError(answer.status, message, answer.type, param, answer.code, retry_after_s)
+    return ApiError(
+        answer.status,
+        message,
+        answer.type,
+        param,
+        answer.code,
+        retry_after_s,
+        answer.should_retry,
+    )
 
 
 def shown(value: object) -> str:

@@ -27,7 +27,7 @@ from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
 from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
-from serve_app.errors import ServiceUnavailableError
+from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.generation import STAY, Lane
 from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
@@ -179,7 +179,7 @@ class Gateway:
         if front is not None:
             return front, resolution
         if (why := self._unusable.get(digest)) is not None:
-            raise ServiceUnavailableError(
+            raise UnservableError(
                 f"The base model {resolution.base.name!r} cannot be served: {why}", 60
             )
         old = self.stand_in(digest)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import (
@@ -28,10 +29,17 @@ from serve_app import (
     tokenize_routes,
     webhook_routes,
 )
-from serve_app.asgi import error_response, install_error_handlers
+from serve_app.arrivals import Arrivals, check_header_size
+from serve_app.asgi import (
+    CLIENT_CLOSED_REQUEST,
+    HeadAsGet,
+    error_response,
+    install_error_handlers,
+)
+from serve_app.browsers import guarded
 from serve_app.cold_start import ColdStarts
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.errors import OverloadedError
+from serve_app.errors import SHOULD_RETRY, OverloadedError, should_retry_of
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.queue_stats import QueueStats
@@ -48,7 +56,7 @@ _RESERVED_REQUESTS = 128
 
 
 class Counted:
-    """Outermost: counts answers by route, and is the end of the road for every exception."""
+    """Outermost: counts answers by route and clients that leave, and answers every exception."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -59,13 +67,18 @@ class Counted:
             await self._app(scope, receive, send)
             return
         status: int | None = None
+        is_whole = False
 
         async def counting_send(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if status is None and message["type"] == "http.response.start":
                 status = message["status"]
+                if status >= 400:
+                    _say_whether_to_retry(message)
                 route = scope.get("route")  # the pattern; a client's path would be unbounded
-                self._metrics.answered(getattr(route, "path", "unknown"), message["status"])
+                self._metrics.answered(getattr(route, "path", "unknown"), status)
+            elif not message.get("more_body"):
+                is_whole = True
             await send(message)
 
         try:
@@ -74,33 +87,57 @@ class Counted:
             # Starlette raises again what its last handler answered.
             if status is None:
                 await error_response(error)(scope, receive, counting_send)
+        finally:
+            # Also when Serve cancels this, which is how it reports that the client left.
+            if not is_whole or status == CLIENT_CLOSED_REQUEST:
+                self._metrics.disconnected()
+
+
+def _say_whether_to_retry(message: Message) -> None:
+    headers = MutableHeaders(raw=message["headers"])
+    if SHOULD_RETRY not in headers:
+        headers[SHOULD_RETRY] = "true" if should_retry_of(message["status"]) else "false"
 
 
 class Bounded:
-    """At most `limit` generating requests at once, those included whose bodies still come; beyond
-    it 429 before the body is read. Serve's own limit is higher, so that whoever asks how the server
-    is has an answer then, too."""
+    """Lets a request in when its header is of a sane size and its body whole, and at most `limit`
+    generating requests at once; beyond it 429, before the body is read if it is clear by then.
+    Serve's own limit is higher, so that whoever asks how the server is has an answer then, too."""
 
-    def __init__(self, app: ASGIApp, limit: int, stats: QueueStats) -> None:
+    def __init__(self, app: ASGIApp, args: IngressArgs, stats: QueueStats) -> None:
         self._app = app
-        self._limit = limit
+        self._limit = args.max_ongoing_requests
+        self._max_header_bytes = args.max_header_bytes
+        self._arrivals = Arrivals(args)
         self._stats = stats
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in completion_routes.PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        check_header_size(scope["headers"], self._max_header_bytes)
+        is_generating = scope["path"] in completion_routes.PATHS
+        if is_generating:
+            self._check_room()
+        receive = await self._arrivals.whole(scope, receive)
+        try:
+            if not is_generating:
+                await self._app(scope, receive, send)
+                return
+            self._check_room()
+            self._num_open += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_open -= 1
+        finally:
+            self._arrivals.done(receive)
+
+    def _check_room(self) -> None:
         if self._num_open >= self._limit:
             self._stats.num_turned_away += 1
-            error = OverloadedError("Too many requests are open here.")
-            await error_response(error)(scope, receive, send)
-            return
-        self._num_open += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_open -= 1
+            raise OverloadedError("Too many requests are open here.")
 
 
 def build_asgi(state: IngressState) -> ASGIApp:
@@ -121,8 +158,8 @@ def build_asgi(state: IngressState) -> ASGIApp:
     ):
         app.include_router(routes.router)
     install_error_handlers(app)
-    bounded = Bounded(app, state.args.max_ongoing_requests, state.queues.stats)
-    return Counted(bounded, state.metrics)
+    bounded = Bounded(HeadAsGet(app), state.args, state.queues.stats)
+    return Counted(guarded(bounded, state.args), state.metrics)
 
 
 @serve.ingress()
@@ -160,7 +197,9 @@ def ingress_application(
         name="ingress",
         num_replicas=args.replicas if scaling is None else None,
         autoscaling_config=scaling,
-        max_ongoing_requests=args.max_ongoing_requests + _RESERVED_REQUESTS,
+        max_ongoing_requests=(
+            args.max_ongoing_requests + args.max_arriving_requests + _RESERVED_REQUESTS
+        ),
         max_queued_requests=args.max_queued_requests,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         ray_actor_options={"num_cpus": 0},

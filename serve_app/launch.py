@@ -35,10 +35,15 @@ SERVE_SETTINGS = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 1024**2),
+    # Limits of connections that are no requests yet, which the ingress cannot see.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.front:middlewares",
 }
 # The least time that Serve drains an ingress behind HAProxy; its own 30 s are for load balancers
 # before it, which nobody has who stops the whole server.
 _HAPROXY_DRAIN_S = 2
+# A client that neither sends the rest of its request nor reads; one that waits for an answer is not
+# meant. Serve's hour would let connections without a request stay so long.
+_HAPROXY_CLIENT_S = 30
 # After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
 _GENTLE_S, _FIRM_S = 30.0, 8.0
 
@@ -105,6 +110,7 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_HAPROXY_DRAIN_S),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_HAPROXY_CLIENT_S),
     }
 
 

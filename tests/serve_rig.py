@@ -28,6 +28,7 @@ from registry.catalog import Catalog
 from serve_app.app import build_with
 from serve_app.config import (
     ADMIN_TOKEN,
+    FRONT_LIMITS,
     WEBHOOK_SECRET,
     EngineArgs,
     IngressArgs,
@@ -37,12 +38,14 @@ from serve_app.config import (
     RegistryArgs,
     RouterArgs,
 )
+from serve_app.launch import SERVE_SETTINGS
 from serve_app.topology import Sources
 from tests.fakes_registry import FolderRegistry
 
 RIG_BASE = "base"
 RIG_ADAPTER = "pirate"
 RIG_TOKEN = "token of the rig"
+FRONT_TIMEOUT_S = 3.0  # of a header and of a body
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,10 @@ def running_serve() -> Iterator[int]:
     """Ray and Serve, nothing deployed. The port of the HTTP proxy."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[WEBHOOK_SECRET] = "of the tests"  # Ray's workers inherit it
+    hook = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+    os.environ[hook] = SERVE_SETTINGS[hook]
+    limits = IngressArgs(header_timeout_s=FRONT_TIMEOUT_S, body_timeout_s=FRONT_TIMEOUT_S)
+    os.environ[FRONT_LIMITS] = limits.model_dump_json()
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     port = free_port()

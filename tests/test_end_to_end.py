@@ -354,7 +354,7 @@ def test_refusals_leave_memory_flat(server: DemoServer) -> None:
         tree = psutil.Process(server.process.pid).children(recursive=True)
         return sum(p.memory_info().rss for p in tree if "ingress" in " ".join(p.cmdline()))
 
-    with httpx.Client(timeout=60) as http:
+    with httpx.Client(timeout=60, headers={"content-type": "application/json"}) as http:
         for _ in range(20):  # until the allocator has what it keeps
             assert http.post(f"{server.url}/v1/completions", content=body).status_code == 400
         before = resident_bytes()

@@ -4,18 +4,32 @@ clients that leave, an engine that dies, a registry that moves.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from registry.catalog import Catalog
 from serve_app.config import MigrationArgs
 from tests.fakes_engine import CRASH_TOKEN, REFUSED
-from tests.serve_rig import RIG_ADAPTER, RIG_BASE, Rig, deploy, metric, rig_args, wait_ready
+from tests.serve_rig import (
+    FRONT_TIMEOUT_S,
+    RIG_ADAPTER,
+    RIG_BASE,
+    Rig,
+    deploy,
+    metric,
+    processes,
+    rig_args,
+    wait_ready,
+)
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
@@ -69,7 +83,9 @@ def error_of(response: httpx.Response) -> dict[str, object]:
 # Routes and shapes
 
 
-@pytest.mark.parametrize("path", ["/live", "/health", "/ready", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/live", "/health", "/ready", "/metrics", "/v1/models", f"/v1/models/{RIG_BASE}"]
+)
 def test_operators_routes_answer_get_and_head(client: httpx.Client, path: str) -> None:
     assert client.get(path).status_code == 200
     head = client.head(path)
@@ -150,6 +166,7 @@ def test_a_wrong_path_or_method_has_the_error_shape(
 ) -> None:
     response = client.request(method, path)
     assert response.status_code == status
+    assert response.headers["x-should-retry"] == "false"
     error_of(response)
 
 
@@ -241,6 +258,87 @@ def test_too_many_requests_are_told_to_come_back(client: httpx.Client) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     assert error_of(refused)["code"] == "overloaded"
     eventually(lambda: is_idle(client))
+
+
+# Clients that mean harm
+
+
+async def test_a_thousand_unfinished_bodies_stop_nobody_and_are_gone_at_the_deadline(
+    rig: Rig, client: httpx.Client
+) -> None:
+    """One more than may be open at once."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+    slow = [await asyncio.open_connection("127.0.0.1", rig.port) for _ in range(1001)]
+    for _, writer in slow:
+        writer.write(head)
+    answer = await asyncio.to_thread(client.post, "/v1/completions", json=completion())
+    assert answer.status_code == 200
+    for reader, writer in slow:
+        async with asyncio.timeout(10 * FRONT_TIMEOUT_S):
+            refusal = await reader.read()  # to the end of the connection
+        assert refusal.startswith(b"HTTP/1.1 408 ")
+        assert b"x-should-retry: true" in refusal
+        writer.close()
+
+
+async def test_a_connection_without_a_request_is_closed(rig: Rig) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+    async with asyncio.timeout(10 * FRONT_TIMEOUT_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_long_header_costs_the_proxy_no_memory(rig: Rig, client: httpx.Client) -> None:
+    (proxy,) = processes("ray::ProxyActor")
+    before = psutil.Process(proxy).memory_info().rss
+    for _ in range(4):
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        with suppress(ConnectionError):
+            writer.write(b"GET /live HTTP/1.1\r\nx-long: " + b"x" * 32 * 1024**2)
+            await writer.drain()
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+    assert psutil.Process(proxy).memory_info().rss - before < 32 * 1024**2
+    assert client.get("/live", headers={"x-long": "x" * 64 * 1024}).status_code == 431
+
+
+def test_a_request_id_that_is_no_ascii_gives_way_to_another(client: httpx.Client) -> None:
+    for illegal in ("é".encode("latin-1"), b"x" * 10_000):
+        answer = client.post(
+            "/v1/completions", json=completion(), headers={b"x-request-id": illegal}
+        )
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"].isascii()
+        assert len(answer.headers["x-request-id"]) <= 128
+
+
+def test_a_client_that_leaves_is_counted_however_it_leaves(client: httpx.Client) -> None:
+    before = metric(client, "loraplex_client_disconnects_total")
+    body = completion(max_tokens=4000)
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        next(response.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=body, timeout=0.3)
+    eventually(lambda: metric(client, "loraplex_client_disconnects_total") == before + 2)
+    assert client.post("/v1/completions", json=completion(stream=True)).status_code == 200
+    assert metric(client, "loraplex_client_disconnects_total") == before + 2
+
+
+def test_a_stream_that_nobody_reads_frees_its_rows(rig: Rig, client: httpx.Client) -> None:
+    body = completion(max_tokens=4000, stream=True, n=16, prompt="x" * 64, logprobs=5)
+    content = json.dumps(body).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", rig.port))
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+        )
+        eventually(lambda: metric(client, "vllm:num_requests_running") == 16)
+        before = metric(client, "vllm:request_success_total", finished_reason="length")
+        eventually(lambda: is_idle(client), 40.0)
+    assert metric(client, "vllm:request_success_total", finished_reason="length") == before
 
 
 # A registry that moves

@@ -64,7 +64,11 @@ def serve(
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
             _check_bases(wanted)
-            environment = {**os.environ, config.ADMIN_TOKEN: admin_auth.ensure_token(home)}
+            environment = {
+                **os.environ,
+                config.ADMIN_TOKEN: admin_auth.ensure_token(home),
+                config.FRONT_LIMITS: wanted.args.ingress.model_dump_json(),
+            }
             child = launch.start(file, _new_log(home / "logs"), environment, haproxy=haproxy)
             try:
                 _run(wanted, child, signals, timeout_s)

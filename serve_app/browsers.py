@@ -1,0 +1,72 @@
+"""Which web pages may use the server: by the name that they call it by, and by their own origin.
+
+A page that a browser shows may send requests to the loopback address of the same machine. It reads
+the answers only if its origin is allowed (CORS), unless the name of the page's own host resolves to
+the loopback address (DNS rebinding): then the Host header names that host, and is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.asgi import error_response
+from serve_app.config import IngressArgs
+from serve_app.errors import ApiError, shown
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+?)\.?(?::\d{1,5})?")
+_METHODS = ("GET", "HEAD", "POST")
+_PREFLIGHT_S = 600
+_EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "x-loraplex-version", "x-loraplex-arm")
+
+
+def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
+    if args.cors_origins:
+        # Never with credentials: a key travels in the authorization header, which is none here.
+        app = CORSMiddleware(
+            app,
+            allow_origins=args.cors_origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+            max_age=_PREFLIGHT_S,
+        )
+    is_behind_gateway = args.trusted_gateway is not None
+    if "*" in args.allowed_hosts or (is_behind_gateway and not args.allowed_hosts):
+        return app
+    return _HostCheck(app, _LOCAL.union(args.allowed_hosts))
+
+
+class _HostCheck:
+    """Refuses requests that name another host. Browsers always name one; a request without a name
+    passes."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            for name, value in scope["headers"]:
+                if name == b"host" and not self._is_allowed(value.decode("latin-1")):
+                    await self._refuse(value)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, value: str) -> bool:
+        found = _HOST.fullmatch(value)
+        return found is not None and found[1].lower() in self._hosts
+
+    @staticmethod
+    def _refuse(value: bytes) -> ASGIApp:
+        return error_response(
+            ApiError(
+                403,
+                f"The server is not called {shown(value.decode('latin-1'))}; "
+                "args.ingress.allowed_hosts lists further names.",
+                code="host_not_allowed",
+            )
+        )

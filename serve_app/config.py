@@ -33,6 +33,7 @@ from serve_app.routing.policies import make_policy
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
+LOG_FORMAT = "LORAPLEX_LOG_FORMAT"  # the variable that holds it
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -241,6 +242,7 @@ class IngressArgs(_ScaledArgs):
     max_ongoing_requests: int = Field(default=1000, ge=1)  # a replica; beyond it the proxy queues
     max_queued_requests: int = Field(default=1000, ge=0)  # a proxy; beyond it 429
     max_body_bytes: Bytes = 16 * 1024**2
+    trusted_gateway: str | None = Field(default=None, min_length=1)
     # /v1/load_lora_adapter and its opposite, which take paths on this machine's disk
     allow_runtime_lora_updating: bool = False
     tokenizer_threads: int = Field(default=2, ge=1)
@@ -320,6 +322,14 @@ def webhook_secret() -> str | None:
 
 def admin_token() -> str | None:
     return os.environ.get(ADMIN_TOKEN) or None
+
+
+def log_format() -> str:
+    """Of the server's log lines; `loraplex serve --log-format` sets it."""
+    value = os.environ.get(LOG_FORMAT) or "text"
+    if value not in ("text", "json"):
+        raise ValueError(f"{LOG_FORMAT} is {value!r}; it is text or json")
+    return value
 
 
 def cache_folder() -> Path:

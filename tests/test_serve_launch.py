@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app import cli, launch
+from serve_app import app, cli, launch
+from serve_app.config import IngressArgs, PlatformArgs
 from serve_app.serve_file import ServeFileError, read_serve_file
 from tests.registry_helpers import embedded_uri
 
@@ -57,8 +58,38 @@ def free_port() -> int:
 
 def test_good_file_says_where_it_listens(tmp_path: Path) -> None:
     assert read_serve_file(write_file(tmp_path, 8123)).url == "http://127.0.0.1:8123"
-    everywhere = read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", "0.0.0.0"))
+    gateway = "args: {ingress: {trusted_gateway: envoy}, models: [{name: tiny}]}"
+    path = write_file(tmp_path, 8123, "127.0.0.1", "0.0.0.0")
+    text = path.read_text().replace("args:\n      models: [{name: tiny}]", gateway)
+    path.write_text(text)
+    everywhere = read_serve_file(path)
     assert (everywhere.host, everywhere.url) == ("0.0.0.0", "http://127.0.0.1:8123")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", '"::1"'])
+def test_a_loopback_address_needs_no_gateway(tmp_path: Path, host: str) -> None:
+    read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", '"::"', "192.0.2.7", "server.example"])
+def test_a_host_for_other_machines_is_refused_without_a_gateway(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ServeFileError, match=r"http_options\.host.*ingress\.trusted_gateway"):
+        read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", host))
+
+
+def test_a_file_that_names_no_host_is_refused_without_a_gateway(tmp_path: Path) -> None:
+    """Serve's own default is every interface."""
+    with pytest.raises(ServeFileError, match=r"http_options\.host is '0\.0\.0\.0'"):
+        read_serve_file(write_file(tmp_path, 8123, "host: 127.0.0.1, ", ""))
+
+
+def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "_http_host", lambda: "0.0.0.0")
+    with pytest.raises(ValueError, match=r"http_options\.host.*ingress\.trusted_gateway"):
+        app.build(PlatformArgs())
+    app.build(PlatformArgs(ingress=IngressArgs(trusted_gateway="envoy")))
 
 
 @pytest.mark.parametrize(

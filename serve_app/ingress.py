@@ -30,10 +30,11 @@ from serve_app import (
 )
 from serve_app.asgi import error_response, install_error_handlers
 from serve_app.cold_start import ColdStarts
-from serve_app.config import FairnessArgs, IngressArgs
+from serve_app.config import FairnessArgs, IngressArgs, log_format
 from serve_app.errors import OverloadedError
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.logs import install_in_replica
 from serve_app.queue_stats import QueueStats
 from serve_app.routing import views_registry
 from serve_app.routing.queues import AdmissionQueues
@@ -132,6 +133,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, args: IngressArgs, fairness: FairnessArgs, manager: DeploymentHandle[object]
     ) -> None:
+        install_in_replica(log_format())
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")

@@ -30,6 +30,11 @@ _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
 # streams take 0.8 of a core in proxy and ingress together, 1.4 with Serve's defaults. The limit is
 # raised from 4 MB because a base's description carries its tokenizer.
 SERVE_SETTINGS = {
+    # Task events serve Ray's dashboard alone; kept, they let the GCS grow by 10 KiB a request.
+    "RAY_task_events_report_interval_ms": "0",
+    # Of each file in Ray's own log folder; its default is 512 MiB, five times kept.
+    "RAY_ROTATION_MAX_BYTES": str(16 * 1024**2),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
     # Ray would run all of its workers at 15, and nothing could yield much to an engine there.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
@@ -118,12 +123,15 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def start(
-    config: Path, log: Path, environment: Mapping[str, str], *, haproxy: bool = False
+    config: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    haproxy: bool = False,
+    log_format: str = "text",
 ) -> Child:
-    """`environment` is the child's; what makes its Ray isolated is set here."""
-    command = Path(sys.executable).parent / "serve"  # not resolved: a venv's python is a link
-    if not command.is_file():
-        raise LaunchError(f"{command} is missing; install loraplex into this environment")
+    """`environment` is the child's; what makes its Ray isolated is set here. `log_format`: text or
+    json."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # /tmp whatever TMPDIR says: Ray's socket paths below it must stay under 108 characters.
     temp_folder = Path(tempfile.mkdtemp(prefix="loraplex-", dir="/tmp"))
@@ -131,10 +139,15 @@ def start(
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     isolated = {
+        # Ray's merging of similar lines would break those of JSON.
+        "RAY_DEDUP_LOGS": "0" if log_format == "json" else "1",
         # Unset, Ray turns authentication on or off by what ~/.ray holds.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(temp_folder),
+        # Ray then takes 127.0.0.1 for the node's address, whatever the system: its ports, and
+        # those of its workers, are open to this machine alone.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         # An actor without reserved CPUs would get 1.
@@ -142,9 +155,10 @@ def start(
     }
     settings = SERVE_SETTINGS | (haproxy_settings(temp_folder) if haproxy else {})
     inherited = {k: v for k, v in environment.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
-    with log.open("wb") as output:
+    child = [sys.executable, "-m", "serve_app.serve_child", str(config)]
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            [str(command), "run", "--address", "local", str(config)],
+            [*child, "--log", str(log), "--log-format", log_format],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -28,9 +28,10 @@ from serve_app.base_admin import BaseChange, change_base
 from serve_app.base_plan import plan, wished
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
-from serve_app.config import ModelArgs, PlatformArgs, default_aliases
+from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_format
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
+from serve_app.logs import install_in_replica
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressReport, ReportAnswer
 from serve_app.topology import (
@@ -54,6 +55,7 @@ class Manager:
     """Wrapped by `manager_application`. One replica; ingresses go on without it for a while."""
 
     async def __init__(self, args: PlatformArgs, sources: Sources) -> None:  # type: ignore[misc]
+        install_in_replica(log_format())
         self._sources = sources
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # until it could be opened
@@ -267,6 +269,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=1.0,
+        logging_config={"enable_access_log": False},  # a line for each report and long poll
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )
     # Without the models: a change there must reach `reconfigure` and nothing else.

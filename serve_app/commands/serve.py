@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -22,7 +23,7 @@ import typer
 from rich.text import Text
 
 from registry.errors import RegistryError
-from serve_app import admin_auth, config, launch
+from serve_app import admin_auth, config, launch, logs
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_configured
 from serve_app.demo.examples import EXAMPLES
@@ -32,6 +33,11 @@ _POLL_S = 0.3
 _SHOWN_LOG_LINES = 25
 _KEPT_LOGS = 10
 _QUESTION = "What is the capital of France?"
+
+
+class LogFormat(StrEnum):
+    text = "text"
+    json = "json"
 
 
 class _Signals:
@@ -50,6 +56,9 @@ def serve(
     haproxy: Annotated[
         bool, typer.Option(help="HAProxy in front: for many streams (statistics on all interfaces)")
     ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Lines of the log, in $LORAPLEX_HOME/logs")
+    ] = LogFormat.text,
 ) -> None:
     """Start the server, wait until it is ready, stay until Ctrl-C."""
     home = config.default_home()
@@ -58,8 +67,15 @@ def serve(
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
             _warn_of_missing(wanted)
-            environment = {**os.environ, config.ADMIN_TOKEN: admin_auth.ensure_token(home)}
-            child = launch.start(file, _new_log(home / "logs"), environment, haproxy=haproxy)
+            environment = {
+                **os.environ,
+                config.ADMIN_TOKEN: admin_auth.ensure_token(home),
+                config.LOG_FORMAT: log_format.value,
+            }
+            log = _new_log(home / "logs")
+            child = launch.start(
+                file, log, environment, haproxy=haproxy, log_format=log_format.value
+            )
             try:
                 _run(wanted, child, signals, timeout_s)
             finally:
@@ -156,7 +172,8 @@ def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
 def _new_log(folder: Path) -> Path:
     """Named by the moment; the oldest of many go."""
     for old in sorted(folder.glob("serve-*.log"))[: 1 - _KEPT_LOGS]:
-        old.unlink(missing_ok=True)
+        for path in (old, *(logs.backup(old, n) for n in range(1, logs.LOG_FILES))):
+            path.unlink(missing_ok=True)
     return folder / f"serve-{datetime.now(UTC):%Y%m%d-%H%M%S}.log"
 
 

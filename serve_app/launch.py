@@ -45,7 +45,7 @@ SERVE_SETTINGS = {
 # before it, which nobody has who stops the whole server.
 _HAPROXY_DRAIN_S = 2
 # After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
-_GENTLE_S, _FIRM_S = 30.0, 8.0
+GENTLE_S, _FIRM_S = 30.0, 8.0
 
 
 class LaunchError(Exception):
@@ -168,12 +168,15 @@ def start(
     return Child(process, log, temp_folder)
 
 
-def stop(child: Child, is_impatient: Callable[[], bool] = lambda: False) -> None:
-    """Returns when no process of the session is left and the temp folder is gone."""
+def stop(
+    child: Child, is_impatient: Callable[[], bool] = lambda: False, gentle_s: float = GENTLE_S
+) -> None:
+    """Returns when no process of the session is left and the temp folder is gone. Serve has
+    `gentle_s` seconds to end its replicas and the requests that are open there."""
     session = child.process.pid
     if not child.has_ended():
         child.process.send_signal(signal.SIGINT)
-        _wait_for(child.has_ended, _GENTLE_S, is_impatient)
+        _wait_for(child.has_ended, gentle_s, is_impatient)
     for number, patience_s in ((signal.SIGTERM, _FIRM_S), (signal.SIGKILL, _FIRM_S)):
         for pid in session_processes(session):
             _send(pid, number)

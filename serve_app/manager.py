@@ -70,6 +70,7 @@ class Manager:
         self._incarnation = secrets.token_hex(4)
         self._num_views = 0
         self._view: PlatformView | None = None
+        self._is_draining = False
         self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
         self._adapter_admin = AdapterAdmin()
         self._canaries = Canaries(args.canary)
@@ -104,6 +105,16 @@ class Manager:
         """A request waits for this base."""
         self._fleet.sleep.wake(digest, asyncio.get_running_loop().time())
         self._watcher.news.set()  # the next round begins now
+
+    async def drain(self) -> int | None:
+        """From now on every ingress refuses new requests, until the server is gone. The requests
+        that are still open; None: not all ingresses have said so yet."""
+        if not self._is_draining:
+            self._is_draining = True
+            if self._view is not None:
+                self._show(replace(self._view, is_draining=True))
+                await self._tell()
+        return self._fleet.sleep.num_open_when_draining(asyncio.get_running_loop().time())
 
     async def bases(self) -> tuple[BaseLine, ...]:
         return self._fleet.lines
@@ -257,7 +268,8 @@ class Manager:
             known = (old.bases, old.missing, old.is_one_node, old.registry_error, old.canary)
             if known == (bases, missing, is_one_node, registry_error, canary):
                 return
-        self._show(PlatformView("", catalog, bases, missing, is_one_node, registry_error, canary))
+        view = PlatformView("", catalog, bases, missing, is_one_node, registry_error, canary)
+        self._show(replace(view, is_draining=self._is_draining))
         await self._tell()
 
 

@@ -166,9 +166,12 @@ class PlatformView:
     is_one_node: bool  # then the side stream stays on loopback
     registry_error: str | None  # set while the registry is down; the catalog is the last good one
     canary: CanaryState = CanaryState()
+    is_draining: bool = False  # the server is being stopped: nothing new is taken
 
     @property
     def is_ready(self) -> bool:
+        if self.is_draining:
+            return False
         return not self.missing and all(base.is_running for base in self.bases if base.is_awaited)
 
 

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from serve_app import app, cli, launch
 from serve_app.config import IngressArgs, PlatformArgs
+from serve_app.drain import drain
 from serve_app.serve_file import ServeFileError, read_serve_file
 from tests.registry_helpers import embedded_uri
 
@@ -254,3 +256,36 @@ def test_sigterm_ends_everything_that_was_started(home: Path, tmp_path: Path) ->
         "admin_token",
         "logs",
     }
+
+
+# -- the drain ------------------------------------------------------------------------------------
+
+
+def drained(limit_s: float, *answers: object, is_impatient: bool = False) -> tuple[bool, int]:
+    """What `drain` returns, and how often it asked. `answers`: a status or an open count each, the
+    last one again and again."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer token"
+        asked.append(str(request.url))
+        one = answers[min(len(asked), len(answers)) - 1]
+        if isinstance(one, Exception):
+            raise one
+        status = 503 if one == "away" else 200
+        return httpx.Response(status, json={"open_requests": one})
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        is_empty = drain(client, "http://server", "token", limit_s, lambda: is_impatient)
+    assert set(asked) <= {"http://server/admin/drain"}
+    return is_empty, len(asked)
+
+
+def test_draining_ends_with_the_last_open_request() -> None:
+    assert drained(60, None, "away", 2, 0) == (True, 4)
+
+
+def test_draining_ends_at_its_limit_at_a_second_signal_and_without_a_server() -> None:
+    assert drained(0.3, 1)[0] is False
+    assert drained(60, 1, is_impatient=True) == (False, 0)
+    assert drained(60, httpx.ConnectError("nobody listens")) == (False, 1)

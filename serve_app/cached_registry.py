@@ -32,7 +32,9 @@ class CachedRegistry:
         self._tracking_uri = tracking_uri
         self._registry = Registry(tracking_uri, artifact_root=artifact_root)
         quarantine = FolderQuarantine(cache_folder / "quarantine")
-        self._cache = Cache(cache_folder, max_bytes=cache_bytes, quarantine=quarantine)
+        self._cache = Cache(
+            cache_folder, max_bytes=cache_bytes, quarantine=quarantine, leaves_room=True
+        )
 
     def snapshot(self) -> Catalog:
         return self._registry.snapshot()

@@ -210,7 +210,8 @@ class RegistryArgs(_Args):
     poll_interval_s: float = Field(default=2.0, gt=0)
     # Of this server's /v1/registry/webhook, as the MLflow server reaches it. None: polling only.
     webhook_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/")
-    # Of a node's local copies. None: all that the disk holds; what is unused goes when it is full.
+    # Of a node's local copies; what is unused goes when it is full. None: 80 % of what the disk
+    # has free at the start, or holds of them already.
     cache_bytes: Bytes | None = None
 
 

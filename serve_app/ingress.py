@@ -36,6 +36,7 @@ from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.logs import install_in_replica
 from serve_app.queue_stats import QueueStats
+from serve_app.ray_network import keep_to_loopback
 from serve_app.routing import views_registry
 from serve_app.routing.queues import AdmissionQueues
 from serve_app.scaling_options import ingress_scaling
@@ -134,6 +135,7 @@ class Ingress:
         self, args: IngressArgs, fairness: FairnessArgs, manager: DeploymentHandle[object]
     ) -> None:
         install_in_replica(log_format())
+        keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")

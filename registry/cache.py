@@ -56,12 +56,16 @@ class Cache:
         *,
         max_bytes: int | None = None,
         quarantine: Quarantine | None = None,
+        leaves_room: bool = False,
     ) -> None:
+        """`leaves_room`: without `max_bytes` the limit is a share of the disk, as it is now."""
         self.root = root
         for name in ("blobs", "trees", "notes", "manifests", "locks", "tmp"):
             (root / name).mkdir(parents=True, exist_ok=True)
         self._locks = Locks(root / "locks")
         self._space = Space(root, self._locks, max_bytes)
+        if max_bytes is None and leaves_room:
+            self._space.limit_to_disk()
         self._quarantine = quarantine
         self._held: dict[str, tuple[int, int]] = {}  # tree -> descriptor of its lock, holders
         self._counts: Counter[str] = Counter()

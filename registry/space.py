@@ -21,6 +21,7 @@ from registry.locks import EXCLUSIVE, NOW_OR_NEVER, Locks
 
 logger = logging.getLogger(__name__)
 
+DISK_SHARE = 0.8  # what else writes to the disk has the rest
 _EVICTED = "evicted-"  # in tmp; all other names there are digests that somebody fetches
 
 
@@ -54,6 +55,11 @@ class Space:
     def own_bytes(self) -> int:
         """What would be free without the cache. Without the lock a little less may be counted."""
         return self._usage().total()
+
+    def limit_to_disk(self) -> None:
+        """Sets `max_bytes` to DISK_SHARE of what the cache could hold now: what is free on its
+        disk, and its own bytes."""
+        self.max_bytes = int(DISK_SHARE * (self._free_bytes() + self.own_bytes()))
 
     def make_room(self, wanted: int) -> None:
         """Under the lock. CacheFullError: more than the limit even without all that is unused."""

@@ -8,9 +8,18 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from serve_app.admin_auth import require_admin
+from serve_app.manager_call import ask_manager
 from serve_app.state import state_of
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
+
+
+@router.post("/drain")
+async def drain(request: Request) -> Response:
+    """The server takes no new requests from now on: they get 503, and so does /ready. Ask again to
+    see how many are still open; `null`: not every ingress refuses new ones yet."""
+    num_open = await ask_manager(state_of(request).gateway.manager.drain)
+    return Response(msgspec.json.encode({"open_requests": num_open}), media_type="application/json")
 
 
 @router.get("/status")

@@ -7,7 +7,10 @@ if the annotation of `build` is the class itself and not its name.
 
 from functools import partial
 
+import ray
 from ray.serve import Application
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.config import ProxyLocation
 
 from serve_app.config import (
     PlatformArgs,
@@ -20,12 +23,33 @@ from serve_app.config import (
 )
 from serve_app.ingress import ingress_application
 from serve_app.manager import manager_application
+from serve_app.serve_file import refusal
 from serve_app.topology import Sources, open_named
 
 
 def build(args: PlatformArgs) -> Application:
+    """Raises ValueError where Serve listens for other machines and no gateway is named: the
+    application's deployment then fails with the reason."""
+    host = _http_host()
+    if host is not None and (why := refusal(host, args.ingress)) is not None:
+        raise ValueError(why)
     check_routers(args)  # here, where the file is read: the manager imports no class of a router
     return build_with(args, sources(args, "engine.factory:open_engine"))
+
+
+def _http_host() -> str | None:
+    """Where Serve's proxies listen; None: nowhere, or Serve does not run yet."""
+    if not ray.is_initialized():
+        return None
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+    except ValueError:
+        return None
+    location, options = ray.get(
+        [controller.get_proxy_location.remote(), controller.get_http_config.remote()]
+    )
+    host: str | None = options.host
+    return None if location == ProxyLocation.Disabled else host
 
 
 def sources(args: PlatformArgs, engine_factory: str) -> Sources:

@@ -114,6 +114,14 @@ class SleepKeeper:
             if base.digest == digest
         )
 
+    def num_open_when_draining(self, now_s: float) -> int | None:
+        """Requests that are still open; None: some ingress has not said yet that it takes no new
+        ones."""
+        fresh = self._fresh(now_s)
+        if not all(heard.report.is_draining for heard in fresh):
+            return None
+        return sum(base.num_open for heard in fresh for base in heard.report.bases)
+
     def backlog(self, digest: str, now_s: float) -> Backlog:
         """Of all ingresses."""
         found = [

@@ -47,7 +47,9 @@ class CachedRegistry:
             scratch=cache_folder / "adoption",
         )
         quarantine = FolderQuarantine(cache_folder / "quarantine")
-        self._cache = Cache(cache_folder, max_bytes=cache_bytes, quarantine=quarantine)
+        self._cache = Cache(
+            cache_folder, max_bytes=cache_bytes, quarantine=quarantine, leaves_room=True
+        )
 
     def snapshot(self) -> Catalog:
         """A plain version is adopted beside it and is in a later one."""

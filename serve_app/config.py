@@ -38,6 +38,7 @@ ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
 ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # the variable for commands that read no file
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
 FRONT_LIMITS = "LORAPLEX_FRONT_LIMITS"  # the variable that brings args.ingress to Serve's proxies
+LOG_FORMAT = "LORAPLEX_LOG_FORMAT"  # the variable that holds it
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -234,7 +235,8 @@ class RegistryArgs(_Args):
     # Artifact stores that versions are read from beside the tracking server's own: s3, or
     # s3://bucket for one of its buckets; file: any path of a node's disk.
     artifact_schemes: tuple[Annotated[str, AfterValidator(check_listed)], ...] = ()
-    # Of a node's local copies. None: all that the disk holds; what is unused goes when it is full.
+    # Of a node's local copies; what is unused goes when it is full. None: 80 % of what the disk
+    # has free at the start, or holds of them already.
     cache_bytes: Bytes | None = None
 
 

@@ -22,8 +22,10 @@ from engine.errors import EngineDeadError, InvalidRequestError
 from engine.service import EngineInterface
 from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 from serve_app.background import in_background
+from serve_app.config import log_format
 from serve_app.engine_news import Digests
 from serve_app.ingress_links import IngressLinks
+from serve_app.logs import install
 from serve_app.metrics import EngineMetrics
 from serve_app.stream import HEARTBEAT_S, Abort, Accepted, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
@@ -201,6 +203,7 @@ class EngineActor:
 
     def __init__(self, config: EngineConfig, factory: str, model_name: str, engine_id: str) -> None:
         """`factory`: "module:function"; only here is it imported."""
+        install(log_format())
         self._config = config
         self._factory = factory
         self._engine_id = engine_id

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 20.0
 _RETRY_S = 0.5
 _METRICS_TIMEOUT_S = 2.0
+_STOPPING_RETRY_S = 5
 _UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
 
 
@@ -129,6 +130,8 @@ class Gateway:
         view = self.view
         if view is None:
             return []
+        if view.is_draining:
+            return ["the server is being stopped"]
         names = {base.base.digest: base.base.name for base in view.bases}
         return [f"not registered: {name}" for name in view.missing] + [
             f"{names[digest]}: {why}" for digest, why in self._unusable.items() if digest in names
@@ -147,6 +150,8 @@ class Gateway:
     def route(self, model: str, key: str | None) -> Route:
         """As `resolve`, with the split of a name that has a canary or a shadow. `key`: who asks;
         the same one always sees the same arm."""
+        if self.view is not None and self.view.is_draining:
+            raise ServiceUnavailableError("The server is being stopped.", _STOPPING_RETRY_S)
         if self.view is not None:
             model = self.view.catalog.registered(model)
         split = self._traffic.split_of(model)
@@ -301,6 +306,7 @@ class Gateway:
                 self._asleep(),
                 self.arms.tallies(),
                 self.migrations.quarantine.told(),
+                self.view is not None and self.view.is_draining,
             )
             try:
                 answer = await self.manager.report.remote(report)

@@ -38,11 +38,13 @@ from serve_app.asgi import (
 )
 from serve_app.browsers import guarded
 from serve_app.cold_start import ColdStarts
-from serve_app.config import FairnessArgs, IngressArgs
+from serve_app.config import FairnessArgs, IngressArgs, log_format
 from serve_app.errors import SHOULD_RETRY, OverloadedError, should_retry_of
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.logs import install_in_replica
 from serve_app.queue_stats import QueueStats
+from serve_app.ray_network import keep_to_loopback
 from serve_app.routing import views_registry
 from serve_app.routing.queues import AdmissionQueues
 from serve_app.scaling_options import ingress_scaling
@@ -169,6 +171,8 @@ class Ingress:
     async def __init__(  # type: ignore[misc]
         self, args: IngressArgs, fairness: FairnessArgs, manager: DeploymentHandle[object]
     ) -> None:
+        install_in_replica(log_format())
+        keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
         pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")

@@ -8,6 +8,7 @@ dials anew. Ignorant of Ray and of requests.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping
 
 from engine.types import EngineLoad, StepOutput, TokenOutput
@@ -25,6 +26,7 @@ class IngressLinks:
     ) -> None:
         self.news = EngineNews()
         self._engine_id = engine_id
+        self._engine_key = secrets.token_urlsafe(32)
         self._on_abort = on_abort
         self._on_lost = on_lost
         self._links: dict[str, IngressLink] = {}  # by ingress id
@@ -69,7 +71,9 @@ class IngressLinks:
             link.close()
 
     async def _dial(self, address: StreamAddress) -> IngressLink:
-        link = IngressLink(address, self._engine_id, self.news, self._on_abort, self._forget)
+        link = IngressLink(
+            address, self._engine_id, self._engine_key, self.news, self._on_abort, self._forget
+        )
         await link.dial()
         if self._is_closed:
             link.close()

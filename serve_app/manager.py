@@ -29,9 +29,11 @@ from serve_app.base_plan import LastGood, plan, wished
 from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
-from serve_app.config import ModelArgs, PlatformArgs, default_aliases
+from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_format
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
+from serve_app.logs import install_in_replica
+from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressReport, ReportAnswer
 from serve_app.topology import (
@@ -58,6 +60,10 @@ class Manager:
     """Wrapped by `manager_application`. One replica; ingresses go on without it for a while."""
 
     async def __init__(self, args: PlatformArgs, sources: Sources) -> None:  # type: ignore[misc]
+        install_in_replica(log_format())
+        keep_to_loopback()
+        if (warning := warning_of_cluster()) is not None:
+            logger.warning(warning)
         self._sources = sources
         self._cache_salt_key = kept_key(sources.home)
         self._registry_args = args.registry
@@ -73,6 +79,7 @@ class Manager:
         self._incarnation = secrets.token_hex(4)
         self._num_views = 0
         self._view: PlatformView | None = None
+        self._is_draining = False
         self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
         self._adapter_admin = AdapterAdmin()
         self._canaries = Canaries(args.canary)
@@ -133,6 +140,16 @@ class Manager:
         """A request waits for this base."""
         self._fleet.sleep.wake(digest, asyncio.get_running_loop().time())
         self._watcher.news.set()  # the next round begins now
+
+    async def drain(self) -> int | None:
+        """From now on every ingress refuses new requests, until the server is gone. The requests
+        that are still open; None: not all ingresses have said so yet."""
+        if not self._is_draining:
+            self._is_draining = True
+            if self._view is not None:
+                self._show(replace(self._view, is_draining=True))
+                await self._tell()
+        return self._fleet.sleep.num_open_when_draining(asyncio.get_running_loop().time())
 
     async def bases(self) -> tuple[BaseLine, ...]:
         return self._fleet.lines
@@ -374,6 +391,7 @@ class Manager:
                 registry_error,
                 canary,
                 self._cache_salt_key,
+                self._is_draining,
             )
         )
         await self._tell()
@@ -387,6 +405,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=1.0,
+        logging_config={"enable_access_log": False},  # a line for each report and long poll
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )
     # Without the models: a change there must reach `reconfigure` and nothing else.

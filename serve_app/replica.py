@@ -30,11 +30,14 @@ from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
 from serve_app.background import in_background
 from serve_app.cache_metrics import cache_text
+from serve_app.config import log_format
 from serve_app.disk_reports import DiskReports
 from serve_app.engine_actor import EngineActor
 from serve_app.errors import EngineGoneError
 from serve_app.ingress_metrics import join_texts
+from serve_app.logs import install_in_replica
 from serve_app.ray_errors import root_cause
+from serve_app.ray_network import keep_to_loopback
 from serve_app.reports import Backlog
 from serve_app.routing.view import Ask
 from serve_app.scaling_options import engine_scaling
@@ -64,6 +67,8 @@ class EngineReplica:
     """Wrapped by `base_application`."""
 
     async def __init__(self, spec: BaseSpec, sources: Sources) -> None:  # type: ignore[misc]
+        install_in_replica(log_format())
+        keep_to_loopback()
         self._spec = spec
         self._registry: RegistryReader = await in_background(sources.open_registry)
         self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
@@ -266,6 +271,8 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         # What does not start twice is told to who waits for it; the manager tries again later.
         max_constructor_retry_count=max(2, model.replicas),
         ray_actor_options={"num_cpus": 0.01 if spec.device == "cuda" else 0},
+        # An application of its own does not inherit the file's logging_config: a line a request.
+        logging_config={"enable_access_log": False},
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
     )
     application: serve.Application = deployment.bind(spec, sources)
@@ -277,7 +284,7 @@ class Door:
     application is entered by, though nobody enters this one over HTTP."""
 
     def __init__(self, engine: DeploymentHandle[object]) -> None:
-        pass
+        keep_to_loopback()
 
 
 def _behind_door(engine: serve.Application) -> serve.Application:

@@ -56,6 +56,7 @@ class IngressReport:
     asleep: tuple[tuple[str, float], ...] = ()
     arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started
     quarantined: tuple[Held, ...] = ()
+    is_draining: bool = False  # it takes no new requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import PlatformArgs, check_routers, in_words
+from serve_app.config import IngressArgs, PlatformArgs, check_routers, in_words
+from serve_app.network import is_loopback
 from serve_app.routing.policies import PolicyError
 
 IMPORT_PATH = "serve_app.app:build"
@@ -65,4 +66,19 @@ def read_serve_file(path: Path) -> ServeFile:
         raise ServeFileError(f"{path}: args.{error}") from error
     if not args.models:
         raise ServeFileError(f"{path}: args.models names no base model to serve")
-    return ServeFile(path, schema.http_options.host or "0.0.0.0", schema.http_options.port, args)
+    host = schema.http_options.host or "0.0.0.0"
+    if (why := refusal(host, args.ingress)) is not None:
+        raise ServeFileError(f"{path}: {why}")
+    return ServeFile(path, host, schema.http_options.port, args)
+
+
+def refusal(host: str, ingress: IngressArgs) -> str | None:
+    """Why the server must not listen on `host`, in one sentence; None: it may. The API has no keys
+    of its own, so that beyond this machine somebody else has to ask for them."""
+    if is_loopback(host) or ingress.trusted_gateway is not None:
+        return None
+    return (
+        f"http_options.host is {host!r}, which other machines reach, and the API has no keys of "
+        "its own: set it to 127.0.0.1, or name the gateway in front that authenticates clients "
+        "in args.ingress.trusted_gateway"
+    )

@@ -34,11 +34,15 @@ class StreamAddress:
     port: int
     token: str
     ingress_id: str
+    certificate: str = ""  # PEM, the only one to trust; empty: the connection is plain
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """`engine_key`: of the engine's process; no other connects under its id."""
+
     token: str
     engine_id: str
+    engine_key: str
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +89,7 @@ def encode_frame(frame: Frame) -> bytes:
 def decode_frame(payload: bytes) -> Frame:
     try:
         frame: Frame = _decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StreamError(f"undecodable frame of {len(payload)} bytes: {error}") from None
     return frame
 

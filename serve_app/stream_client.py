@@ -16,6 +16,7 @@ from typing import cast
 
 from engine.types import TokenOutput
 from serve_app.engine_news import Digests, EngineNews
+from serve_app.network import client_tls
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
     Abort,
@@ -46,6 +47,7 @@ class IngressLink(asyncio.Protocol):
         self,
         address: StreamAddress,
         engine_id: str,
+        engine_key: str,
         news: EngineNews,
         on_abort: Callable[[IngressLink, Abort], None],
         on_lost: Callable[[IngressLink], None],
@@ -53,6 +55,7 @@ class IngressLink(asyncio.Protocol):
         self.address = address
         self.is_open = False
         self._engine_id = engine_id
+        self._engine_key = engine_key
         self._news = news
         self._on_abort = on_abort
         self._on_lost = on_lost
@@ -70,9 +73,11 @@ class IngressLink(asyncio.Protocol):
     async def dial(self) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.address.host, self.address.port
+        certificate = self.address.certificate
         try:
+            tls = client_tls(certificate) if certificate else None
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                await loop.create_connection(lambda: self, host, port)
+                await loop.create_connection(lambda: self, host, port, ssl=tls)
         except OSError as error:  # TimeoutError is one
             raise StreamError(f"cannot reach the ingress at {host}:{port}: {error}") from None
         if not self.is_open:
@@ -122,7 +127,9 @@ class IngressLink(asyncio.Protocol):
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
-        self._transport.write(encode_frame(Hello(self.address.token, self._engine_id)))
+        self._transport.write(
+            encode_frame(Hello(self.address.token, self._engine_id, self._engine_key))
+        )
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 from engine.errors import EngineDeadError
 from engine.types import EngineLoad, TokenOutput
+from serve_app.network import is_loopback, server_tls
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
@@ -37,6 +38,7 @@ from serve_app.stream import (
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
+_MAX_STRANGERS = 64  # connections at once that have not said hello
 
 
 class StreamServer:
@@ -51,16 +53,29 @@ class StreamServer:
         self._ingress_id = secrets.token_hex(8)
         self._streams: dict[str, TokenStream] = {}
         self._connections: set[_EngineConnection] = set()
-        self._servers: dict[str, asyncio.Server] = {}  # by host
+        self._strangers: dict[_EngineConnection, None] = {}  # without a hello so far, in order
+        self._keys: dict[str, str] = {}  # by engine id, of those that were ever connected
+        self._servers: dict[str, tuple[asyncio.Server, str]] = {}  # by host, with a certificate
         self._address: StreamAddress | None = None
 
-    async def listen(self, host: str) -> None:
-        """On a free port. Again with another host: new calls name that one, old links live on."""
+    async def listen(self, host: str, *, encrypt: bool | None = None) -> None:
+        """On a free port. Again with another host: new calls name that one, old links live on.
+        `encrypt`: with TLS; None: where the host is not loopback."""
         if host not in self._servers:
-            loop = asyncio.get_running_loop()
-            self._servers[host] = await loop.create_server(lambda: _EngineConnection(self), host, 0)
-        port = self._servers[host].sockets[0].getsockname()[1]
-        self._address = StreamAddress(host, port, self._token, self._ingress_id)
+            tls, certificate = None, ""
+            if encrypt if encrypt is not None else not is_loopback(host):
+                tls, certificate = server_tls()
+            server = await asyncio.get_running_loop().create_server(
+                lambda: _EngineConnection(self),
+                host,
+                0,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else _HELLO_TIMEOUT_S,
+            )
+            self._servers[host] = server, certificate
+        server, certificate = self._servers[host]
+        port = server.sockets[0].getsockname()[1]
+        self._address = StreamAddress(host, port, self._token, self._ingress_id, certificate)
 
     @property
     def address(self) -> StreamAddress:
@@ -85,13 +100,26 @@ class StreamServer:
         return stream
 
     def close(self) -> None:
-        for server in self._servers.values():
+        for server, _ in self._servers.values():
             server.close()
-        for connection in tuple(self._connections):
+        for connection in (*self._connections, *self._strangers):
             connection.close()
 
-    def _accepts(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self._token.encode())
+    def _admit_stranger(self, connection: _EngineConnection) -> None:
+        """Beyond the limit the oldest goes: an engine says hello at once, so that whoever holds
+        connections open without a word keeps no engine out."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.close()
+        self._strangers[connection] = None
+
+    def _accepts(self, hello: Hello) -> bool:
+        """The id belongs to the process that came with it first."""
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return False
+        key = self._keys.setdefault(hello.engine_id, hello.engine_key)
+        return hmac.compare_digest(hello.engine_key.encode(), key.encode())
 
     def _deliver(self, connection: _EngineConnection, step: Step) -> None:
         load = step.load
@@ -104,11 +132,12 @@ class StreamServer:
         self.loads[connection.engine_id] = load
         streams = self._streams
         for accepted in step.accepted:
-            if (taken := streams.get(accepted.request_id)) is not None:
+            taken = streams.get(accepted.request_id)
+            if taken is not None and taken._is_of(connection):
                 taken._connection = connection
         for output in step.outputs:
             stream = streams.get(output.request_id)
-            if stream is not None:
+            if stream is not None and stream._is_of(connection):
                 stream._push(output, connection)
         if self.on_frame is not None:
             try:
@@ -182,6 +211,10 @@ class TokenStream:
     def close(self) -> None:
         self._server._forget(self)
 
+    def _is_of(self, connection: _EngineConnection) -> bool:
+        """An engine speaks for the requests that it took, and for those that nobody took yet."""
+        return self._connection is None or self._connection.engine_id == connection.engine_id
+
     def _push(self, output: TokenOutput, connection: _EngineConnection) -> None:
         self._connection = connection
         self.has_output = True
@@ -205,6 +238,7 @@ class _EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the interface without being a subclass.
         self._transport = cast(asyncio.Transport, transport)
+        self._server._admit_stranger(self)
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self._transport.abort)
 
@@ -219,6 +253,7 @@ class _EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._server._strangers.pop(self, None)
         if self.engine_id:
             logger.info("engine %s disconnected", self.engine_id)
             self._server._lost(self)
@@ -235,13 +270,14 @@ class _EngineConnection(asyncio.Protocol):
         frame = decode_frame(payload)
         if self.engine_id and isinstance(frame, Step):
             self._server._deliver(self, frame)
-        elif not self.engine_id and isinstance(frame, Hello) and self._server._accepts(frame.token):
+        elif not self.engine_id and isinstance(frame, Hello) and self._server._accepts(frame):
             self._welcome(frame)
         else:
             raise StreamError(f"unexpected {type(frame).__name__} frame")
 
     def _welcome(self, hello: Hello) -> None:
         self._cancel_timer()
+        self._server._strangers.pop(self, None)
         self.engine_id = hello.engine_id or "engine"
         # Only a peer that knows the token may make us hold large frames.
         self._splitter.max_frame_bytes = MAX_STEP_BYTES

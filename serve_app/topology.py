@@ -176,9 +176,12 @@ class PlatformView:
     registry_error: str | None  # set while the registry is down; the catalog is the last good one
     canary: CanaryState = CanaryState()
     cache_salt_key: bytes = field(default=b"", repr=False)  # secret; see `cache_salt`
+    is_draining: bool = False  # the server is being stopped: nothing new is taken
 
     @property
     def is_ready(self) -> bool:
+        if self.is_draining:
+            return False
         return not self.missing and all(base.is_running for base in self.bases if base.is_awaited)
 
 

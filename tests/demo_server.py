@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import yaml
 
 from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
+from serve_app.network import is_loopback
 from tests.serve_rig import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,18 @@ class DemoServer:
         ]
         assert values, f"no metric {name}"
         return sum(values)
+
+
+def open_ports(server: DemoServer) -> list[str]:
+    """Addresses at which processes of this server listen for other machines, with their names."""
+    below = {one.pid: one.name() for one in psutil.Process(server.process.pid).children(True)}
+    return [
+        f"{below[one.pid]} at {one.laddr.ip}:{one.laddr.port}"
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+        and one.pid in below
+        and not is_loopback(one.laddr.ip.removeprefix("::ffff:"))
+    ]
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -28,6 +28,7 @@ from tests.demo_server import (
     ROOT,
     DemoServer,
     environment,
+    open_ports,
     run_cli,
     serving,
     write_config,
@@ -86,6 +87,10 @@ async def stream_chat(api: openai.AsyncOpenAI, adapter: str | None, **options: o
             finished += choice.finish_reason is not None
     assert finished == 1
     return text
+
+
+def test_a_server_on_loopback_opens_no_port_to_other_machines(server: DemoServer) -> None:
+    assert open_ports(server) == []
 
 
 async def test_every_answer_equals_hugging_face_and_peft(

@@ -12,6 +12,7 @@ import pytest
 from registry.cache import Cache
 from registry.entities import FileEntry, content_digest
 from registry.errors import CacheFullError
+from registry.space import Space
 from tests.cache_helpers import (
     FarSide,
     digest_of,
@@ -248,3 +249,19 @@ def test_processes_killed_at_any_moment_leave_nothing_half_done(tmp_path: Path) 
     assert leftovers(cache) == []
     assert cache.size_bytes() <= 300_000
     use(cache, *"abcdefgh", size=100_000)
+
+
+def test_a_cache_without_a_limit_of_its_own_leaves_a_fifth_of_the_free_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free_bytes(space: Space) -> int:
+        return 5000 - space.own_bytes()
+
+    monkeypatch.setattr(Space, "_free_bytes", free_bytes)
+    cache = Cache(tmp_path, leaves_room=True)
+    use(cache, *"abcde")
+    assert held_names(cache, "abcde") == "bcde"
+    assert cache.stats().max_bytes == 4000
+    again = Cache(tmp_path, leaves_room=True)  # what it holds already counts as its own
+    assert again.stats().max_bytes == 4000
+    assert Cache(tmp_path, max_bytes=4500, leaves_room=True).stats().max_bytes == 4500

@@ -10,10 +10,12 @@ import httpx
 import pytest
 from ray import serve
 
+from serve_app.app import _http_host
+from serve_app.drain import drain
 from serve_app.stream import Step, StreamAddress, StreamError
 from serve_app.stream_server import StreamServer
 from tests.fakes_engine import CRASH_TOKEN
-from tests.serve_rig import RIG_ADAPTER, RIG_BASE, deploy, rig_args, wait_ready
+from tests.serve_rig import RIG_ADAPTER, RIG_BASE, RIG_TOKEN, deploy, rig_args, wait_ready
 from tests.waiting import until
 
 Attend = Callable[[StreamAddress], Awaitable[None]]
@@ -59,3 +61,36 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
     await until(lambda: len(lost) == 2)
     with pytest.raises(StreamError, match="cannot reach the ingress"):
         await attend(server.address)
+
+
+async def test_a_server_that_drains_ends_its_open_stream_and_takes_nothing_new(
+    serve_port: int, tmp_path: Path
+) -> None:
+    rig = deploy(serve_port, rig_args(20.0, RIG_BASE), tmp_path)
+    wait_ready(rig)
+    assert _http_host() == "127.0.0.1"
+    admin = {"authorization": f"Bearer {RIG_TOKEN}"}
+    body = {"model": RIG_BASE, "prompt": "abcdefgh", "max_tokens": 60, "stream": True}
+    async with httpx.AsyncClient(base_url=rig.url, timeout=30) as client:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            assert (await client.post("/admin/drain")).status_code == 401
+            asked = await client.post("/admin/drain", headers=admin)
+            assert asked.json()["open_requests"] in (None, 1)
+            await until_status(client, "/ready", 503)
+            refused = await client.post("/v1/completions", json=body | {"stream": False})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert "is being stopped" in refused.json()["error"]["message"]
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert sum('"text"' in line for line in rest) >= 50
+    with httpx.Client(timeout=30) as client:
+        assert drain(client, rig.url, RIG_TOKEN, 30.0, lambda: False)
+    serve.delete("api")  # the next module's server takes requests
+
+
+async def until_status(client: httpx.AsyncClient, path: str, status: int) -> None:
+    async with asyncio.timeout(30):
+        while (await client.get(path)).status_code != status:
+            await asyncio.sleep(0.05)

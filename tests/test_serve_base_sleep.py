@@ -167,3 +167,13 @@ def test_an_ingress_counts_what_is_open_and_how_long_nothing_was() -> None:
     second.leave()
     now_s = 8.0
     assert activity.report() == (BaseActivity(BASE, 0, 3.0),)
+
+
+def test_open_requests_count_once_every_ingress_refuses_new_ones() -> None:
+    keeper = SleepKeeper()
+    open_here = (BaseActivity(BASE, 2, 0.0),)
+    keeper.hear(IngressReport("one", open_here, is_draining=True), 1.0)
+    keeper.hear(IngressReport("two", open_here), 1.0)
+    assert keeper.num_open_when_draining(1.0) is None
+    keeper.hear(IngressReport("two", (BaseActivity(BASE, 1, 0.0),), is_draining=True), 2.0)
+    assert keeper.num_open_when_draining(2.0) == 3

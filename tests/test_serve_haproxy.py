@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.demo_server import ROOT, DemoServer, serving, write_config
+from tests.demo_server import ROOT, DemoServer, open_ports, serving, write_config
 
 pytestmark = pytest.mark.serve
 MODEL = "smollm2-135m-instruct"
@@ -38,6 +38,10 @@ def test_a_stream_has_the_words_of_the_whole_answer(api: openai.OpenAI) -> None:
     parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(parts) == whole
     assert len(parts) > 10  # they came one by one
+
+
+def test_a_server_on_loopback_opens_no_port_to_other_machines(server: DemoServer) -> None:
+    assert open_ports(server) == []
 
 
 def test_refusals_keep_their_status_and_body(api: openai.OpenAI) -> None:

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
-from serve_app import cli, launch
+from serve_app import app, cli, launch
+from serve_app.config import IngressArgs, PlatformArgs
+from serve_app.drain import drain
 from serve_app.serve_file import ServeFileError, read_serve_file
 from tests.registry_helpers import embedded_uri
 
@@ -57,8 +60,38 @@ def free_port() -> int:
 
 def test_good_file_says_where_it_listens(tmp_path: Path) -> None:
     assert read_serve_file(write_file(tmp_path, 8123)).url == "http://127.0.0.1:8123"
-    everywhere = read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", "0.0.0.0"))
+    gateway = "args: {ingress: {trusted_gateway: envoy}, models: [{name: tiny}]}"
+    path = write_file(tmp_path, 8123, "127.0.0.1", "0.0.0.0")
+    text = path.read_text().replace("args:\n      models: [{name: tiny}]", gateway)
+    path.write_text(text)
+    everywhere = read_serve_file(path)
     assert (everywhere.host, everywhere.url) == ("0.0.0.0", "http://127.0.0.1:8123")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", '"::1"'])
+def test_a_loopback_address_needs_no_gateway(tmp_path: Path, host: str) -> None:
+    read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", '"::"', "192.0.2.7", "server.example"])
+def test_a_host_for_other_machines_is_refused_without_a_gateway(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ServeFileError, match=r"http_options\.host.*ingress\.trusted_gateway"):
+        read_serve_file(write_file(tmp_path, 8123, "127.0.0.1", host))
+
+
+def test_a_file_that_names_no_host_is_refused_without_a_gateway(tmp_path: Path) -> None:
+    """Serve's own default is every interface."""
+    with pytest.raises(ServeFileError, match=r"http_options\.host is '0\.0\.0\.0'"):
+        read_serve_file(write_file(tmp_path, 8123, "host: 127.0.0.1, ", ""))
+
+
+def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "_http_host", lambda: "0.0.0.0")
+    with pytest.raises(ValueError, match=r"http_options\.host.*ingress\.trusted_gateway"):
+        app.build(PlatformArgs())
+    app.build(PlatformArgs(ingress=IngressArgs(trusted_gateway="envoy")))
 
 
 @pytest.mark.parametrize(
@@ -223,3 +256,36 @@ def test_sigterm_ends_everything_that_was_started(home: Path, tmp_path: Path) ->
         "admin_token",
         "logs",
     }
+
+
+# -- the drain ------------------------------------------------------------------------------------
+
+
+def drained(limit_s: float, *answers: object, is_impatient: bool = False) -> tuple[bool, int]:
+    """What `drain` returns, and how often it asked. `answers`: a status or an open count each, the
+    last one again and again."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer token"
+        asked.append(str(request.url))
+        one = answers[min(len(asked), len(answers)) - 1]
+        if isinstance(one, Exception):
+            raise one
+        status = 503 if one == "away" else 200
+        return httpx.Response(status, json={"open_requests": one})
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        is_empty = drain(client, "http://server", "token", limit_s, lambda: is_impatient)
+    assert set(asked) <= {"http://server/admin/drain"}
+    return is_empty, len(asked)
+
+
+def test_draining_ends_with_the_last_open_request() -> None:
+    assert drained(60, None, "away", 2, 0) == (True, 4)
+
+
+def test_draining_ends_at_its_limit_at_a_second_signal_and_without_a_server() -> None:
+    assert drained(0.3, 1)[0] is False
+    assert drained(60, 1, is_impatient=True) == (False, 0)
+    assert drained(60, httpx.ConnectError("nobody listens")) == (False, 1)

@@ -50,11 +50,11 @@ class Rig:
 
 
 @asynccontextmanager
-async def running_rig(rate: float = 500.0) -> AsyncIterator[Rig]:
+async def running_rig(rate: float = 500.0, *, encrypt: bool = False) -> AsyncIterator[Rig]:
     engine = PacedEngine(rate=rate)
     host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16, 0))
     server = StreamServer()
-    await server.listen("127.0.0.1")
+    await server.listen("127.0.0.1", encrypt=encrypt)
     host.start()
     try:
         yield Rig(engine, host, server)
@@ -324,10 +324,97 @@ async def test_a_stranger_may_not_make_the_ingress_hold_a_large_frame() -> None:
         writer.close()
 
 
+async def test_strangers_hold_a_bounded_number_of_connections_and_keep_no_engine_out() -> None:
+    async with running_rig() as rig:
+        port = rig.server.address.port
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(70)]
+        closed = [reader.read() for reader, _ in strangers[:6]]  # the oldest
+        assert await asyncio.wait_for(asyncio.gather(*closed), 10) == [b""] * 6
+        assert len(rig.server._strangers) == 64
+        assert not any(reader.at_eof() for reader, _ in strangers[6:])
+        await rig.host.attend(rig.server.address)
+        await until(lambda: rig.server.engines == {"e0"})
+        for _, writer in strangers:
+            writer.close()
+        await until(lambda: not rig.server._strangers)
+
+
+async def test_what_leaves_this_machine_is_encrypted_and_the_rest_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = StreamServer()
+    await server.listen("127.0.0.1")
+    assert server.address.certificate == ""
+    server.close()
+    monkeypatch.setattr("serve_app.stream_server.is_loopback", lambda host: False)
+    other = StreamServer()
+    await other.listen("127.0.0.1")
+    assert "BEGIN CERTIFICATE" in other.address.certificate
+    other.close()
+
+
+async def test_tokens_arrive_over_tls_and_aborts_go_back() -> None:
+    async with running_rig(encrypt=True) as rig:
+        stream, endless = rig.server.open(["r"]), rig.server.open(["s"])
+        call, other = rig.submit(new_request()), rig.submit(new_request("s", max_tokens=100_000))
+        assert [output.offset for output in await read_all(stream)] == [0, 1, 2, 3, 4]
+        await asyncio.wait_for(call, 10)
+        await endless.read()
+        endless.abort("s")
+        await asyncio.wait_for(other, 10)
+
+
+async def test_an_engine_trusts_no_other_certificate_than_that_of_its_ingress() -> None:
+    async with running_rig(encrypt=True) as rig, running_rig(encrypt=True) as other:
+        address = replace(rig.server.address, certificate=other.server.address.certificate)
+        with pytest.raises(StreamError, match="cannot reach the ingress"):
+            await rig.host.attend(address)
+        assert not rig.server.engines
+
+
+async def test_a_plain_hello_gets_nothing_from_an_encrypted_ingress() -> None:
+    async with running_rig(encrypt=True) as rig:
+        with pytest.raises(StreamError):
+            await rig.host.submit(
+                [new_request()], replace(rig.server.address, certificate=""), None
+            )
+        assert rig.server.loads == {}
+
+
+async def test_an_engine_cannot_call_itself_another() -> None:
+    async with running_rig() as rig, running_rig() as thief:
+        await rig.host.attend(rig.server.address)
+        await until(lambda: rig.server.engines == {"e0"})
+        # The other rig's engine has the same id and a key of its own.
+        link_lost = asyncio.Event()
+        thief.host._links._on_lost = lambda _: link_lost.set()
+        await thief.host.attend(rig.server.address)
+        await asyncio.wait_for(link_lost.wait(), 10)
+        assert len(rig.server._connections) == 1
+
+
+async def test_an_engine_cannot_speak_for_a_request_that_another_one_took() -> None:
+    async with running_rig() as rig:
+        other = EngineHost(PacedEngine(rate=500), "e1", EngineMetrics("base", "e1", 16, 0))
+        other.start()
+        stream = rig.server.open(["r"])
+        call = rig.submit(new_request(max_tokens=100_000))
+        await stream.read()
+        foreign = asyncio.create_task(
+            other.submit([new_request(max_tokens=7)], rig.server.address, None)
+        )
+        await asyncio.wait_for(foreign, 10)
+        await until(lambda: rig.server.loads["e1"].num_steps >= 7)
+        assert not any(output.finish_reason for output in await stream.read())
+        assert stream.engine_id == "e0"
+        call.cancel()
+        other.stop()
+
+
 def test_frames_survive_any_cut_of_the_bytes() -> None:
     output = TokenOutput("r", 0, 3, (7, 8), finish_reason="stop")
     frames: list[Frame] = [
-        Hello("token", "e0"),
+        Hello("token", "e0", "key"),
         Step((output,), EngineLoad(num_running=2, adapters_on_device=("d",)), False),
         Abort("r", None),
     ]
@@ -339,7 +426,10 @@ def test_frames_survive_any_cut_of_the_bytes() -> None:
         assert [decode_frame(payload) for payload in payloads] == frames
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x93\x00", b"\x92\x09\x01", b"junk", b"\x80"])
+NO_UTF8 = b"\x94\x00\xa1\xff\xa2e0\xa1k"  # a hello whose token is the byte 255
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x93\x00", b"\x92\x09\x01", b"junk", b"\x80", NO_UTF8])
 def test_junk_is_an_error_and_nothing_else(payload: bytes) -> None:
     with pytest.raises(StreamError):
         decode_frame(payload)
@@ -373,7 +463,7 @@ async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineNews]:
     server = StreamServer()
     await server.listen("127.0.0.1")
     news = EngineNews()
-    link = IngressLink(server.address, "e0", news, lambda *_: None, lambda _: None)
+    link = IngressLink(server.address, "e0", "key", news, lambda *_: None, lambda _: None)
     transport = StuckTransport()
     link.connection_made(transport)
     link.tell_whole()

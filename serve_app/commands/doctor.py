@@ -65,6 +65,7 @@ def _findings(port: int) -> Iterator[Finding]:
     yield _home(config.default_home())
     yield _disk(config.default_home())
     yield _port(port)
+    yield _network()
     yield from _registry()
 
 
@@ -196,6 +197,16 @@ def _port(port: int) -> Finding:
             "port", "warn", f"{port} is taken", "stop that server or change http_options.port"
         )
     return Finding("port", "ok", f"{port} is free")
+
+
+def _network() -> Finding:
+    """Of `serve run`; `loraplex serve` keeps Ray to 127.0.0.1, with a token of its own."""
+    from serve_app.ray_network import warning_of_machine  # a second, that of Ray
+
+    words = warning_of_machine()
+    if words is None:
+        return Finding("network", "ok", "a Ray of this machine is closed to strangers")
+    return Finding("network", "warn", f"with serve run, {words}", "or use loraplex serve")
 
 
 def _registry() -> Iterator[Finding]:

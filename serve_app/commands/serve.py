@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -25,19 +26,26 @@ from rich.text import Text
 
 from registry.catalog import Catalog
 from registry.errors import RegistryError, RegistryUnavailableError
-from serve_app import admin_auth, config, launch
+from serve_app import admin_auth, config, launch, logs
 from serve_app.cached_registry import stored_catalog_file
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_configured
 from serve_app.demo.examples import EXAMPLES
+from serve_app.drain import drain
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
+_SHORT_S = 8.0  # Serve needs 5.5 without requests
 _SHOWN_LOG_LINES = 25
 # A new SQLite registry takes its migrations' seconds, a loaded machine some more.
 _REGISTRY_WAIT_S = 10.0
 _KEPT_LOGS = 10
 _QUESTION = "What is the capital of France?"
+
+
+class LogFormat(StrEnum):
+    text = "text"
+    json = "json"
 
 
 class _Signals:
@@ -53,9 +61,18 @@ class _Signals:
 def serve(
     file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
-    haproxy: Annotated[
-        bool, typer.Option(help="HAProxy in front: for many streams (statistics on all interfaces)")
-    ] = False,
+    haproxy: Annotated[bool, typer.Option(help="HAProxy in front: for many streams")] = False,
+    drain_s: Annotated[
+        float,
+        typer.Option(
+            "--drain",
+            min=0,
+            help="Seconds that open requests have to end after Ctrl-C or SIGTERM; new ones get 503",
+        ),
+    ] = 30.0,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Lines of the log, in $LORAPLEX_HOME/logs")
+    ] = LogFormat.text,
 ) -> None:
     """Start the server, wait until it is ready, stay until Ctrl-C."""
     home = config.default_home()
@@ -64,17 +81,24 @@ def serve(
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
             _check_bases(wanted)
+            token = admin_auth.ensure_token(home)
             environment = {
                 **os.environ,
-                config.ADMIN_TOKEN: admin_auth.ensure_token(home),
+                config.ADMIN_TOKEN: token,
                 config.FRONT_LIMITS: wanted.args.ingress.model_dump_json(),
+                config.LOG_FORMAT: log_format.value,
             }
-            child = launch.start(file, _new_log(home / "logs"), environment, haproxy=haproxy)
+            log = _new_log(home / "logs")
+            child = launch.start(
+                file, log, environment, haproxy=haproxy, log_format=log_format.value
+            )
+            gentle_s = launch.GENTLE_S
             try:
-                _run(wanted, child, signals, timeout_s)
+                if _run(wanted, child, signals, timeout_s):
+                    gentle_s = _drain(wanted.url, token, drain_s, signals)
             finally:
                 with console.status("Stopping (again Ctrl-C to stop at once)"):
-                    launch.stop(child, lambda: signals.count > 1)
+                    launch.stop(child, lambda: signals.count > 1, gentle_s)
                 console.print("Stopped; nothing is left running.")
     except (ServeFileError, launch.LaunchError) as error:
         raise Failure(str(error)) from error
@@ -135,7 +159,8 @@ def _stored(args: config.RegistryArgs) -> Catalog | None:
     return stored_catalog_file(config.cache_folder(), config.tracking_uri(args)).read()
 
 
-def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> None:
+def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> bool:
+    """Until a signal comes; whether the server was ready before."""
     started_s = time.monotonic()
     with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
         while not signals.count:
@@ -150,7 +175,7 @@ def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: f
             status.update(f"{words} ({waited_s:.0f} s; log: {child.log})")
             time.sleep(_POLL_S)
     if signals.count:
-        return
+        return False
     console.print(f"[green]Ready[/] at {wanted.url} after {time.monotonic() - started_s:.1f} s")
     with httpx.Client(timeout=30) as client:
         _print_examples(wanted.url, list_served(client, wanted.url))
@@ -158,6 +183,17 @@ def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: f
     while not signals.count:
         _check_alive(child)
         time.sleep(_POLL_S)
+    return True
+
+
+def _drain(url: str, token: str, limit_s: float, signals: _Signals) -> float:
+    """Seconds that Serve has to stop afterwards: few for what did not end in time."""
+    if not limit_s:
+        return launch.GENTLE_S
+    words = f"Waiting up to {limit_s:.0f} s for open requests (again Ctrl-C to stop at once)"
+    with console.status(words), httpx.Client(timeout=5) as client:
+        is_empty = drain(client, url, token, limit_s, lambda: signals.count > 1)
+    return launch.GENTLE_S if is_empty else _SHORT_S
 
 
 def _check_alive(child: launch.Child) -> None:
@@ -205,7 +241,8 @@ def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
 def _new_log(folder: Path) -> Path:
     """Named by the moment; the oldest of many go."""
     for old in sorted(folder.glob("serve-*.log"))[: 1 - _KEPT_LOGS]:
-        old.unlink(missing_ok=True)
+        for path in (old, *(logs.backup(old, n) for n in range(1, logs.LOG_FILES))):
+            path.unlink(missing_ok=True)
     return folder / f"serve-{datetime.now(UTC):%Y%m%d-%H%M%S}.log"
 
 

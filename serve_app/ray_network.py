@@ -1,0 +1,52 @@
+"""How far Ray's own ports reach: Ray and Serve exchange pickles, which are code, over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import grpc
+import ray
+from ray._common.tls_utils import add_port_to_grpc_server
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.serve._private import replica
+
+from serve_app.network import is_loopback
+
+
+def keep_to_loopback() -> None:
+    """Has Serve's gRPC server of this replica listen on 127.0.0.1 where Ray's node does, instead of
+    on all interfaces, for which Serve has no setting. Called in a deployment's constructor: the
+    server starts after it."""
+    if is_loopback(ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
+        replica.add_port_to_grpc_server = _add_port_on_loopback
+
+
+def _add_port_on_loopback(server: grpc.Server, address: str) -> int:
+    port: int = add_port_to_grpc_server(server, address.replace("[::]:", "127.0.0.1:"))
+    return port
+
+
+def open_nodes(addresses: Iterable[str], is_authenticated: bool) -> str | None:
+    """What is wrong in one sentence, where Ray runs without authentication and other machines
+    reach it; None: nothing."""
+    found = sorted({address for address in addresses if not is_loopback(address)})
+    if is_authenticated or not found:
+        return None
+    return (
+        f"Ray listens at {', '.join(found)} without authentication, so that whoever reaches its "
+        "ports runs code here: set RAY_AUTH_MODE=token on every node (ray get-auth-token "
+        "--generate), and RAY_USE_TLS=1 where others share the network"
+    )
+
+
+def warning_of_cluster() -> str | None:
+    """`open_nodes` of the Ray that this process belongs to."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = [str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
+    return open_nodes(alive, is_token_auth_enabled())
+
+
+def warning_of_machine() -> str | None:
+    """`open_nodes` of a Ray that `serve run` would start here."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return open_nodes([address], is_token_auth_enabled())

@@ -1,0 +1,38 @@
+"""The process that `launch.start` starts: `serve run` over a Ray of this machine alone.
+
+Ray's dashboard is left out: it costs nine processes and nobody can open it, because its token lies
+in the server's temp folder. `serve run` itself has no option for that, but it takes a Ray that is
+initialized already. The process owns the server's log, so that the log is rotated, and complete,
+also when the command that started the server is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from serve_app.logs import JsonStream, RotatingOutput
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="serve_child", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--log", type=Path, required=True, help="the file that is standard output")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    given = parser.parse_args(arguments)
+    RotatingOutput(given.log).start()
+    if given.log_format == "json":
+        sys.stdout = JsonStream(sys.stdout)
+        sys.stderr = JsonStream(sys.stderr)
+    # Not before: Ray's loggers keep the stream that they find when they are made.
+    import ray
+    from ray.serve._private.constants import SERVE_NAMESPACE
+    from ray.serve.scripts import cli
+
+    ray.init("local", namespace=SERVE_NAMESPACE, include_dashboard=False)
+    cli(["run", str(given.config)])
+
+
+if __name__ == "__main__":
+    main()

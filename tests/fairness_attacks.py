@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from serve_app.config import FairnessArgs
@@ -146,7 +147,7 @@ class _World:
 
     def run(self, sent: Iterable[Sent]) -> dict[str, Score]:
         for one in sent:
-            self._at(one.at_s, lambda now_s, one=one: self._arrive(one, now_s))
+            self._at(one.at_s, partial(self._arrive, one))
         for number in range(round(SECONDS / _LOOK_S)):
             self._at(number * _LOOK_S, self._send)
         for number in range(round(SECONDS / _TRIM_S)):

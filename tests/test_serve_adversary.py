@@ -43,7 +43,7 @@ ATTACKS: dict[str, list[Sent]] = {
         lambda i: {"leaves_after_s": (i % 7) / 7, "max_tokens": 100_000}, 50.0
     ),
 }
-MANNERS = {  # of made-up tenants, each in its own way
+MANNERS: dict[int, dict[str, object]] = {  # of made-up tenants, each in its own way
     i: {
         "tenant": f"made-up-{i}",
         "priority": -(i % 100),

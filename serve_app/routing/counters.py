@@ -66,6 +66,8 @@ class Ranking(Generic[A]):
     def remove(self, account: A) -> None:
         del self._members[account]
         account.rankings.remove(self)
+        if not self._members:
+            self._heap.clear()  # entries of those that left: they would hold the accounts
 
     def fell(self, account: Account) -> None:
         self._push(self._members[account])

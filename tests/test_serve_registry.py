@@ -188,18 +188,3 @@ def test_a_server_starts_without_its_registry_from_what_its_node_has(front: Fron
     front.registry.set_alias("pirate", "champion", int(new[-1]))
     eventually(lambda: front.version_of("pirate") == new)
     assert front.metric("loraplex_reconcile_age_seconds") < 30
-
-
-def test_a_hostile_tag_ends_neither_a_manager_nor_the_one_that_replaces_it(front: Front) -> None:
-    front.deploy(0.2, None)
-    size = '{"engine": {"kv_cache_bytes": "' + "9" * 400 + '"}}'
-    front.registry.set_setting("pirate", "serve", size)
-    eventually(lambda: "pirate" in failed(front))
-    ray.kill(ray.get_actor(manager_actor(), namespace="serve"), no_restart=False)
-    for _ in range(2):
-        old = front.version_of("pirate")
-        new = "pirate@2" if old == "pirate@1" else "pirate@1"
-        front.registry.set_alias("pirate", "champion", int(new[-1]))
-        eventually(lambda new=new: front.version_of("pirate") == new)
-    eventually(lambda: "pirate" in failed(front))
-    front.registry.set_setting("pirate", "serve", None)

@@ -15,8 +15,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineMemoryError
+from engine.host_memory import total_bytes
 from engine.memory_plan import (
     GIB,
+    check_asked,
     default_adapter_host_bytes,
     default_adapter_pool_bytes,
 )
@@ -37,6 +39,21 @@ class EmptyDevice:
 def look_at_empty_device(device: torch.device) -> EmptyDevice:
     free, total = torch.cuda.mem_get_info(device)
     return EmptyDevice(total, total - free - torch.cuda.memory_reserved(device))
+
+
+def check_asked_memory(config: EngineConfig, device: torch.device) -> None:
+    """Before anything is loaded: sizes of the configuration that cannot be. EngineMemoryError."""
+    on_device = {
+        "kv_cache_bytes": None if config.num_blocks is not None else config.kv_cache_bytes,
+        "adapter_pool_bytes": config.adapter_pool_bytes,
+    }
+    on_host = {"adapter_host_bytes": config.adapter_host_bytes}
+    if device.type == "cuda":
+        total = int(torch.cuda.mem_get_info(device)[1])
+        check_asked(on_device, total, "the device")
+    else:
+        on_host |= on_device
+    check_asked(on_host, total_bytes(), "this machine")
 
 
 def allocated_bytes(device: torch.device) -> int:

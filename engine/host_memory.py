@@ -26,6 +26,13 @@ def available_bytes() -> int:
     return min(machine, max(0, limit - used + cache))
 
 
+def total_bytes() -> int:
+    """Of this machine, or of its container where that has less."""
+    machine = _fields(Path("/proc/meminfo"))["MemTotal"]
+    limit = _number(_CGROUP / "memory.max")
+    return machine if limit is None else min(machine, limit)
+
+
 def resident_bytes() -> int | None:
     """Of this process, mapped files included."""
     try:

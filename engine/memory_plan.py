@@ -9,6 +9,7 @@ would change it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import EngineMemoryError
@@ -113,6 +114,19 @@ def plan_memory(
             "other processes on this device",
         )
     return plan
+
+
+def check_asked(asked: Mapping[str, int | None], memory_bytes: int, where: str) -> None:
+    """Refuses sizes, by their settings' names, that `where` ("this machine") cannot ever hold, each
+    alone or all together. None: not set. Raises EngineMemoryError, in one line."""
+    sizes = {name: size for name, size in asked.items() if size is not None}
+    too_large = {name: size for name, size in sizes.items() if size > memory_bytes}
+    total = sum(sizes.values())
+    if not too_large and total <= memory_bytes:
+        return
+    shown = too_large or sizes
+    words = " and ".join(f"{name} is {size / GIB:.3f} GiB" for name, size in shown.items())
+    raise EngineMemoryError(f"{words}, but {where} has {memory_bytes / GIB:.3f} GiB of memory")
 
 
 def default_adapter_pool_bytes(

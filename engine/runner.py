@@ -20,15 +20,17 @@ from engine.device_memory import (
     EmptyDevice,
     adapter_budgets,
     allocated_bytes,
+    check_asked_memory,
     explain_out_of_memory,
     look_at_empty_device,
     peak_bytes,
 )
 from engine.device_step import DeviceSteps
 from engine.errors import UnsupportedModelError
-from engine.kv_cache import KVCache, allocate_kv_cache, count_blocks, plan_kv
+from engine.host_memory import available_bytes
+from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
 from engine.largest_step import largest_batch, num_blocks
-from engine.memory_plan import DeviceUse
+from engine.memory_plan import DeviceUse, check_asked
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.reference_step import ReferenceSteps
@@ -59,6 +61,7 @@ class ModelRunner:
         self.max_model_len = _resolve_max_len(config, self.model_config)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
+        check_asked_memory(config, self.device)
         empty = look_at_empty_device(self.device) if self.device.type == "cuda" else None
         self._weights, weight_bytes = self._load(folder, config)
         self._model = Model(self.model_config, self._weights, self.max_model_len)
@@ -67,6 +70,14 @@ class ModelRunner:
             self.num_blocks = count_blocks(
                 self.model_config, config, self.max_model_len, self.dtype
             )
+            if config.num_blocks is not None or config.kv_cache_bytes is not None:
+                size = block_bytes(self.model_config, config.block_size, self.dtype)
+                kv = "the KV cache (num_blocks or kv_cache_bytes)"
+                check_asked(
+                    {kv: self.num_blocks * size},
+                    available_bytes(),
+                    "this machine, apart from other processes,",
+                )
         else:
             use = self._measure(config, empty, weight_bytes, uses_triton)
             plan = plan_kv(self.model_config, config, self.max_model_len, self.dtype, use)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from math import inf, isinf
 from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 REFUSALS = (RegistrationError, InvalidNameError, ArtifactError)  # of a plain version's content
 LONGEST_S = 600.0  # of one version; then the next one's turn comes
+_TAG_AGAIN_S = 60.0
 _MAX_LOST = 3  # threads that are still in a store that hangs
 _MIN_FREE_BYTES = 1024**3  # left on the scratch folder's disk
 
@@ -66,7 +68,7 @@ class Adoption:
         self._scratch = scratch
         self._quarantine = Quarantine()
         self._found: dict[Key, Found] = {}
-        self._tagged: set[Key] = set()
+        self._tag_again_s: dict[Key, float] = {}  # monotonic; for ever once they are written
         self._changed = threading.Condition(threading.RLock())
         self._jobs: deque[_Job] = deque()
         self._job: _Job | None = None
@@ -92,11 +94,13 @@ class Adoption:
             return False, None
 
     def tag_once(self, row: Row, write: Callable[[], None]) -> None:
-        """Has the worker write a version's tags. Not again where the store takes none."""
+        """Has the worker write a version's tags; again after a pause where the store takes none,
+        which may be one that can only be read."""
+        key = key_of(row)
         with self._changed:
-            if key_of(row) not in self._tagged:
-                self._tagged.add(key_of(row))
-                self._add(_Job(key_of(row), write))
+            if not self._is_waiting(key) and time.monotonic() >= self._tag_again_s.get(key, 0.0):
+                self._tag_again_s[key] = time.monotonic() + _TAG_AGAIN_S
+                self._add(_Job(key, lambda: self._tag(key, write)))
 
     def keep(self, rows: Collection[Row]) -> bool:
         """Forgets every version that the listing does not show any more. False: a store that failed
@@ -105,8 +109,10 @@ class Adoption:
         with self._changed:
             for key in self._found.keys() - keys:
                 del self._found[key]
-            self._tagged &= keys
-            return not self._quarantine.verdicts()
+            for key in self._tag_again_s.keys() - keys:
+                del self._tag_again_s[key]
+            are_tagged = all(isinf(again_s) for again_s in self._tag_again_s.values())
+            return are_tagged and not self._quarantine.verdicts()
 
     def wait(self) -> None:
         """Until nothing is left to do."""
@@ -179,6 +185,15 @@ class Adoption:
                 return
             self._found[key] = found
             self._quarantine.forgive(_digest(key))
+
+    def _tag(self, key: Key, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except RegistryError as error:  # known to this process all the same
+            logger.warning("%s version %d stays untagged: %s", *key[:2], error)
+        else:
+            with self._changed:
+                self._tag_again_s[key] = inf
 
     def _is_current(self) -> bool:
         return self._worker is threading.current_thread()

@@ -272,12 +272,9 @@ class Registry:
         return listing.adapter_version(replace(row, tags={**row.tags, **tags}))
 
     def _write_tags(self, row: listing.Row, tags: dict[str, str]) -> None:
-        """In the adoption's thread, once for each version that can be served."""
-        try:
-            for key, value in tags.items():
-                self._store.tag_version(row.name, row.version, key, value)
-        except RegistryError as error:  # a store that we may only read: known to this process
-            logger.warning("%s version %d stays untagged: %s", row.name, row.version, error)
+        """In the adoption's thread."""
+        for key, value in tags.items():
+            self._store.tag_version(row.name, row.version, key, value)
 
 
 def _check(name: str, alias: str | None) -> None:

@@ -5,7 +5,6 @@ Apart from `topology`, so that an ingress, which asks neither, need not import M
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistrationError
 from registry.quarantine import FolderQuarantine
-from serve_app.config import ARTIFACT_SCHEMES
+from serve_app.config import environment_with
 
 _REGISTER_TIMEOUT_S = 600.0  # the base's files may have to be fetched first
 
@@ -75,7 +74,7 @@ class CachedRegistry:
                 *(f"--name={name}", f"--base={base}", "--no-probe"),
                 f"--tracking-uri={self._tracking_uri}",
             ],
-            env={**os.environ, ARTIFACT_SCHEMES: ",".join(self._artifact_schemes)},
+            env=environment_with(self._artifact_schemes),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

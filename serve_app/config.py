@@ -395,6 +395,11 @@ def artifact_schemes(args: RegistryArgs) -> tuple[str, ...]:
         raise ValueError(f"{ARTIFACT_SCHEMES}: {error}") from error
 
 
+def environment_with(schemes: Iterable[str]) -> dict[str, str]:
+    """This process's environment for a command that shall read from the same stores."""
+    return {**os.environ, ARTIFACT_SCHEMES: ",".join(schemes)}
+
+
 def webhook_secret() -> str | None:
     return os.environ.get(WEBHOOK_SECRET) or None
 

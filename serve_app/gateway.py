@@ -133,8 +133,11 @@ class Gateway:
         if view.is_draining:
             return ["the server is being stopped"]
         names = {base.base.digest: base.base.name for base in view.bases}
+        failed = {b.base.digest: b.message for b in view.bases if b.state == "failed" and b.message}
         return [f"not registered: {name}" for name in view.missing] + [
-            f"{names[digest]}: {why}" for digest, why in self._unusable.items() if digest in names
+            f"{names[digest]}: {why}"
+            for digest, why in (failed | self._unusable).items()
+            if digest in names
         ]
 
     @property

@@ -8,12 +8,13 @@ import torch
 from engine.config import EngineConfig
 from engine.device_memory import (
     adapter_budgets,
+    check_asked_memory,
     explain_out_of_memory,
     look_at_empty_device,
     peak_bytes,
 )
 from engine.errors import EngineMemoryError
-from engine.memory_plan import GIB
+from engine.memory_plan import GIB, check_asked
 from lora.page_image import PAGE_ROWS
 from lora.sites import Site, Slice
 
@@ -31,6 +32,21 @@ def test_the_configured_sizes_are_taken_as_they_are() -> None:
 def test_a_cpu_spares_a_quarter_of_a_gib_for_the_pool() -> None:
     budgets = adapter_budgets(EngineConfig("/nowhere", "base"), SITES, torch.float32, CPU, 0)
     assert (budgets.pool_bytes, budgets.host_bytes) == (GIB // 4, 4 * GIB)
+
+
+@pytest.mark.parametrize("field", ["kv_cache_bytes", "adapter_pool_bytes", "adapter_host_bytes"])
+def test_a_size_beyond_the_machine_is_refused_before_anything_is_loaded(field: str) -> None:
+    """The folder does not even exist: nothing was read."""
+    has = r"this machine has [0-9.]+ GiB of memory"
+    config = EngineConfig("/nowhere", "base", device="cpu", **{field: 9000 * GIB})  # type: ignore[arg-type]
+    with pytest.raises(EngineMemoryError, match=rf"^{field} is 9000.000 GiB, but {has}$"):
+        check_asked_memory(config, CPU)
+    check_asked_memory(EngineConfig("/nowhere", "base", device="cpu", **{field: 1}), CPU)  # type: ignore[arg-type]
+
+
+def test_sizes_that_only_together_are_too_large_are_all_named() -> None:
+    with pytest.raises(EngineMemoryError, match=r"^a is 6\.000 GiB and b is 5\.000 GiB, but"):
+        check_asked({"a": 6 * GIB, "b": 5 * GIB, "c": None}, 10 * GIB, "it")
 
 
 def test_other_errors_pass() -> None:

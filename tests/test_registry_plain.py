@@ -216,7 +216,9 @@ def settled(registry: Registry) -> Catalog:
     """After the adoption came to its end, as a server finds it at a later poll."""
     registry.snapshot(adopt="beside")
     registry._adoption.wait()
-    return registry.snapshot(adopt="beside")
+    catalog = registry.snapshot(adopt="beside")
+    registry._adoption.wait()  # for the tags
+    return catalog
 
 
 def test_a_store_that_hangs_delays_no_alias_and_no_other_version_for_ever(

@@ -161,6 +161,9 @@ def test_what_cannot_be_served_is_refused_in_words(admin: httpx.Client, commands
     wrong = admin.post("/bases", json={"name": SECOND, "engine": {"block_size": 0}})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "engine.block_size"
+    own = {"name": SECOND, "router": {"policy": "os:system"}}
+    status, words = refusal(admin.post("/bases", json=own))
+    assert (status, "only the configuration file" in words) == (400, True)
     status, words = refusal(admin.post("/bases", json={"name": "nobody"}))
     assert (status, "nobody" in words) == (404, True)
     status, words = refusal(admin.post("/bases", json={"name": RIG_BASE}))
@@ -257,9 +260,13 @@ def test_an_operator_puts_a_base_to_sleep_and_wakes_it(
 
 
 def test_a_manager_that_died_knows_what_was_added_and_what_sleeps(
-    client: httpx.Client, admin: httpx.Client, napper: str
+    rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
+    """Beside a tag whose number no machine can hold."""
     eventually(lambda: sleeps(admin, napper))
+    size = '{"engine": {"kv_cache_bytes": "' + "9" * 400 + '"}}'
+    rig.registry.set_setting(SECOND, "serve", size)
+    eventually(lambda: state(admin, SECOND) == "failed")
     manager = next(
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -273,6 +280,12 @@ def test_a_manager_that_died_knows_what_was_added_and_what_sleeps(
         return {one["name"] for one in answer.json().get("bases", ())} >= {RIG_BASE, napper}
 
     eventually(is_back)
+    eventually(lambda: state(admin, SECOND) == "failed")
+    found = line(admin, SECOND)
+    assert found is not None
+    assert "kv_cache_bytes" in str(found["message"])
+    rig.registry.set_setting(SECOND, "serve", None)
+    eventually(lambda: line(admin, SECOND) is None)
     assert sleeps(admin, napper)
     assert ask(client, napper).status_code == 200
 

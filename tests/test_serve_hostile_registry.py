@@ -10,17 +10,22 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from registry.catalog import Catalog
 from registry.catalog_file import CatalogFile
 from registry.entities import BaseVersion, Setting
 from registry.listing import PREFIX
 from serve_app import base_plan, manager
+from serve_app.config import ModelArgs
 from serve_app.manager import Manager
 from serve_app.models_routes import _resolve
 from serve_app.topology import PlatformView
 from serve_app.traffic import read_traffic
-from tests.hostile_registry import Reader, World, follows, hostile_tags, make_world, stop
+from tests.hostile_registry import TEXTS, Reader, World, follows, hostile_tags, make_world, stop
+from tests.registry_helpers import embedded, register_adapter, register_base
 
 _BATCH = 250
 SIZE_OF_400_DIGITS = '{"engine": {"kv_cache_bytes": "' + "9" * 400 + '"}}'
@@ -314,3 +319,38 @@ def test_a_stored_catalog_that_is_not_whole_or_not_ours_is_ignored_with_a_log_li
             own = CatalogFile(path, "http://theirs")
     assert own.read() is None
     assert "is not used" in caplog.text
+
+
+# -- the real registry -----------------------------------------------------------------------------
+
+
+def test_tags_of_a_real_mlflow_registry_hide_no_other_model(tmp_path: Path) -> None:
+    """Each kind of value once, as far as MLflow itself takes it."""
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path, "good", b"one")
+    second = register_adapter(registry, tmp_path, "good", b"two", alias=None)
+    client = MlflowClient(registry._store.tracking_uri)
+    client.create_registered_model("pirate (old)", {PREFIX + "canary_weight": "0.1"})
+    taken = 0
+    keys = [PREFIX + key for key in ("serve", "canary_weight", "digest", "rank", "kind")]
+    for number, text in enumerate(TEXTS[::3]):
+        try:
+            client.create_registered_model(f"bad-{number}", dict.fromkeys(keys, text))
+            client.create_model_version(
+                f"bad-{number}", "s3://nowhere", tags=dict.fromkeys(keys, text)
+            )
+        except (MlflowException, SQLAlchemyError, UnicodeEncodeError):
+            continue
+        taken += 1
+    assert taken > 5
+    registry.set_alias("good", "champion", second.version)
+    catalog = registry.snapshot()
+    assert catalog.resolve("tiny:good").adapter is not None
+    assert catalog.resolve("good").adapter.version == second.version  # type: ignore[union-attr]
+    made = base_plan.plan([ModelArgs(name="tiny")], catalog, cluster_has_gpu=False)
+    assert [spec.base.name for spec in made.specs] == ["tiny"]
+    read_traffic(catalog, (), {})
+    stored = CatalogFile(tmp_path / "catalog.json", "here")
+    stored.write(catalog)
+    assert stored.read() == catalog

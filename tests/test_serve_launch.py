@@ -14,11 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from registry.catalog import Catalog
+from registry.client import Registry
+from registry.entities import BaseVersion
 from serve_app import app, cli, launch
-from serve_app.config import IngressArgs, PlatformArgs
+from serve_app.cached_registry import stored_catalog_file
+from serve_app.commands import serve
+from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.drain import drain
-from serve_app.serve_file import ServeFileError, read_serve_file
-from tests.registry_helpers import embedded_uri
+from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
+from tests.registry_helpers import embedded_uri, register_base
 
 FILE = """
 proxy_location: HeadOnly
@@ -38,7 +43,7 @@ START_S = 60
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    embedded_uri(tmp_path / "home")
+    register_base(Registry(embedded_uri(tmp_path / "home")), tmp_path / "content")
     return tmp_path / "home"
 
 
@@ -104,6 +109,9 @@ def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gate
         ("port: 8123", "port: many", r"http_options\.port"),
         ("serve_app.app:build", "other:build", "exactly one application"),
         ("[{name: tiny}]", "[", "not YAML"),
+        ("{name: tiny}", "{name: tiny, max_queued_requests: 0}", "max_queued_requests"),
+        ("{name: tiny}", "{name: tiny, router: {policy: 'no:X'}}", "policy 'no:X' cannot be imp"),
+        ("args:", "args:\n      registry: {artifact_schemes: [S3]}", "artifact_schemes"),
     ],
 )
 def test_bad_file_is_refused_with_place_and_reason(
@@ -156,6 +164,43 @@ def test_bad_file_ends_the_command(
 ) -> None:
     path = write_file(tmp_path, 8123, "name: tiny", "nmae: tiny")
     assert refused(path, home, capsys).startswith(f"error: {path}: args.models.0.")
+
+
+def test_a_base_that_is_not_registered_ends_the_command_with_what_to_do(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_file(tmp_path, free_port(), "name: tiny", "name: nobody@prod")
+    error = refused(path, home, capsys)
+    assert "args.models: no base model is named 'nobody'" in error
+    assert "loraplex register base FOLDER --name nobody" in error
+
+
+@pytest.mark.parametrize("field", ["kv_cache_bytes", "adapter_pool_bytes", "adapter_host_bytes"])
+def test_memory_that_the_machine_lacks_ends_the_command_with_both_numbers(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    engine = f"name: tiny, engine: {{device: cpu, {field}: 9000GiB}}"
+    error = refused(write_file(tmp_path, free_port(), "name: tiny", engine), home, capsys)
+    assert f"args.models.0.engine: {field} is 9000.000 GiB, but this machine has" in error
+
+
+def test_a_registry_that_says_nothing_does_not_hold_up_the_check(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its port takes connections and sends nothing."""
+    monkeypatch.setattr(serve, "_REGISTRY_WAIT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        models = (ModelArgs(name="tiny"),)
+        args = PlatformArgs(models=models, registry=RegistryArgs(tracking_uri=uri))
+        wanted = ServeFile(Path("serve.yaml"), "127.0.0.1", 8000, args)
+        serve._check_bases(wanted)
+        told = " ".join(capsys.readouterr().out.split())
+        assert "the registry does not answer, the server waits for it: no catalog of it" in told
+        stored = Catalog((BaseVersion("tiny", 1, "d" * 64, ""),))
+        stored_catalog_file(home / "cache", uri).write(stored)
+        serve._check_bases(wanted)
+    assert "starts with the last catalog that was stored here" in capsys.readouterr().out
 
 
 def test_failed_application_is_found_in_the_log() -> None:
@@ -233,7 +278,6 @@ def test_dying_server_is_reported_with_its_log_and_leaves_nothing(
     assert started.process.returncode == 1
     assert "The server ended with exit code -9" in out
     assert "Running config file" in out  # of its log
-    assert "no base model is named 'tiny'" in out
     assert "Traceback" not in out
     assert session(started.child) == ()
     assert not started.temp_folder.exists()

@@ -165,3 +165,26 @@ def test_what_is_known_is_served_while_the_server_is_away_and_changes_are_caught
     assert front.metric("loraplex_registry_up") == 1
     assert front.metric("loraplex_registry_last_success_timestamp_seconds") > last_success_s
     assert front.answers("unknown") == 404
+
+
+def test_a_server_starts_without_its_registry_from_what_its_node_has(front: Front) -> None:
+    """Every application goes, the manager too, while the MLflow server is away."""
+    front.deploy(0.2, None)
+    known = front.version_of("pirate")
+    assert front.answers("pirate") == 200
+    stored = front.cache / "catalog.json"
+    eventually(lambda: stored.exists() and known.partition("@")[0] in stored.read_text())
+    front.server.kill()
+    for name in tuple(serve.status().applications):
+        serve.delete(name)
+    front.deploy(0.2, None)
+    assert front.version_of("pirate") == known
+    assert front.metric("loraplex_registry_up") == 0
+    assert front.answers("pirate") == 200
+    assert front.answers("unknown") == 503
+    front.server.start()
+    eventually(lambda: front.metric("loraplex_registry_up") == 1)
+    new = "pirate@2" if known == "pirate@1" else "pirate@1"
+    front.registry.set_alias("pirate", "champion", int(new[-1]))
+    eventually(lambda: front.version_of("pirate") == new)
+    assert front.metric("loraplex_reconcile_age_seconds") < 30

@@ -22,6 +22,7 @@ from registry.catalog import Catalog
 from registry.errors import RegistryError
 from registry.store import shown_uri
 from serve_app import config, launch
+from serve_app.base_plan import SERVE, parse_setting
 from serve_app.commands.common import Failure, console
 from serve_app.commands.store import open_registry
 
@@ -219,7 +220,23 @@ def _registry() -> Iterator[Finding]:
         return
     words = f"{uri}: {len(catalog.bases)} base and {len(catalog.adapters)} adapter versions"
     yield Finding("registry", "ok", words)
+    for one in catalog.rejected:
+        yield Finding(
+            "version", "warn", f"{one.name} version {one.version} cannot be served: {one.reason}"
+        )
+    yield from _settings(catalog)
     yield _demo(catalog)
+
+
+def _settings(catalog: Catalog) -> Iterator[Finding]:
+    """Those that a server does not follow."""
+    for setting in catalog.settings:
+        if setting.key == SERVE:
+            try:
+                parse_setting(setting.name, setting.value)
+            except ValueError as error:
+                words = f"the tag loraplex.{SERVE} of {setting.name} is not followed: {error}"
+                yield Finding("setting", "warn", words, "loraplex bases remove or add it anew")
 
 
 def _demo(catalog: Catalog) -> Finding:

@@ -24,6 +24,9 @@ import msgspec
 import typer
 from rich.text import Text
 
+from engine.errors import EngineMemoryError
+from engine.host_memory import total_bytes
+from engine.memory_plan import check_asked
 from registry.catalog import Catalog
 from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import admin_auth, config, launch, logs
@@ -80,6 +83,7 @@ def serve(
         wanted = read_serve_file(file)
         with launch.only_one(home, wanted.url), _signals() as signals:
             launch.check_port(wanted.host, wanted.port)
+            _check_memory(wanted)
             _check_bases(wanted)
             token = admin_auth.ensure_token(home)
             environment = {
@@ -130,6 +134,21 @@ def _check_bases(wanted: ServeFile) -> None:
                 f"{wanted.path}: args.models: {error}. Register it first: "
                 f"loraplex register base FOLDER --name {name} (the demo's: loraplex demo)"
             ) from error
+
+
+def _check_memory(wanted: ServeFile) -> None:
+    """Raises Failure for sizes that an engine on this machine would refuse, or die of."""
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    for number, model in enumerate(wanted.args.models):
+        engine = model.engine
+        asked = {"adapter_host_bytes": engine.adapter_host_bytes}
+        if engine.device == "cpu" or (engine.device == "auto" and not has_gpu):
+            asked["adapter_pool_bytes"] = engine.adapter_pool_bytes
+            asked["kv_cache_bytes"] = None if engine.num_blocks else engine.kv_cache_bytes
+        try:
+            check_asked(asked, total_bytes(), "this machine")
+        except EngineMemoryError as error:
+            raise Failure(f"{wanted.path}: args.models.{number}.engine: {error}") from error
 
 
 def _look_briefly(args: config.RegistryArgs) -> Catalog:

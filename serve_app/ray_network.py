@@ -40,7 +40,9 @@ def open_nodes(addresses: Iterable[str], is_authenticated: bool) -> str | None:
 
 
 def warning_of_cluster() -> str | None:
-    """`open_nodes` of the Ray that this process belongs to."""
+    """`open_nodes` of the Ray that this process belongs to; None where it belongs to none."""
+    if not ray.is_initialized():
+        return None
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     alive = [str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     return open_nodes(alive, is_token_auth_enabled())

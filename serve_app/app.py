@@ -10,7 +10,7 @@ from functools import partial
 import ray
 from ray.serve import Application
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-from ray.serve.config import ProxyLocation
+from ray.serve.config import HTTPOptions, ProxyLocation
 
 from serve_app.config import (
     PlatformArgs,
@@ -45,11 +45,9 @@ def _http_host() -> str | None:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
     except ValueError:
         return None
-    location, options = ray.get(
-        [controller.get_proxy_location.remote(), controller.get_http_config.remote()]
-    )
-    host: str | None = options.host
-    return None if location == ProxyLocation.Disabled else host
+    location: object = ray.get(controller.get_proxy_location.remote())
+    options: HTTPOptions = ray.get(controller.get_http_config.remote())
+    return None if location == ProxyLocation.Disabled else options.host
 
 
 def sources(args: PlatformArgs, engine_factory: str) -> Sources:

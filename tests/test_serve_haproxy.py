@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import yaml
 
 from tests.demo_server import ROOT, DemoServer, open_ports, serving, write_config
 
@@ -21,6 +23,9 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 def server(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     config = tmp_path_factory.mktemp("config") / "quickstart.yaml"
     url = write_config(ROOT / "configs" / "quickstart.yaml", config, dtype="float32", device="cpu")
+    content = yaml.safe_load(config.read_text())
+    content["applications"][0]["args"]["ingress"] = {"body_timeout_s": 2}
+    config.write_text(yaml.safe_dump(content))
     with serving(demo_home, config, url, "--haproxy") as running:
         yield running
 
@@ -62,6 +67,28 @@ def test_a_client_that_leaves_frees_its_place(server: DemoServer) -> None:
         next(answer.iter_lines())
         wait_for_running(server, 1)
     wait_for_running(server, 0)
+
+
+def test_a_slow_body_is_answered_with_408(server: DemoServer) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_what_serve_cannot_decode_or_forward_is_no_failure_of_the_server(
+    server: DemoServer,
+) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        answer = http.get("/live", headers={b"x-request-id": "é".encode("latin-1")})
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"].isascii()
+        for headers in ({"x-long": "x" * 64_000}, {f"x-{i}": "" for i in range(110)}):
+            assert 400 <= http.get("/live", headers=headers).status_code < 500
+        assert http.get("/live", headers={"host": "evil.example"}).status_code == 403
 
 
 def wait_for_running(server: DemoServer, count: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -207,3 +207,4 @@ class ReplicaAdapters:
     residents: tuple[Resident, ...]
     local_digests: frozenset[str]  # on its node's disk
     pin_failures: dict[str, str]  # digest -> why it is not kept in memory
+    refused: dict[str, str] = field(default_factory=dict)  # digest -> why the engine refuses it

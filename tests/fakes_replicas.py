@@ -122,7 +122,7 @@ class Fleet:
     args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=10.0))
     replicas: dict[str, Replica] = field(default_factory=dict)
     num_refusals: int = 0  # so many calls are refused first
-    holds_calls: bool = False  # they return only when they are cancelled
+    return_s: float = 0.0  # so long after its last token a call returns
     num_cancelled: int = 0  # calls
     _num_calls: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -188,8 +188,7 @@ class Fleet:
         replica = able[self._num_calls % len(able)]
         self.router.placed.append((replica.engine_id, call))
         await replica.submit(call)
-        if self.holds_calls:
-            await asyncio.Event().wait()
+        await asyncio.sleep(self.return_s)
 
     def _able(self, call: SubmitCall) -> list[Replica]:
         return [

@@ -187,17 +187,17 @@ async def test_a_request_that_finds_memory_nowhere_ends_after_its_limit() -> Non
 
 async def test_the_call_of_a_whole_answer_returns_and_is_not_cancelled() -> None:
     async with running_fleet(1) as fleet:
-        for _ in range(10):
-            generation = fleet.generate(make_request(PROMPT, 3))
-            await read_all(generation)
-            generation.close()
+        fleet.return_s = 0.05
+        generation = fleet.generate(make_request(PROMPT, 3))
+        await read_all(generation)
+        generation.close()
         await until(lambda: not fleet._tasks)
         assert fleet.num_cancelled == 0
 
 
 async def test_a_call_that_does_not_return_after_its_answer_is_cancelled_in_the_end() -> None:
     async with running_fleet(1) as fleet:
-        fleet.holds_calls = True
+        fleet.return_s = 60.0
         generation = fleet.generate(make_request(PROMPT, 3))
         await read_all(generation)
         generation.close()

@@ -3,14 +3,16 @@
 A runner that runs ahead gets step n+1 before step n is collected: what the host does between two
 steps is then hidden behind the device's work, and an ended sequence costs one row of one step.
 Holds the promise that a bad request fails alone: a request is checked before it is admitted, and
-when the runner raises, the requests of that batch end with an error and the engine goes on. Only a
-device that is lost for ever (EngineDeadError) ends it.
+when the runner raises, the requests of that batch end with an error and the engine goes on. A step
+that finds no memory is run again in parts, and only what cannot fit alone ends. Only a device that
+is lost for ever (EngineDeadError) ends the engine.
 Ignorant of threads, files and text.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -28,8 +30,10 @@ from engine.errors import (
 )
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
-from engine.step_cost import StepCost
+from engine.step_cost import LongestSteps, StepCost
+from engine.step_parts import run_in_parts
 from engine.types import (
+    NO_MEMORY,
     AdapterResidency,
     EngineLoad,
     LaunchedStep,
@@ -45,6 +49,7 @@ from engine.types import (
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledBatch(())
+_WARN_EVERY_S = 10.0  # of steps without memory: they come in rows
 
 
 class ModelFacts(Protocol):
@@ -122,6 +127,9 @@ class Engine:
         )
         self._clock = clock
         self._cost = StepCost()
+        self._longest = LongestSteps()
+        self.usual_step_s = math.inf  # the longest that steps like those under way took lately
+        self._warned_s = -math.inf
         self._marked_s = 0.0  # when the newest step was launched or collected
         self._leaving: set[str] = set()  # adapters that take no new requests
         self._seeds = random.Random(config.seed)
@@ -162,7 +170,7 @@ class Engine:
         step = self._launch(_by_adapter(batch), began_s)
         outputs = self._collect(self._in_flight)
         self._in_flight = _Step(_EMPTY)
-        if self._runs_ahead and step.error is None:
+        if self._runs_ahead and step.launched is not None:
             self._in_flight = step
         else:
             outputs += self._collect(step)
@@ -245,20 +253,33 @@ class Engine:
         if not batch.sequences:
             return _Step(batch)
         self._num_steps += 1
+        step = _Step(batch, num_decoding=batch.num_decoding)
+        step.num_prompt = batch.num_tokens - step.num_decoding
+        step.usual_s = self._longest.expect(step.num_prompt)
+        self.usual_step_s = max(step.usual_s, self._in_flight.usual_s)
         try:
-            launched = self._runner.launch(batch)
+            step.launched = self._runner.launch(batch)
         except EngineDeadError:
             raise
         except Exception as error:
-            return _Step(batch, error=error)
+            if not self._runner.is_out_of_memory(error):
+                step.error = error
+                return step
         self._marked_s = self._clock()
-        return _Step(batch, launched, launch_s=self._marked_s - began_s)
+        step.launch_s = self._marked_s - began_s
+        if step.launched is None:
+            # Not in the handler: the error's traceback holds what the step had allocated.
+            self._runner.free_cache()
+            step.lacks_memory = True
+        return step
 
     def _collect(self, step: _Step) -> list[TokenOutput]:
         samples: tuple[Sample, ...] = ()
         try:
             if step.error is not None:
                 raise step.error
+            if step.lacks_memory:
+                return self._run_in_parts(step.batch)
             if step.launched is not None:
                 began_s = self._clock()
                 samples = step.launched.collect()
@@ -266,18 +287,55 @@ class Engine:
                 self._observe_cost(step, self._marked_s - began_s)
         except EngineDeadError:
             raise
+        except Exception as error:
+            if step.launched is None or not self._runner.is_out_of_memory(error):
+                logger.exception("a step of %d sequences failed", len(step.batch.sequences))
+                return self.scheduler.fail(
+                    step.batch, "the engine failed in a step of this request"
+                )
+        else:
+            return self.scheduler.commit(step.batch, samples)
+        return self._collect_again(step)
+
+    def _collect_again(self, step: _Step) -> list[TokenOutput]:
+        """Its tokens are drawn, and the next step may build on them: to run it in parts could draw
+        others. Without memory now too, its requests end here and can go on elsewhere."""
+        self._runner.free_cache()
+        assert step.launched is not None
+        try:
+            return self.scheduler.commit(step.batch, step.launched.collect())
+        except EngineDeadError:
+            raise
         except Exception:
             logger.exception("a step of %d sequences failed", len(step.batch.sequences))
-            return self.scheduler.fail(step.batch, "the engine failed in a step of this request")
-        return self.scheduler.commit(step.batch, samples)
+            return self.scheduler.fail(step.batch, NO_MEMORY)
+
+    def _run_in_parts(self, batch: ScheduledBatch) -> list[TokenOutput]:
+        """The step before is committed: what ended in it is left out."""
+        now_s = self._clock()
+        if now_s - self._warned_s > _WARN_EVERY_S:
+            self._warned_s = now_s
+            logger.warning(
+                "a step of %d tokens found no memory, it is run in parts", batch.num_tokens
+            )
+        items = tuple(item for item in batch.sequences if item.sequence.block_table)
+        samples = run_in_parts(self._runner, ScheduledBatch(items))
+        self._marked_s = self._clock()
+        found = [(item, one) for item, one in zip(items, samples, strict=True) if one is not None]
+        lost = tuple(item for item, one in zip(items, samples, strict=True) if one is None)
+        if lost:
+            logger.error("%d sequences find no memory for a step, they end", len(lost))
+        outputs = self.scheduler.fail(ScheduledBatch(lost), NO_MEMORY)
+        done = ScheduledBatch(tuple(item for item, _ in found))
+        return outputs + self.scheduler.commit(done, [one for _, one in found])
 
     def _observe_cost(self, step: _Step, waited_s: float) -> None:
         """A step's own are its launch and what is waited for it after the next one's launch. To
         count from the collecting of the one before it would not do: that comes after this one's
         launch, which may take the host longer than the device, so that prompts seemed free."""
-        num_decoding = step.batch.num_decoding
-        num_prompt = step.batch.num_tokens - num_decoding
-        self._cost.observe(num_prompt, num_decoding, step.launch_s + waited_s)
+        seconds = step.launch_s + waited_s
+        self._cost.observe(step.num_prompt, step.num_decoding, seconds)
+        self._longest.observe(step.num_prompt, seconds)
 
 
 @dataclass(slots=True)
@@ -285,7 +343,11 @@ class _Step:
     batch: ScheduledBatch
     launched: LaunchedStep | None = None
     error: Exception | None = None  # of its launch
+    lacks_memory: bool = False  # its launch found none
     launch_s: float = 0.0  # what it took the host
+    num_prompt: int = 0  # tokens
+    num_decoding: int = 0  # sequences
+    usual_s: float = 0.0  # as `Engine.usual_step_s`
 
 
 def _as_int64(seed: int) -> int:

@@ -26,6 +26,8 @@ from lora.page_image import PageLayout
 from lora.sites import Site
 
 _CPU_POOL_BYTES = 256 * 1024**2
+# RuntimeErrors: of Triton and CUDA, of torch's allocator on a CPU, of cuBLAS for its workspace.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,13 @@ def explain_out_of_memory(what: str, settings: Sequence[str]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise EngineMemoryError(_explanation(what, settings, error)) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the device or the host, whoever met it: torch's allocators, cuBLAS or Triton."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class EngineLoop:
         self._death: EngineDeadError | None = None
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []  # this thread's
         self._step_began_s: float | None = None
+        self._is_in_step = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -79,6 +80,10 @@ class EngineLoop:
             return math.inf
         return 0.0 if began_s is None else time.monotonic() - began_s
 
+    def usual_step_s(self) -> float:
+        """As `Engine.usual_step_s`; infinite while a command is carried out."""
+        return self._engine.usual_step_s if self._is_in_step else math.inf
+
     def _run(self) -> None:
         death = EngineDeadError("the engine was stopped")
         try:
@@ -108,7 +113,9 @@ class EngineLoop:
         self._step_began_s = time.monotonic()
         self._run_commands()
         if self._engine.has_work:
+            self._step_began_s, self._is_in_step = time.monotonic(), True
             step = self._engine.step()
+            self._is_in_step = False
             self.load = step.load
             _notify(self.on_step, step)
         else:
@@ -122,6 +129,7 @@ class EngineLoop:
             self._commands.clear()
         for command, future in commands:
             if future.set_running_or_notify_cancel():
+                self._step_began_s = time.monotonic()
                 _fulfil(command, future)
 
     def _ask_awaited(self) -> None:

@@ -22,6 +22,7 @@ from engine.device_memory import (
     allocated_bytes,
     check_asked_memory,
     explain_out_of_memory,
+    is_out_of_memory,
     look_at_empty_device,
     peak_bytes,
 )
@@ -112,6 +113,14 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
         """Launches a step and waits for it."""
         return self._steps.launch(batch).collect() if batch.sequences else ()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return is_out_of_memory(error)
+
+    def free_cache(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
     def read_adapter(self, digest: str, path: Path) -> PackedAdapter:
         """Read, checked and packed for the device. Raises AdapterError. Any thread may call."""

@@ -53,6 +53,7 @@ class EngineInterface(Protocol):
     def has_adapter(self, digest: str) -> bool: ...
     def load(self) -> EngineLoad: ...
     def last_step_age_s(self) -> float: ...
+    def usual_step_s(self) -> float: ...
 
 
 class AsyncEngine:
@@ -162,8 +163,14 @@ class AsyncEngine:
         return self._loop.load
 
     def last_step_age_s(self) -> float:
-        """How long the step in progress has taken so far; 0 when idle, infinite when dead."""
+        """How long the step, or the command between two steps, in progress has taken so far; 0 when
+        idle, infinite when dead."""
         return self._loop.last_step_age_s()
+
+    def usual_step_s(self) -> float:
+        """The longest that steps like the one in progress took lately; infinite where that is not
+        known, or where a command between two steps is in progress."""
+        return self._loop.usual_step_s()
 
     async def _between_steps(self, command: Callable[[], None]) -> None:
         await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))

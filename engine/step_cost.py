@@ -5,10 +5,13 @@ forget only their own kind: a thousand steps of decoding must not wear off what 
 costs. A weak anchor at the last fit decides where steps tell nothing (always the same number of
 sequences). An exception, such as a step that compiles, counts little where the fit knows better,
 and is forgotten where a later step shows that it was one. Numbers only.
+
+Beside the fit, `LongestSteps`: not what a step takes, but what one may take that is not hung.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 Vector = tuple[float, float, float]
@@ -22,6 +25,8 @@ _DISCOUNT = 0.01  # of all before, once a step shows an exception in it
 _LEAST_WEIGHT = 1e-4
 _SKIPPED = 2  # steps of a process's beginning
 _ALL, _EVERY = 64, 4  # later one of some steps without prompt tokens is enough: 25 us each
+_FADES = 0.98  # a longest step, with each new one of its size
+_NEW = 32  # steps
 _LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would say: not known
 
 
@@ -96,6 +101,30 @@ class StepCost:
                 break
         least = _LEAST if self._prompts.squares[0][0] else (_LEAST[0], 0.0, 0.0)
         self._fit = (max(best[0], least[0]), max(best[1], least[1]), max(best[2], least[2]))
+
+
+class LongestSteps:
+    """The longest of the newest steps, by their number of prompt tokens in powers of two."""
+
+    def __init__(self) -> None:
+        self._longest_s = [0.0] * 32  # 0: none yet
+        self._num_steps = 0
+
+    def observe(self, num_prompt_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
+        size = min(num_prompt_tokens.bit_length(), 31)
+        self._longest_s[size] = max(seconds, _FADES * self._longest_s[size])
+
+    def expect(self, num_prompt_tokens: int) -> float:
+        """Seconds. From smaller steps in proportion, where none of this size came, else from larger
+        ones. Infinite at a process's beginning, when kernels may have to be compiled."""
+        if self._num_steps < _NEW:
+            return math.inf
+        size = min(num_prompt_tokens.bit_length(), 31)
+        for smaller in range(size, -1, -1):
+            if self._longest_s[smaller]:
+                return self._longest_s[smaller] * 2.0 ** (size - smaller)
+        return next((longest_s for longest_s in self._longest_s if longest_s), math.inf)
 
 
 class _Kind:

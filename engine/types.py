@@ -12,7 +12,9 @@ from typing import Literal, Protocol
 from lora.resident import Resident as Resident
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-NOT_FINITE = "the model's logits are not finite"  # a TokenOutput's error, told from all others
+# Errors of a TokenOutput that are told from all others.
+NOT_FINITE = "the model's logits are not finite"
+NO_MEMORY = "the device has no memory for a step of this request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,8 @@ class Sample:
 
 class LaunchedStep(Protocol):
     def collect(self) -> tuple[Sample, ...]:
-        """Waits for the device. Once, and in the order of the launches."""
+        """Waits for the device. In the order of the launches, and once, unless it found no memory:
+        then again."""
         ...
 
 
@@ -244,7 +247,15 @@ class Runner(Protocol):
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """One forward pass and one draw for each sequence that samples. At most one step that was
-        launched before is not collected yet."""
+        launched before is not collected yet. What it raises leaves the runner as fit as before."""
+        ...
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Of `launch` or `collect`: the same step may pass with fewer tokens."""
+        ...
+
+    def free_cache(self) -> None:
+        """Gives back what the allocator keeps beyond what is in use. Waits for the device."""
         ...
 
 

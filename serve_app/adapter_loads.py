@@ -1,7 +1,9 @@
 """How one engine gets its adapters: fetched, checked, loaded, once for all who wait.
 
 What lies on this node's disk never waits behind a download; downloads are few at a time. Bad files
-go into quarantine. Ignorant of requests and of who wants an adapter in memory.
+go into quarantine. Files that the engine refuses would be refused again: the client gets the reason
+at once, and they are read again after a pause only. Ignorant of requests and of who wants an
+adapter in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from engine.refusals import NO_ROOM, REFUSALS
 from registry.entities import AdapterVersion
 from registry.errors import ArtifactError, QuarantinedError
 from registry.quarantine import Quarantine
-from serve_app.errors import ServiceUnavailableError
+from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.ray_errors import root_cause
 from serve_app.tier_metrics import LoadTimes
 from serve_app.topology import RegistryReader
@@ -63,7 +65,12 @@ class AdapterLoads:
 
     @property
     def num_refused(self) -> int:
-        return len(self._refused.verdicts())
+        return len(self.refused)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Digest -> why the engine refuses its files."""
+        return {digest: one.reason for digest, one in self._refused.verdicts().items()}
 
     async def ensure(self, adapter: AdapterVersion) -> Loaded:
         """One load a digest, shared by all who wait; a failure fails them, the next one retries."""
@@ -72,6 +79,7 @@ class AdapterLoads:
             return Loaded(task, None)
         if task is None or task.done():
             task = asyncio.get_running_loop().create_task(self._load(adapter))
+            task.add_done_callback(_was_read)
             self._tasks[adapter.digest] = task
         return Loaded(task, await asyncio.shield(task))  # who leaves stops it for nobody
 
@@ -90,6 +98,9 @@ class AdapterLoads:
         began_s = time.monotonic()
         try:
             self._refused.check(adapter.digest)
+        except QuarantinedError as error:
+            raise _unsupported(adapter, error) from None
+        try:
             source: Source = "disk" if adapter.digest in await self.local_digests() else "registry"
             try:
                 await self._fetch_and_load(adapter, source)
@@ -100,7 +111,7 @@ class AdapterLoads:
                 await self._fetch_and_load(adapter, "registry")
         except REFUSALS as error:
             self._refused.add(adapter.digest, str(error))
-            raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
+            raise _unsupported(adapter, error) from None
         except QuarantinedError as error:
             raise _unavailable(adapter, error, error.retry_after_s) from error
         except ArtifactError as error:
@@ -142,6 +153,18 @@ class AdapterLoads:
 
 def _has_succeeded(task: asyncio.Task[Source]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _was_read(task: asyncio.Task[Source]) -> None:
+    """Its failure: asyncio logs a traceback where all who waited have left."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _unsupported(adapter: AdapterVersion, error: Exception) -> AdapterUnsupportedError:
+    return AdapterUnsupportedError(
+        f"The adapter {adapter.name!r} version {adapter.version} cannot be served: {error}"
+    )
 
 
 def _unavailable(

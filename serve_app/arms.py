@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from serve_app.asgi import ClientGoneError
-from serve_app.errors import NonFiniteError, to_api_error
+from serve_app.errors import AdapterUnsupportedError, NonFiniteError, to_api_error
 from serve_app.histograms import Histogram
 from serve_app.traffic import Arm
 
@@ -122,7 +122,8 @@ def outcome_of(error: BaseException) -> Outcome:
         return "left"
     if isinstance(error, NonFiniteError):
         return "non_finite"
-    return "error" if to_api_error(error).status >= 500 else "refused"
+    is_ours = isinstance(error, AdapterUnsupportedError)  # the version's fault, not the client's
+    return "error" if is_ours or to_api_error(error).status >= 500 else "refused"
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:

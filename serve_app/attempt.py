@@ -21,7 +21,11 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.errors import EngineDeadError
 from engine.types import EngineLoad, TokenOutput
-from serve_app.errors import OverloadedError, ServiceUnavailableError
+from serve_app.errors import (
+    AdapterUnsupportedError,
+    OverloadedError,
+    ServiceUnavailableError,
+)
 from serve_app.ray_errors import root_cause
 from serve_app.stream import StreamError
 from serve_app.stream_server import StreamServer
@@ -29,6 +33,8 @@ from serve_app.topology import SubmitCall
 
 # The call returns when all tokens are written to the socket; they may still be on their way.
 _LATE_TOKENS_S = 10.0
+# And it may return after all tokens came. Cancelled, it would count as a failure with Serve.
+_RETURN_S = 1.0
 
 
 class PendingCall(Protocol):
@@ -92,7 +98,8 @@ class Attempt:
 
     async def read(self) -> list[TokenOutput]:
         """Everything that arrived since the last read, at least one output; then the failure:
-        OverloadedError, ServiceUnavailableError, an EngineError or a RegistryError."""
+        OverloadedError, ServiceUnavailableError, AdapterUnsupportedError, an EngineError or a
+        RegistryError."""
         return await self._stream.read()
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -115,17 +122,24 @@ class Attempt:
             # A call that failed this very moment raises its failure here.
             with suppress(RayError, RayServeException):
                 self._response.cancel()
-        self._watch.cancel()
+        if open_requests:
+            self._watch.cancel()
+        elif not self._watch.done():
+            timer = asyncio.get_running_loop().call_later(_RETURN_S, self._watch.cancel)
+            self._watch.add_done_callback(lambda _: timer.cancel())
         if self._late is not None:
             self._late.cancel()
         self._stream.close()
 
     async def _watch_call(self) -> None:
         try:
-            await self._response
+            refusal = await self._response
         except Exception as error:
             self._stream.fail(_in_our_words(error))
-        else:
+            return
+        if isinstance(refusal, AdapterUnsupportedError):
+            self._stream.fail(refusal)
+        elif not self._is_closed:
             late = EngineDeadError("the engine's last tokens did not arrive")
             loop = asyncio.get_running_loop()
             self._late = loop.call_later(_LATE_TOKENS_S, self._stream.fail, late)

@@ -205,9 +205,9 @@ class ModelArgs(_ScaledArgs):
         default=600.0, ge=0
     )  # the longest stream to wait for
     health_check_period_s: float = Field(default=2.0, gt=0)
-    stall_timeout_s: float = Field(
-        default=60.0, gt=0
-    )  # no step for so long with work to do: replaced
+    # A step that takes longer counts as hung and its engine is replaced, sooner where such steps
+    # take less: after 10 s, or 8 times the longest of the newest steps of that size.
+    stall_timeout_s: float = Field(default=60.0, gt=0)
     # Scale to zero: without a request for so long its engines stop. None: never.
     idle_timeout_s: float | None = Field(default=None, gt=0)
     # What a request for a base that sleeps gets while it starts: it waits, at most

@@ -27,12 +27,24 @@ from serve_app.engine_news import Digests
 from serve_app.ingress_links import IngressLinks
 from serve_app.logs import install
 from serve_app.metrics import EngineMetrics
-from serve_app.stream import HEARTBEAT_S, Abort, Accepted, StreamAddress, StreamError
+from serve_app.stream import (
+    HEARTBEAT_S,
+    SILENCE_S,
+    Abort,
+    Accepted,
+    StreamAddress,
+    StreamError,
+)
 from serve_app.stream_client import IngressLink
 
 logger = logging.getLogger(__name__)
 
 EngineFactory = Callable[[EngineConfig], EngineInterface]
+
+# A step may take so many times the longest of its like: prompts on a CPU whose cores are shared
+# take several times what they take alone.
+_PATIENCE = 8.0
+_GIVE_UP_AT = 1.2  # as `Step.stall`: ingresses move the requests first, at 1
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +60,16 @@ class _Call:
 class EngineHost:
     """Everything the actor does, without Ray. All methods belong to one event loop."""
 
-    def __init__(self, engine: EngineInterface, engine_id: str, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineInterface,
+        engine_id: str,
+        metrics: EngineMetrics,
+        stall_timeout_s: float = 60.0,
+    ) -> None:
+        """`stall_timeout_s`: a step that takes longer counts as hung, whatever is usual."""
         self._engine = engine
+        self._stall_timeout_s = stall_timeout_s
         self._metrics = metrics
         self._calls: dict[str, _Call] = {}  # by request id
         self._links = IngressLinks(engine_id, self._on_abort, self._on_lost)
@@ -77,6 +97,14 @@ class EngineHost:
             self._heartbeat.cancel()
         self._links.close()
         self._engine.stop()
+
+    def stall(self) -> float:
+        """As `Step.stall`; infinite when the engine is dead."""
+        age_s = self._engine.last_step_age_s()
+        if not age_s:
+            return 0.0
+        limit_s = max(SILENCE_S, _PATIENCE * self._engine.usual_step_s())
+        return age_s / min(limit_s, self._stall_timeout_s)
 
     async def attend(self, address: StreamAddress) -> None:
         """As `IngressLinks.attend`; raises StreamError where the ingress cannot be reached."""
@@ -192,19 +220,32 @@ class EngineHost:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            load = self._engine.load()
+            load, stall = self._engine.load(), self.stall()
             self._metrics.observe_step(StepOutput((), load), time.time())
-            self._links.beat(load)
+            self._links.beat(load, stall)
+            if stall > _GIVE_UP_AT and not self.dead.is_set():
+                age_s = self._engine.last_step_age_s()
+                logger.error("a step has not ended for %.1f s, the engine is given up", age_s)
+                self._on_death(EngineDeadError(f"a step has not ended for {age_s:.1f} s"))
 
 
 @ray.remote
 class EngineActor:
     """The Ray face of `EngineHost`; `start` first. Dies with the replica that made it."""
 
-    def __init__(self, config: EngineConfig, factory: str, model_name: str, engine_id: str) -> None:
-        """`factory`: "module:function"; only here is it imported."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        factory: str,
+        model_name: str,
+        engine_id: str,
+        stall_timeout_s: float,
+    ) -> None:
+        """`factory`: "module:function"; only here is it imported. `stall_timeout_s`: as of
+        `EngineHost`."""
         install(log_format())
         self._config = config
+        self._stall_timeout_s = stall_timeout_s
         self._factory = factory
         self._engine_id = engine_id
         # max_lora: the pool is limited by bytes, not by a number of adapters.
@@ -218,7 +259,7 @@ class EngineActor:
         is_on_cpu = self._config.device == "cpu"
         opening = in_background(self._open) if is_on_cpu else asyncio.to_thread(self._open)
         self._engine = await opening
-        self._host = EngineHost(self._engine, self._engine_id, self._metrics)
+        self._host = EngineHost(self._engine, self._engine_id, self._metrics, self._stall_timeout_s)
         self._host.start()
         return self._engine.model_limits
 
@@ -278,9 +319,10 @@ class EngineActor:
         assert self._engine is not None
         await self._engine.evict_adapter(digest)
 
-    async def last_step_age_s(self) -> float:
-        assert self._engine is not None
-        return self._engine.last_step_age_s()
+    async def stall(self) -> float:
+        """As `Step.stall`; infinite when the engine is dead."""
+        assert self._host is not None
+        return self._host.stall()
 
     async def load(self) -> EngineLoad:
         assert self._engine is not None
@@ -290,7 +332,7 @@ class EngineActor:
         return self._metrics.text()
 
     async def wait_for_death(self) -> None:
-        """Returns when the engine's loop ended; fails at once when this process dies."""
+        """Returns when the engine's loop ended or hangs; fails at once when this process dies."""
         assert self._host is not None
         await self._host.dead.wait()
 

@@ -23,13 +23,15 @@ class EngineNews:
         self.adapters: tuple[Digests, Digests] = ((), ())  # on the device, on the host
         self.on_disk: Digests = ()
         self.load_s = (0.0, 0.0, 0.0)  # as `Step.load_s`
+        self.stall = 0.0  # as `Step.stall`
         self.prefixes: set[int] = set()
         self.cached: tuple[int, ...] = ()  # by the newest step
         self.evicted: tuple[int, ...] = ()
         self._bare_load = EngineLoad()
         self._frames: dict[tuple[bool, bool], bytes] = {}
 
-    def observe(self, step: StepOutput) -> None:
+    def observe(self, step: StepOutput, stall: float = 0.0) -> None:
+        self.stall = stall
         load = self.load = step.load
         adapters = (load.adapters_on_device, load.adapters_on_host)
         if adapters != self.adapters:
@@ -62,6 +64,7 @@ class EngineNews:
                 False,
                 None if same_disk else self.on_disk,
                 self.load_s,
+                self.stall,
             )
             frame = self._frames[key] = encode_frame(step)
         return frame
@@ -88,5 +91,6 @@ class EngineNews:
             changes is None,
             None if same_disk else self.on_disk,
             self.load_s,
+            self.stall,
         )
         return encode_frame(step)

@@ -7,6 +7,8 @@ ServiceUnavailableError  nothing can answer now: 503 with Retry-After
 `- UnservableError      nothing will answer until an operator changes something: 503
 EngineFailureError     the engine gave a choice up; its words are for the log: 500
 `- NonFiniteError      because the model gave NaN or infinity
+NoMemoryError          the engine has no memory for a step of this request: 503
+AdapterUnsupportedError  the engine refuses the adapter's files, with the reason: 422
 EngineGoneError        an EngineDeadError that says which engine replica it was: 503
 RequestQuarantinedError  the engine died under this request, twice: 422, which SDKs do not retry
 
@@ -123,6 +125,15 @@ class NonFiniteError(EngineFailureError):
     pass
 
 
+class NoMemoryError(Exception):
+    def __init__(self) -> None:
+        super().__init__("The engine has no memory for this request at the moment.")
+
+
+class AdapterUnsupportedError(Exception):
+    pass
+
+
 class ConflictError(Exception):
     pass
 
@@ -164,6 +175,7 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
     NotFoundError: _Answer(404, "model_not_found", param="model"),
     ConflictError: _Answer(409, "conflict"),
     RequestQuarantinedError: _Answer(422, "request_quarantined"),
+    AdapterUnsupportedError: _Answer(422, "adapter_unsupported", param="model"),
     OverloadedError: _Answer(429, "overloaded", "rate_limit_error"),
     ServiceUnavailableError: _Answer(503, "unavailable", SERVER_ERROR),
     UnservableError: _Answer(503, "unavailable", SERVER_ERROR, should_retry=False),
@@ -177,6 +189,7 @@ _TABLE: Mapping[type[BaseException], _Answer] = {
     EngineDeadError: _Answer(
         503, "engine_unavailable", SERVER_ERROR, None, 1, "The engine of this model stopped."
     ),
+    NoMemoryError: _Answer(503, "engine_out_of_memory", SERVER_ERROR, None, 1),
     CacheFullError: _Answer(
         503, "cache_full", SERVER_ERROR, None, 30, "No space is left for the model's files."
     ),

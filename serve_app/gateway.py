@@ -144,6 +144,8 @@ class Gateway:
     def is_healthy(self) -> bool:
         """No engine that worked is gone or stuck. A base that still loads is no illness."""
         view = self.view
+        if self.migrations.has_silent_engine:
+            return False
         return view is None or all(
             base.is_running
             for base in view.bases

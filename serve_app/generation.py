@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
-from engine.types import EngineLoad, Request, TokenOutput
+from engine.types import NO_MEMORY, EngineLoad, Request, TokenOutput
 from registry.entities import AdapterVersion
 from serve_app.attempt import Attempt
 from serve_app.config import MigrationArgs
-from serve_app.errors import RequestQuarantinedError
+from serve_app.errors import NoMemoryError, RequestQuarantinedError
 from serve_app.journey import Journey, NotTakenError
 from serve_app.migrations import Migrations
 from serve_app.probation import Turn
@@ -88,8 +88,8 @@ class Generation:
     async def read(self) -> list[TokenOutput]:
         """Everything that arrived since the last read, at least one output.
 
-        Raises what ended it: OverloadedError, ServiceUnavailableError, RequestQuarantinedError, an
-        EngineError or a RegistryError.
+        Raises what ended it: OverloadedError, ServiceUnavailableError, RequestQuarantinedError,
+        NoMemoryError, AdapterUnsupportedError, an EngineError or a RegistryError.
         """
         while True:
             attempt = self._attempt or await self._begin()
@@ -99,6 +99,9 @@ class Generation:
                 self._raise_failure()
                 await self._go_on(attempt, error)
                 continue
+            if any(output.error == NO_MEMORY for output in outputs):
+                outputs = [output for output in outputs if output.error != NO_MEMORY]
+                attempt.fail(NoMemoryError())  # after what came before it
             outputs = self._progress.take(outputs)
             if outputs:
                 if self._timers:

@@ -59,9 +59,9 @@ class IngressLinks:
         for link in tuple(self._links.values()):
             link.send(outputs.get(link, ()))
 
-    def beat(self, load: EngineLoad) -> None:
-        """As of the newest step."""
-        self.news.observe(StepOutput((), load))
+    def beat(self, load: EngineLoad, stall: float = 0.0) -> None:
+        """As of the newest step. `stall`: of the one under way, as `Step.stall`."""
+        self.news.observe(StepOutput((), load), stall)
         for link in tuple(self._links.values()):
             link.send(is_step=False)
 

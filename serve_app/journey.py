@@ -1,10 +1,11 @@
 """What one request went through: which engines it left, and whether a failure is its end or sends
 it on.
 
-A death or a silence counts against the limit, a drain does not. An engine that was dead before the
-request came, a full queue, a missing adapter: tried again until the time limit of the move under
-way. A request whose engine died before it gave it a token is a suspect; one that was on probation
-then, with no other newcomer at the engine, is convicted. Knows errors and clocks, no engines.
+A death, a silence or a lack of memory counts against the limit, a drain does not. An engine that
+was dead before the request came, a full queue, a missing adapter: tried again until the time limit
+of the move under way. A request whose engine died before it gave it a token is a suspect; one that
+was on probation then, with no other newcomer at the engine, is convicted. Knows errors and clocks,
+no engines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from engine.errors import EngineDeadError, UnknownAdapterError
 from registry.errors import CacheFullError, RegistryUnavailableError
 from serve_app.attempt import Attempt, CallCancelledError
 from serve_app.config import MigrationArgs
-from serve_app.errors import EngineGoneError, OverloadedError, RequestQuarantinedError
+from serve_app.errors import (
+    EngineGoneError,
+    NoMemoryError,
+    OverloadedError,
+    RequestQuarantinedError,
+)
 from serve_app.migration_metrics import Reason
 from serve_app.migrations import Migrations, ReplicaLeavesError, SilentEngineError
 
@@ -112,9 +118,10 @@ class Journey:
         elif _is_loss(error):
             self._begin(_reason(error))
             self._suspect(error, attempt, on_probation)
-            self.num_deaths += 1
-            if self.num_deaths > self._args.limit:
-                raise error
+            self._count(error)
+        elif isinstance(error, NoMemoryError):
+            self._begin("memory")
+            self._count(error)
         elif isinstance(error, EngineDeadError):
             if self._move is None:
                 self._begin(_reason(error))
@@ -124,6 +131,11 @@ class Journey:
         else:
             raise error
         return 0.0
+
+    def _count(self, error: BaseException) -> None:
+        self.num_deaths += 1
+        if self.num_deaths > self._args.limit:
+            raise error
 
     def _begin(self, reason: Reason) -> None:
         if self._move is not None:

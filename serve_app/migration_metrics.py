@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from serve_app.histograms import GAP_SECONDS, Histogram
 
-Reason = Literal["death", "drain", "silence"]
+Reason = Literal["death", "drain", "silence", "memory"]
 
 
 class MigrationMetrics(Collector):

@@ -19,12 +19,11 @@ from serve_app.errors import EngineGoneError
 from serve_app.migration_metrics import MigrationMetrics
 from serve_app.probation import Probation
 from serve_app.request_quarantine import RequestQuarantine
+from serve_app.stream import SHUN_S, SILENCE_S
 from serve_app.stream_server import StreamServer
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 10.0  # engines say something every second, whatever they do
-SHUN_S = 3.0  # of silence: nothing new is sent there
 _LOOK_S = 1.0
 _LATE_S = 0.5  # a look that comes so late: this process was held up, and has frames to read yet
 _MAX_DEATHS_KNOWN = 32
@@ -36,7 +35,7 @@ class ReplicaLeavesError(Exception):
 
 
 class SilentEngineError(EngineGoneError):
-    """Nothing comes from the engine, which is connected."""
+    """Nothing comes from the engine, which is connected, or its step does not end."""
 
 
 class RouterView(Protocol):
@@ -62,6 +61,7 @@ class Migrations:
     ) -> None:
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
+        self.has_silent_engine = False  # connected, and given up
         self._server = server
         self._router = router
         self._silence_s, self._shun_s = silence_s, shun_s
@@ -143,8 +143,10 @@ class Migrations:
 
     def look(self) -> None:
         """At those whose engine became known late, and at silent engines."""
-        for engine_id in self._server.engines:
-            if (self._server.silence_s(engine_id) or 0.0) > self._shun_s:
+        silence_s = {one: self._server.silence_s(one) or 0.0 for one in self._server.engines}
+        self.has_silent_engine = any(one > self._silence_s for one in silence_s.values())
+        for engine_id, its_s in silence_s.items():
+            if its_s > self._shun_s:
                 self._router.shun(engine_id)
         for app_name, attempts in tuple(self._live.items()):
             self._move_on(app_name)
@@ -176,5 +178,5 @@ class Migrations:
             words = f"engine {engine_id} was silent when a request came"
             attempt.fail(SilentEngineError(words, engine_id, was_dead=True))
         elif silence_s > self._silence_s:
-            logger.warning("nothing came from engine %s for %.0f s", engine_id, silence_s)
+            logger.warning("engine %s is silent or hangs, for %.0f s", engine_id, silence_s)
             attempt.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))

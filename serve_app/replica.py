@@ -33,7 +33,7 @@ from serve_app.cache_metrics import cache_text
 from serve_app.config import log_format
 from serve_app.disk_reports import DiskReports
 from serve_app.engine_actor import EngineActor
-from serve_app.errors import EngineGoneError
+from serve_app.errors import AdapterUnsupportedError, EngineGoneError
 from serve_app.ingress_metrics import join_texts
 from serve_app.logs import install_in_replica
 from serve_app.ray_errors import root_cause
@@ -83,7 +83,13 @@ class EngineReplica:
             num_gpus=1 if spec.device == "cuda" else 0,
             max_concurrency=spec.model.max_ongoing_requests + 64,
             max_restarts=0,
-        ).remote(config, sources.engine_factory, spec.base.name, engine_id)
+        ).remote(
+            config,
+            sources.engine_factory,
+            spec.base.name,
+            engine_id,
+            spec.model.stall_timeout_s,
+        )
         try:
             self._limits = await self._actor.start.remote()
         except RayTaskError as error:
@@ -96,8 +102,9 @@ class EngineReplica:
         )
         self._watch = asyncio.get_running_loop().create_task(self._exit_with_the_actor())
 
-    async def submit(self, call: SubmitCall) -> None:
-        """Returns when every choice ended; tokens go to `call.reply_to`."""
+    async def submit(self, call: SubmitCall) -> AdapterUnsupportedError | None:
+        """Returns when every choice ended; tokens go to `call.reply_to`. The refusal of an adapter
+        is returned, for Serve logs a traceback of what is raised."""
         if self._is_dead:
             raise EngineGoneError(self._obituary, self._engine_id, was_dead=True)
         self._scaling.arrived(call.requests)
@@ -116,6 +123,9 @@ class EngineReplica:
             if isinstance(cause, EngineDeadError):
                 raise EngineGoneError(self._obituary, self._engine_id) from error
             raise cause from None
+        except AdapterUnsupportedError as refusal:
+            return refusal.with_traceback(None)
+        return None
 
     async def attend(self, address: StreamAddress) -> None:
         """The engine tells that ingress of every step from now on, and first of all the whole. Once
@@ -160,7 +170,9 @@ class EngineReplica:
     async def adapters(self) -> ReplicaAdapters:
         residents = await self._actor.adapters.remote()
         local = await self._loads.local_digests()
-        return ReplicaAdapters(self._engine_id, residents, local, dict(self._keeper.failures))
+        return ReplicaAdapters(
+            self._engine_id, residents, local, dict(self._keeper.failures), self._loads.refused
+        )
 
     async def describe(self) -> BaseDescription:
         return BaseDescription(await asyncio.to_thread(_read_texts, self._folder), self._limits)
@@ -175,10 +187,10 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raises when steps stopped while there is work; Serve then replaces this replica."""
         async with asyncio.timeout(_ACTOR_ANSWER_S):
-            age_s = await self._actor.last_step_age_s.remote()
+            stall = await self._actor.stall.remote()
             self._routing_load = await self._actor.load.remote()
-        if age_s > self._spec.model.stall_timeout_s:
-            raise EngineDeadError(f"no step for {age_s:.0f} s with requests running")
+        if stall >= 1:
+            raise EngineDeadError("a step of the engine does not end")
 
     def record_routing_stats(self) -> dict[str, float]:
         """For Serve's router and dashboards, as old as the last health check."""
@@ -220,14 +232,15 @@ class EngineReplica:
             self._loads.forget(adapter.digest, loaded)
 
     async def _exit_with_the_actor(self) -> None:
-        """A new process is the way back from a dead engine: Serve sees an exit within a second,
-        where failing health checks take three periods."""
+        """A new process is the way back from an engine that died or hangs: Serve sees an exit
+        within a second, where failing health checks take three periods."""
         with suppress(RayActorError):
             await self._actor.wait_for_death.remote()
         self._is_dead = True
         if not self._is_stopping:
             logger.error("the engine of %s died, this replica exits", self._spec.base.name)
             await asyncio.sleep(_EXIT_DELAY_S)
+            ray.kill(self._actor)  # one whose step hangs is still there
             os._exit(1)
 
 

@@ -18,6 +18,8 @@ from engine.types import EngineLoad, TokenOutput
 MAX_STEP_BYTES = 64 * 1024 * 1024  # prompt logprobs of a long prompt are the largest content
 MAX_CONTROL_BYTES = 64 * 1024
 HEARTBEAT_S = 1.0  # an idle engine still says how it is
+SILENCE_S = 10.0  # without a frame, or in a step that should take less: the engine is given up
+SHUN_S = 3.0  # of such a silence: nothing new is sent there
 
 _LENGTH_BYTES = 4
 
@@ -68,6 +70,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
     adapters_on_disk: tuple[str, ...] | None = None
     # Seconds that an adapter takes from each tier, measured: copy to device, disk, registry.
     load_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    # How far the step under way is on its way to counting as hung; from 1 on it does. 0 after a
+    # step, and without work.
+    stall: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):

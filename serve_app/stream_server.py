@@ -25,6 +25,7 @@ from serve_app.network import is_loopback, server_tls
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
+    SILENCE_S,
     Abort,
     FrameSplitter,
     Hello,
@@ -122,6 +123,7 @@ class StreamServer:
         return hmac.compare_digest(hello.engine_key.encode(), key.encode())
 
     def _deliver(self, connection: _EngineConnection, step: Step) -> None:
+        connection.stall = step.stall
         load = step.load
         if step.same_adapters and (known := self.loads.get(connection.engine_id)) is not None:
             load = replace(
@@ -146,9 +148,14 @@ class StreamServer:
                 logger.exception("a listener of the side stream failed")
 
     def silence_s(self, engine_id: str) -> float | None:
-        """Since anything came from this engine; None: it is not connected."""
-        heard_s = [one.heard_s for one in self._connections if one.engine_id == engine_id]
-        return time.monotonic() - max(heard_s) if heard_s else None
+        """Since anything came from this engine, and what its last frame says of a step that should
+        have ended, in the same measure; None: it is not connected."""
+        since_s = [
+            one.heard_s - SILENCE_S * one.stall
+            for one in self._connections
+            if one.engine_id == engine_id
+        ]
+        return time.monotonic() - max(since_s) if since_s else None
 
     def _lost(self, connection: _EngineConnection) -> None:
         self._connections.discard(connection)
@@ -230,6 +237,7 @@ class _EngineConnection(asyncio.Protocol):
     def __init__(self, server: StreamServer) -> None:
         self.engine_id = ""  # empty until its hello was accepted
         self.heard_s = time.monotonic()
+        self.stall = 0.0  # as its newest frame says
         self._server = server
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None

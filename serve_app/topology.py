@@ -220,3 +220,4 @@ class ReplicaAdapters:
     residents: tuple[Resident, ...]
     local_digests: frozenset[str]  # on its node's disk
     pin_failures: dict[str, str]  # digest -> why it is not kept in memory
+    refused: dict[str, str] = field(default_factory=dict)  # digest -> why the engine refuses it

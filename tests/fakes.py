@@ -130,14 +130,18 @@ class FakePool:
         return tuple(sorted(self.known))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FakeStep:
     samples: tuple[Sample, ...]
     error: BaseException | None = None
 
     def collect(self) -> tuple[Sample, ...]:
-        if self.error is not None:
-            raise self.error
+        """A lack of memory passes."""
+        error = self.error
+        if isinstance(error, MemoryError):
+            self.error = None
+        if error is not None:
+            raise error
         return self.samples
 
 
@@ -160,6 +164,9 @@ class FakeRunner:
         self.not_finite: set[str] = set()  # request ids
         self.runs_ahead = False
         self.fail_next_collect: BaseException | None = None
+        self.most_tokens: int | None = None  # of a step; with more it finds no memory
+        self.too_large: set[str] = set()  # request ids: no step of them finds memory
+        self.num_freed = 0
         self._drawn: dict[Sequence, int] = {}  # by the newest step: what a device would keep
 
     def launch(self, batch: ScheduledBatch) -> FakeStep:
@@ -181,9 +188,30 @@ class FakeRunner:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
+        if self._lacks_memory(batch):
+            self._leave_half_done(batch)
+            raise MemoryError
         for item in batch.sequences:
             self._write(item)
         return tuple(self._sample(item) for item in batch.sequences)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
+
+    def free_cache(self) -> None:
+        self.num_freed += 1
+
+    def _lacks_memory(self, batch: ScheduledBatch) -> bool:
+        names = {item.sequence.request.request_id for item in batch.sequences}
+        most = self.most_tokens
+        return bool(names & self.too_large) or (most is not None and batch.num_tokens > most)
+
+    def _leave_half_done(self, batch: ScheduledBatch) -> None:
+        """The worst that a device may leave: neither KV nor drawn tokens can be used."""
+        self._drawn.clear()
+        for item in batch.sequences:
+            for position in range(item.start, item.end):
+                self.kv[self._slot(item.sequence, position)] = None
 
     def _write(self, item: ScheduledSequence) -> None:
         sequence = item.sequence

@@ -5,7 +5,8 @@ Stands behind the same interface as the real one, for the side stream, the Serve
 A prompt that begins with CRASH_TOKEN ends the process after its second token, one that begins with
 POISON_TOKEN before its first. An adapter folder
 that holds REFUSED is refused, and told in that file (a base folder with it starts no engine); one
-that holds FAULT has the fault named there: its requests end at once.
+that holds FAULT has the fault named there: its requests end at once. A file HANG in the base's
+folder hangs the step of the engine that takes it away.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from engine.errors import (
     UnknownAdapterError,
 )
 from engine.types import (
+    NO_MEMORY,
     NOT_FINITE,
     EngineLoad,
     FinishReason,
@@ -44,10 +47,12 @@ CRASH_TOKEN = 250
 POISON_TOKEN = 251
 REFUSED = "refused"
 FAULT = "fault"  # a file: one of FAULTS
+HANG = "hang"
 FAULTS: dict[str, tuple[FinishReason, tuple[int, ...], str | None]] = {
     "empty": ("stop", (EOS_ID,), None),
     "error": ("error", (), "the step failed"),
     "non_finite": ("error", (), NOT_FINITE),
+    "no_memory": ("error", (), NO_MEMORY),
 }
 
 
@@ -76,6 +81,10 @@ class PacedEngine:
     steps: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by digest
     crash: Callable[[], None] = _exit
+    no_memory: bool = False  # what runs ends for lack of it
+    hang: Path | None = None  # as HANG
+    hung_s: float | None = None  # since when a step hangs, on the monotonic clock
+    usual_s: float = 0.0
     _running: dict[str, _Running] = field(default_factory=dict)
     _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
     _on_death: list[Callable[[EngineDeadError], None]] = field(default_factory=list)
@@ -207,7 +216,10 @@ class PacedEngine:
         )
 
     def last_step_age_s(self) -> float:
-        return 0.0
+        return 0.0 if self.hung_s is None else time.monotonic() - self.hung_s
+
+    def usual_step_s(self) -> float:
+        return self.usual_s
 
     def _num_requests(self, digest: str) -> int:
         with self._lock:
@@ -218,12 +230,22 @@ class PacedEngine:
         while not self._stopped.is_set():
             due_s += 1 / self.rate
             time.sleep(max(0.0, due_s - time.monotonic()))
+            if self._running and self._takes_hang():
+                self._stopped.wait()
+                return
             outputs = self._step()
             if outputs:
                 self.steps += 1
                 step = StepOutput(outputs, self.load())
                 for callback in self._callbacks:
                     callback(step)
+
+    def _takes_hang(self) -> bool:
+        if self.hung_s is None and self.hang is not None:
+            with suppress(FileNotFoundError):
+                self.hang.unlink()
+                self.hung_s = time.monotonic()
+        return self.hung_s is not None
 
     def _step(self) -> tuple[TokenOutput, ...]:
         outputs: list[TokenOutput] = []
@@ -250,7 +272,8 @@ class PacedEngine:
             reason = "length"
         token_ids: tuple[int, ...] = (prompt[offset % len(prompt)],)
         error: str | None = None
-        if (fault := self.faults.get(request.adapter or "")) is not None:
+        fault = "no_memory" if self.no_memory else self.faults.get(request.adapter or "")
+        if fault is not None:
             reason, token_ids, error = FAULTS[fault]
         if reason is None:
             running.num_tokens[choice] += 1
@@ -272,4 +295,6 @@ def open_paced_engine(config: EngineConfig) -> PacedEngine:
     """An EngineFactory: the pace is the `seed` of the configuration, in tokens a second."""
     if Path(config.model_path, REFUSED).exists():
         raise ValueError("layer 3 of the base holds NaN")
-    return PacedEngine(float(config.seed or 100), config.block_size, config.max_num_seqs)
+    engine = PacedEngine(float(config.seed or 100), config.block_size, config.max_num_seqs)
+    engine.hang = Path(config.model_path, HANG)
+    return engine

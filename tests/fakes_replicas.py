@@ -85,7 +85,12 @@ class _Response:
         self._task = task
 
     def __await__(self) -> Generator[object, None, object]:
-        return asyncio.shield(self._task).__await__()
+        """As Serve's: who is cancelled here cancels the call."""
+        try:
+            return (yield from asyncio.shield(self._task).__await__())
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         self._task.cancel()
@@ -117,6 +122,8 @@ class Fleet:
     args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=10.0))
     replicas: dict[str, Replica] = field(default_factory=dict)
     num_refusals: int = 0  # so many calls are refused first
+    return_s: float = 0.0  # so long after its last token a call returns
+    num_cancelled: int = 0  # calls
     _num_calls: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -160,8 +167,12 @@ class Fleet:
     def remote(self, call: SubmitCall) -> _Response:
         task = asyncio.get_running_loop().create_task(self._run(call))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return _Response(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
         ask = make_ask(requests, None, self.lane.limits, session)
@@ -177,6 +188,7 @@ class Fleet:
         replica = able[self._num_calls % len(able)]
         self.router.placed.append((replica.engine_id, call))
         await replica.submit(call)
+        await asyncio.sleep(self.return_s)
 
     def _able(self, call: SubmitCall) -> list[Replica]:
         return [

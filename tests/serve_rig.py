@@ -113,6 +113,7 @@ def rig_args(
     max_ongoing_requests: int = 80,
     ingresses: int = 1,
     migration: MigrationArgs | None = None,
+    stall_timeout_s: float = 60.0,
 ) -> PlatformArgs:
     """The paced engine takes its pace from the seed."""
     engine = EngineArgs(seed=int(rate))
@@ -125,6 +126,7 @@ def rig_args(
             migration=migration or MigrationArgs(),
             graceful_shutdown_timeout_s=1,
             health_check_period_s=1,
+            stall_timeout_s=stall_timeout_s,
             max_ongoing_requests=max_ongoing_requests,
             max_queued_requests=80,
         )

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import Engine
 from engine.errors import ContextLengthError, InvalidRequestError, UnknownAdapterError
-from engine.types import TokenOutput
+from engine.types import NO_MEMORY, TokenOutput
 from tests.fakes import FakeModel, FakePool, FakeRunner, make_engine, make_request, solo_tokens
 
 
@@ -119,6 +119,71 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
     assert engine.load().num_free_blocks == 64
     assert not +runner.adapters.references
     engine.add_request(make_request("b"))
+    assert run(engine)[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_without_memory_is_run_in_parts_and_gives_the_same_tokens(runs_ahead: bool) -> None:
+    runner = FakeRunner(adapters=FakePool(known={"x"}))
+    runner.runs_ahead = runs_ahead
+    engine, _ = make_engine(runner, max_num_batched_tokens=32)
+    requests = [
+        make_request(f"r{i}", 5 + 9 * i, "x" if i % 2 else None, seed=i, max_tokens=9, n=1 + i % 2)
+        for i in range(4)
+    ]
+    requests.append(make_request("p", 13, max_tokens=3, prompt_logprobs=0))
+    for request in requests:
+        engine.add_request(request)
+    outputs = list(engine.step().outputs)
+    runner.most_tokens = 3
+    outputs += run(engine)
+    for request in requests:
+        for choice in request.choices:
+            its = [o for o in outputs if (o.request_id, o.choice) == (request.request_id, choice)]
+            tokens = tuple(token for o in its for token in o.token_ids)
+            assert tokens == solo_tokens(request, choice, runner.model_config)
+    (told,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs]
+    assert [p and p.token_id for p in told] == [None, *requests[-1].prompt_token_ids[1:]]
+    assert engine.load().num_preemptions == 0
+    assert runner.num_freed > 0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_only_the_sequence_that_fits_no_step_ends_when_memory_lacks(runs_ahead: bool) -> None:
+    runner = FakeRunner(adapters=FakePool(known={"x"}))
+    runner.runs_ahead, runner.too_large = runs_ahead, {"large"}
+    engine, _ = make_engine(runner)
+    others = [make_request(f"r{i}", 6, "x", seed=i, max_tokens=12) for i in range(4)]
+    engine.add_request(others[0])
+    engine.step()
+    engine.add_request(make_request("large", 20, "x", n=2))
+    for request in others[1:]:
+        engine.add_request(request)
+    outputs = run(engine)
+    ends = {o.request_id: (o.finish_reason, o.error) for o in outputs if o.finish_reason}
+    assert ends.pop("large") == ("error", NO_MEMORY)
+    assert ends == {request.request_id: ("length", None) for request in others}
+    for request in others[1:]:
+        tokens = tuple(
+            t for o in outputs if o.request_id == request.request_id for t in o.token_ids
+        )
+        assert tokens == solo_tokens(request, 0, runner.model_config)
+    assert engine.load().num_free_blocks == 64
+    assert not +runner.adapters.references
+
+
+def test_a_device_without_any_memory_ends_a_step_after_a_bounded_number_of_tries() -> None:
+    engine, runner = make_engine(
+        FakeRunner(num_blocks=400), max_num_seqs=100, max_num_batched_tokens=200
+    )
+    runner.most_tokens = 0
+    for i in range(100):
+        engine.add_request(make_request(f"r{i}", [1 + i % 15], seed=i))
+    outputs = engine.step().outputs
+    assert [o.error for o in outputs] == [NO_MEMORY] * 100
+    assert len(runner.batches) < 60
+    runner.most_tokens = None
+    engine.add_request(make_request("later"))
     assert run(engine)[-1].finish_reason == "length"
 
 

@@ -6,19 +6,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from engine.errors import EngineMemoryError
 from engine.runner import ModelRunner
-from engine.types import Sample
+from engine.types import NO_MEMORY, Request, Sample
 from lora.pool import PAGE_ROWS
 from tests.engine_agreement import (
+    LINEARS,
     NUM_TOKENS,
+    PARAMS,
     assert_same,
     decoding,
     make_adapters,
@@ -28,7 +31,7 @@ from tests.engine_agreement import (
     probe,
     run_all,
 )
-from tests.engine_helpers import make_base, make_runner, part, step
+from tests.engine_helpers import make_adapter, make_base, make_runner, part, random_prompt, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,13 +105,14 @@ def all_that_is_left() -> list[torch.Tensor]:
 
 
 @contextmanager
-def no_memory() -> Iterator[None]:
-    """Of the device, for this process: not a byte."""
+def little_memory(spare: int = 0) -> Iterator[None]:
+    """Of the device, for this process: so many bytes, in one piece."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     held = all_that_is_left()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / total)
     try:
         yield
     finally:
@@ -116,21 +120,67 @@ def no_memory() -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_step_without_memory_fails_its_batch_and_the_engine_goes_on(runner: ModelRunner) -> None:
+def test_requests_that_fit_no_step_end_and_the_engine_goes_on(runner: ModelRunner) -> None:
     expected = run_all(make_engine(runner), [probe(1), probe(2)])
-    engine = make_engine(runner)
+    engine = make_engine(runner, is_ahead=False)  # a step in flight would leave its memory
     lost = [replace(probe(i), request_id=f"lost-{i}") for i in (0, 1)]
     for request in lost:
         engine.add_request(request)
-    outputs = [*engine.step().outputs, *engine.step().outputs]  # a decode is in flight
-    with no_memory():
+    outputs = [*engine.step().outputs, *engine.step().outputs]
+    with little_memory():
         while engine.has_work:
             outputs += engine.step().outputs
     errors = {output.request_id: output.error for output in outputs if output.finish_reason}
-    assert len(errors) == 2
-    assert all(error and "failed in a step" in error for error in errors.values())
+    assert errors == {request.request_id: NO_MEMORY for request in lost}
     assert sum(len(output.token_ids) for output in outputs) < 2 * NUM_TOKENS
     assert run_all(engine, [probe(1), probe(2)]) == expected
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_long_prompt_without_memory_is_computed_in_parts_beside_others(
+    tmp_path: Path, is_ahead: bool
+) -> None:
+    """Its widest activation has 188 MiB in float32; 64 MiB are left beside the KV."""
+    base = make_base(
+        tmp_path / "base",
+        num_hidden_layers=2,
+        intermediate_size=8192,
+        max_position_embeddings=4096,
+    )
+    runner = make_runner(
+        base,
+        DEVICE,
+        backend="triton",
+        num_blocks=300,
+        max_num_seqs=16,
+        max_num_batched_tokens=4096,
+    )
+    runner.load_adapter("mlp", make_adapter(tmp_path / "mlp", base, 16, LINEARS[4:]))
+    others = [replace(probe(i), adapter=None) for i in range(8)]
+    others.append(replace(probe(9), params=replace(PARAMS, prompt_logprobs=1), adapter=None))
+    long = Request("long", tuple(random_prompt(3000, seed=5)), PARAMS, "mlp")
+
+    def run(spare: int | None) -> dict[str, list[int]]:
+        engine = make_engine(runner, is_ahead, max_num_seqs=16, max_num_batched_tokens=4096)
+        tokens: dict[str, list[int]] = {}
+        for request in others:
+            engine.add_request(request)
+        outputs = [*engine.step().outputs, *engine.step().outputs]
+        with nullcontext() if spare is None else little_memory(spare):
+            engine.add_request(long)
+            while engine.has_work:
+                outputs += engine.step().outputs
+        for output in outputs:
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        assert engine.load().num_preemptions == 0
+        return tokens
+
+    expected = run(None)
+    assert {len(tokens) for tokens in expected.values()} == {NUM_TOKENS}
+    with patch.object(runner, "free_cache", wraps=runner.free_cache) as freed:
+        assert run(64 * 2**20) == expected
+        assert freed.called
 
 
 def test_a_share_too_small_is_refused_with_the_sum(base: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core import Engine
-from engine.types import Request, Sample, SamplingParams, TokenOutput
+from engine.types import NO_MEMORY, Request, Sample, SamplingParams, TokenOutput
 from tests.fakes import (
     FakeModel,
     FakePool,
@@ -302,7 +302,8 @@ command_strategy = st.one_of(
     st.tuples(st.just("step"), st.just(None)),
     st.tuples(st.just("step"), st.just(None)),
     st.tuples(st.just("abort"), st.tuples(st.integers(0, 20), st.sampled_from([None, 0, 1]))),
-    st.tuples(st.just("fail"), st.sampled_from(["launch", "collect"])),
+    st.tuples(st.just("fail"), st.sampled_from(["launch", "collect", "memory of collect"])),
+    st.tuples(st.just("memory"), st.sampled_from([None, 0, 1, 2, 5])),
 )
 
 
@@ -337,6 +338,8 @@ class Trace:
         scheduler = self.engine.scheduler
         oldest = scheduler.running[0] if scheduler.running else None
         preemptions = oldest.num_preemptions if oldest else 0
+        lacks_all = self.runner.most_tokens == 0
+        lacks_all |= isinstance(self.runner.fail_next_collect, MemoryError)
         for output in self.engine.step().outputs:
             key = (output.request_id, output.choice)
             assert key not in self.endings
@@ -346,6 +349,8 @@ class Trace:
                 prompt = self.requests[output.request_id].prompt_token_ids
                 assert [p and p.token_id for p in output.prompt_logprobs] == [None, *prompt[1:]]
             self.tokens[key] += output.token_ids
+            if output.error == NO_MEMORY:
+                assert lacks_all, "a token at a time would have had room"
             if output.finish_reason:
                 self.endings[key] = output.finish_reason
         assert oldest is None or oldest.num_preemptions == preemptions
@@ -403,11 +408,15 @@ def test_random_traces_keep_every_promise(
             number, choice = argument  # type: ignore[misc]
             trace.engine.abort(f"r{number}", choice)
             check_invariants(trace.engine.scheduler, trace.blocks, trace.pool)
+        elif name == "memory":
+            trace.runner.most_tokens = argument  # type: ignore[assignment]
         else:
             if argument == "launch":
                 trace.runner.fail_next = RuntimeError("device")
             elif argument == "collect":
                 trace.runner.fail_next_collect = RuntimeError("device")
+            elif argument == "memory of collect":
+                trace.runner.fail_next_collect = MemoryError()
             trace.step()
             trace.runner.fail_next = trace.runner.fail_next_collect = None
     trace.finish()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from engine.step_cost import StepCost
+from engine.step_cost import LongestSteps, StepCost
 from tests.fakes import FakeRunner, make_engine, make_request
 
 TRUE = (0.006, 4e-5, 3e-5)
@@ -140,3 +141,20 @@ def test_the_engine_measures_its_own_steps(runs_ahead: bool, is_host_slow: bool)
     load = engine.load()
     found = (load.step_fixed_s, load.step_token_s, load.step_sequence_s)
     assert found == pytest.approx(TRUE, rel=0.1)
+
+
+def test_how_long_a_step_may_take_follows_the_longest_of_its_size() -> None:
+    longest = LongestSteps()
+    for _ in range(31):
+        longest.observe(0, 0.01)
+        assert longest.expect(0) == math.inf  # kernels may have to be compiled yet
+    longest.observe(100, 0.5)
+    assert longest.expect(0) == 0.01
+    assert longest.expect(70) == 0.5  # of that size: a power of two
+    assert longest.expect(2000) == 0.5 * 2**4
+    assert longest.expect(10) == 0.01 * 2**4
+    longest.observe(2000, 3.0)
+    assert longest.expect(2000) == 3.0
+    for _ in range(100):
+        longest.observe(2000, 1.0)
+    assert longest.expect(2000) == 1.0  # what is long ago is forgotten

@@ -16,7 +16,8 @@ from serve_app.adapter_keeper import AdapterKeeper
 from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
 from serve_app.disk_reports import DiskReports
-from tests.fakes_engine import PacedEngine
+from serve_app.errors import AdapterUnsupportedError
+from tests.fakes_engine import REFUSED, PacedEngine
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until
 
@@ -221,3 +222,13 @@ async def test_disk_reports_end_with_the_engine(replica: Replica) -> None:
         raise ActorDiedError
 
     await asyncio.wait_for(DiskReports(replica.loads, note).run(), 10)
+
+
+async def test_what_the_engine_refuses_is_told_by_digest_and_read_once(replica: Replica) -> None:
+    bad = replica.adapter("bad")
+    (replica.registry.folder / bad.digest / REFUSED).touch()
+    for _ in range(3):
+        with pytest.raises(AdapterUnsupportedError, match=r"'bad' version 1 .* layer 3 holds NaN"):
+            await replica.loads.ensure(bad)
+    assert replica.loads.refused == {bad.digest: "layer 3 holds NaN"}
+    assert (replica.registry.folder / bad.digest / REFUSED).read_text() == "read\n"

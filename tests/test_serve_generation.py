@@ -5,6 +5,7 @@ what kills engines is quarantined.
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -12,8 +13,14 @@ from engine.errors import EngineDeadError
 from engine.types import TokenOutput
 from serve_app.asgi import ClientGoneError
 from serve_app.config import MigrationArgs
-from serve_app.errors import OverloadedError, RequestQuarantinedError
+from serve_app.errors import (
+    NoMemoryError,
+    OverloadedError,
+    RequestQuarantinedError,
+    to_api_error,
+)
 from serve_app.generation import Generation
+from serve_app.stream import HEARTBEAT_S
 from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN
 from tests.fakes_replicas import Fleet, make_request, read_all, running_fleet, tokens
 from tests.waiting import until
@@ -111,6 +118,91 @@ async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
         assert tokens(outputs) == WHOLE
         assert migrated(fleet, "silence") == 1
         await until(lambda: bool(old.engine.aborted))
+
+
+async def test_requests_leave_an_engine_whose_step_hangs_though_its_heartbeat_goes_on() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        old = fleet.replicas[engine_of(fleet)]
+        old.engine.hung_s = time.monotonic() - 11.0
+        await until(lambda: (fleet.server.silence_s(old.engine_id) or 0.0) > 10.0)
+        fleet.migrations.look()
+        assert fleet.migrations.has_silent_engine
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        assert [engine for engine, _ in fleet.placed] == [old.engine_id, engine_now(generation)]
+        assert migrated(fleet, "silence") == 1
+        assert len({engine for engine, _ in fleet.placed}) == 2
+        assert fleet.router.shunned == {old.engine_id}
+
+
+async def test_an_engine_in_a_long_step_of_a_usual_length_keeps_its_requests() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        engine = fleet.replicas[engine_of(fleet)].engine
+        engine.usual_s, engine.hung_s = 7.4, time.monotonic() - 11.0
+        await asyncio.sleep(1.5 * HEARTBEAT_S)
+        fleet.migrations.look()
+        assert not fleet.migrations.has_silent_engine
+        assert len(fleet.placed) == 1
+        generation.close()
+
+
+async def test_an_engine_that_stays_hung_ends_the_calls_that_nobody_moved() -> None:
+    async with running_fleet(1) as fleet:
+        fleet.args = MigrationArgs(limit=0)
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        (replica,) = fleet.replicas.values()
+        replica.engine.hung_s = time.monotonic() - 13.0
+        with pytest.raises(EngineDeadError, match="not ended"):
+            await read_all(generation)
+        assert replica.host.dead.is_set()
+
+
+async def test_a_request_without_memory_goes_on_at_another_engine() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT, n=2))
+        outputs = await read_some(generation, 10)
+        fleet.replicas[engine_of(fleet)].engine.no_memory = True
+        outputs += await read_all(generation)
+        assert tokens(outputs, 0) == tokens(outputs, 1) == WHOLE
+        assert len({engine for engine, _ in fleet.placed}) == len(fleet.placed) == 2
+        assert migrated(fleet, "memory") == 1
+
+
+async def test_a_request_that_finds_memory_nowhere_ends_after_its_limit() -> None:
+    async with running_fleet(2) as fleet:
+        fleet.args = MigrationArgs(limit=1)
+        for replica in fleet.replicas.values():
+            replica.engine.no_memory = True
+        generation = fleet.generate(make_request(PROMPT))
+        with pytest.raises(NoMemoryError):
+            await read_all(generation)
+        assert len(fleet.placed) == 2
+        assert to_api_error(NoMemoryError()).status == 503
+
+
+async def test_the_call_of_a_whole_answer_returns_and_is_not_cancelled() -> None:
+    async with running_fleet(1) as fleet:
+        fleet.return_s = 0.05
+        generation = fleet.generate(make_request(PROMPT, 3))
+        await read_all(generation)
+        generation.close()
+        await until(lambda: not fleet._tasks)
+        assert fleet.num_cancelled == 0
+
+
+async def test_a_call_that_does_not_return_after_its_answer_is_cancelled_in_the_end() -> None:
+    async with running_fleet(1) as fleet:
+        fleet.return_s = 60.0
+        generation = fleet.generate(make_request(PROMPT, 3))
+        await read_all(generation)
+        generation.close()
+        await until(lambda: fleet.num_cancelled == 1)
+        assert not fleet._tasks
 
 
 async def test_what_came_to_an_engine_that_was_silent_goes_on_sooner_and_is_no_suspect() -> None:

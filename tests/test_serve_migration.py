@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from ray import serve
 
 from serve_app.replica import base_application
 from serve_app.topology import BaseSpec
-from tests.fakes_engine import POISON_TOKEN
+from tests.fakes_engine import HANG, POISON_TOKEN
 from tests.serve_rig import (
     RIG_ADAPTER,
     RIG_BASE,
@@ -37,7 +38,7 @@ RATE = 30.0
 REPLICAS = 3
 PROMPT = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_+*/=()<>[]{}"
 TOKENS = 100
-ARGS = rig_args(RATE, RIG_BASE, replicas=REPLICAS)
+ARGS = rig_args(RATE, RIG_BASE, replicas=REPLICAS, stall_timeout_s=4.0)
 ENGINE = "ray::EngineActor"
 MOVED = "loraplex_requests_migrated_total"
 
@@ -163,6 +164,27 @@ def test_all_answers_are_the_same_when_an_engine_is_killed(client: httpx.Client)
     assert metric(client, MOVED, result="ok", reason="death") > 0
     assert metric(client, "loraplex_requests_lost_total") == 0
     assert metric(client, "loraplex_open_engine_requests") == 0
+
+
+def test_all_answers_are_the_same_when_a_step_hangs_and_its_engine_is_replaced(
+    rig: Rig, client: httpx.Client
+) -> None:
+    undisturbed = ask_all(client, BODIES)
+    before, moved = set(processes(ENGINE)), metric(client, MOVED, result="ok", reason="silence")
+    (base,) = rig.registry.snapshot().bases
+    statuses = set()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask_all, client, BODIES)
+        time.sleep(0.5)
+        (rig.registry.folder / base.digest / HANG).touch()
+        while not running.done():
+            statuses.add(client.get("/health").status_code)
+        assert running.result() == undisturbed
+    assert metric(client, MOVED, result="ok", reason="silence") > moved
+    assert metric(client, "loraplex_requests_lost_total") == 0
+    assert statuses == {200, 503}
+    eventually(lambda: len(before - set(processes(ENGINE))) == 1, 30)
+    wait_for_replicas(client)
 
 
 def test_a_rolling_update_moves_every_request(rig: Rig, client: httpx.Client) -> None:

@@ -13,6 +13,7 @@ from serve_app.arms import ARM_SECONDS, Arms, Tally, outcome_of, quantile
 from serve_app.asgi import ClientGoneError
 from serve_app.config import CanaryArgs
 from serve_app.errors import (
+    AdapterUnsupportedError,
     ApiError,
     EngineFailureError,
     NonFiniteError,
@@ -97,6 +98,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_value_itself(seconds: list[float])
     [
         (EngineFailureError("x"), "error"),
         (ServiceUnavailableError("the adapter cannot be loaded"), "error"),
+        (AdapterUnsupportedError("the adapter cannot be served"), "error"),
         (RuntimeError("ours"), "error"),
         (NonFiniteError("NaN"), "non_finite"),
         (OverloadedError("busy"), "refused"),

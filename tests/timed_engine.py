@@ -191,6 +191,12 @@ class TimedRunner:
         samples = tuple(Sample(TOKEN if item.samples else None) for item in batch.sequences)
         return TimedStep(samples, self._due_s)
 
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return False
+
+    def free_cache(self) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class TimedReader:

@@ -24,7 +24,7 @@ from serve_app.ingress_metrics import Routed
 from serve_app.routing import views_registry
 from serve_app.routing.view import Ask, LoadSeconds, ReplicaView
 from serve_app.routing.views_registry import Meeting
-from serve_app.stream import Step
+from serve_app.stream import SHUN_S, SILENCE_S, Step
 from serve_app.stream_server import StreamServer
 from serve_app.topology import Outcome
 
@@ -173,7 +173,7 @@ class Attendance:
 
     def _on_frame(self, engine_id: str, step: Step) -> None:
         view = views_registry.connected.get(engine_id) or views_registry.adopt(engine_id)
-        view.observe(step.load, time.monotonic())
+        view.observe(step.load, time.monotonic(), is_stalled=step.stall * SILENCE_S > SHUN_S)
         if step.cached_prefixes or step.evicted_prefixes or step.is_whole:
             view.change_prefixes(
                 step.cached_prefixes, step.evicted_prefixes, is_whole=step.is_whole

@@ -98,7 +98,8 @@ class ReplicaView:
     load: EngineLoad = field(default_factory=EngineLoad)
     load_s: LoadSeconds = LoadSeconds()
     is_draining: bool = False
-    is_connected: bool = False  # its frames come; else the rest is old or not known yet
+    # Its frames come, and its step ends in time; else the rest is old or not known yet.
+    is_connected: bool = False
     updated_s: float = 0.0  # when the newest frame came, on the reader's monotonic clock
     on_device: frozenset[str] = frozenset()
     on_host: frozenset[str] = frozenset()
@@ -174,15 +175,16 @@ class ReplicaView:
             with self._lock:
                 self._remove(call_id)
 
-    def observe(self, load: EngineLoad, now_s: float) -> None:
-        """A frame. The sets of adapters are made anew only when they changed."""
+    def observe(self, load: EngineLoad, now_s: float, *, is_stalled: bool = False) -> None:
+        """A frame. `is_stalled`: no step ends there, for too long. The sets of adapters are made
+        anew only when they changed."""
         if load.adapters_on_device != self.load.adapters_on_device:
             self.on_device = frozenset(load.adapters_on_device)
         if load.adapters_on_host != self.load.adapters_on_host:
             self.on_host = frozenset(load.adapters_on_host)
         self.load = load
         self.updated_s = now_s
-        self.is_connected = True
+        self.is_connected = not is_stalled
         self.usual.learn_steps(load)
 
     def observe_load_s(self, told: LoadSeconds) -> None:

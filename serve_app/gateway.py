@@ -34,7 +34,9 @@ from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
+from serve_app.template_guard import TooDearError
 from serve_app.text import BaseText
+from serve_app.text_pool import TextPool
 from serve_app.topology import ENGINE, BaseDescription, PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
 
@@ -98,6 +100,7 @@ class Gateway:
         self._draw = random.random
         self._ingress_id = ingress_id
         self.activity = Activity()
+        self.texts: TextPool | None = None  # set by the ingress; tries the templates of new bases
         self._changed = asyncio.Event()
         self._fronts: dict[str, Front] = {}  # by base digest
         self._resting: dict[str, Front] = {}  # of bases that sleep, or are about to
@@ -344,7 +347,7 @@ class Gateway:
         try:
             while self._wants(base):
                 try:
-                    front = await _open_front(base)
+                    front = await _open_front(base, self.texts)
                 except (RayError, RayServeException) as error:
                     logger.warning("%s does not answer yet: %s", base.app_name, error)
                     await asyncio.sleep(_RETRY_S)
@@ -368,10 +371,16 @@ class Gateway:
         )
 
 
-async def _open_front(base: ServedBase) -> Front:
+async def _open_front(base: ServedBase, texts: TextPool | None) -> Front:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
     text = await asyncio.to_thread(BaseText.from_files, description.files)
+    try:
+        await asyncio.to_thread(text.probe)
+    except TooDearError as error:  # for the event loop; a worker has more time
+        if texts is None:
+            raise UnsupportedModelError(str(error)) from None
+        await texts.probe(base.base.digest, description.files)
     return Front(base.base, base.app_name, handle, description, text, base.deployed_s)
 
 

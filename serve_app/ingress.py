@@ -7,7 +7,6 @@ Every answer, also to nonsense, has OpenAI's shape.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI
 from ray import serve
@@ -40,11 +39,13 @@ from serve_app.routing.queues import AdmissionQueues
 from serve_app.scaling_options import ingress_scaling
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
+from serve_app.text_pool import TextPool
 
 logger = logging.getLogger(__name__)
 
 # For health, metrics, operators' orders, and for telling those beyond the limit that they are.
 _RESERVED_REQUESTS = 128
+_BOUNDED_PATHS = frozenset((*completion_routes.PATHS, *tokenize_routes.PATHS))
 
 
 class Counted:
@@ -88,7 +89,7 @@ class Bounded:
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in completion_routes.PATHS:
+        if scope["type"] != "http" or scope["path"] not in _BOUNDED_PATHS:
             await self._app(scope, receive, send)
             return
         if self._num_open >= self._limit:
@@ -134,7 +135,7 @@ class Ingress:
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
-        pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
+        texts = self._gateway.texts = TextPool(args.tokenizer_threads)
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
         shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
         stats = QueueStats(replica_id, fairness.weights)
@@ -143,7 +144,7 @@ class Ingress:
         gateway.attendance.on_placed = queues.placed
         gateway.activity.backlog = queues.backlog
         self._state = IngressState(
-            args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
+            args, gateway, metrics, ColdStarts(gateway), shadows, queues, texts
         )
         self._gateway.start()
 

@@ -16,7 +16,10 @@ from engine.types import Request, SamplingParams
 from registry.entities import AdapterVersion
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
+from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text import BaseText
+
+MAX_PROMPT_TOKENS = 1 << 20  # of all prompts of a request: 40 MB as Python's integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ def completion_prompts(
     request: CompletionRequest, text: BaseText, limits: EngineLimits
 ) -> tuple[Prompt, ...]:
     add_special_tokens = request.add_special_tokens is not False
-    prompts = []
+    prompts: list[Prompt] = []
+    num_tokens = 0
     for prompt in request.prompt:
         if isinstance(prompt, str):
             ids = _encode(prompt, add_special_tokens, text, limits, "prompt")
@@ -80,7 +84,41 @@ def completion_prompts(
             prompts.append(Prompt(prompt, None))
         if not prompts[-1].token_ids:
             raise InvalidRequestError("prompt: has no tokens.", "prompt")
+        num_tokens += len(prompts[-1].token_ids)
+        if num_tokens > max(MAX_PROMPT_TOKENS, limits.max_model_len):
+            raise InvalidRequestError(
+                f"prompt: {len(prompts)} of {len(request.prompt)} prompts have {num_tokens} tokens "
+                f"together, at most {MAX_PROMPT_TOKENS} are allowed in a request.",
+                "prompt",
+            )
     return tuple(prompts)
+
+
+def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) -> tuple[int, ...]:
+    """For /tokenize, with the limit of a prompt."""
+    if request.messages is None:
+        assert request.prompt is not None
+        adds = request.add_special_tokens is not False
+        return _encode(request.prompt, adds, text, limits, "prompt")
+    rendered = text.render_chat(
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs,
+    )
+    return _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+
+
+def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
+    """For /detokenize, with the limit of a prompt."""
+    check_token_ids(request.tokens, text)
+    if len(request.tokens) > limits.max_model_len:
+        raise ContextLengthError(
+            f"tokens: at most {limits.max_model_len}, this model's maximum context length, got "
+            f"{len(request.tokens)}.",
+            "tokens",
+        )
+    return text.tokenizer.decode(request.tokens, skip_special_tokens=False)
 
 
 def sampling_params(
@@ -141,8 +179,11 @@ def _max_tokens(
 def _encode(
     value: str, add_special_tokens: bool, text: BaseText, limits: EngineLimits, param: str
 ) -> tuple[int, ...]:
+    most = limits.max_model_len
     at_least = text.tokenizer.min_tokens(value)
-    if at_least > limits.max_model_len:
+    if at_least <= most:
+        at_least = text.tokenizer.min_tokens_of_beginnings(value, most)
+    if at_least > most:
         raise ContextLengthError(
             f"This model's maximum context length is {limits.max_model_len} tokens, but the "
             f"prompt of {len(value)} characters has at least {at_least}.",

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from engine.admission import EngineLimits
 from engine.errors import (
@@ -17,6 +18,7 @@ from engine.errors import (
 )
 from engine.types import SamplingParams
 from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.completion_routes import who_asks
 from serve_app.errors import (
     ApiError,
     EngineFailureError,
@@ -124,6 +126,34 @@ def test_far_too_long_text_is_refused_without_tokenizing(text: BaseText) -> None
     request = completion(prompt="x" * (512 * text.tokenizer.max_token_chars + 1))
     with pytest.raises(ContextLengthError, match="at least 513"):
         completion_prompts(request, text, LIMITS)
+
+
+def test_a_text_far_beyond_the_context_is_not_tokenized_whole(text: BaseText) -> None:
+    value = "a word " * 3000
+    exact = len(text.encode(value, add_special_tokens=False))
+    bound = text.tokenizer.min_tokens_of_beginnings(value, 1000)
+    assert 1000 < bound < exact  # only a beginning of it was looked at
+    limits = EngineLimits(max_model_len=1000, vocab_size=1000, max_kv_tokens=4096)
+    with pytest.raises(ContextLengthError, match="at least"):
+        completion_prompts(completion(prompt=value), text, limits)
+    assert text.tokenizer.min_tokens_of_beginnings(value, exact) == 0
+
+
+def test_all_prompts_of_a_request_have_a_bounded_number_of_tokens(text: BaseText) -> None:
+    limits = EngineLimits(max_model_len=2**18, vocab_size=1000, max_kv_tokens=2**18)
+    ids = [[1] * (2**17 + 1)] * 8
+    with pytest.raises(InvalidRequestError, match="8 of 8 prompts have 1048584 tokens") as caught:
+        completion_prompts(completion(prompt=ids), text, limits)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("header", ["x" * 257, "x" * 8_000_000])
+def test_a_session_header_that_is_too_long_is_refused(header: str) -> None:
+    scope = {"type": "http", "headers": [(b"x-session-id", header.encode())]}
+    with pytest.raises(ApiError, match=f"x-session-id: at most 256 characters, got {len(header)}"):
+        who_asks(Request(scope), completion())
+    scope["headers"] = [(b"x-session-id", b"x" * 256)]
+    assert who_asks(Request(scope), completion()) == "x" * 256
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])

@@ -66,7 +66,7 @@ def _ask(
     front, adapter = found[0], found[1].adapter
     limits = front.description.limits
     prompts = read_prompts(body, front.text, limits)
-    requests = engine_requests(body, prompts, adapter, limits)
+    requests = engine_requests(body, prompts, adapter, limits, defaults=front.defaults)
     return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
 
 

@@ -150,7 +150,7 @@ async def _begin(
     queue.check(who)
     limits = front.description.limits
     prompts = await _prompts(state, asked, front)
-    requests = engine_requests(body, prompts, adapter, limits, asked.arrival_s)
+    requests = engine_requests(body, prompts, adapter, limits, asked.arrival_s, front.defaults)
     ask = make_ask(requests, adapter, limits, asked.session)
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
     ticket = await queue.enter(who, ask, max_tokens, receive)

@@ -29,6 +29,11 @@ from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
 from serve_app.generation import STAY, Lane
+from serve_app.generation_defaults import (
+    NO_DEFAULTS,
+    GenerationDefaults,
+    read_generation_defaults,
+)
 from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.routing import views_registry
@@ -58,6 +63,7 @@ class Front:
     description: BaseDescription
     text: BaseText
     deployed_s: float
+    defaults: GenerationDefaults = NO_DEFAULTS
 
     def is_of(self, base: ServedBase) -> bool:
         return (self.app_name, self.deployed_s) == (base.app_name, base.deployed_s)
@@ -381,7 +387,10 @@ async def _open_front(base: ServedBase, texts: TextPool | None) -> Front:
         if texts is None:
             raise UnsupportedModelError(str(error)) from None
         await texts.probe(base.base.digest, description.files)
-    return Front(base.base, base.app_name, handle, description, text, base.deployed_s)
+    defaults = NO_DEFAULTS
+    if description.generation_config == "auto":
+        defaults = read_generation_defaults(description.files, base.base.name)
+    return Front(base.base, base.app_name, handle, description, text, base.deployed_s, defaults)
 
 
 def _not_yet(base: ServedBase) -> ServiceUnavailableError:

@@ -9,13 +9,14 @@ import pytest
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from engine.admission import EngineLimits
+from engine.admission import EngineLimits, check_request
 from engine.errors import (
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     UnknownAdapterError,
 )
+from engine.types import Request as EngineRequest
 from engine.types import SamplingParams
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.completion_routes import who_asks
@@ -26,6 +27,7 @@ from serve_app.errors import (
     ServiceUnavailableError,
     to_api_error,
 )
+from serve_app.generation_defaults import NO_DEFAULTS, read_generation_defaults
 from serve_app.params import (
     Prompt,
     chat_prompt,
@@ -105,6 +107,57 @@ def test_every_field_reaches_the_engine() -> None:
         logprobs=2,
         prompt_logprobs=1,
     )
+
+
+def test_the_models_generation_config_sets_what_a_request_leaves_out() -> None:
+    file = (
+        b'{"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.05, "max_new_tokens": 40,'
+        b' "repetition_penalty": 1.1, "do_sample": true, "eos_token_id": [1]}'
+    )
+    defaults = read_generation_defaults({"generation_config.json": file}, "m")
+    expected = SamplingParams(
+        max_tokens=40, temperature=0.6, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1
+    )
+    assert sampling_params(chat(), PROMPT, LIMITS, defaults) == expected
+    # As in vLLM a completion has 16 tokens, and a request's own number goes before the file's.
+    assert sampling_params(completion(), PROMPT, LIMITS, defaults).max_tokens == 16
+    asked = chat(temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1, max_tokens=99)
+    plain = SamplingParams(max_tokens=99, temperature=0)
+    assert sampling_params(asked, PROMPT, LIMITS, defaults) == plain
+    assert sampling_params(chat(min_tokens=41), PROMPT, LIMITS, defaults).max_tokens == 41
+    assert read_generation_defaults({}, "m") == NO_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"hot"', "NaN", "1e400", "-1e400", "-1", "true", "[1]", "{}", "9" * 400, "3", "null"],
+)
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_new_tokens"]
+)
+def test_a_wrong_value_in_the_models_file_breaks_no_request(field: str, value: str) -> None:
+    file = f'{{"{field}": {value}, "eos_token_id": 1}}'.encode()
+    defaults = read_generation_defaults({"generation_config.json": file}, "m")
+    for request in (chat(), completion()):
+        params = sampling_params(request, PROMPT, LIMITS, defaults)
+        check_request(EngineRequest("id", PROMPT.token_ids, params), LIMITS)
+    broken = {"generation_config.json": file[:-1]}
+    assert read_generation_defaults(broken, "m") == NO_DEFAULTS
+
+
+def test_log_probabilities_of_a_whole_answer_are_bounded() -> None:
+    limits = EngineLimits(max_model_len=131_072, vocab_size=1000, max_kv_tokens=131_072)
+    honest = chat(logprobs=True, top_logprobs=20, max_tokens=8000)
+    assert sampling_params(honest, PROMPT, limits).max_tokens == 8000
+    # Where the client names no length, the answer has what fits.
+    open_end = chat(logprobs=True, top_logprobs=20, n=16)
+    assert sampling_params(open_end, PROMPT, limits).max_tokens == 2**21 // (16 * 21)
+    dear = {"logprobs": 20, "n": 16, "max_tokens": 100_000}
+    with pytest.raises(InvalidRequestError, match="100000 tokens, 16 sequences") as caught:
+        sampling_params(completion(**dear), PROMPT, limits)
+    assert caught.value.param == "logprobs"
+    streamed = completion(**dear, stream=True)
+    assert sampling_params(streamed, PROMPT, limits).max_tokens == 100_000
 
 
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:

@@ -68,7 +68,9 @@ def _ask(
     limits = front.description.limits
     prompts = read_prompts(body, front.text, limits)
     salt = state.queues.cache_salt(tenant, body.cache_salt)
-    requests = engine_requests(body, prompts, adapter, limits, cache_salt=salt)
+    requests = engine_requests(
+        body, prompts, adapter, limits, defaults=front.defaults, cache_salt=salt
+    )
     return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
 
 

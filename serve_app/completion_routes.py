@@ -11,10 +11,8 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -33,12 +31,15 @@ from serve_app.asgi import (
 )
 from serve_app.cold_start import Admission
 from serve_app.completion import Completion, OnFirstToken
+from serve_app.errors import ApiError
 from serve_app.explain import explain_headers, is_wanted
+from serve_app.gateway import Front
 from serve_app.generation import Generation
 from serve_app.params import Prompt, engine_requests, read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
+from serve_app.protocol_fields import MAX_SESSION_CHARS
 from serve_app.responses import ResponseHead
 from serve_app.routing.admission import Ticket
 from serve_app.routing.asks import make_ask
@@ -46,26 +47,27 @@ from serve_app.routing.view import Ask
 from serve_app.routing.waiting_room import Applicant
 from serve_app.shadow import Submitted
 from serve_app.state import IngressState, state_of
+from serve_app.template_guard import TooDearError
 from serve_app.traffic import sticky_key
 
 router = APIRouter()
 PATHS = ("/v1/chat/completions", "/v1/completions")
-T = TypeVar("T")
 Body = ChatRequest | CompletionRequest
 
-# Below these the work is shorter than the hand-over to a thread is worth (about 0.1 ms).
-_INLINE_BODY_BYTES = 16 * 1024
+# Up to here the work takes 20 ms at most, and mostly less than the hand-over to a worker (0.5 ms).
+INLINE_BODY_BYTES = 16 * 1024
+_SESSION_HEADER = "x-session-id"
 _VERSION = version("loraplex")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """A request as it came."""
 
-    body: Body
+    body: Body  # of a long one without its texts
+    raw: bytes  # until its prompts are read: a thousand requests may wait for an engine
     tenant: str
     session: str | None  # who asks, for stickiness
-    is_small: bool
     arrival_s: float
 
 
@@ -85,14 +87,15 @@ async def _complete(
     arrival_s = time.time()
     state = state_of(http)
     tenant = state.queues.tenant(http.headers.get(state.queues.tenant_header))
-    body, is_small = await _read(http, state, kind)
+    body, raw = await _read(http, state, kind)
     session = who_asks(http, body)
     try:
         admission = await state.cold_starts.admit(body.model, http.receive, session)
     except ClientGoneError as error:
         return error_response(error)
     try:
-        asked = _Asked(body, tenant, session, is_small, arrival_s)
+        asked = _Asked(body, raw, tenant, session, arrival_s)
+        del raw
         completion = await _begin(state, asked, admission, http.receive)
         response = await _respond(http, bool(body.stream), completion)
     except ClientGoneError as error:  # while it waited for an engine
@@ -113,12 +116,24 @@ async def _complete(
 
 async def _read(
     http: HttpRequest, state: IngressState, kind: type[ChatRequest] | type[CompletionRequest]
-) -> tuple[Body, bool]:
-    """The body, and whether its work is small. Its bytes are gone by the return: a thousand
-    requests may wait with theirs."""
+) -> tuple[Body, bytes]:
+    """The body and its bytes."""
     raw = await read_body(http, state.args.max_body_bytes)
-    is_small = len(raw) <= _INLINE_BODY_BYTES
-    return await _run(state, is_small, lambda: parse_body(kind, raw)), is_small
+    if len(raw) <= INLINE_BODY_BYTES:
+        return parse_body(kind, raw), raw
+    return await state.texts.parse(kind, raw), raw
+
+
+async def _prompts(state: IngressState, asked: _Asked, front: Front) -> tuple[Prompt, ...]:
+    """Of a long body by a worker, as is a chat whose template has much to do."""
+    raw, asked.raw = asked.raw, b""
+    limits, files = front.description.limits, front.description.files
+    if len(raw) <= INLINE_BODY_BYTES:
+        try:
+            return read_prompts(asked.body, front.text, limits)
+        except TooDearError:
+            pass
+    return await state.texts.prompts(type(asked.body), raw, front.base.digest, files, limits)
 
 
 async def _begin(
@@ -131,9 +146,17 @@ async def _begin(
     who = _applicant(state, asked, adapter)
     queue.check(who)
     limits = front.description.limits
-    prompts = await _run(state, asked.is_small, lambda: read_prompts(body, front.text, limits))
+    prompts = await _prompts(state, asked, front)
     salt = state.queues.cache_salt(asked.tenant, body.cache_salt)
-    requests = engine_requests(body, prompts, adapter, limits, asked.arrival_s, cache_salt=salt)
+    requests = engine_requests(
+        body,
+        prompts,
+        adapter,
+        limits,
+        asked.arrival_s,
+        defaults=front.defaults,
+        cache_salt=salt,
+    )
     ask = make_ask(requests, adapter, limits, asked.session)
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
     ticket = await queue.enter(who, ask, max_tokens, receive)
@@ -200,15 +223,16 @@ def _applicant(state: IngressState, asked: _Asked, adapter: AdapterVersion | Non
     return state.queues.tenants.applicant(asked.tenant, name, rank, asked.body.priority or 0)
 
 
-async def _run(state: IngressState, is_small: bool, work: Callable[[], T]) -> T:
-    if is_small:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(state.tokenizer_pool, work)
-
-
 def who_asks(http: HttpRequest, body: Body) -> str | None:
     """A person first, then a conversation; last what may be shared by many."""
-    session = http.headers.get("x-session-id")
+    session = http.headers.get(_SESSION_HEADER)
+    if session is not None and len(session) > MAX_SESSION_CHARS:
+        raise ApiError(
+            400,
+            f"{_SESSION_HEADER}: at most {MAX_SESSION_CHARS} characters, got {len(session)}.",
+            param=_SESSION_HEADER,
+            code="invalid_value",
+        )
     return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)
 
 

@@ -199,6 +199,9 @@ class ModelArgs(_ScaledArgs):
     name: str = Field(min_length=1)
     alias: AliasName | None = None  # what its adapters' bare names mean; None: registry.alias
     engine: EngineArgs = EngineArgs()
+    # As vLLM's --generation-config: the base's generation_config.json sets sampling defaults, or
+    # ("vllm") does not.
+    generation_config: Literal["auto", "vllm"] = "auto"
     max_ongoing_requests: int = Field(default=256, ge=1)  # a replica
     max_queued_requests: int = Field(default=256, ge=1)  # an ingress replica; beyond it 429
     graceful_shutdown_timeout_s: float = Field(

@@ -29,12 +29,19 @@ from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.generation import STAY, Lane
+from serve_app.generation_defaults import (
+    NO_DEFAULTS,
+    GenerationDefaults,
+    read_generation_defaults,
+)
 from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
+from serve_app.template_guard import TooDearError
 from serve_app.text import BaseText
+from serve_app.text_pool import TextPool
 from serve_app.topology import ENGINE, BaseDescription, PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
 
@@ -57,6 +64,7 @@ class Front:
     description: BaseDescription
     text: BaseText
     deployed_s: float
+    defaults: GenerationDefaults = NO_DEFAULTS
 
     def is_of(self, base: ServedBase) -> bool:
         return (self.app_name, self.deployed_s) == (base.app_name, base.deployed_s)
@@ -99,6 +107,7 @@ class Gateway:
         self._draw = random.random
         self._ingress_id = ingress_id
         self.activity = Activity()
+        self.texts: TextPool | None = None  # set by the ingress; tries the templates of new bases
         self._changed = asyncio.Event()
         self._revision = ""  # of the last view that came
         self._fronts: dict[str, Front] = {}  # by base digest
@@ -367,7 +376,7 @@ class Gateway:
         try:
             while self._wants(base):
                 try:
-                    front = await _open_front(base)
+                    front = await _open_front(base, self.texts)
                 except (RayError, RayServeException) as error:
                     logger.warning("%s does not answer yet: %s", base.app_name, error)
                     await asyncio.sleep(_RETRY_S)
@@ -391,11 +400,20 @@ class Gateway:
         )
 
 
-async def _open_front(base: ServedBase) -> Front:
+async def _open_front(base: ServedBase, texts: TextPool | None) -> Front:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
     text = await asyncio.to_thread(BaseText.from_files, description.files)
-    return Front(base.base, base.app_name, handle, description, text, base.deployed_s)
+    try:
+        await asyncio.to_thread(text.probe)
+    except TooDearError as error:  # for the event loop; a worker has more time
+        if texts is None:
+            raise UnsupportedModelError(str(error)) from None
+        await texts.probe(base.base.digest, description.files)
+    defaults = NO_DEFAULTS
+    if description.generation_config == "auto":
+        defaults = read_generation_defaults(description.files, base.base.name)
+    return Front(base.base, base.app_name, handle, description, text, base.deployed_s, defaults)
 
 
 def _not_yet(base: ServedBase) -> ServiceUnavailableError:

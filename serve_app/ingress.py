@@ -7,7 +7,6 @@ Every answer, also to nonsense, has OpenAI's shape.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI
 from ray import serve
@@ -50,11 +49,13 @@ from serve_app.routing.queues import AdmissionQueues
 from serve_app.scaling_options import ingress_scaling
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
+from serve_app.text_pool import TextPool
 
 logger = logging.getLogger(__name__)
 
 # For health, metrics, operators' orders, and for telling those beyond the limit that they are.
 _RESERVED_REQUESTS = 128
+_BOUNDED_PATHS = frozenset((*completion_routes.PATHS, *tokenize_routes.PATHS))
 
 
 class Counted:
@@ -119,12 +120,12 @@ class Bounded:
             await self._app(scope, receive, send)
             return
         check_header_size(scope["headers"], self._max_header_bytes)
-        is_generating = scope["path"] in completion_routes.PATHS
-        if is_generating:
+        is_bounded = scope["path"] in _BOUNDED_PATHS
+        if is_bounded:
             self._check_room()
         receive = await self._arrivals.whole(scope, receive)
         try:
-            if not is_generating:
+            if not is_bounded:
                 await self._app(scope, receive, send)
                 return
             self._check_room()
@@ -175,7 +176,7 @@ class Ingress:
         keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(manager, replica_id)
-        pool = ThreadPoolExecutor(args.tokenizer_threads, thread_name_prefix="tokenizer")
+        texts = self._gateway.texts = TextPool(args.tokenizer_threads)
         gateway, metrics = self._gateway, IngressMetrics(replica_id)
         shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
         stats = QueueStats(replica_id, fairness.weights)
@@ -185,7 +186,7 @@ class Ingress:
         gateway.attendance.on_placed = queues.placed
         gateway.activity.backlog = queues.backlog
         self._state = IngressState(
-            args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
+            args, gateway, metrics, ColdStarts(gateway), shadows, queues, texts
         )
         self._gateway.start()
 

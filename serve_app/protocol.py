@@ -17,8 +17,11 @@ from pydantic import BaseModel, ValidationError
 from serve_app.errors import ApiError, shown
 
 MAX_OBJECT_KEYS = 4096
+# Objects and arrays of one body: 128 bytes or more each, once they are Python's.
+MAX_CONTAINERS = 1 << 16
 
 # A text can only hold a surrogate if its JSON spells one.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _SPELLS_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -49,6 +52,8 @@ def parse_body(model: type[Model], raw: bytes) -> Model:
 
 
 def parse_json(raw: bytes) -> object:
+    if _num_containers(raw) > MAX_CONTAINERS:
+        raise _json_error(f"more than {MAX_CONTAINERS} objects and arrays")
     try:
         value: object = json.loads(
             raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant
@@ -62,6 +67,16 @@ def parse_json(raw: bytes) -> object:
     except ValueError as error:
         raise _json_error(str(error)[:200]) from None
     return value
+
+
+def _num_containers(raw: bytes) -> int:
+    """Before anything is built of them. Braces inside strings are told apart only where it matters:
+    that takes 50 ms for 16 MiB, and counting 2."""
+    count = raw.count(b"{") + raw.count(b"[")
+    if count > MAX_CONTAINERS:
+        bare = _STRING.sub(b"", raw)
+        count = bare.count(b"{") + bare.count(b"[")
+    return count
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -23,6 +23,7 @@ MAX_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
+MAX_SESSION_CHARS = 256  # of what names a user or a conversation
 
 
 def check_token_ids(value: object, name: str) -> list[int]:
@@ -170,9 +171,9 @@ class GenerationFields(BaseModel):
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is earlier
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: str | None = Field(None, max_length=MAX_SESSION_CHARS)
+    safety_identifier: str | None = Field(None, max_length=MAX_SESSION_CHARS)
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     metadata: dict[str, object] | None = None
 
     @model_validator(mode="before")

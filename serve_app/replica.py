@@ -175,7 +175,8 @@ class EngineReplica:
         )
 
     async def describe(self) -> BaseDescription:
-        return BaseDescription(await asyncio.to_thread(_read_texts, self._folder), self._limits)
+        files = await asyncio.to_thread(_read_texts, self._folder)
+        return BaseDescription(files, self._limits, self._spec.model.generation_config)
 
     async def metrics(self) -> bytes:
         engine: bytes = await self._actor.metrics.remote()

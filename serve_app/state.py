@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -14,6 +13,7 @@ from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.routing.queues import AdmissionQueues
 from serve_app.shadow import Shadows
+from serve_app.text_pool import TextPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class IngressState:
     cold_starts: ColdStarts
     shadows: Shadows
     queues: AdmissionQueues
-    tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
+    texts: TextPool  # long bodies are read and tokenized there
     deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
 
 

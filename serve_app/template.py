@@ -1,8 +1,9 @@
 """A model's chat template: messages to one string, exactly as transformers' apply_chat_template.
 
 The template comes with the model, so it runs in jinja's immutable sandbox, without attributes that
-lead out of it, with bounded output and bounded `*` and `**`. A client never sends one. Ignorant of
-tokens and of HTTP.
+lead out of it, with bounded output. A client never sends one. On the event loop its work is counted
+and bounded, too (`template_guard`); only a worker process whose time and memory the kernel limits
+renders without the count. Ignorant of tokens and of HTTP.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
+from serve_app.template_guard import (
+    BUDGET,
+    FREE_WORK,
+    MAX_SOURCE_CHARS,
+    WORK_PER_CHARACTER,
+    GuardedSandbox,
+    refuse,
+)
 
 Message: TypeAlias = dict[str, str]
 TemplateValue: TypeAlias = str | int | float | bool
@@ -34,12 +43,18 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: bos_token and the like, as the template names them."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, is_guarded: bool = True
+    ) -> None:
+        """`special_tokens`: bos_token and the like, as the template names them. `is_guarded`: work
+        beyond the budget raises TooDearError; false only where the process may be killed."""
         self._source = source
         self._special_tokens = dict(special_tokens)
+        self._is_guarded = is_guarded
+        if is_guarded and len(source) > MAX_SOURCE_CHARS:
+            source = ""  # `render` refuses it unread
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment(is_guarded=is_guarded).from_string(source)
         except (TemplateSyntaxError, RecursionError) as error:
             raise UnsupportedModelError(f"chat template: {error}") from error
 
@@ -51,12 +66,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, TemplateValue] | None = None,
     ) -> str:
+        if self._is_guarded and len(self._source) > MAX_SOURCE_CHARS:
+            refuse(f"it has more than {MAX_SOURCE_CHARS} characters")
         # Copies: the template may write into them, and the tag below does.
         chat = [dict(message) for message in messages]
         final = ""
         if continue_final_message:
             final = chat[-1]["content"]
             chat[-1]["content"] = final + _CONTINUE_TAG
+        num_chars = sum(len(part) for message in chat for part in message.values())
+        BUDGET.left = FREE_WORK + WORK_PER_CHARACTER * num_chars
         text = self._run(
             {
                 **self._special_tokens,
@@ -66,7 +85,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             },
-            FREE_OUTPUT_CHARS + 2 * sum(len(part) for message in chat for part in message.values()),
+            FREE_OUTPUT_CHARS + 2 * num_chars,
         )
         return _cut_at_tag(text, final) if continue_final_message else text
 
@@ -78,7 +97,7 @@ class ChatTemplate:
                 parts.append(part)
                 num_chars += len(part)
                 if num_chars > max_chars:
-                    raise SecurityError(f"more than {max_chars} characters")
+                    refuse(f"it writes more than {max_chars} characters")
         # A template is code: whatever it raises on these messages is about these messages.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise _refusal(str(error)) from error
@@ -118,8 +137,12 @@ class _GenerationBlocks(Extension):
     def _body(self, caller: Callable[[], str]) -> str:
         return caller()
 
+    _body.is_cheap = True  # type: ignore[attr-defined]
+
 
 class _Sandbox(ImmutableSandboxedEnvironment):
+    """Without a count of its work, which the process that runs it must bound."""
+
     intercepted_binops = frozenset(("*", "**"))
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
@@ -136,12 +159,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class _TemplateDict:
     """`dict` for templates, without the attributes of a class."""
 
+    is_cheap = True
+
     def __call__(self, *args: Mapping[str, T], **kwargs: T) -> dict[str, T]:
         return dict(*args, **kwargs)
 
 
 class _TemplateNamespace(Namespace):
     """jinja's namespace, refusing names that begin with an underscore."""
+
+    is_cheap = True
 
     def __init__(*args: object, **kwargs: object) -> None:  # `namespace(self=...)` is legal
         namespace, rest = args[0], args[1:]
@@ -160,15 +187,21 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+def _environment(*, is_guarded: bool) -> ImmutableSandboxedEnvironment:
+    # Not optimized: the compiler would run filters on constants.
+    environment = (GuardedSandbox if is_guarded else _Sandbox)(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=[_GenerationBlocks, loopcontrols],
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _TemplateDict()
     environment.globals["namespace"] = _TemplateNamespace
+    if isinstance(environment, GuardedSandbox):
+        environment.guard_filters()
     return environment
 
 
@@ -190,4 +223,9 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > 64 or any(character.isdigit() for character in format):
+        raise SecurityError("a time in more than 64 characters, or with a width")
     return datetime.now().strftime(format)
+
+
+_raise_exception.is_cheap = _strftime_now.is_cheap = True  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from serve_app.template import ChatTemplate, Message, TemplateValue
+from serve_app.template_guard import TooDearError
 from serve_app.tokenizer import TextTokenizer
 
 TEXT_FILES = (
@@ -48,8 +49,9 @@ class BaseText:
         )
 
     @classmethod
-    def from_files(cls, files: Mapping[str, bytes]) -> BaseText:
-        """`files`: those of TEXT_FILES that the model has. Blocks for a second: use a thread."""
+    def from_files(cls, files: Mapping[str, bytes], *, is_guarded: bool = True) -> BaseText:
+        """`files`: those of TEXT_FILES that the model has; `is_guarded`: see `ChatTemplate`. Blocks
+        for a second: use a thread."""
         if "tokenizer.json" not in files:
             raise UnsupportedModelError(
                 "tokenizer.json is missing: the base needs a fast tokenizer"
@@ -63,11 +65,22 @@ class BaseText:
             raise UnsupportedModelError(f"tokenizer.json: {error}") from error
         tokenizer = TextTokenizer(library, special.get("bos_token"))
         source = _template_source(files, config)
-        template = None if source is None else ChatTemplate(source, special)
+        template = None if source is None else ChatTemplate(source, special, is_guarded=is_guarded)
         return cls(tokenizer, template, special, _eos_token_ids(files, tokenizer, special))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def probe(self) -> None:
+        """Raises TooDearError where even the shortest chat is beyond the template's limits."""
+        if self.template is None:
+            return
+        try:
+            self.render_chat([{"role": "user", "content": "Hello"}])
+        except TooDearError:
+            raise
+        except InvalidRequestError:
+            return  # the template wants another chat than this one
 
     def render_chat(
         self,

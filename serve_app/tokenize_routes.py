@@ -1,61 +1,63 @@
-"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shape: evaluation harnesses ask them."""
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shape: evaluation harnesses ask them.
+
+A text or a list of ids may be as long as a prompt; more than the model's context is refused.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from engine.errors import InvalidRequestError
 from serve_app.asgi import json_response, read_body
+from serve_app.completion_routes import INLINE_BODY_BYTES
+from serve_app.errors import ApiError
 from serve_app.gateway import Front
+from serve_app.params import detokenized, tokenized
 from serve_app.protocol import parse_body
 from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.state import IngressState, state_of
-from serve_app.text import BaseText
+from serve_app.template_guard import TooDearError
 
 router = APIRouter()
-T = TypeVar("T")
+PATHS = ("/tokenize", "/detokenize")
+B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
+
+# Within ingress.max_body_bytes: a text of any context, and as many ids.
+MAX_TOKENIZE_BYTES = 4 * 1024**2
+MAX_DETOKENIZE_BYTES = 1024**2
 
 
-@router.post("/tokenize")
+@router.post(PATHS[0])
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
-    body = parse_body(TokenizeRequest, await read_body(request, state.args.max_body_bytes))
+    body, raw = await _read(request, state, TokenizeRequest, MAX_TOKENIZE_BYTES)
     front = await _front(request, body.model)
-    ids = await _in_pool(state, lambda: _encode(front.text, body))
-    token_text = front.text.tokenizer.token_text
+    ids, texts = await _tokenized(state, front, body, raw)
     return json_response(
         {
             "count": len(ids),
             "max_model_len": front.description.limits.max_model_len,
             "tokens": ids,
-            "token_strs": [token_text(i) for i in ids] if body.return_token_strs else None,
+            "token_strs": texts if body.return_token_strs else None,
         }
     )
 
 
-@router.post("/detokenize")
+@router.post(PATHS[1])
 async def detokenize(request: Request) -> Response:
     state = state_of(request)
-    body = parse_body(DetokenizeRequest, await read_body(request, state.args.max_body_bytes))
-    tokenizer = (await _front(request, body.model)).text.tokenizer
-    for token_id in body.tokens:
-        if token_id >= tokenizer.vocab_size:
-            raise InvalidRequestError(
-                f"tokens: {token_id} is not in the vocabulary of {tokenizer.vocab_size}.", "tokens"
-            )
-    decode = tokenizer.decode
-    return json_response(
-        {
-            "prompt": await _in_pool(
-                state, lambda: decode(list(body.tokens), skip_special_tokens=False)
-            )
-        }
-    )
+    body, raw = await _read(request, state, DetokenizeRequest, MAX_DETOKENIZE_BYTES)
+    front = await _front(request, body.model)
+    limits, files = front.description.limits, front.description.files
+    if len(raw) <= INLINE_BODY_BYTES:
+        text = detokenized(body, front.text, limits)
+    else:
+        base = front.base.digest
+        text = await state.texts.detokenize(DetokenizeRequest, raw, base, files, limits)
+    return json_response({"prompt": text})
 
 
 @router.get("/tokenizer_info")
@@ -68,6 +70,43 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     return json_response(info | front.text.special_tokens)
 
 
+async def _read(
+    request: Request, state: IngressState, kind: type[B], most_bytes: int
+) -> tuple[B, bytes]:
+    """The body, of a long one without its text, and its bytes."""
+    limit = min(most_bytes, state.args.max_body_bytes)
+    try:
+        raw = await read_body(request, limit)
+    except ApiError as error:
+        if error.status != 413:
+            raise
+        raise ApiError(
+            413,
+            f"The body is longer than {limit} bytes, the limit of {request.url.path} within the "
+            f"server's ingress.max_body_bytes of {state.args.max_body_bytes}.",
+            code=error.code,
+        ) from None
+    if len(raw) <= INLINE_BODY_BYTES:
+        return parse_body(kind, raw), raw
+    return await state.texts.parse(kind, raw), raw
+
+
+async def _tokenized(
+    state: IngressState, front: Front, body: TokenizeRequest, raw: bytes
+) -> tuple[Sequence[int], Sequence[str | None]]:
+    """Ids, and their texts where the body asks for them."""
+    limits, files = front.description.limits, front.description.files
+    if len(raw) <= INLINE_BODY_BYTES:
+        try:
+            ids = tokenized(body, front.text, limits)
+        except TooDearError:
+            pass  # a worker has the time for it
+        else:
+            token_text = front.text.tokenizer.token_text
+            return ids, [token_text(i) for i in ids] if body.return_token_strs else ()
+    return await state.texts.tokenize(TokenizeRequest, raw, front.base.digest, files, limits)
+
+
 async def _front(request: Request, model: str | None) -> Front:
     """Harnesses that know one model only do not name it."""
     state = state_of(request)
@@ -75,20 +114,3 @@ async def _front(request: Request, model: str | None) -> Front:
     admission = await state.cold_starts.admit(named, request.receive)
     admission.visit.leave()
     return admission.route.front
-
-
-def _encode(text: BaseText, body: TokenizeRequest) -> list[int]:
-    if body.messages is None:
-        assert body.prompt is not None
-        return text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    rendered = text.render_chat(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
-    )
-    return text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
-
-
-async def _in_pool(state: IngressState, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(state.tokenizer_pool, work)

@@ -201,6 +201,7 @@ class BaseDescription:
 
     files: dict[str, bytes]
     limits: EngineLimits
+    generation_config: str = "auto"  # or "vllm": generation_config.json sets no defaults
 
 
 @dataclass(frozen=True, slots=True)

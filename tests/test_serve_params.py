@@ -7,16 +7,19 @@ from typing import TypeVar
 
 import pytest
 from pydantic import BaseModel
+from starlette.requests import Request
 
-from engine.admission import EngineLimits
+from engine.admission import EngineLimits, check_request
 from engine.errors import (
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     UnknownAdapterError,
 )
+from engine.types import Request as EngineRequest
 from engine.types import SamplingParams
 from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.completion_routes import who_asks
 from serve_app.errors import (
     ApiError,
     EngineFailureError,
@@ -24,6 +27,7 @@ from serve_app.errors import (
     ServiceUnavailableError,
     to_api_error,
 )
+from serve_app.generation_defaults import NO_DEFAULTS, read_generation_defaults
 from serve_app.params import (
     Prompt,
     chat_prompt,
@@ -105,6 +109,57 @@ def test_every_field_reaches_the_engine() -> None:
     )
 
 
+def test_the_models_generation_config_sets_what_a_request_leaves_out() -> None:
+    file = (
+        b'{"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.05, "max_new_tokens": 40,'
+        b' "repetition_penalty": 1.1, "do_sample": true, "eos_token_id": [1]}'
+    )
+    defaults = read_generation_defaults({"generation_config.json": file}, "m")
+    expected = SamplingParams(
+        max_tokens=40, temperature=0.6, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1
+    )
+    assert sampling_params(chat(), PROMPT, LIMITS, defaults) == expected
+    # As in vLLM a completion has 16 tokens, and a request's own number goes before the file's.
+    assert sampling_params(completion(), PROMPT, LIMITS, defaults).max_tokens == 16
+    asked = chat(temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1, max_tokens=99)
+    plain = SamplingParams(max_tokens=99, temperature=0)
+    assert sampling_params(asked, PROMPT, LIMITS, defaults) == plain
+    assert sampling_params(chat(min_tokens=41), PROMPT, LIMITS, defaults).max_tokens == 41
+    assert read_generation_defaults({}, "m") == NO_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"hot"', "NaN", "1e400", "-1e400", "-1", "true", "[1]", "{}", "9" * 400, "3", "null"],
+)
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_new_tokens"]
+)
+def test_a_wrong_value_in_the_models_file_breaks_no_request(field: str, value: str) -> None:
+    file = f'{{"{field}": {value}, "eos_token_id": 1}}'.encode()
+    defaults = read_generation_defaults({"generation_config.json": file}, "m")
+    for request in (chat(), completion()):
+        params = sampling_params(request, PROMPT, LIMITS, defaults)
+        check_request(EngineRequest("id", PROMPT.token_ids, params), LIMITS)
+    broken = {"generation_config.json": file[:-1]}
+    assert read_generation_defaults(broken, "m") == NO_DEFAULTS
+
+
+def test_log_probabilities_of_a_whole_answer_are_bounded() -> None:
+    limits = EngineLimits(max_model_len=131_072, vocab_size=1000, max_kv_tokens=131_072)
+    honest = chat(logprobs=True, top_logprobs=20, max_tokens=8000)
+    assert sampling_params(honest, PROMPT, limits).max_tokens == 8000
+    # Where the client names no length, the answer has what fits.
+    open_end = chat(logprobs=True, top_logprobs=20, n=16)
+    assert sampling_params(open_end, PROMPT, limits).max_tokens == 2**21 // (16 * 21)
+    dear = {"logprobs": 20, "n": 16, "max_tokens": 100_000}
+    with pytest.raises(InvalidRequestError, match="100000 tokens, 16 sequences") as caught:
+        sampling_params(completion(**dear), PROMPT, limits)
+    assert caught.value.param == "logprobs"
+    streamed = completion(**dear, stream=True)
+    assert sampling_params(streamed, PROMPT, limits).max_tokens == 100_000
+
+
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
     params = sampling_params(completion(echo=True, logprobs=1), PROMPT, LIMITS)
     assert params.prompt_logprobs == 1
@@ -124,6 +179,34 @@ def test_far_too_long_text_is_refused_without_tokenizing(text: BaseText) -> None
     request = completion(prompt="x" * (512 * text.tokenizer.max_token_chars + 1))
     with pytest.raises(ContextLengthError, match="at least 513"):
         completion_prompts(request, text, LIMITS)
+
+
+def test_a_text_far_beyond_the_context_is_not_tokenized_whole(text: BaseText) -> None:
+    value = "a word " * 3000
+    exact = len(text.encode(value, add_special_tokens=False))
+    bound = text.tokenizer.min_tokens_of_beginnings(value, 1000)
+    assert 1000 < bound < exact  # only a beginning of it was looked at
+    limits = EngineLimits(max_model_len=1000, vocab_size=1000, max_kv_tokens=4096)
+    with pytest.raises(ContextLengthError, match="at least"):
+        completion_prompts(completion(prompt=value), text, limits)
+    assert text.tokenizer.min_tokens_of_beginnings(value, exact) == 0
+
+
+def test_all_prompts_of_a_request_have_a_bounded_number_of_tokens(text: BaseText) -> None:
+    limits = EngineLimits(max_model_len=2**18, vocab_size=1000, max_kv_tokens=2**18)
+    ids = [[1] * (2**17 + 1)] * 8
+    with pytest.raises(InvalidRequestError, match="8 of 8 prompts have 1048584 tokens") as caught:
+        completion_prompts(completion(prompt=ids), text, limits)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("header", ["x" * 257, "x" * 8_000_000])
+def test_a_session_header_that_is_too_long_is_refused(header: str) -> None:
+    scope = {"type": "http", "headers": [(b"x-session-id", header.encode())]}
+    with pytest.raises(ApiError, match=f"x-session-id: at most 256 characters, got {len(header)}"):
+        who_asks(Request(scope), completion())
+    scope["headers"] = [(b"x-session-id", b"x" * 256)]
+    assert who_asks(Request(scope), completion()) == "x" * 256
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])

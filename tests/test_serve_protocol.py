@@ -129,7 +129,9 @@ WRONG: dict[str, list[object]] = {
     "stream_options": [{"include_usage": True}],
     "ignore_eos": [1],
     "prompt_logprobs": [21],
-    "user": [5],
+    "user": [5, "x" * 257],
+    "safety_identifier": ["x" * 257],
+    "prompt_cache_key": ["x" * 257],
 }
 WRONG_IN_COMPLETIONS: dict[str, list[object]] = {
     "prompt": [
@@ -279,6 +281,16 @@ def test_text_parts_are_joined_and_empty_fields_left_out() -> None:
 )
 def test_malformed_body_is_a_400(raw: bytes) -> None:
     refused(ChatRequest, raw)
+
+
+def test_a_body_of_millions_of_objects_is_refused_before_they_are_made() -> None:
+    raw = b'{"model": "m", "messages": [' + b"{}," * 500_000 + b"{}]}"
+    with pytest.raises(ApiError, match="more than 65536 objects and arrays") as caught:
+        parse_body(ChatRequest, raw)
+    assert caught.value.code == "invalid_json"
+    code = "{}[]" * 100_000 + ' \\"{'  # braces inside a text are none
+    raw = json.dumps({"model": "m", "prompt": code}).encode()
+    assert parse_body(CompletionRequest, raw).prompt == (code,)
 
 
 def test_infinite_number_by_its_exponent_is_refused() -> None:

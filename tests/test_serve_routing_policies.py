@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from serve_app.config import PlatformArgs, RouterArgs, check_routers
 from serve_app.routing.by_ttft import ExpectedTtft
+from serve_app.routing.lookout import Lookout
 from serve_app.routing.policies import POLICIES, PolicyError, make_policy
 from serve_app.routing.policy import Policy, Ranked
 from serve_app.routing.view import Ask, ReplicaView
@@ -86,6 +88,16 @@ def test_cold_adapters_stay_where_they_are() -> None:
         replica.on_device |= {ask.adapter or ""}
     holders = Counter(adapter for view in views for adapter in view.on_device)
     assert set(holders.values()) == {1}
+
+
+def test_a_remembered_session_takes_16_bytes_whatever_its_length() -> None:
+    lookout = Lookout(random.Random(0), 2)
+    for number in range(70_000):
+        lookout.went(make_ask(session=f"{number}" + "x" * 256), "r0")
+    assert len(lookout._sessions) == 65_536
+    assert {len(key) for key in lookout._sessions._entries} == {16}
+    assert lookout.session_place("69999" + "x" * 256) == "r0"
+    assert lookout.session_place("69999" + "x" * 255) is None
 
 
 def test_a_session_stays_where_it_was_among_those_that_are_as_soon() -> None:

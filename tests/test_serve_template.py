@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from serve_app.template import ChatTemplate
+from serve_app.template_guard import TooDearError
 from serve_app.text import BaseText
 from tests.text_factory import MISTRAL, SMOLLM, TEMPLATES, base_text, write_folder
 
@@ -112,6 +113,60 @@ def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
     template = ChatTemplate(source, {})
     with pytest.raises(InvalidRequestError, match="chat template"):
         template.render(CHATS["one"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999)|list %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(99) }}",
+        *(
+            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}" + step + "{% endfor %}"
+            for step in (
+                "{% set ns.x = ns.x + ns.x %}",
+                "{% set ns.x = ns.x ~ ns.x %}",
+                "{% set ns.x = [ns.x, ns.x] | join %}",
+                "{% set ns.x = ns.x.replace('b', ns.x) %}",
+                "{% set ns.x = ns.x | replace('b', ns.x) %}",
+                "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}",
+            )
+        ),
+        *(
+            "{% set ns = namespace(x=[9]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+            "{% endfor %}" + end
+            for end in ("{{ ns.x }}", "{{ ns.x | tojson }}", "{{ ns.x == 1 }}")
+        ),
+        "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}"
+        "{% endfor %}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ 'a'.center(999999999) }}",
+        "{{ 'a'.encode().ljust(999999999) }}",
+        "{{ 'a'.zfill(999999999) }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ 'a' | center(999999999) }}",
+        "{{ ['a'] | map('center', 999999999) | list }}",
+        "{% filter indent(999999999, true) %}a{% endfilter %}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{{ range(99999) | map('string') | join('abcdefgh' | string) }}",
+        "{{ dict(*range(99999)) }}",
+        "{% for i in range(9) | batch(999999999, 'x') %}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_hold_the_event_loop_or_fill_its_memory(source: str) -> None:
+    template = ChatTemplate(source, {})  # the compiler runs none of it
+    with pytest.raises(TooDearError, match="chat template"):
+        template.render(CHATS["one"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_usual_templates_stay_within_the_budget_of_the_event_loop(name: str) -> None:
+    turns = ({"role": role, "content": "some words"} for role in ("user", "assistant") * 200)
+    chat = [*turns, *CHATS["one"]]
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    expected = ChatTemplate(TEMPLATES[name], tokens, is_guarded=False).render(chat)
+    assert ChatTemplate(TEMPLATES[name], tokens).render(chat) == expected
 
 
 def test_template_that_does_not_parse_is_refused_at_load() -> None:

@@ -7,6 +7,7 @@ as at 16.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Sequence
 
@@ -29,7 +30,7 @@ class Lookout:
         self._replicas: Sequence[ReplicaView] = ()
         self._by_id: dict[str, ReplicaView] = {}
         self._adapters: Recent[str, tuple[str, ...]] = Recent(_MAX_ADAPTERS)
-        self._sessions: Recent[str, str] = Recent(_MAX_SESSIONS)
+        self._sessions: Recent[bytes, str] = Recent(_MAX_SESSIONS)
         self._prefixes: Recent[int, str] = Recent(_MAX_DIGESTS)
 
     def take(self, replicas: Sequence[ReplicaView]) -> bool:
@@ -71,12 +72,12 @@ class Lookout:
         return [replicas[place] for place in self._draw.sample(places, count)]
 
     def session_place(self, session: str | None) -> str | None:
-        return None if session is None else self._sessions.get(session)
+        return None if session is None else self._sessions.get(_session_key(session))
 
     def went(self, ask: Ask, replica_id: str) -> None:
         """Remember it."""
         if ask.session is not None:
-            self._sessions.put(ask.session, replica_id)
+            self._sessions.put(_session_key(ask.session), replica_id)
         if len(self._replicas) <= ALL_LOOKED_AT:
             return
         if ask.adapter is not None:
@@ -103,3 +104,8 @@ class Lookout:
 
     def _known(self, replica_ids: Iterable[str]) -> list[ReplicaView]:
         return [self._by_id[one] for one in replica_ids if one in self._by_id]
+
+
+def _session_key(session: str) -> bytes:
+    """16 bytes for a client's string of any length: a full map takes about 10 MB."""
+    return hashlib.blake2b(session.encode(), digest_size=16).digest()

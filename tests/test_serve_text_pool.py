@@ -1,0 +1,174 @@
+"""Long bodies and dear templates in worker processes, which the kernel limits."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from engine.admission import EngineLimits
+from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+from serve_app import text_pool
+from serve_app.errors import ApiError, OverloadedError
+from serve_app.params import read_prompts
+from serve_app.protocol import parse_body
+from serve_app.protocol_chat import ChatRequest
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.text import TEXT_FILES, BaseText
+from serve_app.text_pool import TextPool
+from tests.text_factory import LLAMA3, write_folder
+
+LIMITS = EngineLimits(max_model_len=4096, vocab_size=1000, max_kv_tokens=4096)
+BASE = "digest"
+HOT = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+WIDE = "{{ messages[0].content.center(999999999) }}"
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def chat(content: str) -> bytes:
+    return body(messages=[{"role": "user", "content": content}])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = write_folder(tmp_path_factory.mktemp("model"), LLAMA3)
+    return {n: (folder / n).read_bytes() for n in TEXT_FILES if (folder / n).is_file()}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[TextPool]:
+    pool = TextPool(2)
+    yield pool
+    pool.close()
+
+
+async def test_a_worker_reads_what_the_event_loop_reads(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    text = BaseText.from_files(files)
+    raw = chat("naïve <|im_start|> 日本語 " * 40)
+    parsed = await pool.parse(ChatRequest, raw)
+    assert (parsed.model, parsed.messages[0]["content"]) == ("m", "")
+    ours = read_prompts(parse_body(ChatRequest, raw), text, LIMITS)
+    assert await pool.prompts(ChatRequest, raw, BASE, files, LIMITS) == ours
+    for echo in (False, True):
+        raw = body(prompt=["one", "two <s> ", "x" * 99], echo=echo, stream_options=None)
+        ours = read_prompts(parse_body(CompletionRequest, raw), text, LIMITS)
+        theirs = await pool.prompts(CompletionRequest, raw, BASE, files, LIMITS)
+        assert [one.token_ids for one in theirs] == [one.token_ids for one in ours]
+        assert [one.text for one in theirs] == [one.text if echo else None for one in ours]
+    raw = body(prompt="hello", return_token_strs=True)
+    ids, texts = await pool.tokenize(TokenizeRequest, raw, BASE, files, LIMITS)
+    assert list(ids) == text.encode("hello")
+    assert "".join(map(str, texts)) == "<s>hello"
+    raw = body(tokens=ids)
+    assert await pool.detokenize(DetokenizeRequest, raw, BASE, files, LIMITS) == "<s>hello"
+
+
+async def test_short_fields_come_back_and_long_ones_do_not(pool: TextPool) -> None:
+    long = "x" * 100_000
+    raw = body(
+        prompt=long,
+        temperature=0.5,
+        stop=["a"],
+        logit_bias={"7": 1},
+        stream=True,
+        stream_options={"include_usage": True, "other": long},
+        metadata={"k": long},
+        unknown=long,
+    )
+    parsed = await pool.parse(CompletionRequest, raw)
+    assert len(repr(parsed)) < 4000
+    assert (parsed.temperature, parsed.stop, parsed.logit_bias) == (0.5, ("a",), ((7, 1.0),))
+    assert parsed.stream_options is not None
+    assert parsed.stream_options.include_usage is True
+
+
+async def test_a_refusal_of_a_worker_is_the_event_loops(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    with pytest.raises(ApiError, match="temperature") as caught:
+        await pool.parse(CompletionRequest, body(prompt="a", temperature=9))
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+    far_too_long = body(prompt="word " * 100_000)
+    with pytest.raises(ContextLengthError, match="4096 tokens") as context:
+        await pool.prompts(CompletionRequest, far_too_long, BASE, files, LIMITS)
+    assert context.value.param == "prompt"
+    many = body(tokens=[1] * 5000)
+    with pytest.raises(ContextLengthError, match=r"at most 4096.*got 5000"):
+        await pool.detokenize(DetokenizeRequest, many, BASE, files, LIMITS)
+    with pytest.raises(ContextLengthError, match="4096 tokens"):
+        await pool.tokenize(TokenizeRequest, far_too_long, BASE, files, LIMITS)
+
+
+async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    for base, source, words in (("hot", HOT, "more than 1 s"), ("wide", WIDE, "256 MiB")):
+        hostile = files | {"chat_template.jinja": source.encode()}
+        with pytest.raises(InvalidRequestError, match=f"chat template.*{words}"):
+            await pool.prompts(ChatRequest, chat("hi"), base, hostile, LIMITS)
+    with pytest.raises(UnsupportedModelError, match=r"chat template.*more than 1 s"):
+        await pool.probe("hot", files | {"chat_template.jinja": HOT.encode()})
+    dear = files | {"chat_template.jinja": b"{{ messages[0].content.center(9) }}"}
+    await pool.probe("dear", dear)
+    prompts = await pool.prompts(ChatRequest, chat("hi"), "dear", dear, LIMITS)
+    text = BaseText.from_files(files)
+    assert list(prompts[0].token_ids) == text.encode("hi".center(9), add_special_tokens=False)
+
+
+async def test_a_killed_worker_costs_one_request(pool: TextPool, files: dict[str, bytes]) -> None:
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(InvalidRequestError):
+        await pool.parse(CompletionRequest, body(prompt="a"))
+    assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+
+
+async def test_bodies_that_wait_for_a_worker_are_bounded(
+    pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "_MAX_WAITING_BYTES", 100)
+    with pytest.raises(OverloadedError):
+        await pool.parse(CompletionRequest, body(prompt="a" * 100))
+
+
+async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    limits = EngineLimits(max_model_len=2**22, vocab_size=1000, max_kv_tokens=4096)
+    async with _running(
+        pool.prompts(CompletionRequest, body(prompt="a b " * 500_000), BASE, files, limits)
+    ) as large:
+        await pool.prompts(CompletionRequest, body(prompt="a b"), BASE, files, LIMITS)
+        assert not large.done()
+
+
+async def test_a_worker_that_has_grown_is_replaced(
+    pool: TextPool, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    before = pool.pids
+    monkeypatch.setattr(text_pool, "_MAX_RESIDENT_BYTES", 1)
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    monkeypatch.undo()
+    assert len(pool.pids) < len(before)
+    assert not any(psutil.pid_exists(pid) for pid in set(before) - set(pool.pids))
+
+
+@asynccontextmanager
+async def _running(work: object) -> AsyncIterator["asyncio.Task[object]"]:
+    task: asyncio.Task[object] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    try:
+        yield task
+    finally:
+        await asyncio.wait([task])

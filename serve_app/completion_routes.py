@@ -224,7 +224,7 @@ def _head(body: Body, resolution: Resolution) -> ResponseHead:
     fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
     return ResponseHead(
         "chat" if is_chat else "completion",
-        ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+        ("chatcmpl-" if is_chat else "cmpl-") + (body.request_id or uuid.uuid4().hex),
         body.model,
         int(time.time()),
         f"fp_{fingerprint}",

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from serve_app.admin_auth import require_admin
 from serve_app.state import state_of
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
 
 
 @router.get("/status")

@@ -110,7 +110,8 @@ async def _complete(
         return response
     response.headers.update(admission.route.headers)
     if is_wanted(http):
-        response.headers.update(explain_headers(admission.route.front, completion, arrival_s))
+        front = admission.route.front
+        response.headers.update(explain_headers(http, front, completion, arrival_s))
     return response
 
 

@@ -25,6 +25,7 @@ from serve_app import (
     health_routes,
     lora_routes,
     models_routes,
+    openapi,
     tokenize_routes,
     webhook_routes,
 )
@@ -104,13 +105,14 @@ class Bounded:
 
 
 def build_asgi(state: IngressState) -> ASGIApp:
-    app = FastAPI(title="loraplex", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.ingress = state
     for routes in (
         completion_routes,
         models_routes,
         tokenize_routes,
         health_routes,
+        openapi,
         admin_routes,
         admin_routing_routes,
         admin_adapter_routes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
@@ -11,6 +11,7 @@ from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.model_list import ModelList
 from serve_app.routing.queues import AdmissionQueues
 from serve_app.shadow import Shadows
 
@@ -24,6 +25,7 @@ class IngressState:
     shadows: Shadows
     queues: AdmissionQueues
     tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
+    model_list: ModelList = field(default_factory=ModelList)
 
 
 def state_of(request: Request) -> IngressState:

@@ -1,7 +1,7 @@
 """The arms of split adapters, shadows and roll-backs in Prometheus' text format.
 
 Labels hold registered names and versions only. Roll-backs are the manager's: every ingress tells
-the same number, so take their maximum.
+the same number.
 """
 
 from __future__ import annotations

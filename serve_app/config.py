@@ -244,6 +244,7 @@ class IngressArgs(_ScaledArgs):
     # /v1/load_lora_adapter and its opposite, which take paths on this machine's disk
     allow_runtime_lora_updating: bool = False
     tokenizer_threads: int = Field(default=2, ge=1)
+    metrics_max_age_s: float = Field(default=1.0, ge=0)  # /metrics may be so old; see scrape
     max_shadow_requests: int = Field(default=8, ge=0)  # at once, a replica; beyond it no copies
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
 

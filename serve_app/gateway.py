@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
@@ -30,7 +31,7 @@ from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
 from serve_app.generation import STAY, Lane
 from serve_app.migrations import Migrations
-from serve_app.reports import REPORT_INTERVAL_S, IngressReport
+from serve_app.reports import REPORT_INTERVAL_S, IngressCounts, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
@@ -98,6 +99,9 @@ class Gateway:
         self._draw = random.random
         self._ingress_id = ingress_id
         self.activity = Activity()
+        self.own_metrics: Callable[[], bytes] = bytes  # this ingress's, in Prometheus' text format
+        self._num_counts = 0
+        self._was_taken = False  # a manager has had some of them
         self._changed = asyncio.Event()
         self._fronts: dict[str, Front] = {}  # by base digest
         self._resting: dict[str, Front] = {}  # of bases that sleep, or are about to
@@ -257,10 +261,13 @@ class Gateway:
         return [answer for answer in answers if isinstance(answer, bytes)]
 
     async def manager_metrics(self) -> list[bytes]:
-        """None while it does not answer."""
+        """The manager's own and the sums over all ingresses, this one as it stands now. None while
+        it does not answer: a part of a sum would look like a counter that fell."""
         try:
             async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                return [await self.manager.metrics.remote()]
+                text = await self.manager.metrics.remote(self._ingress_id, self._counts())
+                self._was_taken = True
+                return [text]
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the manager tells no metrics: %s", error)
             return []
@@ -291,14 +298,20 @@ class Gateway:
                 self._asleep(),
                 self.arms.tallies(),
                 self.migrations.quarantine.told(),
+                self._counts(),
             )
             try:
                 answer = await self.manager.report.remote(report)
+                self._was_taken = True
                 self.attendance.num_ingresses = answer.num_ingresses
                 self.migrations.quarantine.learn(answer.quarantined)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _counts(self) -> IngressCounts:
+        self._num_counts += 1
+        return IngressCounts(self._num_counts, self.own_metrics(), self._was_taken)
 
     def _asleep(self) -> tuple[tuple[str, float], ...]:
         bases = () if self.view is None else self.view.bases

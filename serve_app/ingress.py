@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from fastapi import FastAPI
 from ray import serve
@@ -147,6 +148,7 @@ class Ingress:
         self._state = IngressState(
             args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
         )
+        self._gateway.own_metrics = partial(health_routes.own_metrics, self._state)
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -31,8 +31,9 @@ from serve_app.canary_status import CanaryStatus
 from serve_app.config import ModelArgs, PlatformArgs, default_aliases
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
+from serve_app.ingress_totals import IngressTotals
 from serve_app.registry_metrics import RegistryMetrics, log_changes
-from serve_app.reports import IngressReport, ReportAnswer
+from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
 from serve_app.topology import (
     BaseLine,
     CanaryState,
@@ -72,6 +73,7 @@ class Manager:
         self._adapter_admin = AdapterAdmin()
         self._canaries = Canaries(args.canary)
         self._fleet = Fleet(sources)
+        self._totals = IngressTotals()
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
         self._tasks = {loop.create_task(self._run())}
@@ -96,6 +98,8 @@ class Manager:
         self._canaries.take(report)
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.hear(report, now_s)
+        if report.counts is not None:
+            self._totals.take(report.ingress_id, report.counts, now_s)
         return self._fleet.sleep.answer(report.ingress_id, now_s)
 
     async def wake_base(self, digest: str) -> None:
@@ -144,9 +148,12 @@ class Manager:
         """Something changed in the registry: look now."""
         self._watcher.wake()
 
-    async def metrics(self) -> bytes:
+    async def metrics(self, ingress_id: str, counts: IngressCounts) -> bytes:
+        """With the sums over all ingresses. `counts`: of the one that asks."""
+        now_s = asyncio.get_running_loop().time()
+        self._totals.take(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
-        return join_texts([self._registry_metrics.text(), bases])
+        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s)])
 
     def _look(self) -> Catalog:
         """In a thread."""

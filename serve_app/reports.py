@@ -48,6 +48,15 @@ class BaseActivity:
 
 
 @dataclass(frozen=True, slots=True)
+class IngressCounts:
+    """What an ingress counted since it started, in Prometheus' text format."""
+
+    serial: int  # a later one is higher
+    text: bytes
+    was_taken: bool  # a manager has had some of this ingress's counts before
+
+
+@dataclass(frozen=True, slots=True)
 class IngressReport:
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
@@ -56,6 +65,7 @@ class IngressReport:
     asleep: tuple[tuple[str, float], ...] = ()
     arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started
     quarantined: tuple[Held, ...] = ()
+    counts: IngressCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)

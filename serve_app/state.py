@@ -13,6 +13,7 @@ from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.model_list import ModelList
 from serve_app.routing.queues import AdmissionQueues
+from serve_app.scrape import Scrape
 from serve_app.shadow import Shadows
 
 
@@ -26,6 +27,7 @@ class IngressState:
     queues: AdmissionQueues
     tokenizer_pool: ThreadPoolExecutor  # long prompts are encoded off the event loop
     model_list: ModelList = field(default_factory=ModelList)
+    scrape: Scrape = field(default_factory=Scrape)
 
 
 def state_of(request: Request) -> IngressState:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,9 +19,11 @@ from engine.types import (
 )
 from registry.cache import CacheStats
 from serve_app.cache_metrics import cache_text
+from serve_app.gateway import Gateway
 from serve_app.histograms import GAP_SECONDS, Histogram
 from serve_app.ingress_metrics import IngressMetrics, join_texts
 from serve_app.metrics import EngineMetrics
+from serve_app.scrape import Scrape
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -231,3 +235,44 @@ def test_the_cache_is_told_with_the_engines_labels() -> None:
         ("loraplex_quarantined_versions", "fetch"): 5,
         ("loraplex_quarantined_versions", "load"): 6,
     }
+
+
+def exposition(number: int) -> bytes:
+    return b"# TYPE engines gauge\nengines %d\n" % number
+
+
+class ScrapedGateway:
+    """Counts collections, and lets them end when the test says so."""
+
+    def __init__(self) -> None:
+        self.num_collections = 0
+        self.may_end = asyncio.Event()
+
+    async def engine_metrics(self) -> list[bytes]:
+        self.num_collections += 1
+        await self.may_end.wait()
+        return [exposition(self.num_collections)]
+
+    async def manager_metrics(self) -> list[bytes]:
+        return []
+
+
+async def test_scrapes_at_once_share_one_collection_which_is_kept_for_a_moment() -> None:
+    fake, scrape = ScrapedGateway(), Scrape()
+    gateway = cast("Gateway", fake)
+    scrapes = [asyncio.create_task(scrape.text(gateway, 60.0)) for _ in range(30)]
+    await asyncio.sleep(0)
+    fake.may_end.set()
+    assert set(await asyncio.gather(*scrapes)) == {exposition(1)}
+    assert await scrape.text(gateway, 60.0) == exposition(1)
+    assert await scrape.text(gateway, 0.0) == exposition(2)
+
+
+async def test_a_scraper_that_leaves_ends_no_collection_of_the_others() -> None:
+    fake, scrape = ScrapedGateway(), Scrape()
+    gateway = cast("Gateway", fake)
+    first, second = (asyncio.create_task(scrape.text(gateway, 60.0)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    fake.may_end.set()
+    assert await second == exposition(1)

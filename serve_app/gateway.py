@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 
 import ray
@@ -31,7 +31,7 @@ from serve_app.arms import ArmKey, Arms
 from serve_app.errors import ServiceUnavailableError
 from serve_app.generation import STAY, Lane
 from serve_app.migrations import Migrations
-from serve_app.reports import REPORT_INTERVAL_S, IngressCounts, IngressReport
+from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _LONG_POLL_S = 20.0
 _RETRY_S = 0.5
-_METRICS_TIMEOUT_S = 2.0
+_COUNTS_EVERY = 3  # reports: an ingress that is killed takes with it what it counted since
 _UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
 
 
@@ -99,9 +99,7 @@ class Gateway:
         self._draw = random.random
         self._ingress_id = ingress_id
         self.activity = Activity()
-        self.own_metrics: Callable[[], bytes] = bytes  # this ingress's, in Prometheus' text format
-        self._num_counts = 0
-        self._was_taken = False  # a manager has had some of them
+        self.counts = CountsTeller(ingress_id)
         self._changed = asyncio.Event()
         self._fronts: dict[str, Front] = {}  # by base digest
         self._resting: dict[str, Front] = {}  # of bases that sleep, or are about to
@@ -247,31 +245,6 @@ class Gateway:
         front = self._fronts.get(base_digest) or self._resting.get(base_digest)
         return None if front is None else front.description.limits.max_model_len
 
-    async def engine_metrics(self) -> list[bytes]:
-        """Of every replica of every base; one that does not answer in time is left out."""
-        broadcasts = [front.handle.broadcast("metrics") for front in self._fronts.values()]
-        results = await asyncio.gather(
-            *(
-                broadcast.results_async(timeout_s=_METRICS_TIMEOUT_S, return_exceptions=True)
-                for broadcast in broadcasts
-            ),
-            return_exceptions=True,
-        )
-        answers = [answer for result in results if isinstance(result, list) for answer in result]
-        return [answer for answer in answers if isinstance(answer, bytes)]
-
-    async def manager_metrics(self) -> list[bytes]:
-        """The manager's own and the sums over all ingresses, this one as it stands now. None while
-        it does not answer: a part of a sum would look like a counter that fell."""
-        try:
-            async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                text = await self.manager.metrics.remote(self._ingress_id, self._counts())
-                self._was_taken = True
-                return [text]
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the manager tells no metrics: %s", error)
-            return []
-
     async def _follow(self) -> None:
         revision = ""
         while True:
@@ -289,7 +262,7 @@ class Gateway:
                 self._take(view)
 
     async def _report(self) -> None:
-        while True:
+        for number in count():
             fronts = tuple(front.app_name for front in self._fronts.values())
             report = IngressReport(
                 self._ingress_id,
@@ -298,20 +271,16 @@ class Gateway:
                 self._asleep(),
                 self.arms.tallies(),
                 self.migrations.quarantine.told(),
-                self._counts(),
+                None if number % _COUNTS_EVERY else self.counts.next(),
             )
             try:
                 answer = await self.manager.report.remote(report)
-                self._was_taken = True
+                self.counts.was_taken |= report.counts is not None
                 self.attendance.num_ingresses = answer.num_ingresses
                 self.migrations.quarantine.learn(answer.quarantined)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)
-
-    def _counts(self) -> IngressCounts:
-        self._num_counts += 1
-        return IngressCounts(self._num_counts, self.own_metrics(), self._was_taken)
 
     def _asleep(self) -> tuple[tuple[str, float], ...]:
         bases = () if self.view is None else self.view.bases

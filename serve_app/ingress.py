@@ -148,7 +148,7 @@ class Ingress:
         self._state = IngressState(
             args, gateway, metrics, ColdStarts(gateway), shadows, queues, pool
         )
-        self._gateway.own_metrics = partial(health_routes.own_metrics, self._state)
+        self._gateway.counts.render = partial(health_routes.own_metrics, self._state)
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

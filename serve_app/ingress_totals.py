@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from serve_app.reports import IngressCounts
 
-MAX_AGE_S = 5.0  # of a report: then its ingress does not live
+MAX_AGE_S = 8.0  # of an ingress's counts, which come every 3 s: then it does not live
 MAX_GONE = 32  # ingresses remembered one by one, as they may come back after a pause
 
 _LABEL = re.compile(rb',ingress="[^"]*"|(?<=\{)ingress="[^"]*",|\{ingress="[^"]*"\}')

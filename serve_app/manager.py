@@ -32,6 +32,7 @@ from serve_app.config import ModelArgs, PlatformArgs, default_aliases
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
 from serve_app.ingress_totals import IngressTotals
+from serve_app.manager_call import refusing
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
 from serve_app.topology import (
@@ -110,6 +111,7 @@ class Manager:
     async def bases(self) -> tuple[BaseLine, ...]:
         return self._fleet.lines
 
+    @refusing
     async def change_base(self, change: BaseChange) -> None:
         """What an operator wants of a base; see `base_admin`."""
         if self._registry is None or self._catalog is None:
@@ -123,6 +125,7 @@ class Manager:
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
 
+    @refusing
     async def start_canary(
         self,
         name: str,
@@ -132,9 +135,11 @@ class Manager:
     ) -> CanaryStatus:
         return await self._ordered(self._canaries.start(name, version, weight, shadow_weight))
 
+    @refusing
     async def promote_canary(self, name: str) -> CanaryStatus:
         return await self._ordered(self._canaries.promote(name))
 
+    @refusing
     async def abort_canary(self, name: str) -> CanaryStatus:
         return await self._ordered(self._canaries.abort(name))
 
@@ -161,6 +166,7 @@ class Manager:
             self._registry = self._sources.open_registry()
         return self._registry.snapshot()
 
+    @refusing
     async def change_adapter(self, change: AdapterChange) -> AdapterVersion | None:
         """What an operator wants of an adapter; see `adapter_admin`."""
         if self._registry is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from registry.errors import InvalidNameError
+from registry.errors import InvalidNameError, NotFoundError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 # MLflow keeps `latest` and `v1` for itself; all digits would read as a version.
@@ -19,6 +19,7 @@ _ALIAS = re.compile(r"(?![0-9]+$)(?![vV][0-9]+$)(?!latest$)[A-Za-z0-9_-]{1,64}",
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 _CACHED_MODEL = re.compile(r"models--(?:.+--)?([^/]+)/snapshots/[^/]+$")  # Hugging Face's cache
 _VERSION = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+_FOREIGN = re.compile(r"[^\s\x00-\x20\x7f]+")  # what may be a model's name on another server
 MAX_MODEL_LENGTH = 512
 
 
@@ -86,8 +87,17 @@ def parse_reference(text: str) -> Reference:
 
 
 def parse_model(model: str) -> tuple[Reference, Reference | None]:
-    """One part, or base and adapter."""
+    """Reads a client's string: one part, or base and adapter.
+
+    A name that is legal elsewhere ("org/name", a file's path) but not here raises NotFoundError:
+    such a model may exist, only not here. What no server would call a model, and an alias or a
+    version that cannot exist, raise InvalidNameError.
+    """
     if len(model) > MAX_MODEL_LENGTH:
         raise InvalidNameError(f"model names have at most {MAX_MODEL_LENGTH} characters")
     first, colon, second = model.partition(":")
+    for part in (first, second):
+        name = part.partition("@")[0]
+        if name and _FOREIGN.fullmatch(name) and not _NAME.fullmatch(name):
+            raise NotFoundError(f"no base model or adapter is named {name[:100]!r}")
     return parse_reference(first), parse_reference(second) if colon else None

@@ -24,7 +24,9 @@ from serve_app.gateway import Front, Gateway
 from serve_app.state import state_of
 from serve_app.topology import Outcome, PlatformView, ReplicaAdapters
 
-router = APIRouter(prefix="/admin/adapters", dependencies=[Depends(require_admin)])
+router = APIRouter(
+    prefix="/admin/adapters", dependencies=[Depends(require_admin)], include_in_schema=False
+)
 
 
 @router.get("")

@@ -24,9 +24,19 @@ def require_admin(request: Request) -> None:
         raise ApiError(
             403, f"Administration is off: the server runs without {ADMIN_TOKEN}.", code="admin_off"
         )
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), expected.encode()):
+    if not is_admin(request):
         raise ApiError(401, "The admin token is missing or wrong.", code="invalid_admin_token")
+
+
+def is_admin(request: Request) -> bool:
+    """Whether the request bears the admin token; never where none is set."""
+    expected = admin_token()
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return (
+        expected is not None
+        and scheme.lower() == "bearer"
+        and hmac.compare_digest(given.encode(), expected.encode())
+    )
 
 
 def kept_token(home: Path) -> str | None:

@@ -16,7 +16,9 @@ from serve_app.config import ModelArgs, in_words
 from serve_app.manager_call import ask_manager
 from serve_app.state import state_of
 
-router = APIRouter(prefix="/admin/bases", dependencies=[Depends(require_admin)])
+router = APIRouter(
+    prefix="/admin/bases", dependencies=[Depends(require_admin)], include_in_schema=False
+)
 
 
 @router.get("")

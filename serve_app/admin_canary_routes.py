@@ -15,7 +15,9 @@ from serve_app.manager_call import ask_manager
 from serve_app.protocol import parse_body
 from serve_app.state import state_of
 
-router = APIRouter(prefix="/admin/canaries", dependencies=[Depends(require_admin)])
+router = APIRouter(
+    prefix="/admin/canaries", dependencies=[Depends(require_admin)], include_in_schema=False
+)
 
 
 class _Start(BaseModel):

@@ -11,7 +11,7 @@ from serve_app.admin_auth import require_admin
 from serve_app.manager_call import ask_manager
 from serve_app.state import state_of
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
 
 
 @router.post("/drain")

@@ -23,7 +23,7 @@ from serve_app.routing.score import Terms
 from serve_app.routing.view import Ask
 from serve_app.state import IngressState, state_of
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
 
 
 @router.post("/route")

@@ -1,7 +1,7 @@
 """The arms of split adapters, shadows and roll-backs in Prometheus' text format.
 
 Labels hold registered names and versions only. Roll-backs are the manager's: every ingress tells
-the same number, so take their maximum.
+the same number.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_app.arms import ARM_SECONDS, OUTCOMES, ArmKey, Tally
+from serve_app.ingress_metrics import rendered
 
 _LABELS = ("ingress", "adapter", "arm", "version")
 
@@ -31,9 +31,7 @@ class ArmNumbers:
 
 
 def arms_text(numbers: ArmNumbers) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_ArmMetrics(numbers))
-    return generate_latest(registry)
+    return rendered(_ArmMetrics(numbers))
 
 
 class _ArmMetrics(Collector):

@@ -110,7 +110,8 @@ async def _complete(
         return response
     response.headers.update(admission.route.headers)
     if is_wanted(http):
-        response.headers.update(explain_headers(admission.route.front, completion, arrival_s))
+        front = admission.route.front
+        response.headers.update(explain_headers(http, front, completion, arrival_s))
     return response
 
 
@@ -243,7 +244,7 @@ def _head(body: Body, resolution: Resolution) -> ResponseHead:
     fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
     return ResponseHead(
         "chat" if is_chat else "completion",
-        ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+        ("chatcmpl-" if is_chat else "cmpl-") + (body.request_id or uuid.uuid4().hex),
         body.model,
         int(time.time()),
         f"fp_{fingerprint}",

@@ -300,6 +300,7 @@ class IngressArgs(_ScaledArgs):
     # /v1/load_lora_adapter and its opposite, which take paths on this machine's disk
     allow_runtime_lora_updating: bool = False
     tokenizer_threads: int = Field(default=2, ge=1)
+    metrics_max_age_s: float = Field(default=1.0, ge=0)  # /metrics may be so old; see scrape
     max_shadow_requests: int = Field(default=8, ge=0)  # at once, a replica; beyond it no copies
     # The name or address of the authenticating gateway in front, which sets the tenant header of
     # every request and removes a client's own. With it the header is believed and each name in it

@@ -1,5 +1,6 @@
 """Why an answer's first token took as long as it did, in headers: what each part took, which sum to
-the whole, and beside them what the router had expected.
+the whole, and beside them what the router had expected. Only for the bearer of the admin token:
+replicas, queues and what is in whose cache are not a client's to see.
 
     prepare  reading, resolving the model, tokenizing
     fair     in the fair queue
@@ -14,14 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from fastapi import Request
 
+from serve_app.admin_auth import is_admin
 from serve_app.completion import Completion
 from serve_app.gateway import Front
 from serve_app.routing import views_registry
 from serve_app.routing.decisions import Decision
 
 HEADER = "x-loraplex-explain"
+_NOT_TOLD = {HEADER: "needs the admin token"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,12 @@ def is_wanted(http: Request) -> bool:
     return http.headers.get(HEADER) == "1"
 
 
-def explain_headers(front: Front, completion: Completion, arrival_s: float) -> dict[str, str]:
+def explain_headers(
+    http: Request, front: Front, completion: Completion, arrival_s: float
+) -> dict[str, str]:
     """Empty where the decision is not remembered any more: a whole answer may take long."""
+    if not is_admin(http):
+        return _NOT_TOLD
     decision = views_registry.meet(front.app_name).decisions.get(completion.call_id)
     if decision is None or not completion.first_token_s:
         return {}

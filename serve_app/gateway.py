@@ -12,6 +12,7 @@ import logging
 import random
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 
 import ray
@@ -35,7 +36,7 @@ from serve_app.generation_defaults import (
     read_generation_defaults,
 )
 from serve_app.migrations import Migrations
-from serve_app.reports import REPORT_INTERVAL_S, IngressReport
+from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
@@ -49,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _LONG_POLL_S = 20.0
 _RETRY_S = 0.5
-_METRICS_TIMEOUT_S = 2.0
 _STOPPING_RETRY_S = 5
+_COUNTS_EVERY = 3  # reports: an ingress that is killed takes with it what it counted since
 _UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
 
 
@@ -108,6 +109,7 @@ class Gateway:
         self._ingress_id = ingress_id
         self.activity = Activity()
         self.texts: TextPool | None = None  # set by the ingress; tries the templates of new bases
+        self.counts = CountsTeller(ingress_id)
         self._changed = asyncio.Event()
         self._revision = ""  # of the last view that came
         self._fronts: dict[str, Front] = {}  # by base digest
@@ -266,28 +268,6 @@ class Gateway:
         front = self._fronts.get(base_digest) or self._resting.get(base_digest)
         return None if front is None else front.description.limits.max_model_len
 
-    async def engine_metrics(self) -> list[bytes]:
-        """Of every replica of every base; one that does not answer in time is left out."""
-        broadcasts = [front.handle.broadcast("metrics") for front in self._fronts.values()]
-        results = await asyncio.gather(
-            *(
-                broadcast.results_async(timeout_s=_METRICS_TIMEOUT_S, return_exceptions=True)
-                for broadcast in broadcasts
-            ),
-            return_exceptions=True,
-        )
-        answers = [answer for result in results if isinstance(result, list) for answer in result]
-        return [answer for answer in answers if isinstance(answer, bytes)]
-
-    async def manager_metrics(self) -> list[bytes]:
-        """None while it does not answer."""
-        try:
-            async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                return [await self.manager.metrics.remote()]
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the manager tells no metrics: %s", error)
-            return []
-
     async def _follow(self) -> None:
         while True:
             try:
@@ -311,7 +291,7 @@ class Gateway:
         self._take(view)
 
     async def _report(self) -> None:
-        while True:
+        for number in count():
             fronts = tuple(front.app_name for front in self._fronts.values())
             report = IngressReport(
                 self._ingress_id,
@@ -321,9 +301,11 @@ class Gateway:
                 self.arms.tallies(),
                 self.migrations.quarantine.told(),
                 self.view is not None and self.view.is_draining,
+                None if number % _COUNTS_EVERY else self.counts.next(),
             )
             try:
                 answer = await self.manager.report.remote(report)
+                self.counts.was_taken |= report.counts is not None
                 self.attendance.num_ingresses = answer.num_ingresses
                 self.migrations.quarantine.learn(answer.quarantined)
             except (RayError, RayServeException) as error:  # the next one tells it anew

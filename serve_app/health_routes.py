@@ -4,7 +4,6 @@ models beyond their names and what keeps them from being ready.
 
 from __future__ import annotations
 
-import asyncio
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
@@ -43,18 +42,24 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/metrics", methods=_METHODS)
 async def metrics(request: Request) -> Response:
-    """Of this ingress replica, of the manager and of all engines, Prometheus' text format."""
+    """Of all ingress replicas, of the manager and of all engines, Prometheus' text format."""
     state = state_of(request)
-    gateway = state.gateway
-    engines, manager = await asyncio.gather(gateway.engine_metrics(), gateway.manager_metrics())
-    own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
-    rest = (gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text())
-    return Response(join_texts([*engines, *manager, own, *rest]), media_type=_METRICS_TYPE)
+    text = await state.scrape.text(state.gateway, state.args.metrics_max_age_s)
+    return Response(text, media_type=_METRICS_TYPE)
 
 
 @router.get("/version")
 async def get_version() -> Response:
     return json_response({"version": version("loraplex")})
+
+
+def own_metrics(state: IngressState) -> bytes:
+    """Of this ingress replica."""
+    gateway = state.gateway
+    own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
+    return join_texts(
+        (own, gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text())
+    )
 
 
 def _arms(state: IngressState) -> bytes:

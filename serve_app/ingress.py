@@ -7,6 +7,7 @@ Every answer, also to nonsense, has OpenAI's shape.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from fastapi import FastAPI
 from ray import serve
@@ -25,6 +26,7 @@ from serve_app import (
     health_routes,
     lora_routes,
     models_routes,
+    openapi,
     tokenize_routes,
     webhook_routes,
 )
@@ -144,13 +146,14 @@ class Bounded:
 
 
 def build_asgi(state: IngressState) -> ASGIApp:
-    app = FastAPI(title="loraplex", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.ingress = state
     for routes in (
         completion_routes,
         models_routes,
         tokenize_routes,
         health_routes,
+        openapi,
         admin_routes,
         admin_routing_routes,
         admin_adapter_routes,
@@ -188,6 +191,7 @@ class Ingress:
         self._state = IngressState(
             args, gateway, metrics, ColdStarts(gateway), shadows, queues, texts
         )
+        self._gateway.counts.render = partial(health_routes.own_metrics, self._state)
         self._gateway.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,6 @@ class IngressMetrics(Collector):
         self._num_disconnects = 0
         self._num_open = 0
         self._routed: tuple[Routed, ...] = ()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def answered(self, route: str, status: int) -> None:
         """`route` is the route's pattern, never the client's path."""
@@ -45,7 +43,7 @@ class IngressMetrics(Collector):
 
     def text(self, num_open: int, routed: Iterable[Routed] = ()) -> bytes:
         self._num_open, self._routed = num_open, tuple(routed)
-        return generate_latest(self._registry)
+        return rendered(self)
 
     def collect(self) -> Iterator[Metric]:
         answers = CounterMetricFamily(
@@ -82,6 +80,27 @@ class IngressMetrics(Collector):
                 decisions.add_metric([self.ingress, one.model_name, reason], count)
             hits.add_metric([self.ingress, one.model_name], one.affinity_hits)
         yield from (decisions, hits)
+
+
+def rendered(collector: Collector) -> bytes:
+    """As prometheus_client's `generate_latest`, in less than half of its time: an ingress renders
+    its counts every few seconds between requests."""
+    lines: list[str] = []
+    for family in collector.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        words = family.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+        lines += (f"# HELP {name} {words}", f"# TYPE {name} {family.type}")
+        for sample in family.samples:
+            labels = ",".join(
+                f'{key}="{_escaped(value)}"' for key, value in sorted(sample.labels.items())
+            )
+            braces = f"{{{labels}}}" if labels else ""
+            lines.append(f"{sample.name}{braces} {floatToGoString(sample.value)}")  # type: ignore[no-untyped-call]
+    return "\n".join((*lines, "")).encode()
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def join_texts(texts: Iterable[bytes]) -> bytes:

@@ -35,7 +35,7 @@ def _require_allowed(request: Request) -> None:
 router = APIRouter(prefix="/v1", dependencies=[Depends(_require_allowed), Depends(require_admin)])
 
 
-class _Load(msgspec.Struct):
+class LoadBody(msgspec.Struct):
     """Fields of vLLM that mean nothing here are ignored: lora_int_id is one."""
 
     lora_name: str = ""
@@ -45,13 +45,13 @@ class _Load(msgspec.Struct):
     is_3d_lora_weight: bool = False
 
 
-class _Unload(msgspec.Struct):
+class UnloadBody(msgspec.Struct):
     lora_name: str = ""
 
 
 @router.post("/load_lora_adapter")
 async def load_lora_adapter(request: Request) -> Response:
-    gateway, body = state_of(request).gateway, await _parse(request, _Load)
+    gateway, body = state_of(request).gateway, await _parse(request, LoadBody)
     name = body.lora_name
     if body.is_3d_lora_weight:
         raise _bad_request("is_3d_lora_weight: only two-dimensional adapters are supported.")
@@ -71,7 +71,7 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """One of the registry's own leaves memory and comes back at its next use; one that came by
     `load_lora_adapter` is unknown from now on. Requests in flight finish."""
-    gateway, body = state_of(request).gateway, await _parse(request, _Unload)
+    gateway, body = state_of(request).gateway, await _parse(request, UnloadBody)
     name = body.lora_name
     if not name:
         raise _bad_request("'lora_name' needs to be provided to unload a LoRA adapter.")

@@ -32,10 +32,12 @@ from serve_app.canary_status import CanaryStatus
 from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_format
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
+from serve_app.ingress_totals import IngressTotals
 from serve_app.logs import install_in_replica
+from serve_app.manager_call import refusing
 from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
-from serve_app.reports import IngressReport, ReportAnswer
+from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
 from serve_app.topology import (
     BaseLine,
     CanaryState,
@@ -91,6 +93,7 @@ class Manager:
         self._stored: Catalog | None = None  # what this node's disk has
         self._storing: asyncio.Task[None] | None = None
         self._complaints: dict[str, str] = {}  # by step of a round: the last error logged
+        self._totals = IngressTotals()
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
         self._round_s = loop.time()  # when a round last ended, however it ended
@@ -134,6 +137,8 @@ class Manager:
         self._canaries.take(report)
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.hear(report, now_s)
+        if report.counts is not None:
+            self._totals.take(report.ingress_id, report.counts, now_s)
         return self._fleet.sleep.answer(report.ingress_id, now_s)
 
     async def wake_base(self, digest: str) -> None:
@@ -154,6 +159,7 @@ class Manager:
     async def bases(self) -> tuple[BaseLine, ...]:
         return self._fleet.lines
 
+    @refusing
     async def change_base(self, change: BaseChange) -> None:
         """What an operator wants of a base; see `base_admin`."""
         if self._registry is None or self._catalog is None:
@@ -167,6 +173,7 @@ class Manager:
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
 
+    @refusing
     async def start_canary(
         self,
         name: str,
@@ -176,9 +183,11 @@ class Manager:
     ) -> CanaryStatus:
         return await self._ordered(self._canaries.start(name, version, weight, shadow_weight))
 
+    @refusing
     async def promote_canary(self, name: str) -> CanaryStatus:
         return await self._ordered(self._canaries.promote(name))
 
+    @refusing
     async def abort_canary(self, name: str) -> CanaryStatus:
         return await self._ordered(self._canaries.abort(name))
 
@@ -192,9 +201,12 @@ class Manager:
         """Something changed in the registry: look now."""
         self._watcher.wake()
 
-    async def metrics(self) -> bytes:
+    async def metrics(self, ingress_id: str, counts: IngressCounts) -> bytes:
+        """With the sums over all ingresses. `counts`: of the one that asks."""
+        now_s = asyncio.get_running_loop().time()
+        self._totals.take(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
-        return join_texts([self._registry_metrics.text(), bases])
+        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s)])
 
     def _look(self) -> Catalog:
         """In a thread."""
@@ -202,6 +214,7 @@ class Manager:
             self._registry = self._sources.open_registry()
         return self._registry.snapshot()
 
+    @refusing
     async def change_adapter(self, change: AdapterChange) -> AdapterVersion | None:
         """What an operator wants of an adapter; see `adapter_admin`."""
         if self._registry is None:

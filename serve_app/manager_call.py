@@ -1,13 +1,46 @@
-"""An ingress calls the manager for an operator: its refusals come out as they were raised."""
+"""An ingress calls the manager for an operator: its refusals come out as they were raised.
+
+They travel as values. Serve logs whatever its replicas raise as a failure with a traceback, and a
+wrong name in an order is none.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.errors import ServiceUnavailableError
+from serve_app.errors import ServiceUnavailableError, to_api_error
 from serve_app.ray_errors import root_cause
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a method would have raised."""
+
+    error: Exception
+
+
+def refusing(method: Method) -> Method:
+    """For a method that `ask_manager` calls: an exception whose answer is below 500 is returned."""
+
+    @functools.wraps(method)
+    async def call(*arguments: Any) -> object:
+        try:
+            return await method(*arguments)
+        except Exception as error:
+            if to_api_error(error).status >= 500:
+                raise
+            return Refusal(error.with_traceback(None))
+
+    return call  # type: ignore[return-value]
 
 
 async def ask_manager(method: DeploymentHandle[object], *arguments: object) -> object:
@@ -19,4 +52,6 @@ async def ask_manager(method: DeploymentHandle[object], *arguments: object) -> o
         if isinstance(cause, RayError | RayServeException):
             raise ServiceUnavailableError("The manager does not answer.", 2) from error
         raise cause from None
+    if isinstance(answer, Refusal):
+        raise answer.error
     return answer

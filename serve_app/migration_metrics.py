@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_app.histograms import GAP_SECONDS, Histogram
+from serve_app.ingress_metrics import rendered
 
 Reason = Literal["death", "drain", "silence", "memory"]
 
@@ -28,8 +28,6 @@ class MigrationMetrics(Collector):
         self._lost: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._gaps: dict[str, Histogram] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def moved(self, model: str, reason: Reason, *, is_ok: bool) -> None:
         self._moves[model, reason, is_ok] += 1
@@ -47,7 +45,7 @@ class MigrationMetrics(Collector):
         self._quarantined[model] += 1
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return rendered(self)
 
     def collect(self) -> Iterator[Metric]:
         names = ["ingress", "model_name"]

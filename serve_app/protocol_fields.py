@@ -6,6 +6,7 @@ output and that we do not serve: ignoring such a field would answer another ques
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar
 
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from serve_app.errors import shown
 from serve_app.protocol import FieldError
+
+logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -24,6 +27,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_SESSION_CHARS = 256  # of what names a user or a conversation
+MAX_UNKNOWN_NAMES = 64
 
 
 def check_token_ids(value: object, name: str) -> list[int]:
@@ -98,7 +102,7 @@ def _is_text_format(value: object) -> bool:
 # Field -> whether its value asks for nothing special.
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "tools": _is_empty,
-    "tool_choice": _is("none"),
+    "tool_choice": _is("none", "auto"),  # without tools, which are refused, both call none
     "functions": _is_empty,
     "function_call": _is("none"),
     "response_format": _is_text_format,
@@ -122,8 +126,42 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "verbosity": _is("medium"),
     "web_search_options": _is_empty,
     "thinking_token_budget": _is_empty,
+    "include_reasoning": _is(True),
+    "logprob_token_ids": _is_empty,
+    "repetition_detection": _is_empty,
+    "return_prompt_text": _is(False),
+    "spaces_between_special_tokens": _is(True),
+    "truncation_side": _is_empty,
+    "vllm_xargs": _is_empty,
+    "watermarking": _is(False),
 }
 _UNSUPPORTED_PREFIX = "guided_"
+# Other servers choose the adapter by a field of its own: SGLang, LoRAX and TGI, llama.cpp.
+_OTHER_MODEL_FIELDS = frozenset(
+    ("lora_path", "adapter_id", "adapter_source", "adapters", "merged_adapters", "lora")
+)
+
+
+class UnknownFields:
+    """Logs the name of each unknown field once, so that an ignored field leaves a trace.
+
+    Clients choose the names: at most MAX_UNKNOWN_NAMES of them are remembered and logged.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, name: str) -> None:
+        short = shown(name)
+        if short in self._seen or len(self._seen) >= MAX_UNKNOWN_NAMES:
+            return
+        self._seen.add(short)
+        logger.warning("requests carry the unknown field %s, which is ignored", short)
+        if len(self._seen) == MAX_UNKNOWN_NAMES:
+            logger.warning("further unknown fields are not logged")
+
+
+unknown_fields = UnknownFields()  # of this process
 
 
 class StreamOptions(BaseModel):
@@ -175,21 +213,41 @@ class GenerationFields(BaseModel):
     safety_identifier: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     metadata: dict[str, object] | None = None
+    # The answer's id is made of it; it need not be unique.
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, body: object) -> object:
         if isinstance(body, dict):
+            known = cls.model_fields
             for name, value in body.items():
-                is_neutral = UNSUPPORTED.get(name)
-                if is_neutral is None:
-                    is_prefixed = name.startswith(_UNSUPPORTED_PREFIX)
-                    if not (is_prefixed or name in cls.refused) or _is_empty(value):
-                        continue
-                    is_neutral = _is(False)
-                if not is_neutral(value):
-                    raise FieldError(f"{name[:64]}: not supported, got {shown(value)}.", name[:64])
+                if name not in known:
+                    cls._check_other(name, value)
         return body
+
+    @classmethod
+    def _check_other(cls, name: str, value: object) -> None:
+        """Of a field that is not in this model: refused, neutral or unknown."""
+        is_neutral = UNSUPPORTED.get(name)
+        if is_neutral is None:
+            if name in _OTHER_MODEL_FIELDS:
+                if not _is_empty(value):
+                    raise FieldError(
+                        f"{name}: not supported, got {shown(value)}. The field model names the "
+                        'adapter: "model": "<base>:<adapter>".',
+                        name,
+                    )
+                return
+            if not (name.startswith(_UNSUPPORTED_PREFIX) or name in cls.refused):
+                unknown_fields.note(name)
+                return
+            if _is_empty(value):
+                return
+            is_neutral = _is(False)
+        if not is_neutral(value):
+            short = shown(name)[1:-1]
+            raise FieldError(f"{short}: not supported, got {shown(value)}.", short)
 
     @model_validator(mode="after")
     def _agree(self) -> GenerationFields:

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_app.histograms import SECONDS, Histogram
+from serve_app.ingress_metrics import rendered
 
 OTHER_TENANTS = "other"
 
@@ -37,8 +37,6 @@ class QueueStats(Collector):
         self._named_tenants = frozenset(named_tenants)
         self._bases: dict[str, BaseQueueStats] = {}  # by name
         self._tokens: Counter[str] = Counter()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def of_base(self, name: str) -> BaseQueueStats:
         return self._bases.setdefault(name, BaseQueueStats())
@@ -47,7 +45,7 @@ class QueueStats(Collector):
         self._tokens[tenant if tenant in self._named_tenants else OTHER_TENANTS] += count
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return rendered(self)
 
     def collect(self) -> Iterator[Metric]:
         labels = ["ingress", "model_name"]

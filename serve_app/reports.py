@@ -4,7 +4,7 @@ roll-back, the ingresses see the requests. Frozen values, ignorant of HTTP and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.arms import ArmKey, Tally
@@ -48,6 +48,29 @@ class BaseActivity:
 
 
 @dataclass(frozen=True, slots=True)
+class IngressCounts:
+    """What an ingress counted since it started, in Prometheus' text format."""
+
+    serial: int  # a later one is higher
+    text: bytes
+    was_taken: bool  # a manager has had some of this ingress's counts before
+
+
+class CountsTeller:
+    """Makes the counts of one ingress."""
+
+    def __init__(self, ingress_id: str) -> None:
+        self.ingress_id = ingress_id
+        self.render: Callable[[], bytes] = bytes  # in Prometheus' text format
+        self.was_taken = False
+        self._serial = 0
+
+    def next(self) -> IngressCounts:
+        self._serial += 1
+        return IngressCounts(self._serial, self.render(), self.was_taken)
+
+
+@dataclass(frozen=True, slots=True)
 class IngressReport:
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
@@ -57,6 +80,7 @@ class IngressReport:
     arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started
     quarantined: tuple[Held, ...] = ()
     is_draining: bool = False  # it takes no new requests
+    counts: IngressCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What every body and chunk of one answer repeats. A client's own id is never in it."""
+    """What every body and chunk of one answer repeats. `id` may be made of the body's `request_id`,
+    never of the header `x-request-id`."""
 
     kind: Kind
     id: str

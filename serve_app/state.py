@@ -11,7 +11,9 @@ from serve_app.cold_start import ColdStarts
 from serve_app.config import IngressArgs
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.model_list import ModelList
 from serve_app.routing.queues import AdmissionQueues
+from serve_app.scrape import Scrape
 from serve_app.shadow import Shadows
 from serve_app.text_pool import TextPool
 
@@ -26,6 +28,8 @@ class IngressState:
     queues: AdmissionQueues
     texts: TextPool  # long bodies are read and tokenized there
     deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
+    model_list: ModelList = field(default_factory=ModelList)
+    scrape: Scrape = field(default_factory=Scrape)
 
 
 def state_of(request: Request) -> IngressState:

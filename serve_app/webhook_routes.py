@@ -27,7 +27,7 @@ _MAX_BODY_BYTES = 1024**2  # a version's tags may hold the list of its files
 _MANAGER_TIMEOUT_S = 5.0
 
 
-@router.post(PATH)
+@router.post(PATH, include_in_schema=False)
 async def webhook(request: Request) -> Response:
     secret = webhook_secret()
     if secret is None:

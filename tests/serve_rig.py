@@ -136,7 +136,10 @@ def rig_args(
         models=models,
         registry=RegistryArgs(poll_interval_s=0.2),
         ingress=IngressArgs(
-            replicas=ingresses, graceful_shutdown_timeout_s=1, max_body_bytes=1024**2
+            replicas=ingresses,
+            graceful_shutdown_timeout_s=1,
+            max_body_bytes=1024**2,
+            metrics_max_age_s=0,
         ),
     )
 

@@ -71,6 +71,8 @@ def test_model_resolves(model: str, base_digest: str, adapter_digest: str | None
         "tiny@3:pirate",  # of another version of its base
         "tiny:tiny",
         "orphan",  # its base version is gone
+        *("meta-llama/Llama-3.1-8B-Instruct", "a/b", "tiny:a/b", "a/b:pirate", "../x", "é"),
+        *("x" * 97, "-a", "org/name@main", "org/name@latest", "org/name:free:extra"),
     ],
 )
 def test_unknown_model_is_not_found(model: str) -> None:
@@ -81,8 +83,8 @@ def test_unknown_model_is_not_found(model: str) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        *("", "a/b", "../x", "a:b:c", "a@", "a@b@c", "@a", ":a", "a:", "a b", "é", "a\n"),
-        *("a@latest", "a@v1", "a@0", "x" * 97, "-a", "a@x.y", "a\0", "x" * 100_000),
+        *("", "a@", "a@b@c", "@a", ":a", "a:", "a b", "a\n", "a\x7f", "a\u2028"),
+        *("a@latest", "a@v1", "a@0", "a@x.y", "a\0", "x" * 100_000),
     ],
 )
 def test_illegal_model_string_is_refused(model: str) -> None:

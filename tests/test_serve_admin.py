@@ -1,17 +1,37 @@
 """Who may operate the server, and the token that `loraplex serve` keeps for its home."""
 
 import stat
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
+from starlette.routing import BaseRoute
 
 from serve_app import admin_routes
 from serve_app.admin_auth import ensure_token, kept_token
 from serve_app.asgi import install_error_handlers
-from serve_app.config import ADMIN_TOKEN
+from serve_app.config import ADMIN_TOKEN, IngressArgs
+from serve_app.ingress import Bounded, Counted
+from tests.ingress_app import make_app
+
+PUBLIC = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model:path}"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json"),
+    *("/live", "/health", "/ready", "/metrics", "/version"),
+}
+ADMIN = {
+    *("/admin/status", "/admin/route", "/admin/decisions", "/admin/adapters", "/admin/bases"),
+    *(f"/admin/adapters/{{name}}/{order}" for order in ("pin", "unpin", "preload", "evict")),
+    *("/admin/bases/{name}", "/admin/bases/{name}/sleep", "/admin/bases/{name}/wake"),
+    *("/admin/canaries", "/admin/canaries/{adapter}"),
+    *(f"/admin/canaries/{{adapter}}/{order}" for order in ("promote", "abort")),
+}
+LORA_ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+WEBHOOK = {"/v1/registry/webhook"}
 
 
 @pytest.fixture
@@ -42,6 +62,51 @@ def test_only_the_bearer_of_the_token_gets_in(
     answer = client.get("/admin/status", headers=headers)
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_admin_token"
+
+
+def routes_of(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
+    for route in routes:
+        included = getattr(route, "original_router", None)  # newer FastAPI keeps routers whole
+        if included is not None:
+            yield from routes_of(included.routes)
+        else:
+            assert isinstance(route, APIRoute), f"{route} is of no known kind"
+            yield route
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    monkeypatch.setenv(ADMIN_TOKEN, "right")
+    app = make_app(IngressArgs(allow_runtime_lora_updating=True))
+    assert isinstance(app, Counted)
+    return app
+
+
+def all_routes(whole: Counted) -> list[APIRoute]:
+    assert isinstance(whole._app, Bounded)
+    assert isinstance(whole._app._app, FastAPI)
+    return list(routes_of(whole._app._app.routes))
+
+
+def test_every_route_is_known_as_public_or_as_guarded(whole: Counted) -> None:
+    """Whoever adds a route says here which of them it is."""
+    paths = {route.path for route in all_routes(whole)}
+    assert paths == PUBLIC | ADMIN | LORA_ADMIN | WEBHOOK
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong"])
+def test_no_route_of_the_administration_answers_without_the_token(
+    whole: Counted, header: str | None
+) -> None:
+    client = TestClient(whole)
+    headers = {} if header is None else {"authorization": header}
+    guarded = [route for route in all_routes(whole) if route.path in ADMIN | LORA_ADMIN]
+    assert guarded
+    for route in guarded:
+        for method in route.methods:
+            answer = client.request(method, route.path, headers=headers)
+            assert (method, route.path, answer.status_code) == (method, route.path, 401)
+            assert answer.json()["error"]["code"] == "invalid_admin_token"
 
 
 def test_kept_token_is_made_once_for_its_owner_alone(

@@ -195,6 +195,7 @@ def test_a_bad_body_has_the_error_shape(
         ({"model": "unknown"}, 404, "model_not_found"),
         ({"model": f"{RIG_BASE}:unknown"}, 404, "model_not_found"),
         ({"model": f"{RIG_BASE}@7"}, 404, "model_not_found"),
+        ({"model": "meta-llama/Llama-3.1-8B-Instruct"}, 404, "model_not_found"),
         ({"max_tokens": 70_000}, 400, "context_length_exceeded"),
         ({"prompt": [[1, 2], [9_999_999]]}, 400, "invalid_value"),
         ({"temperature": "hot"}, 400, "invalid_value"),
@@ -223,6 +224,16 @@ def test_the_clients_request_id_is_echoed_once_and_need_not_be_unique(
     ]
     assert len({answer.json()["id"] for answer in answers}) == 16
     assert client.get("/live").headers["x-request-id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answers_id_is_made_of_the_bodys_request_id(client: httpx.Client, stream: bool) -> None:
+    body = completion(request_id="mine-1", stream=stream)
+    headers = {"x-request-id": "of-the-header"}
+    response = client.post("/v1/completions", json=body, headers=headers)
+    answers = events(response.text) if stream else [response.json()]
+    assert {answer["id"] for answer in answers} == {"cmpl-mine-1"}
+    assert response.headers.get_list("x-request-id") == ["of-the-header"]
 
 
 # Clients that leave, and too many of them

@@ -13,6 +13,7 @@ from serve_app.config import EngineArgs, FairnessArgs, ModelArgs
 from tests.serve_rig import (
     RIG_ADAPTER,
     RIG_BASE,
+    RIG_TOKEN,
     Rig,
     deploy,
     metric,
@@ -70,7 +71,11 @@ def ask_once(client: httpx.Client, **fields: object) -> None:
 
 
 async def ask(client: httpx.AsyncClient, tenant: str, **fields: object) -> Answer:
-    headers = {"x-tenant-id": tenant, "x-loraplex-explain": "1"}
+    headers = {
+        "x-tenant-id": tenant,
+        "x-loraplex-explain": "1",
+        "authorization": f"Bearer {RIG_TOKEN}",
+    }
     response = await client.post("/v1/completions", json=body(**fields), headers=headers)
     timing = response.headers.get("server-timing", "")
     parts = dict(part.split(";dur=") for part in timing.split(", ")) if timing else {}

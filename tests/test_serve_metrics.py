@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import (
@@ -17,9 +20,12 @@ from engine.types import (
 )
 from registry.cache import CacheStats
 from serve_app.cache_metrics import cache_text
+from serve_app.gateway import Gateway
 from serve_app.histograms import GAP_SECONDS, Histogram
 from serve_app.ingress_metrics import IngressMetrics, join_texts
 from serve_app.metrics import EngineMetrics
+from serve_app.scrape import Scrape
+from tests.ingress_app import make_state
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -231,3 +237,58 @@ def test_the_cache_is_told_with_the_engines_labels() -> None:
         ("loraplex_quarantined_versions", "fetch"): 5,
         ("loraplex_quarantined_versions", "load"): 6,
     }
+
+
+def test_an_ingress_renders_its_counts_as_the_library_does() -> None:
+    ingress = IngressMetrics("i0")
+    ingress.answered('/a "quoted"\\path\n', 200)
+    ingress.answered("/b", 429)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ingress)
+    assert ingress.text(num_open=2) == generate_latest(registry)
+
+
+class Collection:
+    """Counts the collections, which end when the test says so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, gateway: Gateway) -> bytes:
+        self.count += 1
+        await self.may_end.wait()
+        return b"%d" % self.count
+
+
+async def test_scrapes_at_once_share_one_collection_which_is_kept_for_a_moment() -> None:
+    collection, gateway = Collection(), make_state().gateway
+    scrape = Scrape(collection)
+    scrapes = [asyncio.create_task(scrape.text(gateway, 60.0)) for _ in range(30)]
+    await asyncio.sleep(0)
+    collection.may_end.set()
+    assert set(await asyncio.gather(*scrapes)) == {b"1"}
+    assert await scrape.text(gateway, 60.0) == b"1"
+    assert await scrape.text(gateway, 0.0) == b"2"
+
+
+async def test_a_scraper_that_leaves_ends_no_collection_of_the_others() -> None:
+    collection, gateway = Collection(), make_state().gateway
+    scrape = Scrape(collection)
+    first, second = (asyncio.create_task(scrape.text(gateway, 60.0)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    collection.may_end.set()
+    assert await second == b"1"
+
+
+async def test_a_collection_that_failed_is_not_kept() -> None:
+    async def fail(gateway: Gateway) -> bytes:
+        raise RuntimeError("broken")
+
+    gateway, scrape = make_state().gateway, Scrape(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        await scrape.text(gateway, 60.0)
+    scrape._collect = collection = Collection()
+    collection.may_end.set()
+    assert await scrape.text(gateway, 60.0) == b"1"

@@ -82,16 +82,34 @@ def kill_amid(client: httpx.Client, name: str) -> list[str]:
         return [answer.result() for answer in answers]
 
 
+def num_lists(client: httpx.Client) -> float:
+    return metric(client, "loraplex_http_answers_total", route="/v1/models", status="200")
+
+
+def test_each_scrape_tells_the_sum_over_all_ingresses(client: httpx.Client) -> None:
+    before = num_lists(client)
+    for _ in range(20):
+        assert client.get("/v1/models").status_code == 200
+    eventually(lambda: num_lists(client) == before + 20)
+    assert [num_lists(client) for _ in range(10)] == [before + 20] * 10
+    assert "ingress=" not in client.get("/metrics").text
+
+
 def test_only_the_streams_of_a_killed_ingress_break_and_its_requests_are_aborted(
     client: httpx.Client,
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         warm = pool.submit(read_stream, client, 1)
         assert warm.result() == WHOLE
+    shown = num_lists(client)
     answers = kill_amid(client, INGRESS)
     assert set(answers) == {WHOLE, "cut"}
     assert metric(client, "vllm:num_requests_running") == 0
     assert read_stream(client, 1) == WHOLE
+    assert num_lists(client) == shown  # also what the killed one had counted
+    eventually(lambda: len(processes(INGRESS)) == 2, 60)
+    eventually(lambda: is_ready_everywhere(client), 60)
+    assert {num_lists(client) for _ in range(10)} == {shown}
 
 
 def test_without_its_controller_serve_goes_on(client: httpx.Client) -> None:

@@ -6,10 +6,12 @@ import tracemalloc
 import pytest
 from pydantic import BaseModel
 
+from serve_app import protocol_fields
 from serve_app.errors import ApiError
 from serve_app.protocol import MAX_OBJECT_KEYS, parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
+from serve_app.protocol_fields import MAX_UNKNOWN_NAMES, UnknownFields
 from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
 
 USER = [{"role": "user", "content": "hello"}]
@@ -60,7 +62,10 @@ def test_unknown_and_neutral_fields_are_ignored() -> None:
         service_tier="auto",
         parallel_tool_calls=False,
         tools=[],
-        tool_choice="none",
+        tool_choice="auto",
+        include_reasoning=True,
+        spaces_between_special_tokens=True,
+        lora_path=None,
         response_format={"type": "text"},
         modalities=["text"],
         best_of=1,
@@ -76,7 +81,15 @@ def test_unknown_and_neutral_fields_are_ignored() -> None:
     ("name", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "auto"),
+        ("tool_choice", "required"),
+        ("logprob_token_ids", [1]),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("spaces_between_special_tokens", False),
+        ("include_reasoning", False),
+        ("return_prompt_text", True),
+        ("vllm_xargs", {"a": 1}),
+        ("truncation_side", "left"),
+        ("watermarking", True),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
         ("response_format", {"type": "json_object"}),
@@ -103,6 +116,50 @@ def test_field_that_would_change_the_output_is_refused(
     model: type[BaseModel], name: str, value: object
 ) -> None:
     assert refused_field(model, name, value).param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_path", "pirate"),
+        ("lora_path", ["pirate", None]),
+        ("adapter_id", "org/pirate"),
+        ("adapter_source", "hub"),
+        ("lora", [{"id": 0, "scale": 1.0}]),
+    ],
+)
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_a_field_that_chooses_the_adapter_elsewhere_is_refused_with_the_way_to_choose_it_here(
+    model: type[BaseModel], name: str, value: object
+) -> None:
+    error = refused_field(model, name, value)
+    assert error.param == name
+    assert '"model": "<base>:<adapter>"' in error.message
+
+
+def test_unknown_fields_are_logged_once_and_never_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol_fields, "unknown_fields", UnknownFields())
+    for _ in range(3):
+        chat(something_new=1, **{"a\nb" + "x" * 1_000: 2})
+    assert [record.getMessage()[:48] for record in caplog.records] == [
+        "requests carry the unknown field 'something_new'",
+        "requests carry the unknown field 'a\\nbxxxxxxxxxx",
+    ]
+    for i in range(10 * MAX_UNKNOWN_NAMES):
+        chat(**{f"made_up_{i}": None})
+    assert len(caplog.records) == MAX_UNKNOWN_NAMES + 1  # the last one says that it is the last
+    assert max(len(record.getMessage()) for record in caplog.records) < 128
+
+
+@pytest.mark.parametrize("request_id", ["a b", "a\n", "é", "", "x" * 129, "<a>", 7])
+def test_a_request_id_that_fits_no_header_or_log_is_refused(request_id: object) -> None:
+    assert refused_field(ChatRequest, "request_id", request_id).param == "request_id"
+
+
+def test_a_request_id_of_the_client_is_taken() -> None:
+    assert chat(request_id="My-1.2:3_" + "x" * 119).request_id == "My-1.2:3_" + "x" * 119
 
 
 WRONG: dict[str, list[object]] = {

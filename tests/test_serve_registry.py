@@ -50,7 +50,7 @@ class Front:
         args = PlatformArgs(
             models=(ModelArgs(name="tiny", graceful_shutdown_timeout_s=1),),
             registry=RegistryArgs(poll_interval_s=poll_interval_s, webhook_url=webhook_url),
-            ingress=IngressArgs(graceful_shutdown_timeout_s=1),
+            ingress=IngressArgs(graceful_shutdown_timeout_s=1, metrics_max_age_s=0),
         )
         opened = partial(CachedRegistry, self.server.uri, self.cache)
         sources = Sources(opened, "tests.fakes_engine:open_paced_engine")

@@ -132,6 +132,20 @@ def test_nothing_is_explained_unasked(client: httpx.Client) -> None:
     assert "server-timing" not in response.headers
 
 
+@pytest.mark.parametrize("token", ["", "Bearer wrong"])
+def test_nothing_is_explained_without_the_admin_token(client: httpx.Client, token: str) -> None:
+    response = client.post(
+        "/v1/completions",
+        json={"model": RIG_BASE, "prompt": "abc"},
+        headers={"authorization": token},
+    )
+    assert response.status_code == 200
+    assert response.headers["x-loraplex-explain"] == "needs the admin token"
+    assert not response.headers.keys() & {
+        *("server-timing", "x-loraplex-replica", "x-loraplex-router")
+    }
+
+
 def test_a_session_stays_where_it_was(client: httpx.Client) -> None:
     told = {_where(_ask(client, user="someone")) for _ in range(6)}
     assert len(told) == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from serve_app.config import ADMIN_TOKEN
 from tests.benchmarks.children import module
 from tests.benchmarks.serve_client import ERROR, EVENT, HOST, LAST, START_DELAY_S, make_request
 
@@ -116,7 +118,10 @@ def read_head(head: str, outcome: Outcome) -> None:
 async def ask(load: Load, flow: Flow, draw: random.Random) -> Outcome:
     request = make_request(flow.model, load.tokens, load.letters, draw)
     line, rest = request.split(b"\r\n", 1)
-    extra = f"x-tenant-id: {flow.tenant}\r\nx-loraplex-explain: 1\r\n".encode()
+    token = os.environ.get(ADMIN_TOKEN, "")  # without it the reasons are not told
+    extra = (
+        f"x-tenant-id: {flow.tenant}\r\nx-loraplex-explain: 1\r\nauthorization: Bearer {token}\r\n"
+    ).encode()
     outcome = Outcome(flow.tenant, flow.model, time.monotonic())
     try:
         transport, reader = await asyncio.get_running_loop().create_connection(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 import httpx
 
 from serve_app import launch
+from serve_app.config import ADMIN_TOKEN
 from tests.benchmarks.children import module, relay
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.serve_base import BASE, prepare_home, write_config
@@ -39,7 +41,9 @@ LORA_STREAMS = ("32", "256")  # what is measured with adapters, too
 def serving(
     config: Path, log: Path, url: str, extra: dict[str, str], haproxy: bool
 ) -> Iterator[launch.Child]:
-    """`extra`: of the server's environment."""
+    """`extra`: of the server's environment. Clients that this process starts inherit the admin
+    token, which they need to be told the reasons of an answer."""
+    os.environ.setdefault(ADMIN_TOKEN, secrets.token_hex())
     child = launch.start(config, log, os.environ | extra, haproxy=haproxy)
     try:
         _wait_ready(child, url)

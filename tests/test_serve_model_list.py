@@ -1,0 +1,69 @@
+"""GET /v1/models with many adapters: what it costs the others, and that it is never old."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+from ray.serve.handle import DeploymentHandle
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app.gateway import Gateway
+from serve_app.model_list import ModelList
+from serve_app.topology import PlatformView, ServedBase
+
+BASE = BaseVersion("base", 1, "b" * 64, "")
+NUM_ADAPTERS = 3_000
+
+
+def adapter(name: str) -> AdapterVersion:
+    return AdapterVersion(name, 1, f"digest of {name}", "base", BASE.digest, 8, (), "")
+
+
+def make_view(*names: str) -> PlatformView:
+    catalog = Catalog((BASE,), tuple(map(adapter, names)))
+    return PlatformView("1", catalog, (ServedBase(BASE, "app", True),), (), True, None)
+
+
+def make_gateway() -> Gateway:
+    return Gateway(cast("DeploymentHandle[object]", None), "i0")
+
+
+async def ids(models: ModelList, gateway: Gateway, view: PlatformView) -> list[str]:
+    listed: list[dict[str, Any]] = json.loads(await models.encoded(gateway, view))["data"]
+    return [str(one["id"]) for one in listed]
+
+
+async def test_the_event_loop_goes_on_while_a_long_list_is_made() -> None:
+    models, gateway = ModelList(), make_gateway()
+    view = make_view(*(f"a{i}" for i in range(NUM_ADAPTERS)))
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.get_running_loop().create_task(count())
+    assert len(await ids(models, gateway, view)) == NUM_ADAPTERS + 1
+    assert turns >= NUM_ADAPTERS / 100
+    counting.cancel()
+
+
+async def test_the_list_is_made_once_for_all_who_ask() -> None:
+    models, gateway, view = ModelList(), make_gateway(), make_view("a")
+    first, second = await asyncio.gather(*(models.encoded(gateway, view) for _ in range(2)))
+    assert first is second is await models.encoded(gateway, view)
+
+
+async def test_the_list_follows_the_view_and_the_length_of_the_context() -> None:
+    models, gateway, view = ModelList(), make_gateway(), make_view("a")
+    assert await ids(models, gateway, view) == ["base", "a"]
+    # A view of the same revision is another view all the same.
+    assert await ids(models, gateway, make_view("b")) == ["base", "b"]
+    gateway.max_model_len = lambda digest: 4096  # type: ignore[method-assign]
+    (entry, _) = json.loads(await models.encoded(gateway, view))["data"]
+    assert entry["max_model_len"] == 4096

@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import httpx
 import msgspec
-import typer
 from rich.text import Text
 
 from registry.errors import RegistryError
@@ -26,6 +24,7 @@ from serve_app import admin_auth, config, launch
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_configured
 from serve_app.demo.examples import EXAMPLES
+from serve_app.home import prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
@@ -44,15 +43,8 @@ class _Signals:
         self.count += 1
 
 
-def serve(
-    file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
-    haproxy: Annotated[
-        bool, typer.Option(help="HAProxy in front: for many streams (statistics on all interfaces)")
-    ] = False,
-) -> None:
-    """Start the server, wait until it is ready, stay until Ctrl-C."""
-    home = config.default_home()
+def serve(file: Path, timeout_s: float, haproxy: bool) -> None:
+    home = prepare(config.default_home())
     try:
         wanted = read_serve_file(file)
         with launch.only_one(home, wanted.url), _signals() as signals:

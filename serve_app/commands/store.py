@@ -1,15 +1,11 @@
-"""How a command opens the registry, and the option for it. Apart: MLflow loads slowly."""
+"""How a command opens the registry and the cache. Apart: MLflow loads slowly."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
+from registry.cache import Cache
 from registry.client import Registry
 from serve_app import config
-
-Uri = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow, instead of the default")]
+from serve_app.home import default_home, prepare
 
 
 def open_registry(tracking_uri: str | None) -> Registry:
@@ -17,4 +13,13 @@ def open_registry(tracking_uri: str | None) -> Registry:
 
 
 def open_configured(args: config.RegistryArgs) -> Registry:
-    return Registry(config.tracking_uri(args), artifact_root=config.artifact_root(args))
+    uri = config.tracking_uri(args)
+    if uri == config.embedded_uri():
+        prepare(default_home())
+    return Registry(uri, artifact_root=config.artifact_root(args))
+
+
+def open_cache() -> Cache:
+    """Of verified files, in the home. HomeError: it cannot be kept there."""
+    prepare(default_home())
+    return Cache(config.cache_folder())

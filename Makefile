@@ -3,6 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := .ci/requirements.lock
+# Installed first and exactly: a range would let pip take the newest build.
+TORCH := torch==2.13.0
+# Another index for torch alone, such as https://download.pytorch.org/whl/cpu. Its dependencies come
+# from PyPI with the rest: such an index has few versions of them.
+TORCH_INDEX ?=
+GOAL := $(or $(firstword $(MAKECMDGOALS)),serve)
+INSTALL = $(BIN)/python .ci/pip_install.py -c $(LOCK)
 
 .PHONY: serve test lint clean
 
@@ -18,18 +25,18 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy serve_app engine lora kernels registry
 
-# torch is installed first and exactly: a range would let pip take the newest build.
 $(VENV)/.installed-demo: pyproject.toml $(LOCK)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "loraplex needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c '' 2>/dev/null \
+		|| { echo "error: $(PYTHON) does not run; name a Python: make PYTHON=python3.12 $(GOAL)" >&2; exit 1; }
+	@$(PYTHON) .ci/preflight.py '$(VENV)' '$(TORCH_INDEX)' $(GOAL)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing loraplex into $(VENV) (once; about two minutes)"
-	@$(BIN)/pip install -q -c $(LOCK) torch==2.13.0
-	@$(BIN)/pip install -q -c $(LOCK) -e '.[demo]'
+	@$(INSTALL) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) $(TORCH)
+	@$(INSTALL) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-demo
-	@$(BIN)/pip install -q -c $(LOCK) -e '.[test]'
+	@$(INSTALL) -e '.[test]'
 	@touch $@
 
 clean:

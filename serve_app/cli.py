@@ -1,7 +1,8 @@
-"""`loraplex`: the command line. Each command lives in `serve_app/commands/`; here they meet, and a
-failure becomes one sentence on stderr and exit code 1.
+"""`loraplex`: the command line. The signatures of the commands are in `serve_app/command_line/`,
+their bodies in `serve_app/commands/`; here they meet, and a failure becomes one sentence on stderr
+and exit code 1.
 
-Only the command that is called is imported: torch, MLflow and Ray take seconds, a chat needs none.
+Only the body of the command that is called is imported: torch, MLflow and Ray take seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,15 +19,24 @@ from rich.text import Text
 
 from engine.errors import EngineError
 from registry.errors import RegistryError
-from serve_app.commands.common import Failure
+from serve_app import home
+from serve_app.command_line import adapters, bases, canary, clients, local, register
+from serve_app.commands.failure import Failure
 
-COMMANDS = (
-    *("serve", "demo", "register", "check", "models", "bases", "adapters", "canary"),
-    *("route", "chat", "bench", "doctor"),
-)
+_GROUPS = {"register": register, "bases": bases, "adapters": adapters, "canary": canary}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "serve": local.serve,
+    "demo": local.demo,
+    "check": local.check,
+    "models": local.models,
+    "route": clients.route,
+    "chat": clients.chat,
+    "bench": clients.bench,
+    "doctor": local.doctor,
+}
 
 
-def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
+def build() -> typer.Typer:
     app = typer.Typer(
         name="loraplex",
         help="Many LoRA adapters on few base models, behind one OpenAI-compatible endpoint.",
@@ -34,40 +45,36 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
-    for name in names:
-        try:
-            module = import_module(f"serve_app.commands.{name}")
-        except ModuleNotFoundError as error:  # an extra that is not installed
-            app.command(name)(_refusing(error))
-            continue
-        if hasattr(module, "app"):  # a group of commands
-            app.add_typer(module.app, name=name)
-        else:
-            app.command(name)(getattr(module, name))
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
+    for name, group in _GROUPS.items():
+        app.add_typer(group.app, name=name)
     return app
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    called = [words[0]] if words and words[0] in COMMANDS else COMMANDS
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        build(called)(words, prog_name="loraplex")
+        build()(words, prog_name="loraplex")
     except (Failure, RegistryError, EngineError, OSError) as error:
-        Console(stderr=True).print("[red]error:[/]", Text(str(error)), soft_wrap=True)
+        cause = home.cause(error) if isinstance(error, RegistryError | OSError) else ""
+        Console(stderr=True).print("[red]error:[/]", Text(f"{error}{cause}"), soft_wrap=True)
         sys.exit(1)
 
 
-def _refusing(missing: ModuleNotFoundError) -> Callable[[], None]:
-    """A command in the place of one that cannot be imported."""
-    words = f"needs the package {missing.name}: pip install 'loraplex[demo]'"
-
-    def refuse() -> None:
-        raise Failure(f"This command {words}")
-
-    refuse.__doc__ = f"(not installed: {words})"
-    return refuse
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"loraplex {version('loraplex')}")
+        raise typer.Exit
 
 
-def _root() -> None:
-    """Keeps `loraplex NAME` a group of commands even where only one was imported."""
+def _root(
+    is_version_wanted: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Many LoRA adapters on few base models, behind one OpenAI-compatible endpoint."""

@@ -32,6 +32,7 @@ from registry.catalog import DEFAULT_ALIAS, DefaultAliases
 from registry.errors import InvalidNameError
 from registry.names import check_alias
 from registry.sources import check_listed
+from serve_app.home import default_home as default_home
 from serve_app.routing.policies import PolicyError, check_policy, make_policy
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
@@ -372,14 +373,14 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
     return "; ".join(found)
 
 
-def default_home() -> Path:
-    return Path(os.environ.get("LORAPLEX_HOME") or Path.home() / ".loraplex").expanduser()
-
-
 def tracking_uri(args: RegistryArgs) -> str:
     """An embedded SQLite registry unless the file or MLflow's own variable names another."""
     configured = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return configured or f"sqlite:///{default_home() / 'mlflow.db'}"
+    return configured or embedded_uri()
+
+
+def embedded_uri() -> str:
+    return f"sqlite:///{default_home() / 'mlflow.db'}"
 
 
 def artifact_root(args: RegistryArgs) -> Path | None:

@@ -12,7 +12,7 @@ from itertools import islice
 import msgspec
 
 from registry.catalog import Resolution
-from registry.errors import NotFoundError
+from registry.errors import RegistryError
 from serve_app.gateway import Gateway
 from serve_app.topology import PlatformView
 
@@ -62,7 +62,7 @@ async def _make(view: PlatformView, lengths: Mapping[str, int | None]) -> bytes:
         for one in some:
             try:
                 resolution = view.catalog.resolve(one.name)
-            except NotFoundError:  # an adapter whose version of the base is gone
+            except RegistryError:  # an adapter whose version of the base is gone
                 continue
             digest = resolution.base.digest
             if digest in lengths:

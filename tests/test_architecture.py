@@ -91,6 +91,7 @@ def test_environment_is_read_only_in_configuration_and_launcher() -> None:
     """Launching a child needs its environment; everything else takes settings as arguments."""
     allowed = {
         "serve_app/config.py",
+        "serve_app/home.py",  # LORAPLEX_HOME
         "serve_app/commands/serve.py",
         "registry/__init__.py",  # before mlflow is imported: no telemetry, no progress bars
         "registry/border.py",  # timeouts that MLflow reads from nowhere else

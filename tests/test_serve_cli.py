@@ -268,7 +268,7 @@ def test_doctor_fails_where_the_home_cannot_be_written(
 def test_errors_of_the_rooms_become_sentences(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(names: object) -> object:
+    def refuse() -> object:
         raise RegistrationError("no [such] thing")
 
     monkeypatch.setattr(cli, "build", refuse)

@@ -1,1 +1,2 @@
-"""The commands of `loraplex`, one a file. Ignorant of Ray, except that `serve` starts its CLI."""
+"""The bodies of `loraplex`'s commands, one a file; their signatures are
+in `serve_app/command_line/`. Ignorant of Ray, except that `serve` starts its CLI."""

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-import typer
 from rich.table import Table
 
-from serve_app.commands.admin_client import DEFAULT, Url, call_admin
-from serve_app.commands.common import Failure, console
-
-app = typer.Typer(help="Where adapters are in memory, and what shall stay.", no_args_is_help=True)
-
-Name = Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@VERSION")]
-PinName = Annotated[str, typer.Argument(help="NAME; the pin follows what it means")]
+from serve_app.commands.admin_client import call_admin
+from serve_app.commands.common import Failure, console, print_json, print_table
 
 
 class _Place(msgspec.Struct):
@@ -52,15 +44,11 @@ class _Outcomes(msgspec.Struct):
     engines: list[_Outcome]
 
 
-@app.command("list")
-def list_adapters(
-    url: Url = DEFAULT,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also what is only on disk or in the registry")
-    ] = False,
-) -> None:
-    """The adapters in the engines' memory, and those that are pinned."""
+def list_adapters(url: str, everything: bool, json: bool) -> None:
     lines = msgspec.convert(call_admin(url, "GET", "/adapters"), _Lines).adapters
+    if json:
+        print_json({"adapters": lines})
+        return
     table = Table("adapter", "base", "engine", "tier", "MiB", "in use", "pin", box=None)
     num_hidden = 0
     for line in lines:
@@ -70,34 +58,26 @@ def list_adapters(
                 table.add_row(*_cells(line, place))
             else:
                 num_hidden += 1
-    console.print(table)
+    print_table(table)
     if num_hidden:
         console.print(f"{num_hidden} more are on disk or in the registry only: --all")
 
 
-@app.command()
-def pin(name: PinName, url: Url = DEFAULT) -> None:
-    """Keep what NAME means in the engines' memory, also after the next version."""
+def pin(name: str, url: str) -> None:
     call_admin(url, "POST", f"/adapters/{name}/pin")
     console.print(f"{name} is pinned; the engines load it now", highlight=False)
 
 
-@app.command()
-def unpin(name: PinName, url: Url = DEFAULT) -> None:
-    """Let it leave memory when others need the room."""
+def unpin(name: str, url: str) -> None:
     call_admin(url, "POST", f"/adapters/{name}/unpin")
     console.print(f"{name} is not pinned any more", highlight=False)
 
 
-@app.command()
-def preload(name: Name, url: Url = DEFAULT) -> None:
-    """Fetch and load it now, on all engines of its base."""
+def preload(name: str, url: str) -> None:
     _order(url, name, "preload")
 
 
-@app.command()
-def evict(name: Name, url: Url = DEFAULT) -> None:
-    """Out of the engines' memory; its next request brings it back."""
+def evict(name: str, url: str) -> None:
     _order(url, name, "evict")
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import httpx
 import msgspec
-import typer
 
 from serve_app.admin_auth import kept_token
-from serve_app.commands.common import DEFAULT_URL, Failure, refusal, server_errors
+from serve_app.commands.common import Failure, refusal, server_errors
 from serve_app.config import ADMIN_TOKEN, default_home
 
-Url = Annotated[str, typer.Option("--url", help="The server")]
-DEFAULT = DEFAULT_URL
 _TIMEOUT_S = 120.0  # a preload may fetch an adapter first
 
 

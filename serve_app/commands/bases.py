@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.commands.admin_client import DEFAULT, Url, call_admin
-from serve_app.commands.common import Failure, console
+from serve_app.commands.admin_client import call_admin
+from serve_app.commands.common import Failure, console, print_json, print_table
 
-app = typer.Typer(help="Base models of a running server.", no_args_is_help=True)
-
-Name = Annotated[str, typer.Argument(help="A registered base model")]
-Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait, with --wait")]
 _POLL_S = 0.3
-_TIMEOUT_S = 1800.0
 
 
 class _Line(msgspec.Struct):
@@ -41,13 +33,14 @@ class _Lines(msgspec.Struct):
     bases: list[_Line]
 
 
-@app.command("list")
-def list_bases(url: Url = DEFAULT) -> None:
-    """How each base stands."""
+def list_bases(url: str, json: bool) -> None:
+    lines = _lines(url)
+    if json:
+        print_json({"bases": lines})
+        return
     table = Table(
         "base", "version", "state", "replicas", "named by", "idle", "last start", box=None
     )
-    lines = _lines(url)
     for line in lines:
         version = "" if line.version is None else str(line.version)
         table.add_row(
@@ -59,32 +52,23 @@ def list_bases(url: Url = DEFAULT) -> None:
             _seconds(line.idle_s),
             _seconds(line.start_s),
         )
-    console.print(table)
+    print_table(table)
     for line in lines:
         if line.message:
             words = Text(f"{line.name}: {line.message}")
             console.print(words, style="yellow", highlight=False, soft_wrap=True)
 
 
-@app.command()
 def add(
-    name: Name,
-    replicas: Annotated[int | None, typer.Option(help="Engines")] = None,
-    idle_timeout_s: Annotated[
-        float | None, typer.Option("--idle-timeout", help="Seconds without a request, then sleep")
-    ] = None,
-    cold_start: Annotated[
-        str | None, typer.Option(help="A request for it while it sleeps: wait, or refuse")
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option("--engine", metavar="KEY=VALUE", help="As below models[].engine in the file"),
-    ] = None,
-    wait: Wait = False,
-    timeout_s: Timeout = _TIMEOUT_S,
-    url: Url = DEFAULT,
+    name: str,
+    replicas: int | None,
+    idle_timeout_s: float | None,
+    cold_start: str | None,
+    engine: list[str] | None,
+    wait: bool,
+    timeout_s: float,
+    url: str,
 ) -> None:
-    """Serve a registered base, or with other settings; the others keep serving."""
     settings: dict[str, object] = {
         "replicas": replicas,
         "idle_timeout_s": idle_timeout_s,
@@ -96,29 +80,17 @@ def add(
     _report(url, name, "running", wait, timeout_s, f"{name} is being started")
 
 
-@app.command()
-def remove(
-    name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT
-) -> None:
-    """Serve it no more; requests in flight finish."""
+def remove(name: str, wait: bool, timeout_s: float, url: str) -> None:
     call_admin(url, "DELETE", f"/bases/{name}")
     _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
 
 
-@app.command()
-def sleep(
-    name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT
-) -> None:
-    """Stop its engines until a request comes."""
+def sleep(name: str, wait: bool, timeout_s: float, url: str) -> None:
     call_admin(url, "POST", f"/bases/{name}/sleep")
     _report(url, name, "asleep", wait, timeout_s, f"{name} goes to sleep")
 
 
-@app.command()
-def wake(
-    name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT
-) -> None:
-    """Start its engines."""
+def wake(name: str, wait: bool, timeout_s: float, url: str) -> None:
     call_admin(url, "POST", f"/bases/{name}/wake")
     _report(url, name, "running", wait, timeout_s, f"{name} wakes")
 

@@ -5,31 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
 import httpx
 import msgspec
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serve_app.commands.common import DEFAULT_URL, Failure, console, list_served
+from serve_app.commands.common import Failure, console, list_served, print_table
 from serve_app.load import Load, Outcome, Summary, run_load, summarize
 
 _SHOWN_REASONS = 5
 
 
 def bench(
-    url: Annotated[str, typer.Option("--url")] = DEFAULT_URL,
-    models: Annotated[str | None, typer.Option("--models", help="a,b; default: all")] = None,
-    requests: Annotated[int, typer.Option("--requests", min=1)] = 64,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1)] = 16,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 64,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="about")] = 64,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream")] = True,
-    json: Annotated[Path | None, typer.Option("--json", help="Append JSON lines here")] = None,
+    url: str,
+    models: str | None,
+    requests: int,
+    concurrency: int,
+    max_tokens: int,
+    prompt_tokens: int,
+    stream: bool,
+    json: Path | None,
 ) -> None:
-    """Measure a running server. A stream that is cut counts as a failure; then exit code 1."""
     url = url.rstrip("/")
     names = _names(url, models)
     load = Load(url, names, requests, concurrency, max_tokens, prompt_tokens, stream)
@@ -38,7 +35,7 @@ def bench(
         summarize(name, [one for one in outcomes if one.model == name], wall_s) for name in names
     ]
     total = summarize("all", outcomes, wall_s)
-    console.print(_table(summaries if len(names) == 1 else [*summaries, total]))
+    print_table(_table(summaries if len(names) == 1 else [*summaries, total]))
     _print_context(outcomes, wall_s)
     if json is not None:
         with json.open("ab") as file:

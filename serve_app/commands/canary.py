@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.commands.admin_client import DEFAULT, Url, call_admin
-from serve_app.commands.common import Failure, console
-
-app = typer.Typer(
-    help="Try a version of an adapter on a share of the requests.", no_args_is_help=True
-)
-
-Name = Annotated[str, typer.Argument(help="Adapter")]
+from serve_app.commands.admin_client import call_admin
+from serve_app.commands.common import Failure, console, print_json, print_table
 
 
 class _Arm(msgspec.Struct):
@@ -36,35 +27,27 @@ class _Canary(msgspec.Struct):
     rolled_back: str | None = None
 
 
-@app.command()
-def status(
-    name: Annotated[str | None, typer.Argument(help="Adapter; default: all")] = None,
-    url: Url = DEFAULT,
-) -> None:
-    """Show weights, both arms' numbers and the verdict."""
+def status(name: str | None, url: str, json: bool) -> None:
     answer = call_admin(url, "GET", "/canaries")
     found = msgspec.convert(answer["canaries"], list[_Canary])
     shown = [one for one in found if name in (None, one.name)]
+    if json:
+        print_json({"canaries": shown})
+        return
     if not shown:
         console.print("No adapter has a canary." if name is None else f"{name} has no canary.")
     for one in shown:
         _print(one)
 
 
-@app.command()
 def start(
-    name: Name,
-    version: Annotated[int | None, typer.Option("--version", help="Number of the version")] = None,
-    alias: Annotated[str | None, typer.Option("--alias", help="Or an alias that it has")] = None,
-    weight: Annotated[
-        float | None, typer.Option("--weight", help="Share of the requests that it answers, 0 to 1")
-    ] = None,
-    shadow: Annotated[
-        float | None, typer.Option("--shadow", help="Share of the requests that it gets copies of")
-    ] = None,
-    url: Url = DEFAULT,
+    name: str,
+    version: int | None,
+    alias: str | None,
+    weight: float | None,
+    shadow: float | None,
+    url: str,
 ) -> None:
-    """Send a share of the requests for NAME to another version, or copies of them."""
     if weight is None and shadow is None:
         raise Failure("Give --weight, --shadow or both")
     given = {"version": version, "alias": alias, "weight": weight, "shadow": shadow}
@@ -72,15 +55,11 @@ def start(
     _print_answer(call_admin(url, "POST", f"/canaries/{name}", body))
 
 
-@app.command()
-def promote(name: Name, url: Url = DEFAULT) -> None:
-    """Make the canary what NAME means."""
+def promote(name: str, url: str) -> None:
     _print_answer(call_admin(url, "POST", f"/canaries/{name}/promote"))
 
 
-@app.command()
-def abort(name: Name, url: Url = DEFAULT) -> None:
-    """End the canary and the shadow of NAME."""
+def abort(name: str, url: str) -> None:
     _print_answer(call_admin(url, "POST", f"/canaries/{name}/abort"))
 
 
@@ -103,7 +82,7 @@ def _print(canary: _Canary) -> None:
                 str(outcomes.get("empty", 0)),
                 _first_token(arm),
             )
-        console.print(table)
+        print_table(table)
     for problem in canary.problems:
         console.print(Text(f"not used: {problem}", style="yellow"), soft_wrap=True)
     if canary.rolled_back is not None:

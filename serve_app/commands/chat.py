@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import httpx
-import typer
 
 from serve_app.commands.common import (
-    DEFAULT_URL,
     Failure,
     console,
     list_served,
@@ -46,13 +43,7 @@ class Session:
         return [*system, *self.history, {"role": "user", "content": text}]
 
 
-def chat(
-    model: Annotated[str | None, typer.Argument(help="Default: the first base model")] = None,
-    url: Annotated[str, typer.Option("--url")] = DEFAULT_URL,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.0,
-) -> None:
-    """Talk to a running server."""
+def chat(model: str | None, url: str, max_tokens: int, temperature: float) -> None:
     url = url.rstrip("/")
     # No read timeout: a queued request may wait long for its first token.
     with httpx.Client(timeout=httpx.Timeout(10, read=None)) as client:

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from engine.effect import Device
-from registry.cache import Cache
 from registry.entities import EffectRecord
-from serve_app import config, effect
+from serve_app import effect
 from serve_app.commands.common import Failure, console
 from serve_app.commands.effect_table import print_effect
-from serve_app.commands.store import Uri, open_registry
+from serve_app.commands.store import open_cache, open_registry
 from serve_app.probes import PROBES
 
 _DEVICES: dict[str, Device] = {"auto": "auto", "cpu": "cpu", "cuda": "cuda"}
 
 
 def check(
-    name: Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@N of an adapter")],
-    json: Annotated[bool, typer.Option("--json", help="The whole report, on stdout")] = False,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Ask this instead; may be repeated")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda")] = "auto",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Also write the report and its plot here")
-    ] = None,
-    store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Keep the report with the version")
-    ] = True,
-    tracking_uri: Uri = None,
+    name: str,
+    json: bool,
+    prompt: list[str] | None,
+    device: str,
+    out: Path | None,
+    store: bool,
+    tracking_uri: str | None,
 ) -> None:
-    """Run an adapter against its base and say what it changes; exit code 1 if nothing."""
     if device not in _DEVICES:
         raise Failure(f"--device is {device!r}; it can be {', '.join(_DEVICES)}")
     registry = open_registry(tracking_uri)
@@ -51,7 +42,7 @@ def check(
             registry,
             adapter,
             base,
-            cache=Cache(config.cache_folder()),
+            cache=open_cache(),
             prompts=prompts,
             device=_DEVICES[device],
         )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
 import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from registry import manifest
+from serve_app.commands.failure import Failure as Failure
 
-console = Console()
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-class Failure(Exception):
-    """Ends the command with exit code 1 and this sentence."""
+# In a pipe nothing is wrapped, and a table is as wide as its longest cells.
+_PIPE_COLUMNS = 100_000
+console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
 class ModelLine(msgspec.Struct):
@@ -41,6 +42,18 @@ class _ErrorBody(msgspec.Struct):
 
 class _Status(msgspec.Struct):
     status: str = ""
+
+
+def print_table(table: Table) -> None:
+    """A terminal that is too narrow folds the cells; no name is ever cut."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """For --json: the fields are those of the structs and dataclasses in `value`."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def ready_status(client: httpx.Client, url: str) -> str | None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from serve_app import config
 from serve_app.commands.common import byte_progress, console
 from serve_app.demo.prepare import prepare, prepare_random_base
+from serve_app.home import prepare as prepare_home
 
 
-def demo(
-    two_bases: Annotated[
-        bool, typer.Option("--two-bases", help="Also a tiny base of random weights")
-    ] = False,
-) -> None:
-    """Prepare and register the demo: one small base model, three adapters."""
-    home = config.default_home()
+def demo(two_bases: bool) -> None:
+    home = prepare_home(config.default_home())
     with byte_progress() as progress:
         prepare(home, progress)
         if two_bases:

@@ -6,14 +6,12 @@ import importlib.util
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
 from packaging.requirements import Requirement
 from rich.table import Table
 
@@ -23,8 +21,9 @@ from registry.errors import RegistryError
 from registry.store import shown_uri
 from serve_app import config, launch
 from serve_app.base_plan import SERVE, parse_setting
-from serve_app.commands.common import Failure, console
+from serve_app.commands.common import Failure, console, print_json, print_table
 from serve_app.commands.store import open_registry
+from serve_app.home import NAME, HomeError, is_open_to_others, prepare
 
 _GIB = 1024**3
 _DEMO_BASE = "smollm2-135m-instruct"
@@ -39,19 +38,21 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(
-    port: Annotated[int, typer.Option("--port", help="Where you want to serve")] = 8000,
-) -> None:
-    """Check this machine and say what is missing."""
+def doctor(port: int, json: bool) -> None:
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
+    findings = []
     with console.status("Looking"):
         for finding in _findings(port):
+            findings.append(finding)
             failed += finding.state == "fail"
             colour = _COLOURS[finding.state]
             remedy = f"\n[bold]->[/] {finding.remedy}" if finding.remedy else ""
             table.add_row(f"[{colour}]{finding.state}[/]", finding.what, f"{finding.words}{remedy}")
-    console.print(table, highlight=False)
+    if json:
+        print_json({"findings": findings})
+    else:
+        print_table(table)
     if failed:
         raise Failure(f"{failed} of these must be put right before loraplex can serve here")
 
@@ -171,13 +172,11 @@ def _device() -> Finding:
 
 def _home(home: Path) -> Finding:
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
-            pass
-    except OSError as error:
-        return Finding(
-            "home", "fail", f"{home}: {error.strerror}", "set LORAPLEX_HOME to a folder of yours"
-        )
+        prepare(home)
+    except HomeError as error:
+        return Finding("home", "fail", str(error), f"set {NAME} to a folder of yours")
+    if is_open_to_others(home):
+        return Finding("home", "warn", f"{home} is open to other users", f"chmod 700 {home}")
     return Finding("home", "ok", f"{home} is writable")
 
 
@@ -214,7 +213,7 @@ def _registry() -> Iterator[Finding]:
     uri = shown_uri(config.tracking_uri(config.RegistryArgs()))
     try:
         catalog = open_registry(None).snapshot()
-    except RegistryError as error:
+    except (RegistryError, HomeError) as error:
         remedy = "start it, or set MLFLOW_TRACKING_URI"
         yield Finding("registry", "fail", f"{uri}: {error}", remedy)
         return

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.effect_report import EffectReport, LoadCost, LogitChange, ModuleNorm
-from serve_app.commands.common import console
+from serve_app.commands.common import console, print_table
 
 _COLOURS = {"changes": "green", "unprobed": "yellow"}
 _MIB = 1024**2
@@ -21,7 +21,7 @@ def print_effect(report: EffectReport) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2))
     for key, words in _rows(report):
         table.add_row(f"[dim]{key}[/]", Text(words))
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _rows(report: EffectReport) -> Iterator[tuple[str, str]]:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import httpx
-import typer
 from rich.table import Table
 from rich.tree import Tree
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.commands.common import console, served_models
-from serve_app.commands.store import Uri, open_registry
+from serve_app.commands.common import console, print_json, print_table, served_models
+from serve_app.commands.store import open_registry
 
 _DIGEST_CHARS = 12
 
 
-def models(
-    url: Annotated[str | None, typer.Option("--url", help="Ask this running server")] = None,
-    tracking_uri: Uri = None,
-) -> None:
-    """List base models and their adapters."""
-    if url is None:
-        _print_catalog(open_registry(tracking_uri).snapshot())
+def models(url: str | None, tracking_uri: str | None, json: bool) -> None:
+    if url is not None:
+        _print_served(url.rstrip("/"), json)
+        return
+    catalog = open_registry(tracking_uri).snapshot()
+    if json:
+        lists = {"bases": catalog.bases, "adapters": catalog.adapters, "rejected": catalog.rejected}
+        print_json(lists)
     else:
-        _print_served(url.rstrip("/"))
+        _print_catalog(catalog)
 
 
 def _print_catalog(catalog: Catalog) -> None:
@@ -69,11 +67,14 @@ def _digest(version: BaseVersion | AdapterVersion) -> str:
     return f"[dim]{version.digest[:_DIGEST_CHARS]}[/]"
 
 
-def _print_served(url: str) -> None:
+def _print_served(url: str, json: bool) -> None:
     with httpx.Client(timeout=10) as client:
         served = served_models(client, url)
+    if json:
+        print_json({"models": served})
+        return
     table = Table("model", "base", "version", "context", box=None)
     for line in served:
         name = line.id if line.parent is None else f"{line.parent}:{line.id}"
         table.add_row(name, line.parent or "", line.root or "", str(line.max_model_len or ""))
-    console.print(table)
+    print_table(table)

@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from registry.cache import Cache
-from registry.catalog import DEFAULT_ALIAS
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app import config
-from serve_app.commands.common import byte_progress, console
+from serve_app.commands.common import byte_progress, console, print_table
 from serve_app.commands.effect_table import print_effect
-from serve_app.commands.store import Uri, open_registry
+from serve_app.commands.store import open_cache, open_registry
 from serve_app.effect import Wish
 from serve_app.register import register_adapter, register_base
 
-app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True)
-
 _WISHES: dict[bool | None, Wish] = {None: "auto", True: "always", False: "never"}
 
-Folder = Annotated[Path, typer.Argument(help="Folder with the files")]
-Name = Annotated[str, typer.Option("--name", help="Name to register it under")]
-Alias = Annotated[str, typer.Option("--alias", help="Alias that points to this version")]
 
-
-@app.command()
-def base(
-    folder: Folder,
-    name: Name,
-    alias: Alias = DEFAULT_ALIAS,
-    model_id: Annotated[
-        str, typer.Option("--model-id", help="ORGANISATION/NAME, by which clients may call it too")
-    ] = "",
-    tracking_uri: Uri = None,
-) -> None:
-    """Register a base model: a Hugging Face folder with config.json and safetensors."""
+def base(folder: Path, name: str, alias: str, model_id: str, tracking_uri: str | None) -> None:
     registry = open_registry(tracking_uri)
     with byte_progress() as progress:
         registered = register_base(
@@ -58,30 +37,18 @@ def base(
     _print_warnings(registered.warnings)
 
 
-@app.command()
 def adapter(
-    folder: Folder,
-    name: Name,
-    base: Annotated[str, typer.Option("--base", help="Registered NAME, NAME@ALIAS or NAME@N")],
-    alias: Alias = DEFAULT_ALIAS,
-    probe: Annotated[
-        bool | None,
-        typer.Option(
-            "--probe/--no-probe",
-            help="Run the base to see what the adapter changes; default: where it takes seconds",
-        ),
-    ] = None,
-    allow_noop: Annotated[
-        bool, typer.Option("--allow-noop", help="Even if it changes nothing")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Even if its configuration names another base model")
-    ] = False,
-    tracking_uri: Uri = None,
+    folder: Path,
+    name: str,
+    base: str,
+    alias: str,
+    probe: bool | None,
+    allow_noop: bool,
+    force: bool,
+    tracking_uri: str | None,
 ) -> None:
-    """Register a LoRA adapter: a PEFT folder with adapter_config.json and safetensors."""
     registry = open_registry(tracking_uri)
-    cache = Cache(config.cache_folder())
+    cache = open_cache()
     with byte_progress() as progress:
         registered = register_adapter(
             registry,
@@ -120,7 +87,7 @@ def _print_version(kind: str, version: BaseVersion | AdapterVersion, facts: dict
     aliases = ", ".join(version.aliases) or "none"
     for key, value in {"digest": version.digest, "aliases": aliases, **facts}.items():
         table.add_row(f"[dim]{key}[/]", value)
-    console.print(table)
+    print_table(table)
 
 
 def _print_warnings(warnings: tuple[str, ...]) -> None:

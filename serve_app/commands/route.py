@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-import typer
 from rich.table import Table
 
-from serve_app.commands.admin_client import DEFAULT, Url, call_admin
-from serve_app.commands.common import Failure, console
+from serve_app.commands.admin_client import call_admin
+from serve_app.commands.common import Failure, console, print_json, print_table
 
 
 class _Expected(msgspec.Struct):
@@ -38,17 +35,15 @@ class _Route(msgspec.Struct):
     replicas: list[_Line]
 
 
-def route(
-    model: Annotated[str, typer.Argument(help="As in a request: BASE, BASE:ADAPTER, NAME@ALIAS")],
-    prompt: Annotated[str, typer.Argument(help="What would be asked")],
-    url: Url = DEFAULT,
-) -> None:
-    """Where a request would go and when its first token is expected."""
+def route(model: str, prompt: str, url: str, json: bool) -> None:
     body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
     try:
         found = msgspec.convert(call_admin(url, "POST", "/route", body), _Route)
     except msgspec.ValidationError as error:
         raise Failure(f"{url} did not answer as loraplex does: {error}") from error
+    if json:
+        print_json(found)
+        return
     numbers = ("queue ms", "adapter ms", "prefill ms", "way ms", "total ms")
     table = Table("replica", *numbers, "adapter in", "cached", "queued", "running", "kv", box=None)
     for one in found.replicas:
@@ -62,7 +57,7 @@ def route(
             str(one.sequences),
             f"{one.kv_usage:.0%}",
         )
-    console.print(table)
+    print_table(table)
     if not found.replicas:
         raise Failure(f"No engine replica of {found.base} is known yet")
     console.print(

@@ -14,14 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import httpx
 import msgspec
-import typer
 from rich.text import Text
 
 from engine.errors import EngineMemoryError
@@ -31,10 +28,12 @@ from registry.catalog import Catalog
 from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import admin_auth, config, launch, logs
 from serve_app.cached_registry import stored_catalog_file
+from serve_app.command_line.options import LogFormat
 from serve_app.commands.common import Failure, console, list_served, ready_status
 from serve_app.commands.store import open_configured
 from serve_app.demo.examples import EXAMPLES
 from serve_app.drain import drain
+from serve_app.home import prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
@@ -44,11 +43,6 @@ _SHOWN_LOG_LINES = 25
 _REGISTRY_WAIT_S = 10.0
 _KEPT_LOGS = 10
 _QUESTION = "What is the capital of France?"
-
-
-class LogFormat(StrEnum):
-    text = "text"
-    json = "json"
 
 
 class _Signals:
@@ -62,23 +56,9 @@ class _Signals:
 
 
 def serve(
-    file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
-    haproxy: Annotated[bool, typer.Option(help="HAProxy in front: for many streams")] = False,
-    drain_s: Annotated[
-        float,
-        typer.Option(
-            "--drain",
-            min=0,
-            help="Seconds that open requests have to end after Ctrl-C or SIGTERM; new ones get 503",
-        ),
-    ] = 30.0,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="Lines of the log, in $LORAPLEX_HOME/logs")
-    ] = LogFormat.text,
+    file: Path, timeout_s: float, haproxy: bool, drain_s: float, log_format: LogFormat
 ) -> None:
-    """Start the server, wait until it is ready, stay until Ctrl-C."""
-    home = config.default_home()
+    home = prepare(config.default_home())
     try:
         wanted = read_serve_file(file)
         with launch.only_one(home, wanted.url), _signals() as signals:

@@ -1,16 +1,12 @@
-"""How a command opens the registry, and the option for it. Apart: MLflow loads slowly."""
+"""How a command opens the registry and the cache. Apart: MLflow loads slowly."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
+from registry.cache import Cache
 from registry.client import Registry
 from registry.errors import RegistryError
 from serve_app import config
-
-Uri = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow, instead of the default")]
+from serve_app.home import default_home, prepare
 
 
 def open_registry(tracking_uri: str | None) -> Registry:
@@ -22,9 +18,18 @@ def open_configured(args: config.RegistryArgs) -> Registry:
         schemes = config.artifact_schemes(args)
     except ValueError as error:
         raise RegistryError(str(error)) from error
+    uri = config.tracking_uri(args)
+    if uri == config.embedded_uri():
+        prepare(default_home())
     return Registry(
-        config.tracking_uri(args),
+        uri,
         artifact_root=config.artifact_root(args),
         artifact_schemes=schemes,
         scratch=config.cache_folder() / "adoption",
     )
+
+
+def open_cache() -> Cache:
+    """Of verified files, in the home. HomeError: it cannot be kept there."""
+    prepare(default_home())
+    return Cache(config.cache_folder())

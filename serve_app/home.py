@@ -1,0 +1,90 @@
+"""LORAPLEX_HOME (default ~/.loraplex): the folder of the embedded registry, the cache, the logs and
+the admin token. It is made for its owner alone, and a failure that it causes names it.
+
+Imports nothing slow: the command line asks here for the cause of a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+NAME = "LORAPLEX_HOME"
+_DEFAULT = ".loraplex"
+_ROOM_BYTES = 4 * 1024**2  # a new registry takes 1 MB
+_FULL = ("no space left", "disk is full", "quota exceeded")  # as the kernel and SQLite say it
+
+
+class HomeError(OSError):
+    """The home cannot be used; the message names LORAPLEX_HOME, the folder and the reason."""
+
+
+def default_home() -> Path:
+    return Path(os.environ.get(NAME) or Path.home() / _DEFAULT).expanduser()
+
+
+def prepare(home: Path) -> Path:
+    """Makes the home if it is missing, with mode 0700, and returns it. HomeError: files cannot be
+    kept there.
+
+    The mode of a folder that exists stays, because LORAPLEX_HOME may name any folder, /tmp too.
+    Only ~/.loraplex, which nothing else uses, is closed to others where it is the caller's own.
+    """
+    if (reason := problem(home)) is not None:
+        raise HomeError(f"{_named(home)} {reason}; set {NAME} to a folder of yours")
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            home.mkdir(mode=0o700)
+        except FileExistsError:
+            _close_default(home)
+    except OSError as error:
+        raise HomeError(f"{_named(home)} cannot be made: {error.strerror}") from error
+    return home
+
+
+def problem(home: Path) -> str | None:
+    """Why files cannot be kept there, as the end of a sentence; None: they can."""
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    if not existing.is_dir():
+        where = "" if existing == home else f"below {existing}, which is "
+        return f"is {where}a file and no folder"
+    try:
+        if shutil.disk_usage(existing).free < _ROOM_BYTES:
+            return f"has less than {_ROOM_BYTES // 1024**2} MiB free"
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    return None
+
+
+def is_open_to_others(home: Path) -> bool:
+    return home.is_dir() and bool(stat.S_IMODE(home.stat().st_mode) & 0o077)
+
+
+def cause(error: Exception) -> str:
+    """What the home has to do with a failure: a sentence to put behind its message, or ""."""
+    if isinstance(error, HomeError):
+        return ""
+    home = default_home()
+    if (reason := problem(home)) is not None:
+        return f". {_named(home)} {reason}"
+    if any(words in str(error).lower() for words in _FULL):
+        free_mb = shutil.disk_usage(next(p for p in (home, *home.parents) if p.exists())).free / 1e6
+        return f". {_named(home)} has {free_mb:.0f} MB free"
+    return ""
+
+
+def _named(home: Path) -> str:
+    return f"{NAME} ({home})"
+
+
+def _close_default(home: Path) -> None:
+    if home != Path.home() / _DEFAULT or home.is_symlink():
+        return
+    if home.stat().st_uid == os.geteuid() and is_open_to_others(home):
+        home.chmod(0o700)

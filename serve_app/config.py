@@ -420,5 +420,13 @@ def front_limits() -> IngressArgs:
     return IngressArgs() if given is None else IngressArgs.model_validate_json(given)
 
 
+def log_format() -> str:
+    """Of the server's log lines; `loraplex serve --log-format` sets it."""
+    value = os.environ.get(LOG_FORMAT) or "text"
+    if value not in ("text", "json"):
+        raise ValueError(f"{LOG_FORMAT} is {value!r}; it is text or json")
+    return value
+
+
 def cache_folder() -> Path:
     return default_home() / "cache"

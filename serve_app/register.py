@@ -28,6 +28,8 @@ from serve_app.text import BaseText
 
 _REMEDY = ". An untrained adapter? To register it all the same: --allow-noop"
 
+_REFUSED: tuple[type[Exception], ...] = (*REFUSALS, RegistrationError)
+
 V = TypeVar("V", BaseVersion, AdapterVersion)
 
 
@@ -159,5 +161,5 @@ def _field(path: Path, name: str) -> str:
 def _refused(what: str) -> Iterator[None]:
     try:
         yield
-    except (*REFUSALS, RegistrationError) as error:
+    except _REFUSED as error:
         raise RegistrationError(f"{what} is refused: {error}") from error

@@ -21,7 +21,6 @@ from registry.listing import PREFIX
 from serve_app import base_plan, manager
 from serve_app.config import ModelArgs
 from serve_app.manager import Manager
-from serve_app.models_routes import _resolve
 from serve_app.topology import PlatformView
 from serve_app.traffic import read_traffic
 from tests.hostile_registry import TEXTS, Reader, World, follows, hostile_tags, make_world, stop
@@ -77,7 +76,7 @@ async def test_good_models_are_followed_beside_every_hostile_tag(
         assert view.bases[0].base.name == "good-base"
         assert view.bases[0].is_running
         read_traffic(view.catalog, ("b" * 64,), {})
-        assert all(_resolve(view.catalog, one.name) for one in view.catalog.entries()[:1])
+        assert all(view.catalog.resolve(one.name) for one in view.catalog.entries()[:1])
     assert tracebacks(caplog) == []
     world.store.tags = {}
     await follows(made, world)

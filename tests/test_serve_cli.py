@@ -1,21 +1,38 @@
 """The command line against real things: a registry in a temp home, an HTTP server that streams."""
 
 import builtins
+import inspect
+import io
 import json
 import os
+import shutil
 import signal
+import stat
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import typer
+from rich.console import Console
+from rich.table import Table
 
 from registry.errors import RegistrationError
 from serve_app import cli
+from serve_app.commands.common import print_table
+from serve_app.home import cause, default_home, prepare
 from serve_app.sse import StreamError, StreamReader
 from tests.openai_server import OpenAIServer, event, openai_server
 from tests.registry_helpers import embedded_uri
 from tests.serve_folders import make_adapter_folder, make_base_folder
+
+# Signature modules whose bodies are in one module of the same name; others: one a command.
+BODIES = {name: name for name in ("register", "bases", "adapters", "canary")}
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +69,163 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
             raise EOFError from None
 
     monkeypatch.setattr(builtins, "input", read)
+
+
+# -- help ---------------------------------------------------------------------------------------
+
+EVERY_HELP = """
+import sys
+from contextlib import suppress
+import rich, typer
+from serve_app import cli
+
+def walk(command, words):
+    with suppress(SystemExit):
+        cli.main([*words, "--help"])
+    for name, below in getattr(command, "commands", {}).items():
+        walk(below, [*words, name])
+
+walk(typer.main.get_command(cli.build()), [])
+foreign = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+print(*sorted(foreign), file=sys.stderr)
+"""
+
+
+def test_every_help_imports_typer_and_rich_and_no_other_library() -> None:
+    """So that it answers at once: a body's libraries take seconds."""
+    done = subprocess.run([sys.executable, "-c", EVERY_HELP], capture_output=True, text=True)
+    assert done.stdout.count("Usage: ") > 25
+    loaded = set(done.stderr.splitlines()[-1].split())
+    heavy = "torch ray mlflow numpy transformers fastapi pydantic safetensors tokenizers httpx yaml"
+    assert loaded.isdisjoint({*heavy.split(), "msgspec", "jinja2", "starlette", "sqlalchemy"})
+    assert {"typer", "rich", "serve_app"} <= loaded
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    waiting: list[tuple[str, Any]] = [("loraplex", typer.main.get_command(cli.build()))]
+    while waiting:
+        name, command = waiting.pop()
+        yield name, command
+        below = getattr(command, "commands", {})
+        waiting += [(f"{name} {word}", one) for word, one in below.items()]
+
+
+def test_every_command_option_and_argument_has_a_help_text() -> None:
+    found = dict(commands())
+    assert "loraplex canary start" in found
+    assert [name for name, command in found.items() if not command.help] == []
+    bare = [
+        f"{name} {one.name}"
+        for name, command in found.items()
+        for one in command.params
+        if not getattr(one, "help", None)
+    ]
+    assert bare == []
+
+
+def test_every_signature_has_a_body_with_the_same_parameters() -> None:
+    for name, command in commands():
+        if not hasattr(command, "commands"):
+            signature = inspect.unwrap(command.callback)
+            bodies = BODIES.get(signature.__module__.rpartition(".")[2], signature.__name__)
+            module = import_module(f"serve_app.commands.{bodies}")
+            body = getattr(module, signature.__name__)
+            assert list(inspect.signature(body).parameters) == list(
+                inspect.signature(signature).parameters
+            ), name
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"loraplex {version('loraplex')}\n"
+
+
+# -- a home that cannot be used -----------------------------------------------------------------
+
+NEEDS_HOME = (("models",), ("demo",), ("serve", "configs/quickstart.yaml"), ("check", "x"))
+
+
+@pytest.mark.parametrize("words", NEEDS_HOME, ids=lambda words: words[0])
+def test_a_home_that_is_a_file_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:
+    (tmp_path / "file").write_text("")
+    for home, reason in (("file", "is a file"), ("file/below", "is below")):
+        monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path / home))
+        assert run(*words) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: LORAPLEX_HOME ({tmp_path / home}) {reason}")
+        assert error.count("\n") == 1
+
+
+def test_a_full_disk_is_one_sentence(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    assert run("models") == 1
+    error = f"error: LORAPLEX_HOME ({home}) has less than 4 MiB free; set LORAPLEX_HOME"
+    assert capsys.readouterr().err.startswith(error)
+
+
+def test_a_disk_that_is_full_in_the_middle_names_the_home(home: Path) -> None:
+    words = cause(OSError(28, "No space left on device"))
+    assert words.startswith(f". LORAPLEX_HOME ({home}) has ")
+
+
+def test_a_new_home_is_its_owners_alone_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
+    assert stat.S_IMODE(prepare(tmp_path / "new" / "home").stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    assert stat.S_IMODE(prepare(tmp_path / "shared").stat().st_mode) == 0o755
+
+
+def test_the_default_home_is_closed_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("LORAPLEX_HOME")
+    (tmp_path / ".loraplex").mkdir(mode=0o755)
+    assert stat.S_IMODE(prepare(default_home()).stat().st_mode) == 0o700
+
+
+# -- tables and JSON ----------------------------------------------------------------------------
+
+
+def test_a_piped_table_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "adapter-" * 60
+    table = Table("adapter", "base", box=None)
+    table.add_row(name, name)
+    print_table(table)
+    assert capsys.readouterr().out.count(name) == 2
+
+
+def test_a_narrow_terminal_folds_a_name() -> None:
+    table = Table("adapter", box=None)
+    table.add_row("x" * 100)
+    print_table(table)  # sets how the cells overflow
+    narrow = Console(file=io.StringIO(), width=30)
+    narrow.print(table)
+    shown = cast(io.StringIO, narrow.file).getvalue()
+    assert shown.count("x") == 100
+
+
+def test_models_and_doctor_print_json_with_stable_names(
+    tmp_path: Path, served: OpenAIServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("register", "base", str(make_base_folder(tmp_path / "base")), "--name", "tiny")
+    capsys.readouterr()
+    assert run("models", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"bases", "adapters", "rejected"}
+    assert (found["bases"][0]["name"], found["bases"][0]["aliases"]) == ("tiny", ["champion"])
+    assert run("models", "--json", "--url", served.url) == 0
+    assert "id" in json.loads(capsys.readouterr().out)["models"][0]
+    run("doctor", "--json", "--port", "1")
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert findings[0].keys() == {"what", "state", "words", "remedy"}
 
 
 # -- register and models ----------------------------------------------------------------------

@@ -40,9 +40,8 @@ from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
-from serve_app.template_guard import TooDearError
 from serve_app.text import BaseText
-from serve_app.text_pool import TextPool
+from serve_app.text_pool import TextPool, open_text
 from serve_app.topology import ENGINE, BaseDescription, PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
 
@@ -385,16 +384,9 @@ class Gateway:
 async def _open_front(base: ServedBase, texts: TextPool | None) -> Front:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
-    text = await asyncio.to_thread(BaseText.from_files, description.files)
-    try:
-        await asyncio.to_thread(text.probe)
-    except TooDearError as error:  # for the event loop; a worker has more time
-        if texts is None:
-            raise UnsupportedModelError(str(error)) from None
-        await texts.probe(base.base.digest, description.files)
-    defaults = NO_DEFAULTS
-    if description.generation_config == "auto":
-        defaults = read_generation_defaults(description.files, base.base.name)
+    text = await open_text(description.files, base.base.digest, texts)
+    is_off = description.generation_config == "vllm"
+    defaults = read_generation_defaults({} if is_off else description.files, base.base.name)
     return Front(base.base, base.app_name, handle, description, text, base.deployed_s, defaults)
 
 

@@ -28,6 +28,8 @@ from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedMo
 from serve_app.errors import ApiError, OverloadedError
 from serve_app.params import Prompt
 from serve_app.protocol import parse_body
+from serve_app.template_guard import TooDearError
+from serve_app.text import BaseText
 from serve_app.text_worker import (
     JOB_CPU_S,
     JOB_SIGNAL,
@@ -133,6 +135,19 @@ class TextPool:
         finally:
             lane.num_jobs -= 1
             self._waiting_bytes -= len(raw)
+
+
+async def open_text(files: Files, base: str, texts: TextPool | None) -> BaseText:
+    """The text side of a base, its chat template tried once: on the spot, and by a worker where it
+    is beyond the event loop's budget. Raises UnsupportedModelError."""
+    text = await asyncio.to_thread(BaseText.from_files, files)
+    try:
+        await asyncio.to_thread(text.probe)
+    except TooDearError as error:
+        if texts is None:
+            raise UnsupportedModelError(str(error)) from None
+        await texts.probe(base, files)
+    return text
 
 
 class _Lane:

@@ -52,8 +52,10 @@ class _Index(Generic[V]):
             aliases = self.by_alias.setdefault(version.name, {})
             aliases.update(dict.fromkeys(version.aliases, version))
         for name, numbered in self.by_version.items():
-            # Versions of one adapter may be for several bases: the highest one's alias counts.
-            highest = numbered[max(numbered)]
+            # Versions of one adapter may be for several bases: the highest one's alias counts. One
+            # that cannot be served is what a name means only where an alias, or nothing else, is.
+            sound = [n for n, one in numbered.items() if not getattr(one, "refused", "")]
+            highest = numbered[max(sound or numbered)]
             alias = default_aliases.of(highest)
             self.default[name] = self.by_alias[name].get(alias, highest)
 

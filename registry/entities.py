@@ -55,6 +55,7 @@ class EffectFacts:
     num_pages: int | None = None
     device_bytes: int | None = None
     load_s: float | None = None
+    reason: str = ""  # why it cannot be served; only with the verdict `refused`
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class AdapterVersion:
     num_parameters: int = 0
     is_noop: bool = False
     effect: str = ""  # verdict of the last check; "": never checked
+    refused: str = ""  # why it cannot be served, as the last check found
     created_s: int = 0
     tags: tuple[tuple[str, str], ...] = field(default=())
 

@@ -40,6 +40,7 @@ ARCHITECTURE = PREFIX + "architecture"
 MAX_LEN = PREFIX + "max_model_len"
 MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, by which clients may call it too
 KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
+REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
 FORCED = PREFIX + "force"  # adapter: "true": accepted though its configuration names another base
 LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder they came from
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
@@ -69,6 +70,7 @@ SETTINGS = (
 )
 
 _MAX_SHOWN_NAME = 100
+_MAX_REASON = 1000  # characters of a tag
 _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # anybody may write a tag
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -173,6 +175,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         num_parameters=_number(row, PARAMETERS),
         is_noop=row.tags.get(NOOP) == "true",
         effect=row.tags.get(EFFECT, ""),
+        refused=_refusal(row),
         created_s=row.created_s,
         tags=_own_tags(row),
     )
@@ -198,13 +201,20 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
     }
 
 
+def _refusal(row: Row) -> str:
+    if row.tags.get(EFFECT) != "refused":
+        return ""
+    return row.tags.get(REFUSED) or "the check of its files refused it"
+
+
 def effect_tags(facts: EffectFacts) -> dict[str, str]:
     """The verdict last: who finds it finds the others."""
     values = {key: getattr(facts, name) for name, key in EFFECT_TAGS.items()}
     measured = {key: f"{value:.6g}" for key, value in values.items() if isinstance(value, float)}
     counted = {key: str(value) for key, value in values.items() if isinstance(value, int)}
     noop = "true" if facts.is_noop else "false"
-    return {**measured, **counted, NOOP: noop, EFFECT: facts.verdict}
+    refused = {REFUSED: facts.reason[:_MAX_REASON]} if facts.reason else {}
+    return {**measured, **counted, **refused, NOOP: noop, EFFECT: facts.verdict}
 
 
 def _number(row: Row, key: str) -> int:

@@ -28,6 +28,7 @@ from registry.store import MlflowStore, upload
 logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "loraplex.json"
+_NOT_SERVED = "loraplex does not serve this version:"
 EFFECT_FOLDER = "effect"  # below the artifacts of a version; no part of what is served
 
 
@@ -72,9 +73,13 @@ def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRec
     _upload_effect(store.version_files(name, version), record)
     tags = listing.effect_tags(record.facts)
     known = store.version_tags(name, version)
-    for key in listing.EFFECT_TAGS.values():
+    for key in (*listing.EFFECT_TAGS.values(), listing.REFUSED):
         if key in known and key not in tags:
             store.untag_version(name, version, key)
+    if record.facts.reason or listing.REFUSED in known:
+        reason = record.facts.reason
+        text = f"{_NOT_SERVED} {reason}" if reason else ""
+        store.describe_version(name, version, text, _NOT_SERVED)
     for key, value in tags.items():
         store.tag_version(name, version, key, value)
 

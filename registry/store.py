@@ -114,6 +114,16 @@ class MlflowStore:
             "tagging", lambda: self._client.set_model_version_tag(name, str(version), key, value)
         )
 
+    def describe_version(self, name: str, version: int, text: str, prefix: str) -> None:
+        """In the place of none, or of one that begins with `prefix`: a user's own stays."""
+        known = self._call(
+            "reading a description", lambda: self._client.get_model_version(name, str(version))
+        ).description
+        if not known or known.startswith(prefix):
+            self._call(
+                "describing", lambda: self._client.update_model_version(name, str(version), text)
+            )
+
     def untag_version(self, name: str, version: int, key: str) -> None:
         self._call(
             "removing a tag",

@@ -148,7 +148,7 @@ def _defaults(catalog: Catalog) -> dict[str, AdapterVersion]:
             adapter = catalog.resolve(name).adapter
         except RegistryError:
             continue
-        if adapter is not None:
+        if adapter is not None and not adapter.refused:
             found[name] = adapter
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from registry.cache import Cache, CacheStats
@@ -14,7 +15,7 @@ from registry.catalog import Catalog
 from registry.catalog_file import CatalogFile
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
-from registry.errors import RegistrationError
+from registry.errors import RegistrationError, RegistryError
 from registry.quarantine import FolderQuarantine
 from serve_app.config import environment_with
 
@@ -67,11 +68,30 @@ class CachedRegistry:
         self._registry.ensure_webhook(url, secret)
 
     def register_adapter(self, folder: Path, name: str, base: str) -> None:
-        """In a process of its own: the check needs torch, which nobody else here imports."""
-        done = subprocess.run(
+        done = self._command(
+            ("register", "adapter", str(folder), f"--name={name}", f"--base={base}", "--no-probe")
+        )
+        if done.returncode != 0:
+            raise RegistrationError(_last_words(done))
+
+    def check_adapter(self, version: AdapterVersion) -> None:
+        """Finds out what the version changes, or why it cannot be served, and keeps it with the
+        version. The base is run only where that takes seconds, on the CPU, at the lowest priority.
+        Raises RegistryError where the check came to no verdict."""
+        name = f"{version.name}@{version.version}"
+        done = self._command(
+            ("check", name, "--if-quick", "--device=cpu", "--json"), ("nice", "-n", "19")
+        )
+        if not done.stdout.startswith("{"):  # the report; a bad verdict is an exit code, too
+            raise RegistryError(f"the check of {name} failed: {_last_words(done)}")
+
+    def _command(
+        self, words: Sequence[str], before: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """In a process of its own: a check needs torch, which nobody else here imports."""
+        return subprocess.run(
             [
-                *(sys.executable, "-m", "serve_app", "register", "adapter", str(folder)),
-                *(f"--name={name}", f"--base={base}", "--no-probe"),
+                *(*before, sys.executable, "-m", "serve_app", *words),
                 f"--tracking-uri={self._tracking_uri}",
             ],
             env=environment_with(self._artifact_schemes),
@@ -80,9 +100,6 @@ class CachedRegistry:
             text=True,
             timeout=_REGISTER_TIMEOUT_S,
         )
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise RegistrationError(lines[-1].removeprefix("error: "))
 
     def release(self, folder: Path) -> None:
         self._cache.release(folder)
@@ -101,3 +118,8 @@ class CachedRegistry:
 
     def cache_stats(self) -> CacheStats:
         return self._cache.stats()
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1].removeprefix("error: ")

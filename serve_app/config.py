@@ -236,6 +236,9 @@ class RegistryArgs(_Args):
     poll_interval_s: float = Field(default=2.0, gt=0)
     # Of this server's /v1/registry/webhook, as the MLflow server reaches it. None: polling only.
     webhook_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/")
+    # Whether versions that plain MLflow calls registered are checked beside serving: what they
+    # change, or why they cannot be served, becomes tags of the version.
+    check_adapters: bool = True
     # Artifact stores that versions are read from beside the tracking server's own: s3, or
     # s3://bucket for one of its buckets; file: any path of a node's disk.
     artifact_schemes: tuple[Annotated[str, AfterValidator(check_listed)], ...] = ()

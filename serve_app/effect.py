@@ -59,10 +59,11 @@ def prove_registered(
     cache: Cache,
     prompts: Sequence[str] = PROBES,
     device: Device = "auto",
+    wish: Wish = "always",
 ) -> EffectReport:
     base_folder = registry.fetch(base, cache)
     folder = registry.fetch(adapter, cache)
-    return prove(folder, adapter.digest, base_folder, wish="always", prompts=prompts, device=device)
+    return prove(folder, adapter.digest, base_folder, wish=wish, prompts=prompts, device=device)
 
 
 def record(
@@ -81,6 +82,7 @@ def record(
         num_pages=None if load is None else load.num_pages,
         device_bytes=None if load is None else load.device_bytes,
         load_s=None if load is None else load.read_s + load.copy_s,
+        reason=report.reason if report.verdict == "refused" else "",
     )
     title = f"{name} on {base.name}@{base.version}"
     files = (

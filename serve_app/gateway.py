@@ -28,7 +28,7 @@ from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
 from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
-from serve_app.errors import ServiceUnavailableError, UnservableError
+from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError, UnservableError
 from serve_app.generation import STAY, Lane
 from serve_app.generation_defaults import (
     NO_DEFAULTS,
@@ -194,6 +194,12 @@ class Gateway:
             if view.registry_error is None:
                 raise
             raise RegistryUnavailableError(str(error)) from None
+        adapter = resolution.adapter
+        if adapter is not None and adapter.refused:
+            raise AdapterUnsupportedError(
+                f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
+                f"{adapter.refused}"
+            )
         digest = resolution.base.digest
         front = self._fronts.get(digest)
         if front is not None:

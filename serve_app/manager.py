@@ -23,6 +23,7 @@ from registry.entities import AdapterVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import Change
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
+from serve_app.adapter_checks import AdapterChecks
 from serve_app.adapter_plan import AdapterArranger
 from serve_app.base_admin import BaseChange, change_base
 from serve_app.base_plan import LastGood, plan, wished
@@ -84,6 +85,7 @@ class Manager:
         self._is_draining = False
         self._arranger = AdapterArranger(self._incarnation, _HANDOVER_S)
         self._adapter_admin = AdapterAdmin()
+        self._checks = AdapterChecks()
         self._canaries = Canaries(args.canary)
         self._fleet = Fleet(sources)
         self._last_good = LastGood()
@@ -369,6 +371,13 @@ class Manager:
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
         with self._enduring("arranging adapters"):
             self._arranger.update(latest, running)
+        if self._registry is not None and registry_error is None and running:
+            with self._enduring("checking adapters"):
+                self._check_adapters(latest, self._registry)
+
+    def _check_adapters(self, catalog: Catalog, registry: RegistryReader) -> None:
+        if self._registry_args.check_adapters:
+            self._checks.update(catalog, registry.check_adapter)
 
     def _tell_missing(self, missing: tuple[str, ...]) -> None:
         for name in sorted(set(missing) - set(self._missing)):

@@ -65,7 +65,8 @@ async def _make(view: PlatformView, lengths: Mapping[str, int | None]) -> bytes:
             except RegistryError:  # an adapter whose version of the base is gone
                 continue
             digest = resolution.base.digest
-            if digest in lengths:
+            is_refused = resolution.adapter is not None and bool(resolution.adapter.refused)
+            if digest in lengths and not is_refused:
                 parts.append(encode(entry_of(one.name, resolution, lengths[digest])))
         await asyncio.sleep(0)
     return b'{"object":"list","data":[' + b",".join(parts) + b"]}"

@@ -43,6 +43,11 @@ class RegistryReader(Protocol):
         """Checked as `loraplex register adapter` does, its default alias set. RegistrationError."""
         ...
 
+    def check_adapter(self, version: AdapterVersion) -> None:
+        """Finds out what a version changes, or why it cannot be served, and keeps it with the
+        version. RegistryError: no verdict."""
+        ...
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         """A verified local folder with the version's files, kept until `release` or the end of
         this process."""

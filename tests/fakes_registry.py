@@ -98,6 +98,9 @@ class FolderRegistry:
         one = replace(added, name=name, version=version)
         self.write(replace(known, adapters=(*known.adapters, one)))
 
+    def check_adapter(self, version: AdapterVersion) -> None:
+        """A folder keeps no verdicts."""
+
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest
         if (self.folder / f"{version.digest}.full").exists():

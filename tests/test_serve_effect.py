@@ -1,7 +1,9 @@
 """The effect check from the command to MLflow and back: real tiny models, real stores."""
 
+import asyncio
 import json
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,12 @@ import pytest
 
 from engine.effect_report import EffectReport, LogitChange, ModuleNorm, ProbePlan
 from registry.cache import Cache
+from registry.catalog import Catalog
 from registry.client import Registry
+from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord
 from serve_app import cli, effect
+from serve_app.adapter_checks import AdapterChecks
+from serve_app.cached_registry import CachedRegistry
 from serve_app.effect_plot import norms_svg
 from serve_app.probes import PROBES, tokenize
 from serve_app.register import register_adapter, register_base
@@ -183,9 +189,14 @@ def test_check_of_what_changes_nothing_fails(
 
 @pytest.mark.parametrize("name", ["refused", "empty"])
 def test_version_of_plain_mlflow_is_checked_in_place(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """Nobody has looked at it before. The report lies beside its files, which stay the same."""
+    monkeypatch.setenv("LORAPLEX_ARTIFACT_SCHEMES", "file")  # it lies outside the registry's root
     registry = Registry(uri(home))
     register_base(registry, make_base_folder(tmp_path / "base"), "tiny")
     is_refused = name == "refused"
@@ -303,3 +314,83 @@ def test_plot_of_what_was_not_measured_says_so() -> None:
     absolute = (replace(in_layer(0, "q_proj", 0.5), base=None),)
     svg = norms_svg(make_report(absolute), "x")
     assert "Frobenius norm of the change of each weight<" in svg
+
+
+# -- beside serving ----------------------------------------------------------------------------
+
+
+def register_plainly(tracking_uri: str, folder: Path, name: str) -> mlflow.MlflowClient:
+    """As a pipeline that knows nothing of loraplex does it."""
+    client = mlflow.MlflowClient(tracking_uri, tracking_uri)
+    run = client.create_run(client.create_experiment(name))
+    client.log_artifacts(run.info.run_id, str(folder), "adapter")
+    client.create_registered_model(name)
+    source = f"{run.info.artifact_uri}/adapter"
+    client.create_model_version(name, source, tags={"loraplex.base": "tiny"})
+    return client
+
+
+def test_a_plain_version_that_cannot_be_served_says_why_in_mlflow(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(uri(home), tmp_path)
+    folder = make_adapter_folder(tmp_path / "dora")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    client = register_plainly(uri(home), folder, "dora")
+    reader = CachedRegistry(uri(home), tmp_path / "node")
+    version = Registry(uri(home)).snapshot().resolve("dora").adapter
+    assert version is not None
+    assert (version.effect, version.refused) == ("", "")
+    adopted = client.get_model_version("dora", "1").tags
+    assert not {"loraplex.noop", "loraplex.num_parameters", *MEASURED} & adopted.keys()
+    reader.check_adapter(version)
+    checked = client.get_model_version("dora", "1")
+    assert "DoRA" in checked.tags["loraplex.refused"]
+    assert checked.description.startswith("loraplex does not serve this version:")
+    found = Registry(uri(home)).snapshot().resolve("dora").adapter
+    assert found is not None
+    assert "DoRA" in found.refused
+    capsys.readouterr()
+    assert run("models") == 0
+    assert "cannot be served" in capsys.readouterr().out
+
+
+def test_a_verdict_that_changes_takes_its_reason_along(home: Path, tmp_path: Path) -> None:
+    registry = register(uri(home), tmp_path, probe="never")
+    adapter = registry.snapshot().resolve("pirate").adapter
+    assert adapter is not None
+    client = mlflow.MlflowClient(uri(home), uri(home))
+    facts = EffectFacts("refused", 1, False, reason="it uses DoRA")
+    registry.attach_effect(adapter, EffectRecord(facts, ()))
+    assert "DoRA" in client.get_model_version("pirate", "1").description
+    assert run("check", "pirate", "--if-quick", "--device", "cpu") == 0
+    now = client.get_model_version("pirate", "1")
+    assert not now.description
+    assert "loraplex.refused" not in now.tags
+    client.update_model_version("pirate", "1", "of the team")
+    registry.attach_effect(adapter, EffectRecord(facts, ()))
+    assert client.get_model_version("pirate", "1").description == "of the team"
+
+
+async def test_unmeasured_versions_are_checked_one_at_a_time_and_not_for_ever() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    plain = AdapterVersion("plain", 1, "a" * 64, "base", base.digest, 8, (), "source")
+    others = [replace(plain, name=name, digest=name * 64) for name in "bc"]
+    measured = replace(plain, name="known", digest="e" * 64, effect="changes")
+    catalog = Catalog((base,), (plain, *others, measured))
+    checked: list[str] = []
+    running, most = 0, 0
+
+    def check(version: AdapterVersion) -> None:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        checked.append(version.name)
+        running -= 1
+
+    checks = AdapterChecks()
+    for _ in range(200):  # no verdict ever comes: as in a registry that takes no tags
+        checks.update(catalog, check)
+        await asyncio.sleep(0.002)
+    assert most == 1
+    assert Counter(checked) == {"plain": 3, "b": 3, "c": 3}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import cast
 
 import pytest
 from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
-from serve_app.errors import ServiceUnavailableError
+from registry.entities import AdapterVersion, BaseVersion
+from registry.errors import NotFoundError
+from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.gateway import Gateway
-from serve_app.topology import PlatformView
+from serve_app.model_list import ModelList
+from serve_app.topology import PlatformView, ServedBase
 
 
 def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
@@ -36,3 +41,30 @@ def test_a_server_that_is_being_stopped_refuses_new_requests_and_says_so() -> No
     assert gateway.obstacles == ["the server is being stopped"]
     with pytest.raises(ServiceUnavailableError, match="is being stopped"):
         gateway.route("base", None)
+
+
+def test_an_adapter_that_cannot_be_served_is_refused_with_the_reason() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    sound = AdapterVersion("dora", 1, "a" * 64, "base", base.digest, 8, (), "source")
+    refused = replace(sound, version=2, digest="b" * 64, refused="it uses DoRA")
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway.view = PlatformView("1", Catalog((base,), (sound, refused)), (), (), True, None)
+    with pytest.raises(AdapterUnsupportedError, match=r"'dora' version 2 .*: it uses DoRA"):
+        gateway.route("dora@2", None)
+    with pytest.raises(NotFoundError, match="not served here"):  # the sound version, of no base
+        gateway.route("dora", None)
+    meant = replace(refused, aliases=("champion",))
+    gateway.view = replace(gateway.view, catalog=Catalog((base,), (sound, meant)))
+    with pytest.raises(AdapterUnsupportedError):  # an alias is never followed to another version
+        gateway.route("base:dora", None)
+
+
+async def test_the_model_list_leaves_out_what_cannot_be_served() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    sound = AdapterVersion("sound", 1, "a" * 64, "base", base.digest, 8, (), "source")
+    refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
+    served = ServedBase(base, "app", True)
+    view = PlatformView("1", Catalog((base,), (sound, refused)), (served,), (), True, None)
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    listed = json.loads(await ModelList().encoded(gateway, view))["data"]
+    assert [one["id"] for one in listed] == ["base", "sound"]

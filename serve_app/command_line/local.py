@@ -55,6 +55,9 @@ def check(
     store: Annotated[
         bool, typer.Option("--store/--no-store", help="Keep the report with the version")
     ] = True,
+    if_quick: Annotated[
+        bool, typer.Option("--if-quick", help="Run the base only where it takes seconds")
+    ] = False,
     tracking_uri: Uri = None,
 ) -> None:
     """Run an adapter against its base and say what it changes; exit code 1 if nothing."""

@@ -26,6 +26,7 @@ def check(
     device: str,
     out: Path | None,
     store: bool,
+    if_quick: bool,
     tracking_uri: str | None,
 ) -> None:
     if device not in _DEVICES:
@@ -45,6 +46,7 @@ def check(
             cache=open_cache(),
             prompts=prompts,
             device=_DEVICES[device],
+            wish="auto" if if_quick else "always",
         )
     record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts)
     if json:

@@ -223,6 +223,10 @@ def _registry() -> Iterator[Finding]:
         yield Finding(
             "version", "warn", f"{one.name} version {one.version} cannot be served: {one.reason}"
         )
+    for adapter in catalog.adapters:
+        if adapter.refused:
+            name = f"{adapter.name} version {adapter.version}"
+            yield Finding("version", "warn", f"{name} cannot be served: {adapter.refused}")
     yield from _settings(catalog)
     yield _demo(catalog)
 

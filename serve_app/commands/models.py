@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
@@ -60,7 +61,9 @@ def _effect(adapter: AdapterVersion) -> str:
     """Only where something is amiss: most have an effect."""
     if adapter.is_noop or adapter.effect == "none":
         return "  [yellow]changes nothing[/]"
-    return f"  [yellow]{adapter.effect}[/]" if adapter.effect in ("refused", "non_finite") else ""
+    if adapter.refused:
+        return f"  [yellow]cannot be served: {escape(adapter.refused)}[/]"
+    return "  [yellow]non_finite[/]" if adapter.effect == "non_finite" else ""
 
 
 def _digest(version: BaseVersion | AdapterVersion) -> str:

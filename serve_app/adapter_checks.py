@@ -1,0 +1,70 @@
+"""Versions that nobody measured are checked beside serving, one at a time: what they change, or why
+they cannot be served, becomes tags of the version, which a later poll reads.
+
+`loraplex register` checks what it registers; plain MLflow calls do not. What a check is comes from
+outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion
+from registry.errors import RegistryError
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRIES = 3
+_PAUSE_S = 300.0  # after a check that came to no verdict
+
+Key = tuple[str, str]  # digests of the base and of the adapter
+Check = Callable[[AdapterVersion], None]
+
+
+class AdapterChecks:
+    """All methods belong to one event loop."""
+
+    def __init__(self) -> None:
+        self._tries: dict[Key, int] = {}  # of versions without a verdict
+        self._not_before_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def update(self, catalog: Catalog, check: Check) -> None:
+        """Begins the next check unless one runs. Returns at once; called all the time. `check`
+        blocks; it raises RegistryError where it came to no verdict."""
+        loop = asyncio.get_running_loop()
+        if self._task is not None or loop.time() < self._not_before_s:
+            return
+        bases = {base.digest for base in catalog.bases}
+        unmeasured = [
+            one for one in catalog.adapters if not one.effect and one.base_digest in bases
+        ]
+        keys = {_key(one) for one in unmeasured}
+        self._tries = {key: tries for key, tries in self._tries.items() if key in keys}
+        for one in unmeasured:
+            if self._tries.get(_key(one), 0) < _MAX_TRIES:
+                self._task = loop.create_task(self._run(one, check))
+                return
+
+    async def _run(self, version: AdapterVersion, check: Check) -> None:
+        name = f"{version.name}@{version.version}"
+        # Counted before: a check whose tags are not read, or not kept, is not made for ever.
+        self._tries[_key(version)] = self._tries.get(_key(version), 0) + 1
+        try:
+            await asyncio.to_thread(check, version)
+            logger.info("%s was checked; the verdict is with the version", name)
+        except Exception as error:
+            self._not_before_s = asyncio.get_running_loop().time() + _PAUSE_S
+            if isinstance(error, RegistryError | OSError):
+                logger.warning("%s was not checked: %s", name, error)
+            else:
+                logger.exception("%s was not checked", name)
+        finally:
+            self._task = None
+
+
+def _key(version: AdapterVersion) -> Key:
+    return version.base_digest, version.digest

@@ -21,6 +21,7 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app import home
 from serve_app.command_line import adapters, bases, canary, clients, local, register
+from serve_app.command_line.body import Group
 from serve_app.commands.failure import Failure
 
 _GROUPS = {"register": register, "bases": bases, "adapters": adapters, "canary": canary}
@@ -39,6 +40,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 def build() -> typer.Typer:
     app = typer.Typer(
         name="loraplex",
+        cls=Group,
         help="Many LoRA adapters on few base models, behind one OpenAI-compatible endpoint.",
         no_args_is_help=True,
         add_completion=False,

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
-from serve_app.command_line.body import body_in
+from serve_app.command_line.body import Group, body_in
 from serve_app.command_line.options import DEFAULT_URL, Json, Url
 
-app = typer.Typer(help="Where adapters are in memory, and what shall stay.", no_args_is_help=True)
+app = typer.Typer(
+    help="Where adapters are in memory, and what shall stay.", no_args_is_help=True, cls=Group
+)
 
 Name = Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@VERSION")]
 PinName = Annotated[str, typer.Argument(help="NAME; the pin follows what it means")]

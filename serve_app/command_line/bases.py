@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from serve_app.command_line.body import body_in
+from serve_app.command_line.body import Group, body_in
 from serve_app.command_line.options import DEFAULT_URL, Json, Url
 
-app = typer.Typer(help="Base models of a running server.", no_args_is_help=True)
+app = typer.Typer(help="Base models of a running server.", no_args_is_help=True, cls=Group)
 
 Name = Annotated[str, typer.Argument(help="A registered base model")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done")]

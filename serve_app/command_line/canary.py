@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from serve_app.command_line.body import body_in
+from serve_app.command_line.body import Group, body_in
 from serve_app.command_line.options import DEFAULT_URL, Json, Url
 
 app = typer.Typer(
-    help="Try a version of an adapter on a share of the requests.", no_args_is_help=True
+    help="Try a version of an adapter on a share of the requests.", no_args_is_help=True, cls=Group
 )
 
 Name = Annotated[str, typer.Argument(help="Adapter")]

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from registry.catalog import DEFAULT_ALIAS
-from serve_app.command_line.body import body_in
+from serve_app.command_line.body import Group, body_in
 from serve_app.command_line.options import Uri
 
-app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True)
+app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True, cls=Group)
 
 Folder = Annotated[Path, typer.Argument(help="Folder with the files")]
 Name = Annotated[str, typer.Option("--name", help="Name to register it under")]

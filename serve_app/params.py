@@ -188,8 +188,9 @@ def _bounded_by_logprobs(
     each = num_prompts * request.num_choices * (request.output_logprobs + 1)
     if max_tokens * each <= MAX_LOGPROB_ENTRIES:
         return max_tokens
-    if request.requested_tokens is None:
-        return max(1, MAX_LOGPROB_ENTRIES // each, request.min_tokens or 0)
+    fitting = MAX_LOGPROB_ENTRIES // each
+    if request.requested_tokens is None and (request.min_tokens or 0) <= fitting:
+        return fitting
     raise InvalidRequestError(
         f"logprobs: {max_tokens} tokens, {num_prompts * request.num_choices} sequences and "
         f"{request.output_logprobs} log-probabilities beside each token's own make "

@@ -152,6 +152,9 @@ def test_log_probabilities_of_a_whole_answer_are_bounded() -> None:
     # Where the client names no length, the answer has what fits.
     open_end = chat(logprobs=True, top_logprobs=20, n=16)
     assert sampling_params(open_end, PROMPT, limits).max_tokens == 2**21 // (16 * 21)
+    least = chat(logprobs=True, top_logprobs=20, n=16, min_tokens=100_000)
+    with pytest.raises(InvalidRequestError, match="16 sequences"):
+        sampling_params(least, PROMPT, limits)
     dear = {"logprobs": 20, "n": 16, "max_tokens": 100_000}
     with pytest.raises(InvalidRequestError, match="100000 tokens, 16 sequences") as caught:
         sampling_params(completion(**dear), PROMPT, limits)

@@ -2,7 +2,8 @@
 this process read it.
 
 By default the tracking server's own: what it proxies, its host, files below the registry's artifact
-root, and the scheme and bucket of its default artifact root. More only where the operator lists it.
+root, and the scheme and bucket of its default artifact root; with an SQLite registry every file of
+this machine. More only where the operator lists it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class ArtifactSources:
         scheme = parts.scheme or "file"
         if scheme in self._listed or _place(parts) in self._listed:
             return True
+        if scheme == "file" and self._tracking.scheme == "sqlite":
+            return parts.netloc in ("", "localhost")  # its writers are users of this machine
         is_remote = self._tracking.scheme in ("http", "https")
         if scheme == "mlflow-artifacts":
             return is_remote and (not parts.netloc or parts.netloc == self._tracking.netloc)

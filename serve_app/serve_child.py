@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.log_format == "json":
         sys.stdout = JsonStream(sys.stdout)
         sys.stderr = JsonStream(sys.stderr)
+    print(f"Starting Ray for {given.config}", flush=True)
     # Not before: Ray's loggers keep the stream that they find when they are made.
     import ray
     from ray.serve._private.constants import SERVE_NAMESPACE

@@ -320,7 +320,7 @@ def test_a_model_made_anew_is_read_anew(uri: str, tmp_path: Path) -> None:
 def test_only_sources_of_the_registry_or_of_the_operators_list_are_read(
     source: str, listed: tuple[str, ...], is_read: bool
 ) -> None:
-    sources = ArtifactSources("sqlite:////root/mlflow.db", Path("/root/artifacts"), listed, no_root)
+    sources = ArtifactSources("postgresql://host/db", Path("/root/artifacts"), listed, no_root)
     if is_read:
         sources.check(source)
     else:
@@ -363,8 +363,16 @@ def test_a_version_elsewhere_is_refused_with_the_setting_that_allows_it(
     register_base(Registry(uri), tmp_path)
     client = MlflowClient()
     client.create_registered_model("pirate")
-    folder = adapter_folder(tmp_path / "elsewhere")
-    client.create_model_version("pirate", folder.as_uri())
+    client.create_model_version("pirate", "s3://secrets/x")
     (rejected,) = settled(Registry(uri)).rejected
-    assert "registry.artifact_schemes does not list file" in rejected.reason
-    assert settled(Registry(uri, artifact_schemes=("file",))).rejected == ()
+    assert "registry.artifact_schemes does not list s3://secrets" in rejected.reason
+
+
+def test_an_sqlite_registry_reads_every_file_of_its_machine(uri: str, tmp_path: Path) -> None:
+    register_base(Registry(uri), tmp_path)
+    client = MlflowClient()
+    client.create_registered_model("pirate")
+    client.create_model_version("pirate", adapter_folder(tmp_path / "elsewhere").as_uri())
+    assert settled(Registry(uri)).rejected == ()
+    with pytest.raises(ArtifactError):
+        ArtifactSources(uri, None, (), no_root).check("file://elsewhere/x")

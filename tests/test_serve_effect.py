@@ -189,14 +189,9 @@ def test_check_of_what_changes_nothing_fails(
 
 @pytest.mark.parametrize("name", ["refused", "empty"])
 def test_version_of_plain_mlflow_is_checked_in_place(
-    home: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Nobody has looked at it before. The report lies beside its files, which stay the same."""
-    monkeypatch.setenv("LORAPLEX_ARTIFACT_SCHEMES", "file")  # it lies outside the registry's root
     registry = Registry(uri(home))
     register_base(registry, make_base_folder(tmp_path / "base"), "tiny")
     is_refused = name == "refused"

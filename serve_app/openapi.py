@@ -2,8 +2,7 @@
 
 The administration's routes are not in it, nor the ones for vLLM's adapter scripts where the
 configuration leaves these off. Bodies are validated by `protocol`, not by FastAPI, so their schemas
-are added here. There is no page that shows the document: the usual ones load their scripts from
-the internet, and any viewer opens /openapi.json.
+are added here. /docs shows the document as a page.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from importlib.metadata import version
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from serve_app import lora_routes
+from serve_app.docs_page import docs_page
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
@@ -155,11 +156,20 @@ _EVENTS = "With stream true: server-sent events, each a JSON chunk, then [DONE].
 
 @router.get(PATH, include_in_schema=False)
 async def openapi(request: Request) -> Response:
+    return Response(msgspec.json.encode(_document_of(request)), media_type="application/json")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return HTMLResponse(docs_page(_document_of(request)))
+
+
+def _document_of(request: Request) -> Schema:
     has_lora = state_of(request).args.allow_runtime_lora_updating
     app: FastAPI = request.app
     if app.openapi_schema is None:  # made once: 20 ms
         app.openapi_schema = document(app, has_lora=has_lora)
-    return Response(msgspec.json.encode(app.openapi_schema), media_type="application/json")
+    return app.openapi_schema
 
 
 def document(app: FastAPI, *, has_lora: bool) -> Schema:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from ray.serve.handle import DeploymentHandle
@@ -18,19 +17,21 @@ from serve_app.routing import views_registry
 from serve_app.routing.queues import AdmissionQueues
 from serve_app.shadow import Shadows
 from serve_app.state import IngressState
+from serve_app.text_pool import TextPool
 
 
 def make_state(args: IngressArgs | None = None, manager: object = None) -> IngressState:
     gateway = Gateway(cast("DeploymentHandle[object]", manager), "i0")
     stats = QueueStats("i0", ())
     return IngressState(
-        args or IngressArgs(),
+        # The name by which Starlette's test client calls.
+        (args or IngressArgs()).model_copy(update={"allowed_hosts": ("testserver",)}),
         gateway,
         IngressMetrics("i0"),
         ColdStarts(gateway),
         Shadows(gateway.migrations, gateway.arms, 0),
-        AdmissionQueues(gateway, FairnessArgs(), stats, views_registry.of),
-        ThreadPoolExecutor(1),
+        AdmissionQueues(gateway, FairnessArgs(), stats, views_registry.of, is_proven=False),
+        TextPool(1),
     )
 
 

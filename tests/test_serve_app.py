@@ -158,7 +158,7 @@ def test_text_becomes_ids_and_text_again(client: httpx.Client) -> None:
         ("GET", "/v1/models/unknown", 404),
         ("GET", "/v1/completions", 405),
         ("PUT", "/tokenize", 405),
-        ("GET", "/docs", 404),
+        ("GET", "/redoc", 404),
     ],
 )
 def test_a_wrong_path_or_method_has_the_error_shape(

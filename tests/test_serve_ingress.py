@@ -29,6 +29,7 @@ from serve_app.errors import (
 )
 from serve_app.ingress import Bounded, Counted, build_asgi
 from serve_app.ingress_metrics import IngressMetrics
+from serve_app.model_list import ModelList
 from serve_app.queue_stats import QueueStats
 from serve_app.state import IngressState
 
@@ -42,7 +43,11 @@ def ingress_of(args: IngressArgs) -> ASGIApp:
         stats=QueueStats("i", {}), tenant_header="x-tenant-id", tenant=lambda given: "one"
     )
     state = SimpleNamespace(
-        args=args, metrics=IngressMetrics("i"), queues=queues, gateway=SimpleNamespace(view=None)
+        args=args,
+        metrics=IngressMetrics("i"),
+        queues=queues,
+        gateway=SimpleNamespace(view=None),
+        model_list=ModelList(),
     )
     return build_asgi(cast(IngressState, state))
 

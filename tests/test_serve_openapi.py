@@ -29,7 +29,7 @@ def schema_of(found: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
 def test_the_document_shows_the_public_routes_and_none_of_the_administration() -> None:
     found = document()
     shown = {path.replace("{model}", "{model:path}") for path in found["paths"]}
-    assert shown == PUBLIC - {"/openapi.json"}
+    assert shown == PUBLIC - {"/openapi.json", "/docs"}
     assert not shown & (ADMIN | LORA_ADMIN | WEBHOOK)
     assert set(document(has_lora=True)["paths"]) - set(found["paths"]) == LORA_ADMIN
     assert found["info"] == {"title": "loraplex", "version": version("loraplex")}
@@ -61,3 +61,14 @@ def test_every_operation_has_its_answer_and_the_error_body() -> None:
             assert set(error["properties"]["error"]["properties"]) == {
                 *("message", "type", "param", "code")
             }
+
+
+def test_the_page_of_the_document_names_every_route_and_loads_nothing() -> None:
+    answer: httpx.Response = TestClient(make_app(IngressArgs())).get("/docs")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    for path in document()["paths"]:
+        assert f"<code>{path}</code>" in answer.text
+    assert "<script" not in answer.text
+    assert "https://" not in answer.text.replace("https://json-schema.org", "")
+    assert "/admin" not in answer.text

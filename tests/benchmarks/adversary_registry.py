@@ -172,7 +172,9 @@ async def hostile_template(target: Target) -> Damage:
     )
     added = await send(target.port, order)
     damage.outcomes[f"added {added.status}"] += 1
-    reply = await _first_answer(target, post("/v1/chat/completions", chat(HOSTILE_BASE, "hi", 1)))
+    request = post("/v1/chat/completions", chat(HOSTILE_BASE, "hi", 1))
+    await _first_answer(target, request)  # it waits for the base to start
+    reply = await send(target.port, request)
     damage.count([reply])
     damage.figures["answered_after_s"] = round(reply.seconds, 2)
     damage.require(400 <= reply.status < 600, "a chat with that base is refused")

@@ -87,7 +87,7 @@ def explain_out_of_memory(what: str, settings: Sequence[str]) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of the device or the host, whoever met it: torch's allocators, cuBLAS or Triton."""
+    """Whether memory of the device or the host is missing, as torch, cuBLAS or Triton say it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

@@ -27,7 +27,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Of this machine, or of its container where that has less."""
+    """The memory of this machine, or of its container where that has less."""
     machine = _fields(Path("/proc/meminfo"))["MemTotal"]
     limit = _number(_CGROUP / "memory.max")
     return machine if limit is None else min(machine, limit)

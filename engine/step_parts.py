@@ -2,7 +2,7 @@
 
 KV blocks and adapters have their memory from the start. What a step allocates beside them grows
 with its tokens, so fewer tokens at a time need less, and preempting a sequence would free nothing.
-Ignorant of tensors and of who runs.
+Ignorant of tensors and of the runner's kind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def run_in_parts(runner: Runner, batch: ScheduledBatch) -> tuple[Sample | None, 
     """The samples in the batch's order; None where not even one token of a sequence found memory.
 
     The token ids of all sequences must be on the host: no step is under way. Each failure halves
-    the tokens of a part, and after `_MAX_FAILURES` what is left is given up. Raises whatever else
-    the runner raises.
+    the tokens of a part, and after `_MAX_FAILURES` the rest is given up. Other errors of the runner
+    pass through.
     """
     left = deque(enumerate(batch.sequences))
     found: list[Sample | None] = [None] * len(left)

@@ -251,7 +251,8 @@ class Runner(Protocol):
         ...
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Of `launch` or `collect`: the same step may pass with fewer tokens."""
+        """Whether an error of `launch` or `collect` means that the same step may pass with fewer
+        tokens."""
         ...
 
     def free_cache(self) -> None:

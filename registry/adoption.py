@@ -2,8 +2,9 @@
 store that hangs delays an alias.
 
 A listing asks for each version that carries no digest yet, and gets what is known of it. The worker
-is a daemon thread: it downloads into a scratch folder, hashes, judges, and writes the tags. What is
-refused for its content stays refused; a store that fails is asked again after a doubling pause.
+is a daemon thread: it downloads into a scratch folder, hashes, judges, and writes the tags. A
+version that is refused for its content stays refused; a store that fails is asked again after a
+doubling pause.
 """
 
 from __future__ import annotations

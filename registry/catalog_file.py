@@ -1,4 +1,4 @@
-"""The last good catalog on this node's disk: what a server starts with while its registry is away.
+"""The last good catalog on this node's disk, with which a server starts while its registry is away.
 
 One JSON file with the digest of its content and a hash of the registry's URI, replaced whole. A
 file that is cut off, changed, of another registry or of another version of loraplex is no catalog.

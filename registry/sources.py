@@ -20,7 +20,7 @@ _SHOWN_CHARS = 200
 
 
 def check_listed(entry: str) -> str:
-    """One entry of the operator's list: `s3`, or `s3://bucket`. Raises ValueError."""
+    """Returns one entry of the operator's list, `s3` or `s3://bucket`. Raises ValueError."""
     if not _LISTED.fullmatch(entry):
         raise ValueError(
             f"{entry[:100]!r} is no scheme and no scheme://bucket, such as s3://models"

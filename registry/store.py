@@ -115,7 +115,8 @@ class MlflowStore:
         )
 
     def describe_version(self, name: str, version: int, text: str, prefix: str) -> None:
-        """In the place of none, or of one that begins with `prefix`: a user's own stays."""
+        """Writes a description where there is none, or one that begins with `prefix`: a user's own
+        description stays."""
         known = self._call(
             "reading a description", lambda: self._client.get_model_version(name, str(version))
         ).description

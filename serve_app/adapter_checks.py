@@ -1,7 +1,7 @@
-"""Versions that nobody measured are checked beside serving, one at a time: what they change, or why
+"""Versions that were never measured are checked beside serving, one at a time: their effect, or why
 they cannot be served, becomes tags of the version, which a later poll reads.
 
-`loraplex register` checks what it registers; plain MLflow calls do not. What a check is comes from
+`loraplex register` checks its adapters; plain MLflow calls do not. The check itself comes from
 outside.
 """
 

@@ -1,4 +1,4 @@
-"""Who may operate the server: the bearer of LORAPLEX_ADMIN_TOKEN. Without the variable nobody may;
+"""The operator of the server: the bearer of LORAPLEX_ADMIN_TOKEN. Without the variable nobody may;
 `loraplex serve` makes a token a home, in a file that only its owner can read.
 """
 

@@ -3,7 +3,7 @@
 A body has a few seconds to arrive and one more for every MIN_BYTES_PER_S bytes that came. When too
 many bodies arrive at once, or too many bytes of them, the oldest is given up and not the newest:
 clients that never finish their bodies cannot lock out those that send theirs in one go. Unaware of
-routes and of what a body holds.
+routes and of the content of bodies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """Of one process."""
+    """The bodies on their way into one process."""
 
     def __init__(self, args: IngressArgs) -> None:
         self._args = args

@@ -126,7 +126,7 @@ async def _read(
 
 
 async def _prompts(state: IngressState, asked: _Asked, front: Front) -> tuple[Prompt, ...]:
-    """Of a long body by a worker, as is a chat whose template has much to do."""
+    """The prompts; a worker reads a long body, and a chat whose template has much to do."""
     raw, asked.raw = asked.raw, b""
     limits, files = front.description.limits, front.description.files
     if len(raw) <= INLINE_BODY_BYTES:

@@ -256,8 +256,8 @@ class IngressScalingArgs(_RangeArgs):
 
 
 class FairnessArgs(_Args):
-    """Who goes first when engines are full: tenants, then each one's adapters, by the tokens they
-    had."""
+    """The order of requests when engines are full: tenants, then the adapters of each tenant, by
+    the tokens that they had."""
 
     # Set by the gateway in front; requests without it are one tenant. Without
     # `ingress.trusted_gateway` the tenants that `weights` does not name share one account.
@@ -270,7 +270,7 @@ class FairnessArgs(_Args):
     max_wait_s: float = Field(default=10.0, gt=0)
     # Work that engines are given ahead; the rest waits here, where it can be put in order.
     max_engine_queue_s: float = Field(default=0.5, gt=0)
-    # Behind one's own requests too: who has to expect a longer wait gets 429 at once.
+    # Behind the tenant's own requests too: a request that would wait longer gets 429 at once.
     max_queue_s: float = Field(default=30.0, gt=0)
 
 
@@ -424,7 +424,7 @@ def front_limits() -> IngressArgs:
 
 
 def log_format() -> str:
-    """Of the server's log lines; `loraplex serve --log-format` sets it."""
+    """The form of the server's log lines; `loraplex serve --log-format` sets it."""
     value = os.environ.get(LOG_FORMAT) or "text"
     if value not in ("text", "json"):
         raise ValueError(f"{LOG_FORMAT} is {value!r}; it is text or json")

@@ -1,8 +1,8 @@
 """The outermost layer in the process that clients connect to: Serve's HTTP proxy or, behind
 HAProxy, each ingress replica. Serve loads it through RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
 
-Serve forwards whatever arrives, as fast as it arrives, and reads some headers itself; so headers
-are checked and bodies are complete before Serve sees a request, and Serve's own errors leave in
+Serve forwards every byte as fast as it arrives, and reads some headers itself; so headers are
+checked and bodies are complete before Serve sees a request, and Serve's own errors leave in
 OpenAI's shape.
 """
 

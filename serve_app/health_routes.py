@@ -42,7 +42,7 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/metrics", methods=_METHODS)
 async def metrics(request: Request) -> Response:
-    """Of all ingress replicas, of the manager and of all engines, Prometheus' text format."""
+    """The metrics of all ingresses, engines and the manager, in Prometheus' text format."""
     state = state_of(request)
     text = await state.scrape.text(state.gateway, state.args.metrics_max_age_s)
     return Response(text, media_type=_METRICS_TYPE)
@@ -54,7 +54,7 @@ async def get_version() -> Response:
 
 
 def own_metrics(state: IngressState) -> bytes:
-    """Of this ingress replica."""
+    """The metrics of this ingress replica."""
     gateway = state.gateway
     own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
     return join_texts(

@@ -67,7 +67,7 @@ def is_open_to_others(home: Path) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """What the home has to do with a failure: a sentence to put behind its message, or ""."""
+    """The home's part in a failure: a sentence to put behind its message, or ""."""
     if isinstance(error, HomeError):
         return ""
     home = default_home()

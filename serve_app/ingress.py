@@ -107,7 +107,7 @@ def _say_whether_to_retry(message: Message) -> None:
 class Bounded:
     """Lets a request in when its header is of a sane size and its body whole, and at most `limit`
     generating requests at once; beyond it 429, before the body is read if it is clear by then.
-    Serve's own limit is higher, so that whoever asks how the server is has an answer then, too."""
+    Serve's own limit is higher, so that health checks have an answer then, too."""
 
     def __init__(self, app: ASGIApp, args: IngressArgs, stats: QueueStats) -> None:
         self._app = app

@@ -1,10 +1,10 @@
 """One truth about all ingresses: the sums of what they count, kept by the manager.
 
-An ingress sends its exposition with each report and with each scrape that it answers, so whatever
-was shown has passed here and sums never fall. Counters and histograms of an ingress that ended stay
-in them; gauges are sums over those that live. The label `ingress` is gone. After a restart of the
-manager every sum begins at zero, as a counter of any process that restarts: an ingress that an
-earlier manager heard counts from its first report on. Pure: time comes in.
+An ingress sends its exposition with each report and with each scrape that it answers, so every
+count that was shown has passed here and sums never fall. Counters and histograms of an ingress that
+ended stay in them; gauges are sums over those that live. The label `ingress` is gone. After a
+restart of the manager every sum begins at zero, as a counter of any process that restarts: an
+ingress that reported to an earlier manager counts from its first report on. Pure: time comes in.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def install(log_format: str, request_id: Callable[[], str] = lambda: "") -> None
 
 
 def install_in_replica(log_format: str) -> None:
-    """As `install`; the request is Serve's, whose id the answer's `x-request-id` tells."""
+    """As `install`; the request is Serve's, whose id is the answer's `x-request-id`."""
     from ray.serve.context import _get_serve_request_context  # the command line loads no Ray
 
     install(log_format, lambda: _get_serve_request_context().request_id)

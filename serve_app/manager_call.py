@@ -23,7 +23,7 @@ Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a method would have raised."""
+    """The error that a method would have raised."""
 
     error: Exception
 

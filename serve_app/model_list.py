@@ -22,7 +22,7 @@ _SLICE = 50  # entries between two turns of the event loop: about 1 ms
 
 
 class ModelList:
-    """Of one ingress replica. Concurrent callers share one making."""
+    """The list of one ingress replica. Concurrent callers share one making."""
 
     def __init__(self) -> None:
         self._view: PlatformView | None = None

@@ -1,7 +1,7 @@
 """Which addresses leave this machine, and the TLS of a connection that does.
 
-The listener makes a certificate of its own, for as long as it lives; whoever dials gets it with
-the address, over Ray's calls, and trusts no other. Ignorant of Ray.
+The listener makes a certificate of its own, for as long as it lives; a client gets it with the
+address, over Ray's calls, and trusts no other. Ignorant of Ray.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def server_tls() -> tuple[ssl.SSLContext, str]:
 
 
 def client_tls(certificate: str) -> ssl.SSLContext:
-    """Trusts the holder of this certificate's key and nobody else, under whatever name."""
+    """Trusts the holder of this certificate's key and nobody else, under any name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

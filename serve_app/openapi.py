@@ -173,7 +173,8 @@ def _document_of(request: Request) -> Schema:
 
 
 def document(app: FastAPI, *, has_lora: bool) -> Schema:
-    """Of the routes that are in the schema. `has_lora`: the adapter routes of vLLM are on."""
+    """The document of the routes that are in the schema. `has_lora`: the adapter routes of vLLM are
+    on."""
     with warnings.catch_warnings():
         # A route with GET and HEAD has one id for both; each operation gets its own below.
         warnings.filterwarnings("ignore", message="Duplicate Operation ID")

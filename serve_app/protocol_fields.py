@@ -228,7 +228,7 @@ class GenerationFields(BaseModel):
 
     @classmethod
     def _check_other(cls, name: str, value: object) -> None:
-        """Of a field that is not in this model: refused, neutral or unknown."""
+        """Refuses, passes or logs a field that is not in this model."""
         is_neutral = UNSUPPORTED.get(name)
         if is_neutral is None:
             if name in _OTHER_MODEL_FIELDS:

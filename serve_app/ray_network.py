@@ -27,8 +27,8 @@ def _add_port_on_loopback(server: object, address: str) -> int:
 
 
 def open_nodes(addresses: Iterable[str], is_authenticated: bool) -> str | None:
-    """What is wrong in one sentence, where Ray runs without authentication and other machines
-    reach it; None: nothing."""
+    """The danger in one sentence, where Ray runs without authentication and other machines reach
+    it; else None."""
     found = sorted({address for address in addresses if not is_loopback(address)})
     if is_authenticated or not found:
         return None

@@ -49,7 +49,7 @@ class BaseActivity:
 
 @dataclass(frozen=True, slots=True)
 class IngressCounts:
-    """What an ingress counted since it started, in Prometheus' text format."""
+    """The counts of an ingress since it started, in Prometheus' text format."""
 
     serial: int  # a later one is higher
     text: bytes

@@ -24,8 +24,8 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What every body and chunk of one answer repeats. `id` may be made of the body's `request_id`,
-    never of the header `x-request-id`."""
+    """The fields that every body and chunk of one answer repeats. `id` may be made of the body's
+    `request_id`, never of the header `x-request-id`."""
 
     kind: Kind
     id: str

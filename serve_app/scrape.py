@@ -1,5 +1,5 @@
-"""/metrics as one collection for all who scrape at once, kept for a moment: each one asks every
-engine and the manager, and thirty scrapers in a loop must not cost what thirty collections cost.
+"""/metrics as one collection for all scrapers of a moment: each collection asks every engine and
+the manager, and thirty scrapers in a loop must not cost as much as thirty collections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def collect(gateway: Gateway) -> bytes:
 
 
 class Scrape:
-    """Of one ingress replica."""
+    """The newest collection of one ingress replica."""
 
     def __init__(self, collect: Callable[[Gateway], Awaitable[bytes]] = collect) -> None:
         self._collect = collect
@@ -52,7 +52,8 @@ def _has_failed(task: asyncio.Task[bytes]) -> bool:
 
 
 async def _engines(gateway: Gateway) -> list[bytes]:
-    """Of every replica of every base; one that does not answer in time is left out."""
+    """The texts of every replica of every base; a replica that does not answer in time is left
+    out."""
     broadcasts = [front.handle.broadcast("metrics") for front in gateway.fronts]
     results = await asyncio.gather(
         *(

@@ -107,8 +107,8 @@ class StreamServer:
             connection.close()
 
     def _admit_stranger(self, connection: _EngineConnection) -> None:
-        """Beyond the limit the oldest goes: an engine says hello at once, so that whoever holds
-        connections open without a word keeps no engine out."""
+        """Beyond the limit the oldest goes: an engine says hello at once, so that a stranger that
+        holds connections open without a word keeps no engine out."""
         if len(self._strangers) >= _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]

@@ -3,8 +3,8 @@ renders chats and tokenizes, apart from the event loop and at a lower priority.
 
 It reads jobs from its standard input and answers on its standard output, one after another
 (`text_pool` is the other end); nothing is ever unpickled. The kernel limits it: a job that takes
-too much processor time ends the process, and the signal says which limit it was. Of a request it
-keeps nothing. Ignorant of HTTP, Ray and engines.
+too much processor time ends the process, and the signal says which limit it was. It keeps nothing
+of a request. Ignorant of HTTP, Ray and engines.
 """
 
 from __future__ import annotations

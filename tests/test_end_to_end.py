@@ -244,7 +244,7 @@ async def test_an_adapter_is_reached_by_every_form_of_its_name(api: openai.Async
 async def test_a_tenant_gets_nothing_of_another_tenants_prefix_cache(
     api: openai.AsyncOpenAI,
 ) -> None:
-    """Of the same prompt, asked again by its tenant, by another, and with another salt."""
+    """The same prompt is asked again by its tenant, by another, and with another salt."""
     prompt = "The patient's name and the finding of the third of March are: " * 4
 
     async def cached_tokens(tenant: str, **fields: object) -> int:

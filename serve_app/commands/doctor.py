@@ -200,7 +200,7 @@ def _port(port: int) -> Finding:
 
 
 def _network() -> Finding:
-    """Of `serve run`; `loraplex serve` keeps Ray to 127.0.0.1, with a token of its own."""
+    """The finding for `serve run`; `loraplex serve` keeps Ray to 127.0.0.1, with its own token."""
     from serve_app.ray_network import warning_of_machine  # a second, that of Ray
 
     words = warning_of_machine()

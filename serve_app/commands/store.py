@@ -30,6 +30,6 @@ def open_configured(args: config.RegistryArgs) -> Registry:
 
 
 def open_cache() -> Cache:
-    """Of verified files, in the home. HomeError: it cannot be kept there."""
+    """The cache of verified files, in the home. HomeError: it cannot be kept there."""
     prepare(default_home())
     return Cache(config.cache_folder())

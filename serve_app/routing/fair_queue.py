@@ -5,13 +5,13 @@ earlier, as in vLLM), and of that class the adapter that had least, in tokens (v
 counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); of one adapter the
 oldest. A class puts a tenant's own requests in order and nothing else: a client that sends a better
 one gains nothing against other tenants. The cost that is expected of a request is charged when it
-goes, what it really took is set right later.
+goes, and corrected later by its real cost.
 
 Bounded waiting goes before all of that: a tenant that was passed over for `max_wait_s` is next,
-whatever its counter, the longest waiting of those first; so is an adapter among its
-tenant's. The clock runs from the last time that the tenant (the adapter) was served, not from a
-request's arrival: who queues a thousand requests waits behind himself, and would else turn every
-overload into first come, first served, where the share goes to who sends most.
+whatever its counter is, the longest waiting tenant first; so is an adapter among its tenant's. The
+clock runs from the last time that the tenant (the adapter) was served, not from a request's
+arrival: a tenant that queues a thousand requests waits behind itself, and would else turn every
+overload into first come, first served, where the share goes to the most requests.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def make_policy(args: PolicyArgs) -> Policy:
     _check_options(args, kind)
     try:
         policy: Policy = kind(**args.options)
-    except Exception as error:  # a user's class raises whatever it likes; ours OverflowError, too
+    except Exception as error:  # a user's class may raise anything; ours OverflowError, too
         raise PolicyError(f"options {_shown_options(args)}: {error}") from error
     return policy
 
@@ -156,7 +156,7 @@ def _load(path: str) -> type[Policy]:
         raise PolicyError(f"policy {path[:100]!r} is none of {_NAMES}, and no 'module:Class'")
     try:
         kind = pkgutil.resolve_name(path)
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:  # a user's module may do anything when it is imported
         why = f"{type(error).__name__}: {error}"
         raise PolicyError(f"policy {path!r} cannot be imported: {why}") from error
     if not inspect.isclass(kind):

@@ -1,4 +1,4 @@
-"""Hostile clients and a hostile registry against a live server; what do honest clients see?
+"""Hostile clients and a hostile registry against a live server, and their effect on honest clients.
 
 The demo is started as `loraplex serve` starts it (with `--paced` the tests' paced engine takes the
 place of the model, so that gaps of streams are the front's alone). 16 honest streams and short

@@ -29,14 +29,14 @@ class AdapterChecks:
 
     def __init__(self) -> None:
         self._tries: dict[Key, int] = {}  # of versions without a verdict
-        self._not_before_s = 0.0
+        self._not_before_s: dict[Key, float] = {}
         self._task: asyncio.Task[None] | None = None
 
     def update(self, catalog: Catalog, check: Check) -> None:
         """Begins the next check unless one runs. Returns at once; called all the time. `check`
         blocks; it raises RegistryError where it came to no verdict."""
         loop = asyncio.get_running_loop()
-        if self._task is not None or loop.time() < self._not_before_s:
+        if self._task is not None:
             return
         bases = {base.digest for base in catalog.bases}
         unmeasured = [
@@ -44,8 +44,10 @@ class AdapterChecks:
         ]
         keys = {_key(one) for one in unmeasured}
         self._tries = {key: tries for key, tries in self._tries.items() if key in keys}
+        self._not_before_s = {k: until for k, until in self._not_before_s.items() if k in keys}
         for one in unmeasured:
-            if self._tries.get(_key(one), 0) < _MAX_TRIES:
+            is_due = loop.time() >= self._not_before_s.get(_key(one), 0.0)
+            if is_due and self._tries.get(_key(one), 0) < _MAX_TRIES:
                 self._task = loop.create_task(self._run(one, check))
                 return
 
@@ -57,7 +59,8 @@ class AdapterChecks:
             await asyncio.to_thread(check, version)
             logger.info("%s was checked; the verdict is with the version", name)
         except Exception as error:
-            self._not_before_s = asyncio.get_running_loop().time() + _PAUSE_S
+            now_s = asyncio.get_running_loop().time()
+            self._not_before_s[_key(version)] = now_s + _PAUSE_S
             if isinstance(error, RegistryError | OSError):
                 logger.warning("%s was not checked: %s", name, error)
             else:

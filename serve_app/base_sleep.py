@@ -118,7 +118,7 @@ class SleepKeeper:
         """Requests that are still open; None: some ingress has not said yet that it takes no new
         ones."""
         fresh = self._fresh(now_s)
-        if not all(heard.report.is_draining for heard in fresh):
+        if not fresh or not all(heard.report.is_draining for heard in fresh):
             return None
         return sum(base.num_open for heard in fresh for base in heard.report.bases)
 

@@ -45,6 +45,8 @@ EngineFactory = Callable[[EngineConfig], EngineInterface]
 # take several times what they take alone.
 _PATIENCE = 8.0
 _GIVE_UP_AT = 1.2  # as `Step.stall`: ingresses move the requests first, at 1
+_GIVE_UP_BEATS = 2
+_LATE_BEAT_S = 0.5  # the event loop or the process was held up
 
 
 @dataclass(slots=True, eq=False)
@@ -218,12 +220,19 @@ class EngineHost:
             logger.warning("ingress %s lost, %d calls ended", link.address.ingress_id, len(lost))
 
     async def _beat(self) -> None:
+        num_stalled = 0  # beats in a row
         while True:
+            slept_s = time.monotonic()
             await asyncio.sleep(HEARTBEAT_S)
             load, stall = self._engine.load(), self.stall()
+            # A process that stood still as a whole (a stopped container, a machine that slept) has
+            # aged its step by the pause: the engine gets the time of one more beat to go on.
+            if time.monotonic() - slept_s > HEARTBEAT_S + _LATE_BEAT_S:
+                stall = 0.0
+            num_stalled = num_stalled + 1 if stall > _GIVE_UP_AT else 0
             self._metrics.observe_step(StepOutput((), load), time.time())
             self._links.beat(load, stall)
-            if stall > _GIVE_UP_AT and not self.dead.is_set():
+            if num_stalled >= _GIVE_UP_BEATS and not self.dead.is_set():
                 age_s = self._engine.last_step_age_s()
                 logger.error("a step has not ended for %.1f s, the engine is given up", age_s)
                 self._on_death(EngineDeadError(f"a step has not ended for {age_s:.1f} s"))

@@ -289,10 +289,10 @@ class Gateway:
         view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
         if view is None:
             return
-        self._revision = view.revision  # also of a view that cannot be taken: the next one comes
-        await self.stream.listen(
+        await self.stream.listen(  # where that fails, the same view is asked for again
             "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         )
+        self._revision = view.revision  # also of a view that cannot be taken: the next one comes
         self._take(view)
 
     async def _report(self) -> None:

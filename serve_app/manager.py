@@ -56,6 +56,7 @@ _STATUS_POLL_S = 0.25  # of Serve, not of the registry: 2 ms of the controller e
 # For a first answer of the registry, once it is open; then the node's stored catalog is taken.
 REGISTRY_WAIT_S = 5.0
 MAX_RECONCILE_AGE_S = 30.0  # then the manager calls itself unhealthy
+_STORE_AGAIN_S = 30.0
 _HANDOVER_S = 5.0  # after a view that does not mean a version any more, before it is let go
 
 
@@ -294,8 +295,13 @@ class Manager:
         self._storing.add_done_callback(self._tasks.discard)
 
     async def _store(self, registry: RegistryReader, catalog: Catalog) -> None:
+        is_stored = False
         with self._enduring("storing the catalog"):
             await asyncio.to_thread(registry.store_catalog, catalog)
+            is_stored = True
+        if not is_stored:  # a full disk, say: once more, and not in each round
+            await asyncio.sleep(_STORE_AGAIN_S)
+            self._stored = None
         self._storing = None
 
     @contextmanager

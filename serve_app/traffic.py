@@ -149,6 +149,8 @@ def _canary(
         return Wish(version, weight, problem)
     if (reason := vetoes.get((version.name, version.digest))) is not None:
         return Wish(version, weight, f"version {version.version} was rolled back: {reason}")
+    if version.refused:
+        return Wish(version, weight, _cannot_be_served(version))
     if version.digest == stable.digest:
         return Wish(version, weight, f"version {version.version} is what the name means already")
     if version.base_digest != stable.base_digest and version.base_digest not in running:
@@ -165,7 +167,13 @@ def _shadow(catalog: Catalog, stable: AdapterVersion, version: AdapterVersion | 
     weight, problem = _weight(catalog, stable.name, "shadow_weight")
     if version is not None and problem is None and version.base_digest != stable.base_digest:
         problem = f"version {version.version} has another base than the name: it cannot shadow it"
+    if version is not None and problem is None and version.refused:
+        problem = _cannot_be_served(version)
     return Wish(version, weight, problem)
+
+
+def _cannot_be_served(version: AdapterVersion) -> str:
+    return f"version {version.version} cannot be served: {version.refused}"
 
 
 def _weight(catalog: Catalog, name: str, key: str) -> tuple[float, str | None]:

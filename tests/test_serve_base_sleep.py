@@ -171,6 +171,7 @@ def test_an_ingress_counts_what_is_open_and_how_long_nothing_was() -> None:
 
 def test_open_requests_count_once_every_ingress_refuses_new_ones() -> None:
     keeper = SleepKeeper()
+    assert keeper.num_open_when_draining(1.0) is None  # a manager that started a moment ago
     open_here = (BaseActivity(BASE, 2, 0.0),)
     keeper.hear(IngressReport("one", open_here, is_draining=True), 1.0)
     keeper.hear(IngressReport("two", open_here), 1.0)

@@ -162,6 +162,20 @@ async def test_an_engine_that_stays_hung_ends_the_calls_that_nobody_moved() -> N
         assert replica.host.dead.is_set()
 
 
+async def test_an_engine_whose_process_was_stopped_as_a_whole_is_not_given_up() -> None:
+    async with running_fleet(1) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        (replica,) = fleet.replicas.values()
+        replica.engine.hung_s = time.monotonic() - 13.0
+        time.sleep(2 * HEARTBEAT_S)
+        await asyncio.sleep(0.2)
+        replica.engine.hung_s = None
+        await asyncio.sleep(1.5 * HEARTBEAT_S)
+        assert not replica.host.dead.is_set()
+        generation.close()
+
+
 async def test_a_request_without_memory_goes_on_at_another_engine() -> None:
     async with running_fleet(2) as fleet:
         generation = fleet.generate(make_request(PROMPT, n=2))

@@ -164,6 +164,18 @@ def test_what_was_rolled_back_gets_no_request_whatever_the_registry_says() -> No
     assert moved.splits["pirate"].is_active
 
 
+def test_what_cannot_be_served_gets_no_request() -> None:
+    known = catalog(canary_weight="1", shadow_weight="1")
+    adapters = tuple(
+        replace(one, refused="it uses DoRA") if {"canary", "shadow"} & set(one.aliases) else one
+        for one in known.adapters
+    )
+    assert any(one.refused for one in adapters)
+    split = split_of(replace(known, adapters=adapters))
+    assert split.choose("ann", never)[0] == "stable"
+    assert any("it uses DoRA" in problem for problem in split.problems)
+
+
 def test_a_version_is_no_canary_of_itself() -> None:
     both = adapter(1, "champion", "canary")
     split = split_of(catalog(both, canary_weight="1"))

@@ -72,7 +72,7 @@ class ModelShape:
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": "base",  # the folder that benchmarks register
+            "base_model_name_or_path": None,  # registered under several names
             "r": rank,
             "lora_alpha": alpha,
             "lora_dropout": 0.0,

@@ -10,28 +10,21 @@ SQLite file needs `registry.artifact_root`, else LORAPLEX_ARTIFACT_ROOT.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from engine.config import EngineConfig
 from registry.catalog import DEFAULT_ALIAS, DefaultAliases
-from registry.errors import InvalidNameError
-from registry.names import check_alias
 from registry.sources import check_listed
+from serve_app.config_values import AliasName, Args, Bytes, HostName, Origin, Replicas
 from serve_app.home import default_home as default_home
 from serve_app.routing.policies import PolicyError, check_policy, make_policy
 
@@ -41,55 +34,6 @@ WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
 FRONT_LIMITS = "LORAPLEX_FRONT_LIMITS"  # the variable that brings args.ingress to Serve's proxies
 LOG_FORMAT = "LORAPLEX_LOG_FORMAT"  # the variable that holds it
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-
-
-# A bound on the digits keeps the product within a float's range.
-_SIZE = re.compile(r"\s{0,8}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,8}([A-Za-z]{0,3})\s{0,8}", re.ASCII)
-_MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
-_MAX_LONG = 2**63 - 1
-
-
-def parse_bytes(value: object) -> object:
-    """256MiB, 1.5GB, 4096 -> a number of bytes; anything else is left for pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{value[:80]!r} is not a size; write 1048576, 512MiB or 4GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _legal_alias(value: str) -> str:
-    try:
-        return check_alias(value)
-    except InvalidNameError as error:
-        raise ValueError(str(error)) from error
-
-
-AliasName = Annotated[str, AfterValidator(_legal_alias)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-# Serve's controller makes an object of each; a number without a bound would end it.
-Replicas = Annotated[int, Field(ge=1, le=4096)]
-
-
-class _Args(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _number_is_bounded(cls, value: object, info: ValidationInfo) -> object:
-        name = info.field_name or ""
-        limit = _MAX_LONG if name == "seed" or name.endswith("_bytes") else _MAX_NUMBER
-        if isinstance(value, int) and abs(value) > limit:
-            raise ValueError(f"must be {limit} at most")
-        return value
-
-
 # A step on a GPU has to be large for its products to run at full rate; on a CPU it has to end.
 STEP_LIMITS = {
     "cpu": {"max_num_batched_tokens": 2048, "max_num_seqs": 64},
@@ -97,7 +41,7 @@ STEP_LIMITS = {
 }
 
 
-class EngineArgs(_Args):
+class EngineArgs(Args):
     """EngineConfig's fields as the user writes them; see there for what they mean."""
 
     backend: Literal["auto", "reference", "triton"] = "auto"
@@ -127,7 +71,7 @@ class EngineArgs(_Args):
         return EngineConfig(model_path=model_path, base_digest=base_digest, **fields)
 
 
-class _ScaledArgs(_Args):
+class _ScaledArgs(Args):
     """`replicas` of something, or what it starts with where `autoscaling` is set."""
 
     replicas: Replicas = 1
@@ -153,13 +97,15 @@ class _ScaledArgs(_Args):
         )
 
 
-class RouterArgs(_Args):
+class RouterArgs(Args):
     """How requests find an engine replica."""
 
     # expected_ttft, adapter_affinity, prefix_affinity, power_of_two, round_robin, or your own
     # class, as "module:Class": only in the configuration file, imported where a router is made
     policy: str = Field(default="expected_ttft", min_length=1)
-    options: dict[str, bool | int | float | str] = {}  # keyword arguments of the policy
+    options: dict[str, bool | int | float | str] = Field(
+        default={}
+    )  # keyword arguments of the policy
 
     @model_validator(mode="after")
     def _policy_is_known(self) -> RouterArgs:
@@ -167,7 +113,7 @@ class RouterArgs(_Args):
         return self
 
 
-class _RangeArgs(_Args):
+class _RangeArgs(Args):
     min_replicas: Replicas = 1
     max_replicas: Replicas
 
@@ -187,7 +133,7 @@ class AutoscalingArgs(_RangeArgs):
     downscale_delay_s: float = Field(default=60.0, ge=0)
 
 
-class MigrationArgs(_Args):
+class MigrationArgs(Args):
     """Streams that outlive their engine."""
 
     limit: int = Field(default=3, ge=0)  # deaths of its engine that a request survives; 0: none
@@ -229,7 +175,7 @@ FRONT_SETTINGS = frozenset(
 )
 
 
-class RegistryArgs(_Args):
+class RegistryArgs(Args):
     tracking_uri: str | None = None
     artifact_root: Path | None = None  # where a database that is no SQLite file keeps the files
     alias: AliasName = DEFAULT_ALIAS  # what a bare name means
@@ -255,14 +201,14 @@ class IngressScalingArgs(_RangeArgs):
     downscale_delay_s: float = Field(default=120.0, ge=0)
 
 
-class FairnessArgs(_Args):
+class FairnessArgs(Args):
     """The order of requests when engines are full: tenants, then the adapters of each tenant, by
     the tokens that they had."""
 
     # Set by the gateway in front; requests without it are one tenant. Without
     # `ingress.trusted_gateway` the tenants that `weights` does not name share one account.
     tenant_header: str = Field(default="x-tenant-id", pattern=r"^[A-Za-z0-9-]+$")
-    weights: dict[str, Annotated[float, Field(gt=0)]] = {}  # by tenant; 1 for all others
+    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})  # 1 for all others
     # "none": a prompt's KV blocks serve every tenant, and `cached_tokens` tells that another tenant
     # sent the same prefix; a client's `cache_salt` still separates.
     isolate_prefix_cache: Literal["tenant", "none"] = "tenant"
@@ -272,10 +218,6 @@ class FairnessArgs(_Args):
     max_engine_queue_s: float = Field(default=0.5, gt=0)
     # Behind the tenant's own requests too: a request that would wait longer gets 429 at once.
     max_queue_s: float = Field(default=30.0, gt=0)
-
-
-HostName = Annotated[str, Field(pattern=r"^(\*|\[[0-9a-f:.]+\]|[a-z0-9_.-]*[a-z0-9_-])$")]
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.\[\]:-]+)$")]
 
 
 class IngressArgs(_ScaledArgs):
@@ -313,7 +255,7 @@ class IngressArgs(_ScaledArgs):
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
 
 
-class CanaryArgs(_Args):
+class CanaryArgs(Args):
     """When a canary is rolled back by itself, compared with what its name means."""
 
     min_requests: int = Field(default=50, ge=1)  # of the canary; of both for the latency
@@ -325,7 +267,7 @@ class CanaryArgs(_Args):
     window_s: float = Field(default=600.0, gt=0)
 
 
-class PlatformArgs(_Args):
+class PlatformArgs(Args):
     """All of `args`."""
 
     models: tuple[ModelArgs, ...] = ()

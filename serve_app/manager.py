@@ -39,6 +39,7 @@ from serve_app.manager_call import refusing
 from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
+from serve_app.stored_catalog import StoredCatalog
 from serve_app.topology import (
     BaseLine,
     CanaryState,
@@ -53,10 +54,7 @@ from serve_app.webhook_setup import announce
 logger = logging.getLogger(__name__)
 
 _STATUS_POLL_S = 0.25  # of Serve, not of the registry: 2 ms of the controller each
-# For a first answer of the registry, once it is open; then the node's stored catalog is taken.
-REGISTRY_WAIT_S = 5.0
 MAX_RECONCILE_AGE_S = 30.0  # then the manager calls itself unhealthy
-_STORE_AGAIN_S = 30.0
 _HANDOVER_S = 5.0  # after a view that does not mean a version any more, before it is let go
 
 
@@ -91,10 +89,7 @@ class Manager:
         self._fleet = Fleet(sources)
         self._last_good = LastGood()
         self._missing: tuple[str, ...] = ()  # as last logged
-        self._opened_s: float | None = None  # when the registry was opened, the loop's clock
-        self._has_read_stored = False
-        self._stored: Catalog | None = None  # what this node's disk has
-        self._storing: asyncio.Task[None] | None = None
+        self._stored = StoredCatalog(self._watcher)
         self._complaints: dict[str, str] = {}  # by step of a round: the last error logged
         self._totals = IngressTotals()
         self._changed = asyncio.Condition()
@@ -236,8 +231,9 @@ class Manager:
         self._tasks.add(self._watching)
         while self._registry is None or watcher.catalog is None:
             self._round_s = loop.time()  # there is nothing yet that it could lag behind
-            with self._enduring("starting without the registry"):
-                await self._start_without_registry()
+            if self._registry is not None:
+                with self._enduring("starting without the registry"):
+                    await self._stored.start(self._registry)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_POLL_S):
                     await watcher.news.wait()
@@ -251,58 +247,10 @@ class Manager:
             with self._enduring("reconciling"):  # Serve's controller restarting, say
                 await self._reconcile(self._named(watcher.catalog), watcher.error)
             self._round_s = loop.time()
-            self._store_catalog()
+            self._stored.keep(self._registry)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_POLL_S):
                     await watcher.news.wait()
-
-    async def _start_without_registry(self) -> None:
-        """Takes this node's stored catalog where the registry fails or stays silent."""
-        registry, watcher = self._registry, self._watcher
-        if registry is None or self._has_read_stored:
-            return
-        if self._opened_s is None:
-            self._opened_s = self._round_s
-        if watcher.error is None and self._round_s - self._opened_s < REGISTRY_WAIT_S:
-            return
-        self._has_read_stored = True
-        stored = await asyncio.to_thread(registry.stored_catalog)
-        why = watcher.error or f"no answer for {REGISTRY_WAIT_S:g} s"
-        if stored is None:
-            logger.error(
-                "the registry does not answer, and this node has stored no catalog of it: nothing "
-                "is served until it does (%s)",
-                why,
-            )
-        elif watcher.catalog is None:
-            logger.warning(
-                "the registry does not answer: starting with the stored catalog: %s", why
-            )
-            self._stored = stored
-            watcher.start_with(stored)
-
-    def _store_catalog(self) -> None:
-        """Each good one once, in a thread, one at a time."""
-        catalog, registry = self._watcher.catalog, self._registry
-        is_news = catalog is not self._stored and self._watcher.error is None
-        if registry is None or catalog is None or not is_news or self._storing is not None:
-            return
-        if not catalog.bases:  # nothing could be served with it
-            return
-        self._stored = catalog
-        self._storing = asyncio.get_running_loop().create_task(self._store(registry, catalog))
-        self._tasks.add(self._storing)
-        self._storing.add_done_callback(self._tasks.discard)
-
-    async def _store(self, registry: RegistryReader, catalog: Catalog) -> None:
-        is_stored = False
-        with self._enduring("storing the catalog"):
-            await asyncio.to_thread(registry.store_catalog, catalog)
-            is_stored = True
-        if not is_stored:  # a full disk, say: once more, and not in each round
-            await asyncio.sleep(_STORE_AGAIN_S)
-            self._stored = None
-        self._storing = None
 
     @contextmanager
     def _enduring(self, step: str) -> Iterator[None]:

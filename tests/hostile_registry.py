@@ -183,6 +183,9 @@ class Reader:
     def stored_catalog(self) -> Catalog | None:
         return CatalogFile(self._folder / "last.json", "here").read()
 
+    def check_adapter(self, version: AdapterVersion) -> None:
+        pass
+
     def store_catalog(self, catalog: Catalog) -> None:
         CatalogFile(self._folder / "last.json", "here").write(catalog)
 

@@ -18,7 +18,7 @@ from registry.catalog import Catalog
 from registry.catalog_file import CatalogFile
 from registry.entities import BaseVersion, Setting
 from registry.listing import PREFIX
-from serve_app import base_plan, manager
+from serve_app import base_plan, manager, stored_catalog
 from serve_app.config import ModelArgs
 from serve_app.manager import Manager
 from serve_app.topology import PlatformView
@@ -238,7 +238,7 @@ async def test_a_manager_starts_from_its_disk_while_the_registry_is_away_and_cat
 ) -> None:
     made = await world.start()
     await follows(made, world)
-    await until(lambda: made._stored is made._watcher.catalog and made._storing is None)
+    await until(lambda: made._stored.is_current)
     stop(made)
     world.controller.apps.clear()
     world.store.is_away = True
@@ -261,9 +261,9 @@ async def test_a_registry_that_stays_silent_is_waited_for_a_few_seconds_only(
 ) -> None:
     made = await world.start()
     await follows(made, world)
-    await until(lambda: made._stored is made._watcher.catalog and made._storing is None)
+    await until(lambda: made._stored.is_current)
     stop(made)
-    monkeypatch.setattr(manager, "REGISTRY_WAIT_S", 0.2)
+    monkeypatch.setattr(stored_catalog, "REGISTRY_WAIT_S", 0.2)
     answers = threading.Event()
     monkeypatch.setattr(Reader, "snapshot", lambda _: answers.wait(60) and whole())
     whole = Reader(world.store, world.folder)._registry.snapshot

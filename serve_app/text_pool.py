@@ -13,6 +13,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,7 @@ class TextPool:
         """Processes start with the first job of each; at least two, one of them for bodies of more
         than a megabyte."""
         self._lanes = tuple(_Lane() for _ in range(max(2, num_workers)))
+        self._lock = threading.Lock()  # a job's end is counted on its worker's thread
         self._waiting_bytes = 0
 
     @property
@@ -122,19 +124,30 @@ class TextPool:
             lane.close()
 
     async def _run(self, job: Job, raw: bytes, files: Files | None = None) -> Done:
-        if self._waiting_bytes + len(raw) > _MAX_WAITING_BYTES:
-            raise OverloadedError("Too many long requests wait to be read.", 5)
-        lanes = self._lanes[:1] if len(raw) > _LARGE_BYTES else self._lanes[1:]
+        """The body counts until nothing here holds it any more: until the job's end, though nobody
+        waits for that, or until a job that has not begun is cancelled."""
+        size, body = len(raw), [raw]
+        lanes = self._lanes[:1] if size > _LARGE_BYTES else self._lanes[1:]
         lane = min(lanes, key=lambda one: one.num_jobs)
-        self._waiting_bytes += len(raw)
-        lane.num_jobs += 1
+        with self._lock:
+            if self._waiting_bytes + size > _MAX_WAITING_BYTES:
+                raise OverloadedError("Too many long requests wait to be read.", 5)
+            self._waiting_bytes += size
+            lane.num_jobs += 1
+
+        def leave(_: object = None) -> None:
+            body.clear()  # the executor's queue keeps a cancelled job until its turn
+            with self._lock:
+                self._waiting_bytes -= size
+                lane.num_jobs -= 1
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                lane.executor, lane.do, job, raw, files
-            )
-        finally:
-            lane.num_jobs -= 1
-            self._waiting_bytes -= len(raw)
+            job_done = lane.executor.submit(lane.do, job, body, files)
+        except BaseException:  # a pool that is closed
+            leave()
+            raise
+        job_done.add_done_callback(leave)
+        return await asyncio.wrap_future(job_done)
 
 
 async def open_text(files: Files, base: str, texts: TextPool | None) -> BaseText:
@@ -163,8 +176,10 @@ class _Lane:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def do(self, job: Job, raw: bytes, files: Files | None) -> Done:
-        """Blocks. Raises what the worker answered, or what its death means."""
+    def do(self, job: Job, body: list[bytes], files: Files | None) -> Done:
+        """Blocks. Takes the one body out of the list. Raises what the worker answered, or what its
+        death means."""
+        raw = body.pop()
         if job.base and job.base not in self._bases:
             if len(self._bases) >= _MAX_BASES:
                 self._end()

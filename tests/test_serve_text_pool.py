@@ -142,6 +142,49 @@ async def test_bodies_that_wait_for_a_worker_are_bounded(
         await pool.parse(CompletionRequest, body(prompt="a" * 100))
 
 
+async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its_end(
+    pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bytes(bytes):
+        """A body whose end can be seen."""
+
+        def __del__(self) -> None:
+            freed.append(len(self))
+
+    freed: list[int] = []
+    monkeypatch.setattr(text_pool, "_MAX_WAITING_BYTES", 4000)
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    for pid in (pids := pool.pids):
+        os.kill(pid, signal.SIGSTOP)  # the job that runs lasts until SIGCONT
+    try:
+        running = asyncio.ensure_future(
+            pool.parse(CompletionRequest, Bytes(body(prompt="a" * 999)))
+        )
+        lane = pool._lanes[1]
+        while not lane.num_jobs or lane.executor._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            queued = asyncio.ensure_future(
+                pool.parse(CompletionRequest, Bytes(body(prompt="a" * 1999)))
+            )
+            await asyncio.sleep(0)
+            queued.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await queued
+            del queued
+        assert len(freed) >= 19  # the last cancellation's frames may still be there
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(OverloadedError):
+            await pool.parse(CompletionRequest, body(prompt="a" * 3500))
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    await pool.parse(CompletionRequest, body(prompt="a"))  # behind the one that ran
+    await pool.parse(CompletionRequest, body(prompt="a" * 3500))
+
+
 async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
     pool: TextPool, files: dict[str, bytes]
 ) -> None:

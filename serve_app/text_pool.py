@@ -206,7 +206,8 @@ class _Lane:
             raise _cause(self._end(), job) from None
         if isinstance(answer, Failure):
             raise _raised(answer)
-        if answer.resident_bytes > _MAX_RESIDENT_BYTES:
+        # The job that a load is for needs it; the size counts after that one.
+        if job.kind != "load" and answer.resident_bytes > _MAX_RESIDENT_BYTES:
             self._end()
         return answer
 

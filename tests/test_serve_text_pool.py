@@ -208,6 +208,19 @@ async def test_a_worker_that_has_grown_is_replaced(
     assert not any(psutil.pid_exists(pid) for pid in set(before) - set(pool.pids))
 
 
+async def test_a_base_whose_tokenizer_makes_a_worker_grow_is_served(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "_MAX_RESIDENT_BYTES", 1)
+    pool = TextPool(2)
+    try:
+        for _ in range(2):
+            assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+            assert not pool.pids  # replaced after the job
+    finally:
+        pool.close()
+
+
 @asynccontextmanager
 async def _running(work: object) -> AsyncIterator["asyncio.Task[object]"]:
     task: asyncio.Task[object] = asyncio.ensure_future(work)  # type: ignore[arg-type]

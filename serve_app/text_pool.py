@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ import msgspec
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
-from serve_app.errors import ApiError, OverloadedError
+from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
 from serve_app.params import Prompt
 from serve_app.protocol import parse_body
 from serve_app.template_guard import TooDearError
@@ -180,6 +181,10 @@ class _Lane:
         """Blocks. Takes the one body out of the list. Raises what the worker answered, or what its
         death means."""
         raw = body.pop()
+        if self._process is not None and self._process.poll() is not None:
+            # Nobody's request: the kernel had no memory, or an operator ended it.
+            status = self._end()
+            logger.warning("an idle text worker ended with status %d", status)
         if job.base and job.base not in self._bases:
             if len(self._bases) >= _MAX_BASES:
                 self._end()
@@ -196,7 +201,13 @@ class _Lane:
         self._end()
 
     def _exchange(self, job: Job, raw: bytes) -> Done:
-        process = self._process or self._start()
+        try:
+            process = self._process or self._start()
+        except OSError as error:
+            logger.warning("a text worker cannot be started: %s", error)
+            raise ServiceUnavailableError(
+                "Long requests cannot be read at the moment.", 5
+            ) from None
         assert isinstance(process.stdin, BufferedIOBase)
         assert isinstance(process.stdout, BufferedIOBase)
         try:
@@ -250,7 +261,8 @@ def _raised(failure: Failure) -> Exception:
 
 
 def _cause(status: int, job: Job) -> Exception:
-    """The death of a worker as an error of the request that it worked on."""
+    """The death of a worker as an error of the request that it worked on; only the deaths that its
+    own limits cause are the request's fault. An allocation that fails in a library aborts."""
     logger.warning("a text worker ended with status %d at a %s job", status, job.kind)
     if status == -RENDER_SIGNAL:
         words = f"it runs for more than {RENDER_CPU_S:g} s"
@@ -260,4 +272,6 @@ def _cause(status: int, job: Job) -> Exception:
     if status == -JOB_SIGNAL:
         what = "model's tokenizer or chat template" if job.kind == "load" else "text"
         return InvalidRequestError(f"The {what} takes more than {JOB_CPU_S:g} s to read.")
-    return InvalidRequestError(out_of_memory(job))
+    if status == -signal.SIGABRT:
+        return InvalidRequestError(out_of_memory(job))
+    return ServiceUnavailableError("The process that read this request ended.", 1)

@@ -13,7 +13,7 @@ import pytest
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from serve_app import text_pool
-from serve_app.errors import ApiError, OverloadedError
+from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
 from serve_app.params import read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
@@ -125,13 +125,39 @@ async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
     assert list(prompts[0].token_ids) == text.encode("hi".center(9), add_special_tokens=False)
 
 
-async def test_a_killed_worker_costs_one_request(pool: TextPool, files: dict[str, bytes]) -> None:
-    await pool.parse(CompletionRequest, body(prompt="a"))
+async def test_a_worker_that_is_killed_while_idle_costs_no_request(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(InvalidRequestError):
-        await pool.parse(CompletionRequest, body(prompt="a"))
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
     assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+
+
+async def test_a_worker_that_is_killed_at_a_job_is_a_503(pool: TextPool) -> None:
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    for pid in (pids := pool.pids):
+        os.kill(pid, signal.SIGSTOP)
+    async with _running(pool.parse(CompletionRequest, body(prompt="a"))) as parsing:
+        while not pool._lanes[1].num_jobs or pool._lanes[1].executor._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # earlier, the kill would meet an idle worker: no error at all
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ServiceUnavailableError):
+        parsing.result()
+
+
+async def test_a_worker_that_cannot_be_started_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = TextPool(2)
+    monkeypatch.setattr(text_pool.sys, "executable", "/no/such/program")
+    try:
+        with pytest.raises(ServiceUnavailableError):
+            await pool.parse(CompletionRequest, body(prompt="a"))
+    finally:
+        pool.close()
 
 
 async def test_bodies_that_wait_for_a_worker_are_bounded(

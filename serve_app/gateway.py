@@ -372,6 +372,10 @@ class Gateway:
                     logger.error("%s cannot be served: %s", base.app_name, error)
                     self._unusable[base.base.digest] = str(error)
                     return
+                except Exception:  # such as a worker that was killed while it tried the template
+                    logger.exception("%s could not be opened; it is tried again", base.app_name)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 if self._wants(base):
                     self._admit(front)
                     self._tell()

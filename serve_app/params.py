@@ -51,7 +51,11 @@ def engine_requests(
     defaults: GenerationDefaults = NO_DEFAULTS,
     cache_salt: str,
 ) -> tuple[Request, ...]:
-    """One a prompt, of one submit call. `cache_salt`: of tenant and client, see `Tenants`."""
+    """One a prompt, of one submit call. `cache_salt`: of tenant and client, see `Tenants`.
+
+    Raises InvalidRequestError, of which ContextLengthError is one, for what goes beyond a limit.
+    """
+    _check_prompt_logprobs(body, sum(len(prompt.token_ids) for prompt in prompts))
     return tuple(
         Request(
             uuid.uuid4().hex,
@@ -176,6 +180,25 @@ def _given(value: N | None, default: N | None, otherwise: N) -> N:
 def _prompt_logprobs(request: ChatRequest | CompletionRequest, echo: bool) -> int | None:
     wanted = [request.prompt_logprobs, request.output_logprobs if echo else None]
     return max((k for k in wanted if k is not None), default=None)
+
+
+def _check_prompt_logprobs(request: ChatRequest | CompletionRequest, num_tokens: int) -> None:
+    """All entries of the prompts exist at once, in the engine's one output for each of them and in
+    the answer, where every choice of a completion repeats them. `num_tokens`: of all prompts."""
+    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
+    lists = [request.prompt_logprobs, request.output_logprobs if echoed else None]
+    each = sum(k + 1 for k in lists if k is not None)
+    copies = 1 if isinstance(request, ChatRequest) else request.num_choices
+    if num_tokens * copies * each <= MAX_LOGPROB_ENTRIES:
+        return
+    param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    field = "logprobs with echo" if request.prompt_logprobs is None else param
+    raise InvalidRequestError(
+        f"{field}: {num_tokens} tokens in the prompts, {each} log-probabilities for each and "
+        f"{copies} copies in the answer make {num_tokens * copies * each}, at most "
+        f"{MAX_LOGPROB_ENTRIES} are allowed in a request.",
+        param,
+    )
 
 
 def _bounded_by_logprobs(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,7 @@ import msgspec
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
-from serve_app.errors import ApiError, OverloadedError
+from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
 from serve_app.params import Prompt
 from serve_app.protocol import parse_body
 from serve_app.template_guard import TooDearError
@@ -73,6 +75,7 @@ class TextPool:
         """Processes start with the first job of each; at least two, one of them for bodies of more
         than a megabyte."""
         self._lanes = tuple(_Lane() for _ in range(max(2, num_workers)))
+        self._lock = threading.Lock()  # a job's end is counted on its worker's thread
         self._waiting_bytes = 0
 
     @property
@@ -122,19 +125,30 @@ class TextPool:
             lane.close()
 
     async def _run(self, job: Job, raw: bytes, files: Files | None = None) -> Done:
-        if self._waiting_bytes + len(raw) > _MAX_WAITING_BYTES:
-            raise OverloadedError("Too many long requests wait to be read.", 5)
-        lanes = self._lanes[:1] if len(raw) > _LARGE_BYTES else self._lanes[1:]
+        """The body counts until nothing here holds it any more: until the job's end, though nobody
+        waits for that, or until a job that has not begun is cancelled."""
+        size, body = len(raw), [raw]
+        lanes = self._lanes[:1] if size > _LARGE_BYTES else self._lanes[1:]
         lane = min(lanes, key=lambda one: one.num_jobs)
-        self._waiting_bytes += len(raw)
-        lane.num_jobs += 1
+        with self._lock:
+            if self._waiting_bytes + size > _MAX_WAITING_BYTES:
+                raise OverloadedError("Too many long requests wait to be read.", 5)
+            self._waiting_bytes += size
+            lane.num_jobs += 1
+
+        def leave(_: object = None) -> None:
+            body.clear()  # the executor's queue keeps a cancelled job until its turn
+            with self._lock:
+                self._waiting_bytes -= size
+                lane.num_jobs -= 1
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                lane.executor, lane.do, job, raw, files
-            )
-        finally:
-            lane.num_jobs -= 1
-            self._waiting_bytes -= len(raw)
+            job_done = lane.executor.submit(lane.do, job, body, files)
+        except BaseException:  # a pool that is closed
+            leave()
+            raise
+        job_done.add_done_callback(leave)
+        return await asyncio.wrap_future(job_done)
 
 
 async def open_text(files: Files, base: str, texts: TextPool | None) -> BaseText:
@@ -163,8 +177,14 @@ class _Lane:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def do(self, job: Job, raw: bytes, files: Files | None) -> Done:
-        """Blocks. Raises what the worker answered, or what its death means."""
+    def do(self, job: Job, body: list[bytes], files: Files | None) -> Done:
+        """Blocks. Takes the one body out of the list. Raises what the worker answered, or what its
+        death means."""
+        raw = body.pop()
+        if self._process is not None and self._process.poll() is not None:
+            # Nobody's request: the kernel had no memory, or an operator ended it.
+            status = self._end()
+            logger.warning("an idle text worker ended with status %d", status)
         if job.base and job.base not in self._bases:
             if len(self._bases) >= _MAX_BASES:
                 self._end()
@@ -181,7 +201,13 @@ class _Lane:
         self._end()
 
     def _exchange(self, job: Job, raw: bytes) -> Done:
-        process = self._process or self._start()
+        try:
+            process = self._process or self._start()
+        except OSError as error:
+            logger.warning("a text worker cannot be started: %s", error)
+            raise ServiceUnavailableError(
+                "Long requests cannot be read at the moment.", 5
+            ) from None
         assert isinstance(process.stdin, BufferedIOBase)
         assert isinstance(process.stdout, BufferedIOBase)
         try:
@@ -191,7 +217,8 @@ class _Lane:
             raise _cause(self._end(), job) from None
         if isinstance(answer, Failure):
             raise _raised(answer)
-        if answer.resident_bytes > _MAX_RESIDENT_BYTES:
+        # The job that a load is for needs it; the size counts after that one.
+        if job.kind != "load" and answer.resident_bytes > _MAX_RESIDENT_BYTES:
             self._end()
         return answer
 
@@ -234,7 +261,8 @@ def _raised(failure: Failure) -> Exception:
 
 
 def _cause(status: int, job: Job) -> Exception:
-    """The death of a worker as an error of the request that it worked on."""
+    """The death of a worker as an error of the request that it worked on; only the deaths that its
+    own limits cause are the request's fault. An allocation that fails in a library aborts."""
     logger.warning("a text worker ended with status %d at a %s job", status, job.kind)
     if status == -RENDER_SIGNAL:
         words = f"it runs for more than {RENDER_CPU_S:g} s"
@@ -244,4 +272,6 @@ def _cause(status: int, job: Job) -> Exception:
     if status == -JOB_SIGNAL:
         what = "model's tokenizer or chat template" if job.kind == "load" else "text"
         return InvalidRequestError(f"The {what} takes more than {JOB_CPU_S:g} s to read.")
-    return InvalidRequestError(out_of_memory(job))
+    if status == -signal.SIGABRT:
+        return InvalidRequestError(out_of_memory(job))
+    return ServiceUnavailableError("The process that read this request ended.", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import cast
@@ -12,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError
+from serve_app import gateway as gateway_module
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.gateway import Gateway
 from serve_app.model_list import ModelList
@@ -68,3 +70,25 @@ async def test_the_model_list_leaves_out_what_cannot_be_served() -> None:
     gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
     listed = json.loads(await ModelList().encoded(gateway, view))["data"]
     assert [one["id"] for one in listed] == ["base", "sound"]
+
+
+async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    served = ServedBase(base, "app", True)
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway.view = PlatformView("1", Catalog((base,), ()), (served,), (), True, None)
+    tries = []
+
+    async def fail(*_: object) -> None:
+        tries.append(1)
+        if len(tries) == 3:
+            gateway.view = replace(gateway.view, bases=())  # not wanted any more
+        raise OSError("no memory")
+
+    monkeypatch.setattr(gateway_module, "_open_front", fail)
+    monkeypatch.setattr(gateway_module, "_RETRY_S", 0.001)
+    gateway._opening["app", served.deployed_s] = cast("asyncio.Task[None]", None)
+    await gateway._open(served)
+    assert (len(tries), gateway._unusable) == (3, {})

@@ -33,6 +33,7 @@ from serve_app.params import (
     chat_prompt,
     check_token_ids,
     completion_prompts,
+    engine_requests,
     sampling_params,
 )
 from serve_app.protocol import parse_body
@@ -161,6 +162,35 @@ def test_log_probabilities_of_a_whole_answer_are_bounded() -> None:
     assert caught.value.param == "logprobs"
     streamed = completion(**dear, stream=True)
     assert sampling_params(streamed, PROMPT, limits).max_tokens == 100_000
+
+
+def test_log_probabilities_of_the_prompts_of_a_request_are_bounded_together() -> None:
+    limits = EngineLimits(max_model_len=8192, vocab_size=1000, max_kv_tokens=131_072)
+    prompts = (Prompt((7,) * 8000, None),) * 12  # 12 * 8000 * 21 entries fit
+    honest = completion(prompt_logprobs=20, max_tokens=1)
+    assert len(engine_requests(honest, prompts, None, limits, cache_salt="")) == 12
+    evaluation = completion(echo=True, logprobs=1, max_tokens=0)
+    assert len(engine_requests(evaluation, prompts * 10, None, limits, cache_salt="")) == 120
+    cases = (
+        ({"prompt_logprobs": 20}, "prompt_logprobs", 13 * 8000 * 21),
+        ({"prompt_logprobs": 20, "n": 2}, "prompt_logprobs", 13 * 8000 * 21 * 2),
+        ({"echo": True, "logprobs": 20}, "logprobs", 13 * 8000 * 21),
+        ({"echo": True, "logprobs": 20, "stream": True}, "logprobs", 13 * 8000 * 21),
+        (
+            {"echo": True, "logprobs": 9, "prompt_logprobs": 10},
+            "prompt_logprobs",
+            13 * 8000 * 21,
+        ),
+    )
+    many = (Prompt((7,) * 8000, None),) * 13
+    for fields, param, num_entries in cases:
+        words = f"{param}.*104000 tokens.*make {num_entries}, at most {2**21}"
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            engine_requests(completion(**fields, max_tokens=1), many, None, limits, cache_salt="")
+        assert caught.value.param == param
+    engine_requests(
+        chat(prompt_logprobs=20, n=16, max_tokens=1), prompts, None, limits, cache_salt=""
+    )
 
 
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from serve_app import text_pool
-from serve_app.errors import ApiError, OverloadedError
+from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
 from serve_app.params import read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
@@ -125,13 +125,39 @@ async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
     assert list(prompts[0].token_ids) == text.encode("hi".center(9), add_special_tokens=False)
 
 
-async def test_a_killed_worker_costs_one_request(pool: TextPool, files: dict[str, bytes]) -> None:
-    await pool.parse(CompletionRequest, body(prompt="a"))
+async def test_a_worker_that_is_killed_while_idle_costs_no_request(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(InvalidRequestError):
-        await pool.parse(CompletionRequest, body(prompt="a"))
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
     assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+
+
+async def test_a_worker_that_is_killed_at_a_job_is_a_503(pool: TextPool) -> None:
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    for pid in (pids := pool.pids):
+        os.kill(pid, signal.SIGSTOP)
+    async with _running(pool.parse(CompletionRequest, body(prompt="a"))) as parsing:
+        while not pool._lanes[1].num_jobs or pool._lanes[1].executor._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # earlier, the kill would meet an idle worker: no error at all
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ServiceUnavailableError):
+        parsing.result()
+
+
+async def test_a_worker_that_cannot_be_started_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = TextPool(2)
+    monkeypatch.setattr(text_pool.sys, "executable", "/no/such/program")
+    try:
+        with pytest.raises(ServiceUnavailableError):
+            await pool.parse(CompletionRequest, body(prompt="a"))
+    finally:
+        pool.close()
 
 
 async def test_bodies_that_wait_for_a_worker_are_bounded(
@@ -140,6 +166,49 @@ async def test_bodies_that_wait_for_a_worker_are_bounded(
     monkeypatch.setattr(text_pool, "_MAX_WAITING_BYTES", 100)
     with pytest.raises(OverloadedError):
         await pool.parse(CompletionRequest, body(prompt="a" * 100))
+
+
+async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its_end(
+    pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bytes(bytes):
+        """A body whose end can be seen."""
+
+        def __del__(self) -> None:
+            freed.append(len(self))
+
+    freed: list[int] = []
+    monkeypatch.setattr(text_pool, "_MAX_WAITING_BYTES", 4000)
+    await pool.parse(CompletionRequest, body(prompt="a"))
+    for pid in (pids := pool.pids):
+        os.kill(pid, signal.SIGSTOP)  # the job that runs lasts until SIGCONT
+    try:
+        running = asyncio.ensure_future(
+            pool.parse(CompletionRequest, Bytes(body(prompt="a" * 999)))
+        )
+        lane = pool._lanes[1]
+        while not lane.num_jobs or lane.executor._work_queue.qsize():
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            queued = asyncio.ensure_future(
+                pool.parse(CompletionRequest, Bytes(body(prompt="a" * 1999)))
+            )
+            await asyncio.sleep(0)
+            queued.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await queued
+            del queued
+        assert len(freed) >= 19  # the last cancellation's frames may still be there
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(OverloadedError):
+            await pool.parse(CompletionRequest, body(prompt="a" * 3500))
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    await pool.parse(CompletionRequest, body(prompt="a"))  # behind the one that ran
+    await pool.parse(CompletionRequest, body(prompt="a" * 3500))
 
 
 async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
@@ -163,6 +232,19 @@ async def test_a_worker_that_has_grown_is_replaced(
     monkeypatch.undo()
     assert len(pool.pids) < len(before)
     assert not any(psutil.pid_exists(pid) for pid in set(before) - set(pool.pids))
+
+
+async def test_a_base_whose_tokenizer_makes_a_worker_grow_is_served(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "_MAX_RESIDENT_BYTES", 1)
+    pool = TextPool(2)
+    try:
+        for _ in range(2):
+            assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+            assert not pool.pids  # replaced after the job
+    finally:
+        pool.close()
 
 
 @asynccontextmanager

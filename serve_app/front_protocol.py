@@ -42,6 +42,9 @@ class FrontProtocol(_Protocol):
     _num_header_bytes = 0  # of the request that has not begun yet
     _deadline: asyncio.TimerHandle | None = None  # for its header
     _look: asyncio.TimerHandle | None = None  # at a client that does not read
+    _stream_look: asyncio.TimerHandle | None = None  # at a client that falls behind a stream
+    _is_paused = False  # by asyncio, until the client has read down to the low mark
+    _was_behind = False  # at the last look, or when writing was paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,8 +70,9 @@ class FrontProtocol(_Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        if self._look is not None:
-            self._look.cancel()
+        for look in (self._look, self._stream_look):
+            if look is not None:
+                look.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -78,10 +82,12 @@ class FrontProtocol(_Protocol):
 
     def pause_writing(self) -> None:
         """More than `max_unread_bytes` wait for the client. uvicorn goes on writing."""
-        self.loop.call_later(_BURST_S, self._check_stream)
+        self._is_paused = self._was_behind = True
+        if self._stream_look is None:
+            self._stream_look = self.loop.call_later(_BURST_S, self._check_stream)
 
     def resume_writing(self) -> None:
-        pass
+        self._is_paused = False
 
     def _is_idle(self) -> bool:
         """No request is being answered."""
@@ -122,10 +128,17 @@ class FrontProtocol(_Protocol):
 
     def _check_stream(self) -> None:
         """A moment later, for a burst leaves in one: a whole answer may be long, a stream may
-        not fall behind."""
+        not fall behind. asyncio reports one pause until the client reads below the low mark, so
+        that the looks go on until then: the client may stop reading again before that."""
+        self._stream_look = None
+        if not self._is_paused:
+            return
         is_behind = self.transport.get_write_buffer_size() > self.args.max_unread_bytes
-        if is_behind and not self._is_idle():
+        if is_behind and self._was_behind and not self._is_idle():
             self._give_up("falls behind its stream")
+            return
+        self._was_behind = is_behind
+        self._stream_look = self.loop.call_later(_BURST_S, self._check_stream)
 
     def _watch_reader(self, patience_s: float) -> None:
         """The end of an answer must keep moving."""

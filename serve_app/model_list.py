@@ -32,10 +32,15 @@ class ModelList:
     async def encoded(self, gateway: Gateway, view: PlatformView) -> bytes:
         # What an entry depends on beside the view; None while a base was never up.
         lengths = {one.base.digest: gateway.max_model_len(one.base.digest) for one in view.bases}
-        if self._making is None or self._view is not view or self._lengths != lengths:
+        is_old = self._view is not view or self._lengths != lengths
+        if self._making is None or is_old or _has_failed(self._making):
             self._view, self._lengths = view, lengths
             self._making = asyncio.get_running_loop().create_task(_make(view, lengths))
         return await asyncio.shield(self._making)
+
+
+def _has_failed(making: asyncio.Task[bytes]) -> bool:
+    return making.done() and (making.cancelled() or making.exception() is not None)
 
 
 def entry_of(model: str, resolution: Resolution, max_model_len: int | None) -> Entry:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import uvicorn
@@ -32,6 +33,7 @@ class App:
 
     scopes: list[Scope] = field(default_factory=list)
     num_left: int = 0
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)  # the stream of /two-parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
@@ -42,25 +44,36 @@ class App:
             await send({"type": "http.response.body", "body": b"Request dropped."})
             return
         if scope["path"] == "/endless":
-            await self._stream(scope, receive, send)
+            await self._stream(self._endless(), scope, receive, send)
+            return
+        if scope["path"] == "/two-parts":
+            await self._stream(self._two_parts(), scope, receive, send)
             return
         body = (await receive())["body"]
         size = int(scope["query_string"] or 0)
         await send(start(200, [(b"content-length", b"%d" % (size or len(body)))]))
         await send({"type": "http.response.body", "body": b"x" * size or body})
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As Serve's proxy does: cancelled when the client is gone."""
+    async def _endless(self) -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)
+            yield b"data: " + b"x" * 4096 + b"\n\n"
 
-        async def chunks() -> AsyncIterator[bytes]:
-            while True:
-                await asyncio.sleep(0)
-                yield b"data: " + b"x" * 4096 + b"\n\n"
+    async def _two_parts(self) -> AsyncIterator[bytes]:
+        yield b"x" * 2 * 1024**2
+        await self.goes_on.wait()
+        yield b"x" * 2 * 1024**2
+        await asyncio.Event().wait()
+
+    async def _stream(
+        self, chunks: AsyncIterator[bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """As Serve's proxy does: cancelled when the client is gone."""
 
         def close() -> None:
             self.num_left += 1
 
-        answer = asyncio.create_task(SseResponse(b"", chunks(), close)(scope, receive, send))
+        answer = asyncio.create_task(SseResponse(b"", chunks, close)(scope, receive, send))
         while (await receive())["type"] != "http.disconnect":
             pass
         answer.cancel()
@@ -97,8 +110,9 @@ class Client:
 
 
 class Server:
-    def __init__(self, app: App, port: int) -> None:
+    def __init__(self, app: App, port: int, server: uvicorn.Server) -> None:
         self.app = app
+        self._server = server
         self.port = port
         self.clients: list[Client] = []
 
@@ -111,6 +125,11 @@ class Server:
         client = Client(*await asyncio.open_connection(sock=sock, limit=2**16))
         self.clients.append(client)
         return client
+
+    def num_unread(self) -> int:
+        """Bytes that wait here for the one client."""
+        (protocol,) = self._server.server_state.connections
+        return int(cast(FrontProtocol, protocol).transport.get_write_buffer_size())
 
 
 @asynccontextmanager
@@ -127,7 +146,7 @@ async def serving(args: IngressArgs = QUICK) -> AsyncIterator[Server]:
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started)
-    here = Server(app, listener.getsockname()[1])
+    here = Server(app, listener.getsockname()[1], server)
     try:
         yield here
     finally:
@@ -297,6 +316,24 @@ async def test_a_stream_that_nobody_reads_ends_at_the_bound(
         client = await server.connect(SO_RCVBUF=16 * 1024)
         client.writer.write(b"GET /endless HTTP/1.1\r\nhost: a\r\n\r\n")
         await client.writer.drain()
+        await until(lambda: server.app.num_left == 1)
+    assert "client_too_slow" in caplog.text
+
+
+async def test_a_client_that_stops_reading_for_the_second_time_is_given_up_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bound = 1024**2  # much more than what the kernel and the reader hold
+    async with serving(IngressArgs(max_unread_bytes=bound)) as server:
+        client = await server.connect(SO_RCVBUF=16 * 1024)
+        client.writer.write(b"GET /two-parts HTTP/1.1\r\nhost: a\r\n\r\n")
+        await until(lambda: len(server.app.scopes) == 1 and server.num_unread() > bound)
+        # Below the bound, and not so far that the transport reports a client that has caught up.
+        while server.num_unread() > bound * 3 // 4:
+            await client.reader.read(64 * 1024)
+        await asyncio.sleep(1.2)  # the server has looked
+        assert server.num_unread() > bound // 4
+        server.app.goes_on.set()
         await until(lambda: server.app.num_left == 1)
     assert "client_too_slow" in caplog.text
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any, cast
 
+import pytest
 from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
@@ -57,6 +58,19 @@ async def test_the_list_is_made_once_for_all_who_ask() -> None:
     models, gateway, view = ModelList(), make_gateway(), make_view("a")
     first, second = await asyncio.gather(*(models.encoded(gateway, view) for _ in range(2)))
     assert first is second is await models.encoded(gateway, view)
+
+
+async def test_a_list_that_failed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, gateway, view = ModelList(), make_gateway(), make_view("a")
+
+    async def no_thread(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("serve_app.model_list.asyncio.to_thread", no_thread)
+        with pytest.raises(RuntimeError):
+            await models.encoded(gateway, view)
+    assert await ids(models, gateway, view) == ["base", "a"]
 
 
 async def test_the_list_follows_the_view_and_the_length_of_the_context() -> None:

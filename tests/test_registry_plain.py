@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -18,11 +19,18 @@ from registry import adoption, flavor, plain
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
+from registry.entities import BaseVersion
 from registry.errors import ArtifactError, RegistryUnavailableError
 from registry.listing import Row
 from registry.sources import ArtifactSources
 from registry.store import MlflowStore
-from tests.registry_helpers import adapter_folder, embedded_uri, register_adapter, register_base
+from tests.registry_helpers import (
+    ADAPTER_FACTS,
+    adapter_folder,
+    embedded_uri,
+    register_adapter,
+    register_base,
+)
 
 
 @pytest.fixture
@@ -174,6 +182,16 @@ def test_an_adapter_that_names_another_base_is_rejected_unless_forced(
     assert "'organisation/another'" in catalog.rejected[0].reason
     client.set_model_version_tag("pirate", "1", "loraplex.force", "true")
     assert registry.snapshot().resolve("tiny:pirate").adapter is not None
+
+
+@pytest.mark.parametrize("newer", ["aaa", "zzz"])
+def test_a_new_base_does_not_take_the_adapters_of_an_older_one_over(newer: str) -> None:
+    older = BaseVersion("tiny", 1, "1" * 64, "", created_s=100, model_id="Meta/Tiny-1B")
+    latest = replace(older, version=2, digest="2" * 64, created_s=300)
+    theirs = replace(older, name=newer, created_s=200)
+    adapter = plain.PlainAdapter("", (), ADAPTER_FACTS, ("Meta/Tiny-1B",), "Meta/Tiny-1B")
+    for bases in ((older, latest, theirs), (theirs, older, latest)):
+        assert plain.match_base(adapter, None, Catalog(bases)) == latest
 
 
 @pytest.mark.parametrize(

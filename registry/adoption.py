@@ -4,7 +4,8 @@ store that hangs delays an alias.
 A listing asks for each version that carries no digest yet, and gets what is known of it. The worker
 is a daemon thread: it downloads into a scratch folder, hashes, judges, and writes the tags. A
 version that is refused for its content stays refused; a store that fails is asked again after a
-doubling pause.
+doubling pause. The registered models take turns: one with hundreds of versions that are slow to
+read delays another by one version at most.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ class Adoption:
         self._found: dict[Key, Found] = {}
         self._tag_again_s: dict[Key, float] = {}  # monotonic; for ever once they are written
         self._changed = threading.Condition(threading.RLock())
-        self._jobs: deque[_Job] = deque()
+        # By registered model, the one whose turn is next first; no model without a job.
+        self._jobs: dict[str, deque[_Job]] = {}
         self._job: _Job | None = None
+        self._waiting: set[Key] = set()  # of all jobs, the current one included
         self._lost: set[threading.Thread] = set()
         self._worker: threading.Thread | None = None
         self.num_done = 0  # another number: a listing would find something else
@@ -85,7 +88,7 @@ class Adoption:
             self._replace_a_hung_worker()
             if key in self._found:
                 return True, self._found[key]
-            if self._is_waiting(key):
+            if key in self._waiting:
                 return False, None
             try:
                 self._quarantine.check(_digest(key))
@@ -99,15 +102,17 @@ class Adoption:
         which may be one that can only be read."""
         key = key_of(row)
         with self._changed:
-            if not self._is_waiting(key) and time.monotonic() >= self._tag_again_s.get(key, 0.0):
+            if key not in self._waiting and time.monotonic() >= self._tag_again_s.get(key, 0.0):
                 self._tag_again_s[key] = time.monotonic() + _TAG_AGAIN_S
                 self._add(_Job(key, lambda: self._tag(key, write)))
 
     def keep(self, rows: Collection[Row]) -> bool:
-        """Forgets every version that the listing does not show any more. False: a store that failed
-        is to be asked again, so that an equal listing may have another outcome."""
+        """Forgets every version that the listing does not show any more, with its job. False: a
+        store that failed is to be asked again, so that an equal listing may have another outcome.
+        """
         keys = {key_of(row) for row in rows}
         with self._changed:
+            self._drop_jobs(self._waiting - keys)
             for key in self._found.keys() - keys:
                 del self._found[key]
             for key in self._tag_again_s.keys() - keys:
@@ -122,14 +127,32 @@ class Adoption:
                 self._replace_a_hung_worker()
                 self._changed.wait(1.0)
 
-    def _is_waiting(self, key: Key) -> bool:
-        jobs = (*self._jobs, *((self._job,) if self._job is not None else ()))
-        return any(job.key == key for job in jobs)
-
     def _add(self, job: _Job) -> None:
-        self._jobs.append(job)
+        self._jobs.setdefault(job.key[0], deque()).append(job)
+        self._waiting.add(job.key)
         if self._worker is None and self._job is None:
             self._start()
+
+    def _next(self) -> _Job:
+        """The first job of the model whose turn it is, which is the last in turn from then on."""
+        name = next(iter(self._jobs))
+        jobs = self._jobs.pop(name)
+        job = jobs.popleft()
+        if jobs:
+            self._jobs[name] = jobs
+        return job
+
+    def _drop_jobs(self, keys: set[Key]) -> None:
+        """The current job runs on."""
+        if self._job is not None:
+            keys.discard(self._job.key)
+        self._waiting -= keys
+        for name in {key[0] for key in keys}:
+            left = deque(job for job in self._jobs[name] if job.key not in keys)
+            if left:
+                self._jobs[name] = left
+            else:
+                del self._jobs[name]
 
     def _start(self) -> None:
         self._worker = threading.Thread(target=self._run, name="adoption", daemon=True)
@@ -144,7 +167,7 @@ class Adoption:
                         self._worker = None
                     self._lost.discard(mine)
                     return
-                self._job = job = self._jobs.popleft()
+                self._job = job = self._next()
                 job.began_s = time.monotonic()
             try:
                 job.work()
@@ -154,6 +177,7 @@ class Adoption:
             with self._changed:
                 if self._job is job:
                     self._job = None
+                    self._waiting.discard(job.key)
                     self.num_done += 1
                 self._changed.notify_all()
 
@@ -167,6 +191,7 @@ class Adoption:
             return
         self._lost.add(worker)
         self._job, self._worker = None, None
+        self._waiting.discard(job.key)
         self._fail(job.key, f"its store did not send it within {LONGEST_S:g} s")
         self.num_done += 1
         if self._jobs:

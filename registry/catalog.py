@@ -124,6 +124,10 @@ class Catalog:
     def default_bases(self) -> dict[str, BaseVersion]:
         return dict(self._bases.default)
 
+    def default_base(self, name: str) -> BaseVersion | None:
+        """The version that a registered name without suffix, or an ORGANISATION/NAME, means."""
+        return self._bases.default.get(self._by_model_id.get(name, name))
+
     def entries(self) -> tuple[ModelEntry, ...]:
         """Bases, by each of their names, then adapters; as a name without suffix resolves."""
         bases = [
@@ -177,9 +181,10 @@ class Catalog:
 
     @cached_property
     def _by_model_id(self) -> dict[str, str]:
-        """ORGANISATION/NAME of any version -> registered name; the first name by the alphabet
-        wins where two bases have one id."""
-        bases = sorted(self.bases, key=lambda base: base.name, reverse=True)
+        """ORGANISATION/NAME of any version -> registered name. Every writer of the registry may
+        give a version any id: the oldest version that has it decides, so that no new base takes
+        the id of another over; then the first name by the alphabet."""
+        bases = sorted(self.bases, key=lambda base: (base.created_s, base.name), reverse=True)
         return {base.model_id: base.name for base in bases if base.model_id}
 
     @cached_property

@@ -230,9 +230,9 @@ class Registry:
         ]
         # Those of other kinds of models are nobody's concern here.
         rejected = [row.rejected for row in every if row.rejected is not None and row.is_complete]
-        defaults = Catalog(bases).default_bases() if adopt_plain else {}
+        of_bases = Catalog(bases)
         for row in (row for row in found if adopt_plain and not row.is_complete):
-            adopted = self._adopted(row, defaults)
+            adopted = self._adopted(row, of_bases)
             if isinstance(adopted, Rejected):
                 rejected.append(adopted)
             elif adopted is not None:
@@ -244,9 +244,7 @@ class Registry:
         catalog = Catalog(bases, in_sight(adapters, settings), tuple(rejected), settings)
         return catalog, is_whole
 
-    def _adopted(
-        self, row: listing.Row, bases: dict[str, BaseVersion]
-    ) -> AdapterVersion | Rejected | None:
+    def _adopted(self, row: listing.Row, bases: Catalog) -> AdapterVersion | Rejected | None:
         """What a plain version is as far as it was read; None: no adapter, or not read yet."""
         is_read, found = self._adoption.look(row)
         try:

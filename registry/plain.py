@@ -14,6 +14,7 @@ from mlflow.models import Model
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 from registry.artifacts import download, list_files
+from registry.catalog import Catalog
 from registry.entities import AdapterFacts, BaseVersion, FileEntry, Manifest
 from registry.errors import RegistrationError
 from registry.flavor import ADAPTER_CONFIG, DATA, FLAVOR_NAME
@@ -63,17 +64,16 @@ def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | Non
 
 
 def match_base(
-    plain: PlainAdapter, tagged: str | None, bases: dict[str, BaseVersion], *, forced: bool = False
+    plain: PlainAdapter, tagged: str | None, bases: Catalog, *, forced: bool = False
 ) -> BaseVersion:
     """The base of an adapter that plain MLflow calls registered.
 
-    `tagged`: the registered name that the version names; it decides. `bases`: name -> default
-    version. Raises RegistrationError where no such base is registered or, unless `forced`, where
-    the adapter's own configuration names another model."""
+    `tagged`: the registered name that the version names; it decides. `bases`: every registered
+    base, of which the default version is taken. Raises RegistrationError where no such base is
+    registered or, unless `forced`, where the adapter's own configuration names another model."""
     names = (tagged,) if tagged else plain.bases
-    by_id = {base.model_id: base for base in bases.values() if base.model_id}
     for name in names:
-        base = bases.get(name) or by_id.get(name)
+        base = bases.default_base(name)
         if base is not None:
             remedy = f"set the tag {FORCED} to true if it fits all the same"
             if not forced:

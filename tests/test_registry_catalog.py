@@ -173,6 +173,21 @@ def test_a_base_can_be_called_by_the_id_of_its_repository() -> None:
     assert [entry.name for entry in catalog.entries()][:3] == ["other", "tiny", "Meta/Tiny-1B"]
 
 
+@pytest.mark.parametrize("newer", ["aaa", "zzz"])
+def test_a_new_base_does_not_take_the_id_of_an_older_one_over(newer: str) -> None:
+    mine = [replace(base(n), created_s=n * 100, model_id="Meta/Tiny-1B") for n in (1, 3)]
+    theirs = replace(base(1, name=newer), created_s=200, model_id="Meta/Tiny-1B")
+    for bases in ((*mine, theirs), (theirs, *mine)):
+        catalog = Catalog(bases)
+        assert catalog.registered("Meta/Tiny-1B") == "tiny"
+        assert catalog.default_base("Meta/Tiny-1B") == mine[1]
+
+
+def test_of_two_bases_of_one_second_the_first_by_the_alphabet_has_the_id() -> None:
+    pair = [replace(base(1, name=name), model_id="Meta/Tiny-1B") for name in ("b", "a")]
+    assert Catalog(tuple(pair)).registered("Meta/Tiny-1B") == "a"
+
+
 @pytest.mark.parametrize("model", ["Meta/Other", "meta/tiny-1b", "Meta/Tiny-1B/x", "/", "a/b:c@d"])
 def test_an_unknown_repository_id_is_not_found(model: str) -> None:
     named = replace(CATALOG.bases[0], model_id="Meta/Tiny-1B")

@@ -154,7 +154,7 @@ async def test_a_manager_whose_loop_ended_or_lags_is_unhealthy(
     made = await world.start()
     await follows(made, world)
     await made.check_health()
-    assert b"loraplex_reconcile_age_seconds" in await made.metrics()
+    assert b"loraplex_reconcile_age_seconds" in made._registry_metrics.text()
     monkeypatch.setattr(manager, "MAX_RECONCILE_AGE_S", -1.0)
     with pytest.raises(RuntimeError, match="no round of the manager ended"):
         await made.check_health()
@@ -247,12 +247,12 @@ async def test_a_manager_starts_from_its_disk_while_the_registry_is_away_and_cat
     view = view_of(made)
     assert view.registry_error is not None
     assert view.catalog.resolve("good").adapter.version == world.store.champion  # type: ignore[union-attr]
-    assert b"loraplex_registry_up 0.0" in await made.metrics()
+    assert b"loraplex_registry_up 0.0" in made._registry_metrics.text()
     await made.check_health()
     world.store.is_away = False
     await follows(made, world)
     await until(lambda: view_of(made).registry_error is None)
-    assert b"loraplex_registry_up 1.0" in await made.metrics()
+    assert b"loraplex_registry_up 1.0" in made._registry_metrics.text()
     stop(made)
 
 

@@ -12,7 +12,8 @@ from registry.entities import AdapterVersion
 from registry.errors import RegistryError
 from serve_app.adapter_admin import AdapterChange
 from serve_app.errors import ServiceUnavailableError
-from serve_app.gateway import Front, Gateway
+from serve_app.fronts import Front
+from serve_app.gateway import Gateway
 from serve_app.manager_call import ask_manager
 from serve_app.ray_errors import root_cause
 from serve_app.topology import Outcome, ReplicaAdapters

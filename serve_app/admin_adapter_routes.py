@@ -20,7 +20,8 @@ from serve_app.adapter_orders import change, evict, list_replicas, preload
 from serve_app.admin_auth import require_admin
 from serve_app.asgi import json_response
 from serve_app.errors import SERVER_ERROR, ApiError, ServiceUnavailableError
-from serve_app.gateway import Front, Gateway
+from serve_app.fronts import Front
+from serve_app.gateway import Gateway
 from serve_app.state import state_of
 from serve_app.topology import Outcome, PlatformView, ReplicaAdapters
 

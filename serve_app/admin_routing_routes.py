@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from serve_app.admin_auth import require_admin
 from serve_app.asgi import json_response, read_body
 from serve_app.completion_routes import who_asks
-from serve_app.gateway import Front
+from serve_app.fronts import Front
 from serve_app.params import engine_requests, read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest

@@ -33,7 +33,7 @@ from serve_app.cold_start import Admission
 from serve_app.completion import Completion, OnFirstToken
 from serve_app.errors import ApiError
 from serve_app.explain import explain_headers, is_wanted
-from serve_app.gateway import Front
+from serve_app.fronts import Front
 from serve_app.generation import Generation
 from serve_app.params import Prompt, engine_requests, read_prompts
 from serve_app.protocol import parse_body

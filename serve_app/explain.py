@@ -19,7 +19,7 @@ from fastapi import Request
 
 from serve_app.admin_auth import is_admin
 from serve_app.completion import Completion
-from serve_app.gateway import Front
+from serve_app.fronts import Front
 from serve_app.routing import views_registry
 from serve_app.routing.decisions import Decision
 

@@ -11,38 +11,30 @@ import asyncio
 import logging
 import random
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
-from math import ceil
 
 import ray
-from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from registry.catalog import Resolution
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
 from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError, UnservableError
+from serve_app.fronts import Front, Route, not_yet, open_front
 from serve_app.generation import STAY, Lane
-from serve_app.generation_defaults import (
-    NO_DEFAULTS,
-    GenerationDefaults,
-    read_generation_defaults,
-)
 from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
-from serve_app.text import BaseText
-from serve_app.text_pool import TextPool, open_text
-from serve_app.topology import ENGINE, BaseDescription, PlatformView, ServedBase
+from serve_app.text_pool import TextPool
+from serve_app.topology import PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
 
 logger = logging.getLogger(__name__)
@@ -51,47 +43,6 @@ _LONG_POLL_S = 20.0
 _RETRY_S = 0.5
 _STOPPING_RETRY_S = 5
 _COUNTS_EVERY = 3  # reports: an ingress that is killed takes with it what it counted since
-_UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """One base that can be called."""
-
-    base: BaseVersion
-    app_name: str
-    handle: DeploymentHandle[object]
-    description: BaseDescription
-    text: BaseText
-    deployed_s: float
-    defaults: GenerationDefaults = NO_DEFAULTS
-
-    def is_of(self, base: ServedBase) -> bool:
-        return (self.app_name, self.deployed_s) == (base.app_name, base.deployed_s)
-
-
-class BaseAsleepError(ServiceUnavailableError):
-    """The base sleeps or is being woken: who may wait for it waits."""
-
-    def __init__(self, base: ServedBase, retry_after_s: int) -> None:
-        super().__init__(f"The base model {base.base.name!r} is being started.", retry_after_s)
-        self.base = base
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where one request goes."""
-
-    front: Front
-    resolution: Resolution
-    arm: ArmKey | None = None  # None: the adapter is not split
-    shadow: AdapterVersion | None = None  # gets a copy
-
-    @property
-    def headers(self) -> dict[str, str]:
-        version = self.resolution.adapter or self.resolution.base
-        told = {"x-loraplex-version": f"{version.name}@{version.version}"}
-        return told if self.arm is None else told | {"x-loraplex-arm": self.arm.arm}
 
 
 class Gateway:
@@ -213,7 +164,7 @@ class Gateway:
             return old, Resolution(old.base)
         for base in view.bases:
             if base.base.digest == digest:
-                raise _not_yet(base)
+                raise not_yet(base)
         raise NotFoundError(
             f"{resolution.base.name!r} version {resolution.base.version} is registered "
             "but not served here"
@@ -363,7 +314,7 @@ class Gateway:
         try:
             while self._wants(base):
                 try:
-                    front = await _open_front(base, self.texts)
+                    front = await open_front(base, self.texts)
                 except (RayError, RayServeException) as error:
                     logger.warning("%s does not answer yet: %s", base.app_name, error)
                     await asyncio.sleep(_RETRY_S)
@@ -389,23 +340,3 @@ class Gateway:
             b.is_running and (b.app_name, b.deployed_s) == (base.app_name, base.deployed_s)
             for b in self.view.bases
         )
-
-
-async def _open_front(base: ServedBase, texts: TextPool | None) -> Front:
-    handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
-    description: BaseDescription = await handle.describe.remote()
-    text = await open_text(description.files, base.base.digest, texts)
-    is_off = description.generation_config == "vllm"
-    defaults = read_generation_defaults({} if is_off else description.files, base.base.name)
-    return Front(base.base, base.app_name, handle, description, text, base.deployed_s, defaults)
-
-
-def _not_yet(base: ServedBase) -> ServiceUnavailableError:
-    name = base.base.name
-    if base.state == "failed":
-        why = f": {base.message}" if base.message else ""
-        return ServiceUnavailableError(f"The base model {name!r} does not start{why}.", 30)
-    # Running: its replica is up, our end of it opens this moment.
-    if base.state == "asleep" or base.is_waking or base.is_running:
-        return BaseAsleepError(base, ceil(base.start_s or _UNKNOWN_START_S))
-    return ServiceUnavailableError(f"The base model {name!r} is loading.", 2)

@@ -19,7 +19,8 @@ from serve_app.admin_adapter_routes import check_outcomes, find_adapter
 from serve_app.admin_auth import require_admin
 from serve_app.asgi import read_body
 from serve_app.errors import ApiError, ServiceUnavailableError
-from serve_app.gateway import Front, Gateway
+from serve_app.fronts import Front
+from serve_app.gateway import Gateway
 from serve_app.state import state_of
 
 T = TypeVar("T")

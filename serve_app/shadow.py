@@ -18,7 +18,7 @@ from registry.entities import AdapterVersion
 from serve_app.answer import Answer
 from serve_app.arms import ArmKey, Arms
 from serve_app.completion import Completion
-from serve_app.gateway import Front
+from serve_app.fronts import Front
 from serve_app.generation import STAY, Generation, Lane
 from serve_app.migrations import Migrations
 from serve_app.params import Prompt

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from serve_app.asgi import json_response, read_body
 from serve_app.completion_routes import INLINE_BODY_BYTES
 from serve_app.errors import ApiError
-from serve_app.gateway import Front
+from serve_app.fronts import Front
 from serve_app.params import detokenized, tokenized
 from serve_app.protocol import parse_body
 from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest

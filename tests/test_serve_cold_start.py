@@ -17,7 +17,8 @@ from registry.errors import NotFoundError
 from serve_app.asgi import ClientGoneError
 from serve_app.cold_start import ColdStarts
 from serve_app.errors import OverloadedError, ServiceUnavailableError
-from serve_app.gateway import Front, Gateway
+from serve_app.fronts import Front
+from serve_app.gateway import Gateway
 from serve_app.text import BaseText
 from serve_app.topology import BaseDescription, ColdStart, PlatformView, ServedBase
 

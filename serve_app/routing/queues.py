@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from serve_app.config import FairnessArgs
 from serve_app.errors import ApiError, shown
-from serve_app.gateway import Front, Gateway
+from serve_app.fronts import Front
+from serve_app.gateway import Gateway
 from serve_app.queue_stats import QueueStats
 from serve_app.reports import Backlog, total
 from serve_app.routing.admission import AdmissionQueue

@@ -204,6 +204,13 @@ def _rounded(seen: Seen) -> dict[str, object]:
     }
 
 
+async def start_text_workers(target: Target) -> None:
+    """The server starts its processes for long texts with the first such text, and they stay."""
+    for size in (MIB // 8, 2 * MIB):
+        body = {"model": target.model, "prompt": "a " * (size // 2), "max_tokens": 1}
+        await send(target.port, post("/v1/completions", body))
+
+
 def capacity(port: int, model: str, workers: int) -> float:
     """Requests of a flood's size that are answered a second, in a closed loop."""
 
@@ -237,6 +244,7 @@ def measure(args: argparse.Namespace, report: Report, home: Path) -> bool:
         scale = SHORT_SCALE if args.short else 1.0
         target = Target(port, home, child.log, base, adapters, scale, rate, not args.paced)
         bench = Bench(args, target, child)
+        asyncio.run(start_text_workers(target))
         for name in args.only.split(",") if args.only else ATTACKS:
             lines.append(bench.run(name, report))
     header = ("attack", "pass", "longest gap s", "before s", "honest served")

@@ -363,8 +363,12 @@ def base_name(model: ModelArgs) -> str:
 
 
 def default_aliases(everywhere: str, models: Iterable[ModelArgs]) -> DefaultAliases:
-    own = {(base_name(model), model.alias) for model in models if model.alias is not None}
-    return DefaultAliases(everywhere, tuple(sorted(own)))
+    """`models`: by their registered names. The first alias counts where a base has several."""
+    own: dict[str, str] = {}
+    for model in models:
+        if model.alias is not None:
+            own.setdefault(base_name(model), model.alias)
+    return DefaultAliases(everywhere, tuple(sorted(own.items())))
 
 
 def in_words(error: ValidationError, prefix: str = "") -> str:

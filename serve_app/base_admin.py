@@ -13,7 +13,7 @@ from typing import Literal
 
 from registry.catalog import Catalog
 from registry.errors import NotFoundError
-from serve_app.base_plan import SERVE, file_names, parse_setting
+from serve_app.base_plan import SERVE, file_names, parse_setting, resolved
 from serve_app.config import ModelArgs
 from serve_app.errors import ConflictError
 from serve_app.fleet import Fleet
@@ -59,7 +59,7 @@ async def _write(
     registry: RegistryReader,
 ) -> None:
     name = change.name
-    if name in file_names(models):
+    if name in file_names(resolved(models, catalog)):
         raise ConflictError(
             f"{name!r} is named by the configuration file's models: change it there"
         )

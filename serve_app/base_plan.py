@@ -52,6 +52,7 @@ class Plan:
 
 
 def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -> Plan:
+    models = resolved(models, catalog)
     specs: dict[str, BaseSpec] = {}
     missing: list[str] = []
     wishes: list[tuple[ModelArgs, BaseSource]] = [(model, "file") for model in models]
@@ -83,8 +84,22 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
 
 
 def wished(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
-    """The file's, and those that the registry adds."""
+    """The file's, and those that the registry adds; each by its registered name."""
+    models = resolved(models, catalog)
     return [*models, *_settings(catalog, file_names(models))[0]]
+
+
+def resolved(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
+    """With the registered name in the place of ORGANISATION/NAME, so that a base is the same
+    whichever of them the file writes. An id that no base has stays as it is."""
+    found = []
+    for model in models:
+        try:
+            name = catalog.registered(model.name)
+        except NotFoundError:
+            name = model.name
+        found.append(model if name == model.name else model.model_copy(update={"name": name}))
+    return found
 
 
 def parse_setting(name: str, text: str) -> ModelArgs:
@@ -138,6 +153,7 @@ class LastGood:
     def __init__(self) -> None:
         self._specs: dict[str, BaseSpec] = {}  # by the wish's name, its suffix included
         self._missing_since_s: dict[str, float] = {}
+        self._by_id: dict[str, ModelArgs] = {}  # by the file's ORGANISATION/NAME, as last resolved
 
     def complete(
         self, wanted: Plan, models: Sequence[ModelArgs], catalog: Catalog, now_s: float
@@ -148,6 +164,7 @@ class LastGood:
         served = {spec.base.digest for spec in wanted.specs}
         refused = {one.name for one in wanted.refused}
         there = {base.name for base in catalog.bases}
+        models = self._resolved(models, catalog)
         in_file = file_names(models)
         wished = {model.name for model in models} | {
             one.name for one in catalog.settings if one.key == SERVE and one.name not in in_file
@@ -171,12 +188,25 @@ class LastGood:
         return replace(
             wanted,
             specs=(*wanted.specs, *kept),
-            missing=tuple(name for name in wanted.missing if name not in names),
+            missing=tuple(name for name in wanted.missing if self._name_of(name) not in names),
         )
+
+    def _resolved(self, models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
+        """An id that no base has any more stands for the name that it stood for before."""
+        found = []
+        for model, now in zip(models, resolved(models, catalog), strict=True):
+            if now.name != model.name:
+                self._by_id[model.name] = now
+            found.append(self._by_id.get(model.name, now))
+        return found
+
+    def _name_of(self, name: str) -> str:
+        known = self._by_id.get(name)
+        return name if known is None else known.name
 
 
 def file_names(models: Sequence[ModelArgs]) -> set[str]:
-    """Of registered models, without alias or version."""
+    """Of registered models, without alias or version. `models`: as `resolved` returns them."""
     names = set()
     for model in models:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from registry.cache import Cache, CacheStats
@@ -37,9 +38,8 @@ class CachedRegistry:
         artifact_root: Path | None = None,
         artifact_schemes: tuple[str, ...] = (),
     ) -> None:
-        self._tracking_uri = tracking_uri
         self._catalog_file = stored_catalog_file(cache_folder, tracking_uri)
-        self._artifact_schemes = artifact_schemes
+        self._environment = partial(environment_with, tracking_uri, artifact_root, artifact_schemes)
         self._registry = Registry(
             tracking_uri,
             artifact_root=artifact_root,
@@ -90,11 +90,8 @@ class CachedRegistry:
     ) -> subprocess.CompletedProcess[str]:
         """In a process of its own: a check needs torch, which nobody else here imports."""
         return subprocess.run(
-            [
-                *(*before, sys.executable, "-m", "serve_app", *words),
-                f"--tracking-uri={self._tracking_uri}",
-            ],
-            env=environment_with(self._artifact_schemes),
+            [*before, sys.executable, "-m", "serve_app", *words],
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

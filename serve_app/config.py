@@ -29,6 +29,8 @@ from serve_app.home import default_home as default_home
 from serve_app.routing.policies import PolicyError, check_policy, make_policy
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"  # the variable that holds it
+TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
+ARTIFACT_ROOT = "LORAPLEX_ARTIFACT_ROOT"  # the variable for commands that read no file
 ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # the variable for commands that read no file
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"  # the variable that holds it
 FRONT_LIMITS = "LORAPLEX_FRONT_LIMITS"  # the variable that brings args.ingress to Serve's proxies
@@ -305,8 +307,12 @@ def base_name(model: ModelArgs) -> str:
 
 
 def default_aliases(everywhere: str, models: Iterable[ModelArgs]) -> DefaultAliases:
-    own = {(base_name(model), model.alias) for model in models if model.alias is not None}
-    return DefaultAliases(everywhere, tuple(sorted(own)))
+    """`models`: by their registered names. The first alias counts where a base has several."""
+    own: dict[str, str] = {}
+    for model in models:
+        if model.alias is not None:
+            own.setdefault(base_name(model), model.alias)
+    return DefaultAliases(everywhere, tuple(sorted(own.items())))
 
 
 def in_words(error: ValidationError, prefix: str = "") -> str:
@@ -320,7 +326,7 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
 
 def tracking_uri(args: RegistryArgs) -> str:
     """An embedded SQLite registry unless the file or MLflow's own variable names another."""
-    configured = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    configured = args.tracking_uri or os.environ.get(TRACKING_URI)
     return configured or embedded_uri()
 
 
@@ -330,7 +336,7 @@ def embedded_uri() -> str:
 
 def artifact_root(args: RegistryArgs) -> Path | None:
     """Of a database; SQLite has its own beside the file, a server too."""
-    configured = args.artifact_root or os.environ.get("LORAPLEX_ARTIFACT_ROOT")
+    configured = args.artifact_root or os.environ.get(ARTIFACT_ROOT)
     return Path(configured).expanduser() if configured else None
 
 
@@ -345,9 +351,15 @@ def artifact_schemes(args: RegistryArgs) -> tuple[str, ...]:
         raise ValueError(f"{ARTIFACT_SCHEMES}: {error}") from error
 
 
-def environment_with(schemes: Iterable[str]) -> dict[str, str]:
-    """This process's environment for a command that shall read from the same stores."""
-    return {**os.environ, ARTIFACT_SCHEMES: ",".join(schemes)}
+def environment_with(uri: str, root: Path | None, schemes: Iterable[str]) -> dict[str, str]:
+    """This process's environment for a command that shall use the same registry and stores. The
+    URI may hold a password, which every user of the machine would read among the arguments. The
+    server's own secrets are left out."""
+    own = {ADMIN_TOKEN, WEBHOOK_SECRET}
+    given = {name: value for name, value in os.environ.items() if name not in own}
+    if root is not None:
+        given[ARTIFACT_ROOT] = str(root)
+    return {**given, TRACKING_URI: uri, ARTIFACT_SCHEMES: ",".join(schemes)}
 
 
 def webhook_secret() -> str | None:

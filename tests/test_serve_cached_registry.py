@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from registry.client import Registry
+from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistrationError
+from serve_app import cached_registry
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.cached_registry import CachedRegistry
 from serve_app.register import register_base
@@ -20,6 +24,8 @@ async def test_an_adapter_from_a_folder_is_checked_registered_hidden_and_shown_a
 ) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("LORAPLEX_HOME", str(home))
+    # The commands use the URI that the configuration file names, not this one.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/another/mlflow.db")
     uri = embedded_uri(home)
     register_base(Registry(uri), make_base_folder(tmp_path / "base"), "tiny")
     reader, admin = CachedRegistry(uri, home / "cache"), AdapterAdmin()
@@ -44,3 +50,34 @@ async def test_an_adapter_from_a_folder_is_checked_registered_hidden_and_shown_a
         await admin.change(AdapterChange("pin", "x"), reader, reader.snapshot)
     reader.set_setting("x", "runtime", "loaded")
     assert reader.snapshot().adapters == (loaded,)
+
+
+def test_a_command_gets_the_registrys_password_and_no_secret_of_the_server_in_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command is a real process that writes down how it was called."""
+    for name in ("LORAPLEX_ADMIN_TOKEN", "LORAPLEX_WEBHOOK_SECRET"):
+        monkeypatch.setenv(name, "a secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////another.db")
+    written = tmp_path / "written.json"
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, sys\n"
+        f"json.dump([sys.argv, dict(os.environ)], open({str(written)!r}, 'w'))\n"
+        "print('{}')\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    uri = "postgresql://mlflow:hunter2@127.0.0.1:1/mlflow"
+    root = tmp_path / "files"
+    monkeypatch.setattr(cached_registry, "Registry", lambda *_, **__: None)  # it is not asked
+    reader = CachedRegistry(uri, tmp_path / "cache", None, root, ("s3",))
+    reader.check_adapter(AdapterVersion("x", 1, "d" * 64, "tiny", "b" * 64, 8, (), ""))
+    arguments, environment = json.loads(written.read_text())
+    assert arguments[1:4] == ["-m", "serve_app", "check"]
+    assert "hunter2" not in " ".join(arguments)
+    assert environment["MLFLOW_TRACKING_URI"] == uri
+    assert environment["LORAPLEX_ARTIFACT_ROOT"] == str(root)
+    assert environment["LORAPLEX_ARTIFACT_SCHEMES"] == "s3"
+    assert "a secret" not in environment.values()

@@ -11,9 +11,12 @@ import pytest
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from serve_app.base_plan import plan
+from serve_app.base_admin import BaseChange, change_base
+from serve_app.base_plan import MISSING_S, LastGood, plan, wished
 from serve_app.base_status import failure_in_words
-from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs, default_aliases
+from serve_app.errors import ConflictError
+from serve_app.fleet import Fleet
 from serve_app.manager import Manager
 from serve_app.topology import CanaryState, Sources
 from tests.fakes_registry import FolderRegistry
@@ -128,6 +131,56 @@ def test_the_file_wins_where_both_name_a_base() -> None:
     catalog = with_setting('{"replicas": 9}', base("b", 1), base("b", 2))
     (spec,) = plan([ModelArgs(name="b@1")], catalog, cluster_has_gpu=False).specs
     assert (spec.base.version, spec.model.replicas, spec.source) == (1, 1, "file")
+
+
+BY_ID = ModelArgs(name="Meta/B-1", alias="prod")
+
+
+def with_id(value: str) -> Catalog:
+    return with_setting(value, replace(base("b"), model_id="Meta/B-1"))
+
+
+def test_the_file_wins_over_a_setting_where_it_names_the_base_by_its_id() -> None:
+    catalog = with_id('{"replicas": 9, "alias": "evil"}')
+    wanted = plan([BY_ID], catalog, cluster_has_gpu=False)
+    (spec,) = wanted.specs
+    assert (spec.model.replicas, spec.source, wanted.refused) == (1, "file", ())
+    aliases = default_aliases("champion", wished([BY_ID], catalog))
+    assert aliases.of_adapters == (("b", "prod"),)
+
+
+def test_a_base_that_the_file_names_by_its_id_or_by_its_name_is_one_application() -> None:
+    catalog = with_id("{}")
+    assert app_names(catalog, BY_ID) == app_names(catalog, ModelArgs(name="b"))
+    assert app_names(catalog, ModelArgs(name="Meta/B-1@1")) == app_names(
+        catalog, ModelArgs(name="b@1")
+    )
+
+
+async def test_no_admin_call_changes_a_base_that_the_file_names_by_its_id(tmp_path: Path) -> None:
+    registry = FolderRegistry(tmp_path)
+    fleet = Fleet.__new__(Fleet)  # neither change reads it
+    for kind in ("add", "remove"):
+        change = BaseChange(kind, "b")  # type: ignore[arg-type]
+        with pytest.raises(ConflictError, match="configuration file"):
+            await change_base(change, [BY_ID], with_id("{}"), registry, fleet)
+
+
+def test_a_base_that_the_file_names_by_its_id_outlives_a_look_without_it() -> None:
+    last_good, there = LastGood(), with_id("{}")
+    (spec,) = last_good.complete(plan([BY_ID], there, False), [BY_ID], there, 0.0).specs
+    for away in (Catalog(), Catalog((base("b"),))):  # the base is gone, or its id
+        wanted = last_good.complete(plan([BY_ID], away, False), [BY_ID], away, 1.0)
+        assert (wanted.specs, wanted.missing) == ((spec,), ())
+    late_s = 2.0 + MISSING_S
+    wanted = last_good.complete(plan([BY_ID], away, False), [BY_ID], away, late_s)
+    assert (wanted.specs, wanted.missing) == ((), ("Meta/B-1",))
+
+
+def test_a_base_whose_id_leaves_the_file_is_served_no_more() -> None:
+    last_good, there = LastGood(), Catalog(with_id("{}").bases)
+    assert last_good.complete(plan([BY_ID], there, False), [BY_ID], there, 0.0).specs
+    assert last_good.complete(plan([], there, False), [], there, 1.0).specs == ()
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,9 @@ def test_plot_of_what_was_not_measured_says_so() -> None:
 def register_plainly(tracking_uri: str, folder: Path, name: str) -> mlflow.MlflowClient:
     """As a pipeline that knows nothing of loraplex does it."""
     client = mlflow.MlflowClient(tracking_uri, tracking_uri)
-    experiment = client.create_experiment(name, artifact_location=(folder / "runs").as_uri())
+    experiment = client.create_experiment(
+        name, artifact_location=(folder.parent / f"{name}-runs").as_uri()
+    )
     run = client.create_run(experiment)
     client.log_artifacts(run.info.run_id, str(folder), "adapter")
     client.create_registered_model(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.asgi import error_response
 from serve_app.config import IngressArgs
@@ -25,6 +25,7 @@ _EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "x-loraplex-version
 
 def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
     if args.cors_origins:
+        app = _Answered(app)
         # Never with credentials: a key travels in the authorization header, which is none here.
         app = CORSMiddleware(
             app,
@@ -38,6 +39,29 @@ def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
     if "*" in args.allowed_hosts or (is_behind_gateway and not args.allowed_hosts):
         return app
     return _HostCheck(app, _LOCAL.union(args.allowed_hosts))
+
+
+class _Answered:
+    """Answers exceptions where the answer still gets the headers without which a page of another
+    origin may not read it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception as error:
+            if is_started or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
 
 
 class _HostCheck:

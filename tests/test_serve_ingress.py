@@ -128,6 +128,27 @@ def test_a_page_of_an_allowed_origin_may_ask_and_never_with_credentials(
     assert refused.status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("sent", "fields", "status"),
+    [
+        ({"headers": {"x-long": "x" * 40_000}}, {}, 431),
+        ({"content": b"x" * 11}, {"max_body_bytes": 10}, 413),
+        ({"content": iter([b"x" * 9, b"x" * 9])}, {"max_body_bytes": 10}, 413),
+    ],
+)
+def test_a_page_of_an_allowed_origin_may_read_every_refusal(
+    sent: dict[str, Any], fields: dict[str, Any], status: int
+) -> None:
+    app = ingress_of(IngressArgs(cors_origins=["https://chat.example"], **fields))
+    headers = JSON | {"origin": "https://chat.example"} | sent.pop("headers", {})
+    answer = TestClient(app, base_url=LOCAL).post(PATH, headers=headers, **sent)
+    assert answer.status_code == status
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    text = cast(Counted, app)._metrics.text(0).decode()
+    counted = [x for x in text.splitlines() if f'"{status}"' in x]
+    assert [line.split()[-1] for line in counted] == ["1.0"]
+
+
 def test_a_preflight_of_another_origin_is_refused() -> None:
     client = client_of(cors_origins=["https://chat.example"])
     asked = {"origin": "https://evil.example", "access-control-request-method": "POST"}

@@ -194,12 +194,7 @@ class Gateway:
             if view.registry_error is None:
                 raise
             raise RegistryUnavailableError(str(error)) from None
-        adapter = resolution.adapter
-        if adapter is not None and adapter.refused:
-            raise AdapterUnsupportedError(
-                f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
-                f"{adapter.refused}"
-            )
+        check_supported(resolution)
         digest = resolution.base.digest
         front = self._fronts.get(digest)
         if front is not None:
@@ -405,3 +400,13 @@ def _not_yet(base: ServedBase) -> ServiceUnavailableError:
     if base.state == "asleep" or base.is_waking or base.is_running:
         return BaseAsleepError(base, ceil(base.start_s or _UNKNOWN_START_S))
     return ServiceUnavailableError(f"The base model {name!r} is loading.", 2)
+
+
+def check_supported(resolution: Resolution) -> None:
+    """Raises AdapterUnsupportedError with the reason that the registry holds."""
+    adapter = resolution.adapter
+    if adapter is not None and adapter.refused:
+        raise AdapterUnsupportedError(
+            f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
+            f"{adapter.refused}"
+        )

@@ -6,18 +6,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
+from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
 from serve_app.arrivals import Arrivals, ClientGoneError
 from serve_app.config import IngressArgs
 from serve_app.errors import (
+    AdapterUnsupportedError,
     ApiError,
     EngineGoneError,
     NonFiniteError,
@@ -27,18 +32,20 @@ from serve_app.errors import (
     UnservableError,
     to_api_error,
 )
+from serve_app.gateway import Gateway
 from serve_app.ingress import Bounded, Counted, build_asgi
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.model_list import ModelList
 from serve_app.queue_stats import QueueStats
 from serve_app.state import IngressState
+from serve_app.topology import PlatformView, ServedBase
 
 LOCAL = "http://localhost"
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
 
 
-def ingress_of(args: IngressArgs) -> ASGIApp:
+def ingress_of(args: IngressArgs, gateway: Gateway | None = None) -> ASGIApp:
     queues = SimpleNamespace(
         stats=QueueStats("i", {}), tenant_header="x-tenant-id", tenant=lambda given: "one"
     )
@@ -46,7 +53,7 @@ def ingress_of(args: IngressArgs) -> ASGIApp:
         args=args,
         metrics=IngressMetrics("i"),
         queues=queues,
-        gateway=SimpleNamespace(view=None),
+        gateway=gateway or SimpleNamespace(view=None),
         model_list=ModelList(),
     )
     return build_asgi(cast(IngressState, state))
@@ -179,6 +186,22 @@ def test_head_is_get_without_the_body(path: str) -> None:
     assert (head.status_code, head.content) == (got.status_code, b"")
     assert head.headers["content-length"] == got.headers["content-length"]
     assert client.head(PATH).status_code == 405
+
+
+def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    sound = AdapterVersion("sound", 1, "a" * 64, "base", base.digest, 8, (), "source")
+    refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "i")
+    catalog = Catalog((base,), (sound, refused))
+    gateway.view = PlatformView("1", catalog, (ServedBase(base, "app", True),), (), True, None)
+    client = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL)
+    assert client.get("/v1/models/sound").json()["id"] == "sound"
+    shown = client.get("/v1/models/dora")
+    assert (shown.status_code, shown.json()["error"]["code"]) == (422, "adapter_unsupported")
+    with pytest.raises(AdapterUnsupportedError) as caught:
+        gateway.route("dora", None)
+    assert shown.json()["error"]["message"] == str(caught.value)
 
 
 # What is too much

@@ -14,12 +14,14 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
 from serve_app.arrivals import Arrivals, ClientGoneError
+from serve_app.browsers import guarded
 from serve_app.config import IngressArgs
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -37,6 +39,7 @@ from serve_app.ingress import Bounded, Counted, build_asgi
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.model_list import ModelList
 from serve_app.queue_stats import QueueStats
+from serve_app.serve_file import called_by
 from serve_app.state import IngressState
 from serve_app.topology import PlatformView, ServedBase
 
@@ -67,17 +70,38 @@ def client_of(base_url: str = LOCAL, **fields: Any) -> TestClient:
 
 
 @pytest.mark.parametrize(
-    "url", [LOCAL, "http://127.0.0.1:8000", "http://[::1]:8000", "http://LocalHost.:1"]
+    "url",
+    [
+        LOCAL,
+        "http://127.0.0.1:8000",
+        "http://[::1]:8000",
+        "http://LocalHost.:1",
+        "http://127.0.0.2:8000",
+        "http://[0:0:0:0:0:0:0:1]:8000",
+    ],
 )
 def test_the_server_is_called_by_its_local_names(url: str) -> None:
-    assert client_of(url).get("/live").status_code == 200
+    assert client_of(url).get("/version").status_code == 200
+    listed = client_of(url, trusted_gateway="nginx", allowed_hosts=["other.lan"])
+    assert listed.get("/version").status_code == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1@e", "a b", ""]
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@e",
+        "a b",
+        "",
+        "[localhost]",
+    ],
 )
 def test_another_name_is_refused_for_a_page_could_have_rebound_it(host: str) -> None:
-    answer = client_of().get("/live", headers={"host": host})
+    for path in ("/version", "/metrics"):
+        answer = client_of().get(path, headers={"host": host})
+        assert answer.status_code == 403
     assert (answer.status_code, answer.headers["x-should-retry"]) == (403, "false")
     assert answer.json()["error"]["code"] == "host_not_allowed"
 
@@ -93,7 +117,48 @@ def test_another_name_is_refused_for_a_page_could_have_rebound_it(host: str) -> 
     ],
 )
 def test_the_file_allows_further_names(fields: dict[str, Any], status: int) -> None:
-    assert client_of("http://gpu-box.lan:8000", **fields).get("/live").status_code == status
+    assert client_of("http://gpu-box.lan:8000", **fields).get("/version").status_code == status
+
+
+@pytest.mark.parametrize("fields", [{}, {"allowed_hosts": ["llm.example"]}])
+def test_a_probe_that_calls_a_replica_by_its_address_is_answered(fields: dict[str, Any]) -> None:
+    client = client_of("http://10.0.3.7:8000", **fields)
+    assert client.get("/live").status_code == client.head("/live").status_code == 200
+    assert client.post("/live", headers=JSON).status_code == 403
+    assert client.get("/v1/models").status_code == 403
+
+
+def test_a_gateway_s_replica_lets_scrapers_in_beside_its_clients() -> None:
+    app = guarded(_Alive(), IngressArgs(trusted_gateway="nginx", allowed_hosts=("llm.example",)))
+    client = TestClient(app, base_url="http://10.0.3.7:8000")
+    for path in ("/live", "/ready", "/health", "/metrics"):
+        assert client.get(path).status_code == client.head(path).status_code == 200
+    assert client.get("/version").status_code == 403
+
+
+class _Alive:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Response()(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "names"),
+    [
+        ("10.0.3.7", ("a",), ("a", "10.0.3.7")),
+        ("fd00::7", ("a",), ("a", "[fd00::7]")),
+        ("0.0.0.0", ("a",), ("a",)),
+        ("10.0.3.7", (), ()),
+    ],
+)
+def test_a_server_with_a_list_of_names_answers_to_its_own_address(
+    host: str, given: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    args = called_by(IngressArgs(trusted_gateway="nginx", allowed_hosts=given), host)
+    assert args.allowed_hosts == names
+    if given and names != given:
+        url = f"http://{names[-1]}:8000"
+        client = TestClient(guarded(_Alive(), args), base_url=url)
+        assert client.get("/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from serve_app.config import (
 )
 from serve_app.ingress import ingress_application
 from serve_app.manager import manager_application
-from serve_app.serve_file import refusal
+from serve_app.serve_file import called_by, refusal
 from serve_app.topology import Sources, open_named
 
 
@@ -34,6 +34,8 @@ def build(args: PlatformArgs) -> Application:
     if host is not None and (why := refusal(host, args.ingress)) is not None:
         raise ValueError(why)
     check_routers(args)  # here, where the file is read: the manager imports no class of a router
+    if host is not None:
+        args = args.model_copy(update={"ingress": called_by(args.ingress, host)})
     return build_with(args, sources(args, "engine.factory:open_engine"))
 
 

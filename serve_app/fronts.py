@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from registry.catalog import Resolution
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.arms import ArmKey
-from serve_app.errors import ServiceUnavailableError
+from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.generation_defaults import (
     NO_DEFAULTS,
     GenerationDefaults,
@@ -83,3 +83,13 @@ def not_yet(base: ServedBase) -> ServiceUnavailableError:
     if base.state == "asleep" or base.is_waking or base.is_running:
         return BaseAsleepError(base, ceil(base.start_s or _UNKNOWN_START_S))
     return ServiceUnavailableError(f"The base model {name!r} is loading.", 2)
+
+
+def check_supported(resolution: Resolution) -> None:
+    """Raises AdapterUnsupportedError with the reason that the registry holds."""
+    adapter = resolution.adapter
+    if adapter is not None and adapter.refused:
+        raise AdapterUnsupportedError(
+            f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
+            f"{adapter.refused}"
+        )

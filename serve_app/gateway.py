@@ -25,8 +25,8 @@ from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
 from serve_app.activity import Activity
 from serve_app.arms import ArmKey, Arms
-from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError, UnservableError
-from serve_app.fronts import Front, Route, not_yet, open_front
+from serve_app.errors import ServiceUnavailableError, UnservableError
+from serve_app.fronts import Front, Route, check_supported, not_yet, open_front
 from serve_app.generation import STAY, Lane
 from serve_app.migrations import Migrations
 from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
@@ -145,12 +145,7 @@ class Gateway:
             if view.registry_error is None:
                 raise
             raise RegistryUnavailableError(str(error)) from None
-        adapter = resolution.adapter
-        if adapter is not None and adapter.refused:
-            raise AdapterUnsupportedError(
-                f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
-                f"{adapter.refused}"
-            )
+        check_supported(resolution)
         digest = resolution.base.digest
         front = self._fronts.get(digest)
         if front is not None:

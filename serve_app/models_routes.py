@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from registry.errors import NotFoundError
 from serve_app.asgi import json_response
 from serve_app.errors import ServiceUnavailableError
+from serve_app.fronts import check_supported
 from serve_app.gateway import Gateway
 from serve_app.model_list import entry_of
 from serve_app.state import state_of
@@ -27,6 +28,7 @@ async def get_model(request: Request, model: str) -> Response:
     gateway = state_of(request).gateway
     view = _view(gateway)
     resolution = view.catalog.resolve(model)
+    check_supported(resolution)  # the list leaves it out, a completion is refused alike
     digest = resolution.base.digest
     if all(base.base.digest != digest for base in view.bases):
         raise NotFoundError(f"the base model of {model!r} is registered but not served here")

@@ -82,3 +82,12 @@ def refusal(host: str, ingress: IngressArgs) -> str | None:
         "its own: set it to 127.0.0.1, or name the gateway in front that authenticates clients "
         "in args.ingress.trusted_gateway"
     )
+
+
+def called_by(ingress: IngressArgs, host: str) -> IngressArgs:
+    """With the address that the server listens on among its names, where it has a list of them.
+    Every interface at once is no name."""
+    if not ingress.allowed_hosts or host in ("0.0.0.0", "::"):
+        return ingress
+    name = f"[{host}]" if ":" in host else host.lower()
+    return ingress.model_copy(update={"allowed_hosts": (*ingress.allowed_hosts, name)})

@@ -12,6 +12,8 @@ import asyncio
 import hmac
 import logging
 import secrets
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -39,6 +41,8 @@ from serve_app.stream import (
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
+_ACCEPT_RETRY_S = 1.0
+_BACKLOG = 100  # as asyncio's servers have it
 _MAX_STRANGERS = 64  # connections at once that have not said hello
 
 
@@ -56,23 +60,21 @@ class StreamServer:
         self._connections: set[_EngineConnection] = set()
         self._strangers: dict[_EngineConnection, None] = {}  # without a hello so far, in order
         self._keys: dict[str, str] = {}  # by engine id, of those that were ever connected
-        self._servers: dict[str, tuple[asyncio.Server, str]] = {}  # by host, with a certificate
+        self._servers: dict[str, tuple[_Listener, str]] = {}  # by host, with a certificate
         self._address: StreamAddress | None = None
 
     async def listen(self, host: str, *, encrypt: bool | None = None) -> None:
         """On a free port. Again with another host: new calls name that one, old links live on.
         `encrypt`: with TLS; None: where the host is not loopback."""
         if host not in self._servers:
-            tls, certificate = None, ""
+            loop = asyncio.get_running_loop()
+            server: _Listener
             if encrypt if encrypt is not None else not is_loopback(host):
                 tls, certificate = server_tls()
-            server = await asyncio.get_running_loop().create_server(
-                lambda: _EngineConnection(self),
-                host,
-                0,
-                ssl=tls,
-                ssl_handshake_timeout=None if tls is None else _HELLO_TIMEOUT_S,
-            )
+                server = _EncryptedServer(self, await _listening(host), tls)
+            else:
+                server = await loop.create_server(lambda: _EngineConnection(self), host, 0)
+                certificate = ""
             self._servers[host] = server, certificate
         server, certificate = self._servers[host]
         port = server.sockets[0].getsockname()[1]
@@ -109,6 +111,8 @@ class StreamServer:
     def _admit_stranger(self, connection: _EngineConnection) -> None:
         """Beyond the limit the oldest goes: an engine says hello at once, so that a stranger that
         holds connections open without a word keeps no engine out."""
+        if connection in self._strangers:  # since before its handshake
+            return
         if len(self._strangers) >= _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -241,7 +245,13 @@ class _EngineConnection(asyncio.Protocol):
         self._server = server
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None
+        self._handshake: asyncio.Task[None] | None = None  # None: a plain connection
         self._hello_timer: asyncio.TimerHandle | None = None
+
+    def begin_tls(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
+        """`connection_made` follows at the end of the handshake, and nothing if it fails."""
+        self._server._admit_stranger(self)
+        self._handshake = asyncio.get_running_loop().create_task(self._encrypt(accepted, tls))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the interface without being a subclass.
@@ -273,6 +283,19 @@ class _EngineConnection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+        elif self._handshake is not None:
+            self._handshake.cancel()
+
+    async def _encrypt(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self, accepted, ssl=tls, ssl_handshake_timeout=_HELLO_TIMEOUT_S
+            )
+        except OSError as error:  # ssl.SSLError and TimeoutError too
+            logger.warning("engine connection closed in its TLS handshake: %s", error)
+        finally:
+            if self._transport is None:
+                self._server._strangers.pop(self, None)
 
     def _receive(self, payload: bytes) -> None:
         frame = decode_frame(payload)
@@ -296,3 +319,43 @@ class _EngineConnection(asyncio.Protocol):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
+
+
+class _EncryptedServer:
+    """Accepts connections itself: asyncio's server reports one with TLS after its handshake, so
+    that those which never begin theirs would count nowhere."""
+
+    def __init__(self, server: StreamServer, listener: socket.socket, tls: ssl.SSLContext) -> None:
+        self.sockets = (listener,)
+        self._server = server
+        self._tls = tls
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
+        # Not before: the event loop still watches it.
+        self._accepting.add_done_callback(lambda _: listener.close())
+
+    def close(self) -> None:
+        self._accepting.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no file descriptor is free, or the peer has left already
+                logger.warning("an engine connection was not accepted: %s", error)
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            _EngineConnection(self._server).begin_tls(accepted, self._tls)
+            await asyncio.sleep(0)  # the handshake's task owns the socket from its first step on
+
+
+_Listener = asyncio.Server | _EncryptedServer
+
+
+async def _listening(host: str) -> socket.socket:
+    """On a free port of the first address that `host` has."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener

@@ -6,18 +6,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
 from serve_app.arrivals import Arrivals, ClientGoneError
+from serve_app.browsers import guarded
 from serve_app.config import IngressArgs
 from serve_app.errors import (
+    AdapterUnsupportedError,
     ApiError,
     EngineGoneError,
     NonFiniteError,
@@ -27,18 +34,21 @@ from serve_app.errors import (
     UnservableError,
     to_api_error,
 )
+from serve_app.gateway import Gateway
 from serve_app.ingress import Bounded, Counted, build_asgi
 from serve_app.ingress_metrics import IngressMetrics
 from serve_app.model_list import ModelList
 from serve_app.queue_stats import QueueStats
+from serve_app.serve_file import called_by
 from serve_app.state import IngressState
+from serve_app.topology import PlatformView, ServedBase
 
 LOCAL = "http://localhost"
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
 
 
-def ingress_of(args: IngressArgs) -> ASGIApp:
+def ingress_of(args: IngressArgs, gateway: Gateway | None = None) -> ASGIApp:
     queues = SimpleNamespace(
         stats=QueueStats("i", {}), tenant_header="x-tenant-id", tenant=lambda given: "one"
     )
@@ -46,7 +56,7 @@ def ingress_of(args: IngressArgs) -> ASGIApp:
         args=args,
         metrics=IngressMetrics("i"),
         queues=queues,
-        gateway=SimpleNamespace(view=None),
+        gateway=gateway or SimpleNamespace(view=None),
         model_list=ModelList(),
     )
     return build_asgi(cast(IngressState, state))
@@ -60,17 +70,38 @@ def client_of(base_url: str = LOCAL, **fields: Any) -> TestClient:
 
 
 @pytest.mark.parametrize(
-    "url", [LOCAL, "http://127.0.0.1:8000", "http://[::1]:8000", "http://LocalHost.:1"]
+    "url",
+    [
+        LOCAL,
+        "http://127.0.0.1:8000",
+        "http://[::1]:8000",
+        "http://LocalHost.:1",
+        "http://127.0.0.2:8000",
+        "http://[0:0:0:0:0:0:0:1]:8000",
+    ],
 )
 def test_the_server_is_called_by_its_local_names(url: str) -> None:
-    assert client_of(url).get("/live").status_code == 200
+    assert client_of(url).get("/version").status_code == 200
+    listed = client_of(url, trusted_gateway="nginx", allowed_hosts=["other.lan"])
+    assert listed.get("/version").status_code == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1@e", "a b", ""]
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@e",
+        "a b",
+        "",
+        "[localhost]",
+    ],
 )
 def test_another_name_is_refused_for_a_page_could_have_rebound_it(host: str) -> None:
-    answer = client_of().get("/live", headers={"host": host})
+    for path in ("/version", "/metrics"):
+        answer = client_of().get(path, headers={"host": host})
+        assert answer.status_code == 403
     assert (answer.status_code, answer.headers["x-should-retry"]) == (403, "false")
     assert answer.json()["error"]["code"] == "host_not_allowed"
 
@@ -86,7 +117,48 @@ def test_another_name_is_refused_for_a_page_could_have_rebound_it(host: str) -> 
     ],
 )
 def test_the_file_allows_further_names(fields: dict[str, Any], status: int) -> None:
-    assert client_of("http://gpu-box.lan:8000", **fields).get("/live").status_code == status
+    assert client_of("http://gpu-box.lan:8000", **fields).get("/version").status_code == status
+
+
+@pytest.mark.parametrize("fields", [{}, {"allowed_hosts": ["llm.example"]}])
+def test_a_probe_that_calls_a_replica_by_its_address_is_answered(fields: dict[str, Any]) -> None:
+    client = client_of("http://10.0.3.7:8000", **fields)
+    assert client.get("/live").status_code == client.head("/live").status_code == 200
+    assert client.post("/live", headers=JSON).status_code == 403
+    assert client.get("/v1/models").status_code == 403
+
+
+def test_a_gateway_s_replica_lets_scrapers_in_beside_its_clients() -> None:
+    app = guarded(_Alive(), IngressArgs(trusted_gateway="nginx", allowed_hosts=("llm.example",)))
+    client = TestClient(app, base_url="http://10.0.3.7:8000")
+    for path in ("/live", "/ready", "/health", "/metrics"):
+        assert client.get(path).status_code == client.head(path).status_code == 200
+    assert client.get("/version").status_code == 403
+
+
+class _Alive:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Response()(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "names"),
+    [
+        ("10.0.3.7", ("a",), ("a", "10.0.3.7")),
+        ("fd00::7", ("a",), ("a", "[fd00::7]")),
+        ("0.0.0.0", ("a",), ("a",)),
+        ("10.0.3.7", (), ()),
+    ],
+)
+def test_a_server_with_a_list_of_names_answers_to_its_own_address(
+    host: str, given: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    args = called_by(IngressArgs(trusted_gateway="nginx", allowed_hosts=given), host)
+    assert args.allowed_hosts == names
+    if given and names != given:
+        url = f"http://{names[-1]}:8000"
+        client = TestClient(guarded(_Alive(), args), base_url=url)
+        assert client.get("/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -128,6 +200,27 @@ def test_a_page_of_an_allowed_origin_may_ask_and_never_with_credentials(
     assert refused.status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("sent", "fields", "status"),
+    [
+        ({"headers": {"x-long": "x" * 40_000}}, {}, 431),
+        ({"content": b"x" * 11}, {"max_body_bytes": 10}, 413),
+        ({"content": iter([b"x" * 9, b"x" * 9])}, {"max_body_bytes": 10}, 413),
+    ],
+)
+def test_a_page_of_an_allowed_origin_may_read_every_refusal(
+    sent: dict[str, Any], fields: dict[str, Any], status: int
+) -> None:
+    app = ingress_of(IngressArgs(cors_origins=["https://chat.example"], **fields))
+    headers = JSON | {"origin": "https://chat.example"} | sent.pop("headers", {})
+    answer = TestClient(app, base_url=LOCAL).post(PATH, headers=headers, **sent)
+    assert answer.status_code == status
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    text = cast(Counted, app)._metrics.text(0).decode()
+    counted = [x for x in text.splitlines() if f'"{status}"' in x]
+    assert [line.split()[-1] for line in counted] == ["1.0"]
+
+
 def test_a_preflight_of_another_origin_is_refused() -> None:
     client = client_of(cors_origins=["https://chat.example"])
     asked = {"origin": "https://evil.example", "access-control-request-method": "POST"}
@@ -158,6 +251,22 @@ def test_head_is_get_without_the_body(path: str) -> None:
     assert (head.status_code, head.content) == (got.status_code, b"")
     assert head.headers["content-length"] == got.headers["content-length"]
     assert client.head(PATH).status_code == 405
+
+
+def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    sound = AdapterVersion("sound", 1, "a" * 64, "base", base.digest, 8, (), "source")
+    refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "i")
+    catalog = Catalog((base,), (sound, refused))
+    gateway.view = PlatformView("1", catalog, (ServedBase(base, "app", True),), (), True, None)
+    client = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL)
+    assert client.get("/v1/models/sound").json()["id"] == "sound"
+    shown = client.get("/v1/models/dora")
+    assert (shown.status_code, shown.json()["error"]["code"]) == (422, "adapter_unsupported")
+    with pytest.raises(AdapterUnsupportedError) as caught:
+        gateway.route("dora", None)
+    assert shown.json()["error"]["message"] == str(caught.value)
 
 
 # What is too much

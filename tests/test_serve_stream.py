@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -324,8 +324,11 @@ async def test_a_stranger_may_not_make_the_ingress_hold_a_large_frame() -> None:
         writer.close()
 
 
-async def test_strangers_hold_a_bounded_number_of_connections_and_keep_no_engine_out() -> None:
-    async with running_rig() as rig:
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_strangers_hold_a_bounded_number_of_connections_and_keep_no_engine_out(
+    encrypt: bool,
+) -> None:
+    async with running_rig(encrypt=encrypt) as rig:
         port = rig.server.address.port
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(70)]
         closed = [reader.read() for reader, _ in strangers[:6]]  # the oldest
@@ -362,6 +365,36 @@ async def test_tokens_arrive_over_tls_and_aborts_go_back() -> None:
         await endless.read()
         endless.abort("s")
         await asyncio.wait_for(other, 10)
+
+
+async def test_a_connection_without_a_handshake_is_closed_as_one_without_a_hello(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.stream_server._HELLO_TIMEOUT_S", 1.0)
+    async with running_rig(encrypt=True) as rig:
+        port = rig.server.address.port
+        silent, wrong = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await until(lambda: len(rig.server._strangers) == 2)
+        wrong[1].write(b"GET / HTTP/1.1\r\n\r\n")
+        for reader, writer in (silent, wrong):
+            with suppress(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+        await until(lambda: not rig.server._strangers)
+
+
+async def test_tls_begins_on_uvloop_too() -> None:
+    """Serve runs the ingress on it."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def check() -> None:
+        async with running_rig(encrypt=True) as rig:
+            stream = rig.server.open(["r"])
+            call = rig.submit(new_request())
+            assert len(await read_all(stream)) == 5
+            await asyncio.wait_for(call, 10)
+
+    await asyncio.to_thread(uvloop.run, check())
 
 
 async def test_an_engine_trusts_no_other_certificate_than_that_of_its_ingress() -> None:

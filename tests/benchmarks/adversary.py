@@ -62,8 +62,8 @@ MIN_SHARE_SERVED = 0.95
 GAP_S = {"large_texts": 0.1, "json_bombs": 0.1}
 OTHER_GAP_S = 1.0
 GAP_FACTOR_OF_DEMO = 2.0  # a model on the same two cores: its own steps are most of a gap
-MEMORY_BYTES = 256 * MIB  # more than before, all processes together, 5 s after an attack
-SETTLE_S = 5.0
+MEMORY_BYTES = 256 * MIB  # more than before, all processes together, SETTLE_S after an attack
+SETTLE_S = 20.0  # until a worker for texts and the allocators gave back what they hold
 SHORT_SCALE = 0.1
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -139,7 +139,7 @@ class Bench:
         self._args = args
         self._target = target
         self._child = child
-        self._baseline_s = 3.0 if args.short else 10.0
+        self._baseline_s = 2.0 if args.short else 10.0
 
     def run(self, name: str, report: Report) -> Line:
         attack = ATTACKS[name]
@@ -152,7 +152,7 @@ class Bench:
             before, memory = clients.window(), rss_bytes(self._child)
             damage = self._attack(attack)
             during = clients.stop() if is_flood else clients.window()
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S / 10 if self._args.short else SETTLE_S)
         grown = rss_bytes(self._child) - memory
         self._judge(name, damage, before, during, grown)
         passed = not damage.broken
@@ -178,7 +178,9 @@ class Bench:
         share = during.share_served
         damage.require(share >= MIN_SHARE_SERVED, f"honest requests are served: {share:.3f}")
         damage.require(not during.num_cut, f"no honest stream is cut, but {during.num_cut}")
-        damage.require(grown <= MEMORY_BYTES, f"memory returns: {grown // MIB} MiB more")
+        # The short form looks too soon for memory to have returned, not for it to be bounded.
+        allowed = 2 * MEMORY_BYTES if self._args.short else MEMORY_BYTES
+        damage.require(grown <= allowed, f"memory returns: {grown // MIB} MiB more")
         if name not in FLOODS and not self._args.untimed:
             allowed_s = before.longest_gap_s + GAP_S.get(name, OTHER_GAP_S)
             if not self._args.paced:
@@ -204,11 +206,13 @@ def _rounded(seen: Seen) -> dict[str, object]:
     }
 
 
-async def start_text_workers(target: Target) -> None:
-    """The server starts its processes for long texts with the first such text, and they stay."""
-    for size in (MIB // 8, 2 * MIB):
-        body = {"model": target.model, "prompt": "a " * (size // 2), "max_tokens": 1}
-        await send(target.port, post("/v1/completions", body))
+async def reach_working_size(target: Target, num_bodies: int) -> None:
+    """The first large bodies start the processes for long texts and give each process on their way
+    its buffers, which stay: only what comes on top of that would fill a memory."""
+    for size in (MIB // 8, *(12 * MIB,) * num_bodies):
+        body = {"model": target.model, "prompt": "hi", "user": "u" * size, "max_tokens": 1}
+        both = [send(target.port, post("/v1/completions", body)) for _ in range(2)]
+        await asyncio.gather(*both)
 
 
 def capacity(port: int, model: str, workers: int) -> float:
@@ -244,7 +248,11 @@ def measure(args: argparse.Namespace, report: Report, home: Path) -> bool:
         scale = SHORT_SCALE if args.short else 1.0
         target = Target(port, home, child.log, base, adapters, scale, rate, not args.paced)
         bench = Bench(args, target, child)
-        asyncio.run(start_text_workers(target))
+        idle = rss_bytes(child)
+        asyncio.run(reach_working_size(target, num_bodies=4 if args.short else 24))
+        time.sleep(SETTLE_S / 10 if args.short else SETTLE_S)
+        large = rss_bytes(child)
+        report.emit(rss_idle_mib=idle // MIB, rss_after_first_large_bodies_mib=large // MIB)
         for name in args.only.split(",") if args.only else ATTACKS:
             lines.append(bench.run(name, report))
     header = ("attack", "pass", "longest gap s", "before s", "honest served")

@@ -21,7 +21,6 @@ _DEPTH = tl.constexpr(45.0)  # log2 of a weight that is nothing, and one more
 _RATIO_LOG2 = tl.constexpr(0.4854268271702417)  # rungs of the first ladder: each 1.4 times the last
 _HUGE = tl.constexpr(float(2**100))
 _INTERPRETED = tl.constexpr(IS_INTERPRETED)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 # Parameters of rows: slices of a step's buffers, at any address.
 METADATA = [
     "temperature_ptr",
@@ -55,8 +54,12 @@ def best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS: tl.constexpr, CHUNKS: t
 
 @triton.jit
 def scale_of(temperature):
-    """A temperature near 0 sends the others to -inf, and 0 times it stays 0."""
-    return tl.minimum(_LOG2_E / temperature, 1e38)
+    """A temperature near 0 sends the others to -inf, and 0 times it stays 0.
+
+    log2(e) is a literal: the interpreter of Triton 3.7 cannot use a tensor that a named constant on
+    the left of an operator made.
+    """
+    return tl.minimum(1.4426950408889634 / temperature, 1e38)
 
 
 @triton.jit

@@ -262,7 +262,7 @@ class Registry:
             listing.KIND: "adapter",
             listing.ROOT: found.root,
             listing.MANIFEST: manifest_json(found.manifest),
-            **_read_facts(listing.adapter_tags(found.facts, base)),
+            **listing.adapter_tags(found.facts, base),
             # Last: a version that has its digest has all the others.
             listing.DIGEST: content_digest(found.manifest),
         }
@@ -273,12 +273,6 @@ class Registry:
         """In the adoption's thread."""
         for key, value in tags.items():
             self._store.tag_version(row.name, row.version, key, value)
-
-
-def _read_facts(tags: dict[str, str]) -> dict[str, str]:
-    """Without what only a check of the tensors finds out: that writes the tags itself."""
-    unmeasured = (listing.NOOP, listing.PARAMETERS)
-    return {key: value for key, value in tags.items() if key not in unmeasured}
 
 
 def _check(name: str, alias: str | None) -> None:

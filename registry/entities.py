@@ -36,7 +36,7 @@ class AdapterFacts:
 
     rank: int  # the highest of any module
     targets: tuple[str, ...]  # e.g. ("k_proj", "q_proj")
-    num_parameters: int = 0
+    num_parameters: int = 0  # 0: the tensors were not read, and nothing is known of `is_noop`
     is_noop: bool = False
 
 

@@ -191,14 +191,16 @@ def base_tags(facts: BaseFacts) -> dict[str, str]:
 
 
 def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
-    return {
+    tags = {
         BASE: base.name,
         BASE_DIGEST: base.digest,
         RANK: str(facts.rank),
         TARGETS: ",".join(facts.targets),
-        PARAMETERS: str(facts.num_parameters),
-        NOOP: "true" if facts.is_noop else "false",
     }
+    if facts.num_parameters:  # the tensors were read
+        tags[PARAMETERS] = str(facts.num_parameters)
+        tags[NOOP] = "true" if facts.is_noop else "false"
+    return tags
 
 
 def _refusal(row: Row) -> str:

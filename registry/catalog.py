@@ -54,7 +54,7 @@ class _Index(Generic[V]):
         for name, numbered in self.by_version.items():
             # Versions of one adapter may be for several bases: the highest one's alias counts. One
             # that cannot be served is what a name means only where an alias, or nothing else, is.
-            sound = [n for n, one in numbered.items() if not getattr(one, "refused", "")]
+            sound = [n for n, one in numbered.items() if not _is_refused(one)]
             highest = numbered[max(sound or numbered)]
             alias = default_aliases.of(highest)
             self.default[name] = self.by_alias[name].get(alias, highest)
@@ -209,6 +209,10 @@ class Catalog:
         for base in self._bases.default.values():
             found[base.name, base.digest] = base
         return found
+
+
+def _is_refused(version: BaseVersion | AdapterVersion) -> bool:
+    return isinstance(version, AdapterVersion) and bool(version.refused)
 
 
 def _version(base: BaseVersion) -> int:

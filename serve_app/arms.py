@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serve_app.asgi import ClientGoneError
-from serve_app.errors import AdapterUnsupportedError, NonFiniteError, to_api_error
+from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
 from serve_app.histograms import Histogram
 from serve_app.traffic import Arm
 

@@ -13,7 +13,7 @@ import asyncio
 from starlette.types import Message, Receive, Scope
 
 from serve_app.config import IngressArgs
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, ClientGoneError
 
 MIN_BYTES_PER_S = 16 * 1024
 # Of each body, outside the byte budget: it is for large bodies, small ones are bounded in number.
@@ -21,10 +21,6 @@ FREE_BYTES = 64 * 1024
 MAX_HEADERS = 100
 
 Headers = list[tuple[bytes, bytes]]
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection: nobody reads the answer."""
 
 
 class _Arrival:

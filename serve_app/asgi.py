@@ -14,8 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.arrivals import ClientGoneError
-from serve_app.errors import ApiError, to_api_error
+from serve_app.errors import ApiError, ClientGoneError, to_api_error
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +22,6 @@ _JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNO
 
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
-
-__all__ = [
-    "CLIENT_CLOSED_REQUEST",
-    "ClientGoneError",
-    "HeadAsGet",
-    "SseResponse",
-    "call_when_gone",
-    "error_response",
-    "install_error_handlers",
-    "json_response",
-    "read_body",
-]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -17,8 +17,8 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import Receive
 
 from serve_app.activity import Visit
-from serve_app.asgi import ClientGoneError, call_when_gone
-from serve_app.errors import OverloadedError, ServiceUnavailableError
+from serve_app.asgi import call_when_gone
+from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
 from serve_app.fronts import BaseAsleepError, Route
 from serve_app.gateway import Gateway
 from serve_app.topology import ServedBase

@@ -12,8 +12,7 @@ from engine.types import EngineLoad, Request, TokenOutput
 from serve_app.activity import Visit
 from serve_app.answer import Answer
 from serve_app.arms import Watch
-from serve_app.asgi import ClientGoneError
-from serve_app.errors import to_api_error
+from serve_app.errors import ClientGoneError, to_api_error
 from serve_app.generation import Generation
 from serve_app.responses import error_event
 from serve_app.routing.admission import Ticket

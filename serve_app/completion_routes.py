@@ -22,16 +22,10 @@ from engine.types import EngineLoad, Request
 from registry.catalog import Resolution
 from registry.entities import AdapterVersion
 from serve_app.answer import Answer
-from serve_app.asgi import (
-    ClientGoneError,
-    SseResponse,
-    call_when_gone,
-    error_response,
-    read_body,
-)
+from serve_app.asgi import SseResponse, call_when_gone, error_response, read_body
 from serve_app.cold_start import Admission
 from serve_app.completion import Completion, OnFirstToken
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, ClientGoneError
 from serve_app.explain import explain_headers, is_wanted
 from serve_app.fronts import Front
 from serve_app.generation import Generation

@@ -1,6 +1,7 @@
 """Errors as the client sees them: OpenAI's error body, and the one table from domain to status.
 
 ApiError               an answer: status, message, type, param, code
+ClientGoneError        the client closed the connection, and nobody reads an answer: 499
 OverloadedError        too many requests wait: 429 with Retry-After
 ConflictError          the server's state forbids what was asked: 409
 ServiceUnavailableError  nothing can answer now: 503 with Retry-After
@@ -97,6 +98,10 @@ def should_retry_of(status: int) -> bool:
     """Whether an error of this status passes by waiting; a refusal or a failure of the model does
     not."""
     return status in _RETRYABLE
+
+
+class ClientGoneError(Exception):
+    pass
 
 
 class OverloadedError(Exception):

@@ -15,10 +15,10 @@ from http import HTTPStatus
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.arrivals import Arrivals, ClientGoneError, Headers, check_header_size
+from serve_app.arrivals import Arrivals, Headers, check_header_size
 from serve_app.asgi import error_response
 from serve_app.config import IngressArgs, front_limits
-from serve_app.errors import INVALID_REQUEST, SERVER_ERROR, SHOULD_RETRY, ApiError
+from serve_app.errors import INVALID_REQUEST, SERVER_ERROR, SHOULD_RETRY, ApiError, ClientGoneError
 from serve_app.front_protocol import install
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from starlette.types import Message
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.asgi import ClientGoneError
 from serve_app.config import FairnessArgs
-from serve_app.errors import OverloadedError
+from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.queue_stats import QueueStats
 from serve_app.routing.admission import AdmissionQueue, Ticket
 from serve_app.routing.room import has_room

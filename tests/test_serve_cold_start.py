@@ -14,9 +14,8 @@ from engine.admission import EngineLimits
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
 from registry.errors import NotFoundError
-from serve_app.asgi import ClientGoneError
 from serve_app.cold_start import ColdStarts
-from serve_app.errors import OverloadedError, ServiceUnavailableError
+from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
 from serve_app.fronts import Front
 from serve_app.gateway import Gateway
 from serve_app.text import BaseText

@@ -11,9 +11,9 @@ import pytest
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
-from serve_app.asgi import ClientGoneError
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
+    ClientGoneError,
     NoMemoryError,
     OverloadedError,
     RequestQuarantinedError,

@@ -20,12 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
-from serve_app.arrivals import Arrivals, ClientGoneError
+from serve_app.arrivals import Arrivals
 from serve_app.browsers import guarded
 from serve_app.config import IngressArgs
 from serve_app.errors import (
     AdapterUnsupportedError,
     ApiError,
+    ClientGoneError,
     EngineGoneError,
     NonFiniteError,
     OverloadedError,

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.arms import ARM_SECONDS, Arms, Tally, outcome_of, quantile
-from serve_app.asgi import ClientGoneError
 from serve_app.config import CanaryArgs
 from serve_app.errors import (
     AdapterUnsupportedError,
     ApiError,
+    ClientGoneError,
     EngineFailureError,
     NonFiniteError,
     OverloadedError,

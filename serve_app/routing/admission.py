@@ -14,9 +14,9 @@ from math import ceil
 
 from starlette.types import Receive
 
-from serve_app.asgi import ClientGoneError, call_when_gone
+from serve_app.asgi import call_when_gone
 from serve_app.config import FairnessArgs
-from serve_app.errors import OverloadedError
+from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.queue_stats import QueueStats
 from serve_app.reports import Backlog
 from serve_app.routing.room import has_room

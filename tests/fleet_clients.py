@@ -1,0 +1,329 @@
+"""Clients of a fleet: what one asks for, how it reads and when it leaves, and whether what it got is
+right to the letter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray.serve.context
+from starlette.types import Message
+
+from tests.fleet_engine import LETTERS, POISON, letter
+from tests.fleet_ingress import FleetIngress
+from tests.virtual_loop import VirtualLoop
+
+Leaving = Literal["disconnect", "cancel"]  # the client's word, or Serve's cancellation
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """`leaves_after`: iterations of the event loop from the request's arrival on."""
+
+    is_chat: bool
+    is_stream: bool
+    model: str
+    prompts: tuple[str, ...]
+    n: int
+    max_tokens: int
+    stop: str | None
+    seed: int | None
+    tenant: str
+    priority: int
+    padding: int = 0  # spaces behind the body
+    body_s: float = 0.0  # its body takes so long
+    read_s: float = 0.0  # each write takes so long
+    leaving: Leaving | None = None
+    leaves_after: int = 0
+
+    def __str__(self) -> str:
+        kind = f"{'chat' if self.is_chat else 'completion'}{' stream' if self.is_stream else ''}"
+        told = f"{kind} of {self.model}, {len(self.prompts)} x {self.n} x {self.max_tokens} tokens"
+        if self.stop:
+            told += f", stop {self.stop!r}"
+        if self.leaving:
+            told += f", {self.leaving} after {self.leaves_after} iterations"
+        return told
+
+    @property
+    def is_poison(self) -> bool:
+        return not self.is_chat and any(prompt.startswith(POISON) for prompt in self.prompts)
+
+    @property
+    def engine_prompts(self) -> tuple[str, ...]:
+        """As the engine sees them."""
+        if self.is_chat:
+            return tuple(f"<user>{prompt}\n<assistant>" for prompt in self.prompts)
+        return self.prompts
+
+    def body(self) -> bytes:
+        fields: dict[str, object] = {
+            "model": self.model,
+            "stream": self.is_stream,
+            "n": self.n,
+            "max_tokens": self.max_tokens,
+            "priority": self.priority,
+        }
+        if self.is_chat:
+            fields["messages"] = [{"role": "user", "content": self.prompts[0]}]
+        else:
+            fields["prompt"] = list(self.prompts)
+        if self.stop:
+            fields["stop"] = self.stop
+        if self.seed is not None:
+            fields["seed"] = self.seed
+        if self.is_stream:
+            fields["stream_options"] = {"include_usage": True}
+        return json.dumps(fields).encode() + b" " * self.padding
+
+
+def draw_wish(draw: random.Random, number: int, models: list[str], *, poison: float) -> Wish:
+    is_chat = draw.random() < 0.4
+    word = "".join(draw.choice(LETTERS) for _ in range(draw.choice((3, 20, 90))))
+    count = 1 if is_chat else draw.choice((1, 1, 1, 2, 4))
+    first = POISON if not is_chat and draw.random() < poison else ""
+    prompts = tuple(f"{first}{word}{number}x{index}" for index in range(count))
+    leaving: Leaving | None = None
+    if draw.random() < 0.35:
+        leaving = draw.choice(("disconnect", "cancel"))
+    return Wish(
+        is_chat,
+        draw.random() < 0.6,
+        draw.choice(models),
+        prompts,
+        draw.choice((1, 1, 1, 2, 3)),
+        draw.choice((1, 2, 8, 30, 60)),
+        draw.choice(LETTERS) + (draw.choice(LETTERS) if draw.random() < 0.3 else "")
+        if draw.random() < 0.3
+        else None,
+        None if draw.random() < 0.3 else draw.randrange(1 << 30),
+        draw.choice(("", "gold", "iron", f"t{draw.randrange(4)}")),
+        draw.choice((0, 0, 0, -2, 3)),
+        padding=draw.choice((20_000, 90_000)) if draw.random() < 0.05 else 0,
+        body_s=draw.uniform(0.0, 1.7) if draw.random() < 0.1 else 0.0,
+        read_s=draw.uniform(0.0, 0.3) if draw.random() < 0.1 else 0.0,
+        leaving=leaving,
+        leaves_after=int(10 ** draw.uniform(0.0, 3.2)),
+    )
+
+
+@dataclass
+class Client:
+    loop: VirtualLoop
+    number: int
+    ingress: FleetIngress
+    wish: Wish
+    has_left: bool = False
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    is_whole: bool = False
+    num_starts: int = 0
+    num_ends: int = 0
+
+    def start(self) -> None:
+        self._gone = asyncio.Event()
+        self._parts = self._cut_body()
+        self.began_s = self.loop.time()
+        self.task = self.ingress.process.task(self._run())
+        if self.wish.leaving is not None:
+            self.loop.at_iteration(self.loop.iteration + self.wish.leaves_after, self.leave)
+
+    def leave(self) -> None:
+        if self.task.done() or self.has_left:
+            return
+        self.has_left = True
+        if self.wish.leaving == "cancel":
+            self.task.cancel()
+        else:
+            self.loop.call_soon(self._gone.set)
+
+    @property
+    def has_ended_well(self) -> bool:
+        if self.status != 200 or not self.is_whole:
+            return False
+        return not self.wish.is_stream or self.code is None
+
+    @property
+    def code(self) -> str | None:
+        """Of the error that it was told; None: none."""
+        if self.status == 200 and not self.wish.is_stream:
+            return None
+        if self.status == 200:
+            cut = [event for event in self._events() if "error" in event]
+            return str(cut[-1]["error"]["code"]) if cut else None
+        if not self.body:
+            return None
+        return str(json.loads(self.body)["error"]["code"])
+
+    def faults(self, seeds: dict[str, set[int]], digests: dict[str, str]) -> list[str]:
+        """What is wrong with its answer, whatever it is. `seeds`: see `StepEngine`; `digests`: of
+        adapters, by `name@version`."""
+        if not self.task.done():
+            return ["it never ended"]
+        if self.task.cancelled():
+            return [] if self.has_left else ["it was cancelled by nobody"]
+        if (error := self.task.exception()) is not None:
+            return [f"the application raised {error!r}"]
+        if self.num_starts > 1 or self.num_ends > 1:
+            return ["it was answered twice"]
+        if not self.is_whole and not self.has_left:
+            return [f"its answer, status {self.status}, has no end"]
+        if self.status == 500 or (self.code == "internal"):
+            return [f"status {self.status}: {self.body[-300:]!r}"]
+        if self.status != 200:
+            return []
+        version = self.headers["x-loraplex-version"]
+        try:
+            wrong = self._compared(seeds, digests.get(version))
+        except (ValueError, KeyError, IndexError) as error:
+            return [f"its answer cannot be read: {error!r}: {self.body[-200:]!r}"]
+        return wrong
+
+    def _compared(self, seeds: dict[str, set[int]], adapter: str | None) -> list[str]:
+        wish, wrong = self.wish, []
+        is_whole = self.has_ended_well
+        texts, reasons, usage = self._read()
+        num_tokens = 0
+        for place, prompt in enumerate(wish.engine_prompts):
+            known = seeds.get(prompt, set()) if wish.seed is None else {wish.seed}
+            if len(known) != 1:
+                if texts:
+                    wrong.append(f"prompt {place} was sent with {len(known)} seeds")
+                continue
+            for choice in range(wish.n):
+                index = place * wish.n + choice
+                want, reason, count = self._wanted(prompt, adapter, next(iter(known)), choice)
+                num_tokens += count
+                got = texts.get(index, "")
+                is_right = got == want if index in reasons else want.startswith(got)
+                if not is_right:
+                    wrong.append(f"choice {index} is {got!r}, not {want!r}")
+                if index in reasons and reasons[index] != reason:
+                    wrong.append(f"choice {index} ended by {reasons[index]}, not {reason}")
+                if is_whole and index not in reasons:
+                    wrong.append(f"choice {index} has no end")
+        if is_whole and usage is not None:
+            prompt_tokens = sum(len(prompt) for prompt in wish.engine_prompts)
+            told = usage["prompt_tokens"], usage["completion_tokens"]
+            if told != (prompt_tokens, num_tokens):
+                wrong.append(f"the usage is {told}, not {(prompt_tokens, num_tokens)}")
+        elif is_whole:
+            wrong.append("it has no usage")
+        return wrong
+
+    def _wanted(
+        self, prompt: str, adapter: str | None, seed: int, choice: int
+    ) -> tuple[str, str, int]:
+        """Text, finish reason and number of tokens."""
+        wish = self.wish
+        text = "".join(
+            letter(prompt, adapter, seed, choice, position) for position in range(wish.max_tokens)
+        )
+        if wish.stop and (found := text.find(wish.stop)) >= 0:
+            return text[:found], "stop", found + len(wish.stop)
+        return text, "length", wish.max_tokens
+
+    def _read(self) -> tuple[dict[int, str], dict[int, str], dict[str, int] | None]:
+        texts: dict[int, str] = {}
+        reasons: dict[int, str] = {}
+        usage: dict[str, int] | None = None
+        if not self.wish.is_stream:
+            events = [json.loads(self.body)] if self.is_whole else []
+        else:
+            events = self._events()
+        for event in events:
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                index = choice["index"]
+                if index in reasons:
+                    raise ValueError(f"choice {index} went on after its end")
+                message = choice.get("message") or choice.get("delta") or {}
+                part = choice.get("text") or message.get("content") or ""
+                texts[index] = texts.get(index, "") + part
+                if choice["finish_reason"] is not None:
+                    reasons[index] = choice["finish_reason"]
+        return texts, reasons, usage
+
+    def _events(self) -> list[dict[str, Any]]:
+        found = []
+        *whole, rest = self.body.decode().split("\n\n")
+        lines = [line for event in whole for line in event.split("\n") if line.startswith("data: ")]
+        if self.is_whole and (rest or not lines or lines[-1] != "data: [DONE]"):
+            raise ValueError("the stream does not end with [DONE]")
+        for line in lines:
+            if line != "data: [DONE]":
+                found.append(json.loads(line.removeprefix("data: ")))
+        return found
+
+    async def _run(self) -> None:
+        """As Serve's replica calls an application, and cancels what it began."""
+        request_id = f"request {self.number}"
+        context = ray.serve.context._RequestContext(
+            request_id=request_id, _internal_request_id=request_id
+        )
+        ray.serve.context._serve_request_context.set(context)  # type: ignore[arg-type]
+        try:
+            await self.ingress.app(self._scope(), self._receive, self._send)
+        except asyncio.CancelledError:
+            begun = ray.serve.context._get_requests_pending_assignment(request_id)
+            for task in tuple(begun.values()):
+                task.cancel()
+            raise
+
+    def _scope(self) -> dict[str, object]:
+        path = "/v1/chat/completions" if self.wish.is_chat else "/v1/completions"
+        headers = {
+            "host": "testserver",
+            "content-type": "application/json",
+            "content-length": str(len(self.wish.body())),
+            "x-tenant-id": self.wish.tenant,
+        }
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("testserver", 80),
+            "state": {},
+        }
+
+    def _cut_body(self) -> list[bytes]:
+        body = self.wish.body()
+        count = 3 if self.wish.body_s else 1
+        size = -(-len(body) // count)
+        return [body[start : start + size] for start in range(0, len(body), size)]
+
+    async def _receive(self) -> Message:
+        if self._parts and not self._gone.is_set():
+            if self.wish.body_s:
+                await asyncio.sleep(self.wish.body_s)
+            if not self._gone.is_set():
+                part = self._parts.pop(0)
+                return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.num_starts += 1
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.body += message.get("body", b"")
+            if not message.get("more_body"):
+                self.num_ends += 1
+                self.is_whole = True
+        if self.wish.read_s:
+            await asyncio.sleep(self.wish.read_s)

@@ -1,0 +1,281 @@
+"""One ingress process of a fleet: the whole ASGI application with its gateway, queues, router and
+side stream, behind a manager that only says what there is. `leftovers` names everything that an
+ingress without a request must not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from engine.admission import EngineLimits
+from serve_app.arms import OUTCOMES
+from serve_app.cold_start import ColdStarts
+from serve_app.config import FairnessArgs, IngressArgs
+from serve_app.fronts import Front
+from serve_app.gateway import Gateway
+from serve_app.ingress import Bounded, build_asgi
+from serve_app.ingress_metrics import IngressMetrics
+from serve_app.params import Prompt, read_prompts
+from serve_app.protocol import parse_body
+from serve_app.queue_stats import QueueStats
+from serve_app.reports import IngressReport, ReportAnswer
+from serve_app.routing import views_registry
+from serve_app.routing.admission import AdmissionQueue
+from serve_app.routing.queues import AdmissionQueues
+from serve_app.routing.view import ReplicaView
+from serve_app.shadow import Shadows
+from serve_app.state import IngressState
+from serve_app.text import BaseText
+from serve_app.text_pool import TextPool
+from serve_app.topology import BaseDescription, PlatformView, ServedBase
+from tests.fleet_engine import PROCESS, Process
+from tests.fleet_node import EngineNode
+from tests.fleet_serve import ServeRouter
+from tests.virtual_loop import VirtualLoop
+
+B = TypeVar("B")
+
+
+class _PerProcess:
+    """Stands for the state of the process in `views_registry`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(PROCESS.get().registry, name)
+
+
+class _ConnectedPerProcess:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(PROCESS.get().registry.connected, name)
+
+
+@contextmanager
+def processes(clock: Callable[[], float]) -> Any:
+    """The contexts of different processes see different states of `views_registry`."""
+    names = {"_registry": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
+    before = {name: getattr(views_registry, name) for name in names}
+    for name, value in names.items():
+        setattr(views_registry, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(views_registry, name, value)
+
+
+class Manager:
+    """Says what there is, and hands on what ingresses tell of requests in quarantine."""
+
+    def __init__(self, view: PlatformView, num_ingresses: int) -> None:
+        self.platform = view
+        self._num_ingresses = num_ingresses
+        self._quarantined: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self.view = _Remote(self._view)
+        self.report = _Remote(self._report)
+        self.wake_base = _Remote(self._wake)
+        self.num_wakes = 0
+
+    def say(self, view: PlatformView) -> None:
+        self.platform = view
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _view(self, revision: str, timeout_s: float) -> PlatformView | None:
+        if revision == self.platform.revision:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+            except TimeoutError:
+                return None
+        await asyncio.sleep(0.01)
+        return self.platform
+
+    async def _report(self, report: IngressReport) -> ReportAnswer:
+        self._quarantined[report.ingress_id] = report.quarantined
+        await asyncio.sleep(0.01)
+        held = [one for told in self._quarantined.values() for one in told]
+        return ReportAnswer(self._num_ingresses, tuple(held))
+
+    async def _wake(self, digest: str) -> None:
+        self.num_wakes += 1
+
+
+class _Remote:
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.remote = method
+
+
+class _Texts:
+    """As a TextPool, without processes."""
+
+    async def parse(self, kind: Any, raw: bytes) -> Any:
+        await asyncio.sleep(0.02)
+        return parse_body(kind, raw)
+
+    async def prompts(
+        self, kind: Any, raw: bytes, base: str, files: Mapping[str, bytes], limits: EngineLimits
+    ) -> tuple[Prompt, ...]:
+        await asyncio.sleep(0.02)
+        return read_prompts(parse_body(kind, raw), BaseText.from_files(files), limits)
+
+
+class FleetIngress:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        name: str,
+        manager: Manager,
+        front: Callable[[DeploymentHandle[object]], Front],
+        args: IngressArgs,
+        fairness: FairnessArgs,
+        policy: str,
+        max_queued: int,
+    ) -> None:
+        self.name = name
+        self.process = Process(loop, name)
+        self.app_name = manager.platform.bases[0].app_name
+        self.router = ServeRouter(loop, self.process, self.app_name, policy, max_queued)
+        self.num_watches = 0
+        self.process.run(self._open, manager, front(self.router.handle()), args, fairness)
+
+    def _open(
+        self, manager: Manager, front: Front, args: IngressArgs, fairness: FairnessArgs
+    ) -> None:
+        """As `Ingress.__init__` puts it together."""
+        self.gateway = gateway = Gateway(cast("DeploymentHandle[object]", manager), self.name)
+        stats = QueueStats(self.name, fairness.weights)
+        self.queues_stats = stats
+        self.state = IngressState(
+            args,
+            gateway,
+            IngressMetrics(self.name),
+            ColdStarts(gateway),
+            Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests),
+            AdmissionQueues(gateway, fairness, stats, views_registry.of, is_proven=True),
+            cast(TextPool, _Texts()),
+        )
+        gateway.attendance.on_frame = self.state.queues.wake
+        gateway.attendance.on_placed = self.state.queues.placed
+        gateway.activity.backlog = self.state.queues.backlog
+        gateway._resting[front.base.digest] = front  # else it would be looked for in Ray
+        self._count_watches()
+        self.app: ASGIApp = build_asgi(self.state)
+        gateway.start()
+
+    def _count_watches(self) -> None:
+        watch = self.gateway.arms.watch
+
+        def counted(key: Any) -> Any:
+            self.num_watches += 1
+            return watch(key)
+
+        self.gateway.arms.watch = counted  # type: ignore[method-assign]
+
+    @property
+    def bounded(self) -> Bounded:
+        app: Any = self.app
+        while not isinstance(app, Bounded):
+            app = app._app
+        return app
+
+    @property
+    def queues(self) -> Iterable[AdmissionQueue]:
+        return self.state.queues._queues.values()
+
+    @property
+    def views(self) -> tuple[ReplicaView, ...]:
+        replicas: tuple[ReplicaView, ...] = self.process.run(
+            lambda: views_registry.of(self.app_name).replicas
+        )
+        return replicas
+
+    def leftovers(self) -> list[str]:
+        """What remains though no request is open."""
+        gateway, bounded, requests = self.gateway, self.bounded, self.router.requests
+        counts: dict[str, object] = {
+            "open HTTP requests": bounded._num_open,
+            "bodies on their way": bounded._arrivals.num_arriving,
+            "bytes of bodies": bounded._arrivals.num_bytes,
+            "streams": gateway.stream.num_open,
+            "attempts": sum(map(len, gateway.migrations._live.values())),
+            "suspects that wait": sum(
+                one.num_waiting for one in gateway.migrations._probations.values()
+            ),
+            "suspects on their turn": sum(
+                one._current is not None for one in gateway.migrations._probations.values()
+            ),
+            "visits": sum(one.num_open for one in gateway.activity.report()),
+            "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
+            "shadows": self.state.shadows.num_open,
+            "pending requests of Serve's router": len(requests._by_metadata),
+            "requests to fulfil": sum(
+                not one.future.done() for one in requests._pending_requests_to_fulfill
+            ),
+            "routing tasks": len(requests._routing_tasks),
+            "queued at Serve": self.router.num_queued,
+            "sent, as Serve counts": self.router.num_sent.total(),
+        }
+        for queue in self.queues:
+            room = queue._room
+            counts |= {
+                "tickets": room.num_open,
+                "waiting": len(room),
+                "waiting tokens": room.waiting_tokens,
+                "guests": len(room._guests),
+                "running cost": room._running_cost,
+                "tickets that wait": len(queue._waiting),
+                "calls under way": len(queue._under_way),
+                "waiting gauge": queue._of_base.num_waiting,
+            }
+        for view in self.views:
+            counts |= {
+                f"sequences placed at {view.replica_id}": view.placed_sequences,
+                f"tokens placed at {view.replica_id}": view.placed_tokens,
+                f"calls placed at {view.replica_id}": view.num_placed,
+            }
+        return [f"{self.name}: {what}: {count}" for what, count in counts.items() if count]
+
+    def misjudged(self, nodes: Iterable[EngineNode]) -> list[str]:
+        """Views that differ from the engines, some seconds after the last change."""
+        found, views = [], {view.replica_id: view for view in self.views}
+        connected = self.process.registry.connected
+        for node in nodes:
+            view = views.get(node.engine_id)
+            if view is None or not view.is_connected:
+                found.append(f"{self.name}: {node.engine_id} is not connected")
+                continue
+            if connected.get(node.engine_id) is not view:
+                found.append(f"{self.name}: two views of {node.engine_id}")
+            if view.load != node.engine.load():
+                found.append(f"{self.name}: the load of {node.engine_id} is not the engine's")
+            if lacks := len(node.engine.prefixes - view.prefixes):
+                found.append(f"{self.name}: {lacks} prefixes of {node.engine_id} are not known")
+            if more := len(view.prefixes - node.engine.prefixes):
+                found.append(f"{self.name}: {more} prefixes of {node.engine_id} are gone")
+        return found
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Of all arms."""
+        counts: Counter[str] = Counter()
+        for _, tally in self.gateway.arms.tallies():
+            for name, count in zip(OUTCOMES, tally.outcomes, strict=True):
+                counts[name] += count
+        return counts
+
+
+def make_front(
+    base: ServedBase, files: dict[str, bytes], limits: EngineLimits, text: BaseText
+) -> Callable[[DeploymentHandle[object]], Front]:
+    description = BaseDescription(files, limits)
+
+    def front(handle: DeploymentHandle[object]) -> Front:
+        return Front(base.base, base.app_name, handle, description, text, base.deployed_s)
+
+    return front

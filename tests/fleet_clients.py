@@ -117,6 +117,7 @@ class Client:
     number: int
     ingress: FleetIngress
     wish: Wish
+    has_begun: bool = False  # else it was cancelled before the application was called
     has_left: bool = False
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -267,6 +268,7 @@ class Client:
             request_id=request_id, _internal_request_id=request_id
         )
         ray.serve.context._serve_request_context.set(context)  # type: ignore[arg-type]
+        self.has_begun = True
         try:
             await self.ingress.app(self._scope(), self._receive, self._send)
         except asyncio.CancelledError:

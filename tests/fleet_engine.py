@@ -99,6 +99,7 @@ class StepEngine:
     _timer: asyncio.TimerHandle | None = None
     _began_s: float = 0.0
     _is_stopped: bool = False
+    _evicts: bool = False
     _cached: set[int] = field(default_factory=set)  # by the next step
     _evicted: set[int] = field(default_factory=set)
 
@@ -174,11 +175,15 @@ class StepEngine:
         return digest in self.loaded
 
     def evict_idle(self, draw: random.Random) -> None:
-        """An adapter that nothing here uses, and some of the prefix cache."""
+        """An adapter that nothing here uses, and with the next step some of the prefix cache."""
         used = {run.request.adapter for run in self._runs.values()}
         idle = [digest for digest in self.loaded if digest not in used]
         if idle:
             del self.loaded[draw.choice(idle)]
+        self._evicts = True
+
+    def _evict_prefixes(self) -> None:
+        self._evicts = False
         for digest in sorted(self.prefixes)[::3]:
             self.prefixes.discard(digest)
             self._cached.discard(digest)
@@ -239,6 +244,8 @@ class StepEngine:
                 self._runs.pop(request_id, None)
         self.lacks_memory = False
         self.num_steps += 1
+        if self._evicts:
+            self._evict_prefixes()
         step = StepOutput(
             tuple(outputs), self.load(), tuple(self._cached), tuple(self._evicted)
         )

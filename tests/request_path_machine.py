@@ -307,6 +307,7 @@ class Fleet:
         """Whatever is left of the fleet can serve."""
         self._note("the last fault is over")
         for node in self.nodes:
+            node.engine.lacks_memory = False
             if node.is_frozen:
                 node.thaw()
             if node.engine.is_hung:
@@ -355,8 +356,8 @@ class Fleet:
             return wish.model == LOST
         if code == "overloaded":
             return not plan.is_roomy or plan.max_open < plan.num_requests or bool(wish.padding)
-        if code == "request_quarantined":
-            return wish.is_poison
+        if code == "request_quarantined":  # who is under two engines that die cannot prove anything
+            return wish.is_poison or deaths >= 2
         if code == "body_timeout":
             return bool(wish.body_s)
         if code == "engine_out_of_memory":
@@ -376,7 +377,9 @@ class Fleet:
                 counted[status] += count
             if counted != answers:
                 self._violate(f"{name}: answers are {dict(counted)}, not {dict(answers)}")
-            gone = sum(not c.is_whole or c.status == 499 for c in own if c.task.done())
+            gone = sum(
+                c.has_begun and (not c.is_whole or c.status == 499) for c in own if c.task.done()
+            )
             if metrics._num_disconnects != gone:
                 self._violate(f"{name}: {metrics._num_disconnects} disconnects, not {gone}")
             outcomes = ingress.outcomes

@@ -21,6 +21,7 @@ from typing import Any
 
 EPOCH_S = 1_700_000_000.0
 _LATENCY_S = (0.0001, 0.002)
+_APART_S = 1e-6
 _EXECUTOR_S = (0.0, 0.004)
 
 
@@ -193,7 +194,8 @@ class _End(asyncio.Transport):
         for part in (data[:cut], data[cut:]):
             if part:
                 latest_s = self._loop.time() + draw.uniform(*_LATENCY_S)
-                self._due_s = max(self._due_s, latest_s)
+                # Timers of one moment have no order.
+                self._due_s = max(self._due_s + _APART_S, latest_s)
                 self._loop.call_at(self._due_s, self._other._arrive, part)
         if self._unsent > self._high and not self._is_paused:
             self._is_paused = True

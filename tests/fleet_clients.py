@@ -1,117 +1,24 @@
-"""Clients of a fleet: what one asks for, how it reads and when it leaves, and whether what it got is
-right to the letter.
+"""Clients of a fleet: how one sends its body, reads and leaves, and whether what it got is right to
+the letter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import ray.serve.context
 from starlette.types import Message
 
-from tests.fleet_engine import LETTERS, POISON, letter
+from tests.fleet_engine import letter
 from tests.fleet_ingress import FleetIngress
+from tests.fleet_wishes import Wish
 from tests.virtual_loop import VirtualLoop
 
-Leaving = Literal["disconnect", "cancel"]  # the client's word, or Serve's cancellation
 
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """`leaves_after`: iterations of the event loop from the request's arrival on."""
-
-    is_chat: bool
-    is_stream: bool
-    model: str
-    prompts: tuple[str, ...]
-    n: int
-    max_tokens: int
-    stop: str | None
-    seed: int | None
-    tenant: str
-    priority: int
-    padding: int = 0  # spaces behind the body
-    body_s: float = 0.0  # its body takes so long
-    read_s: float = 0.0  # each write takes so long
-    leaving: Leaving | None = None
-    leaves_after: int = 0
-
-    def __str__(self) -> str:
-        kind = f"{'chat' if self.is_chat else 'completion'}{' stream' if self.is_stream else ''}"
-        told = f"{kind} of {self.model}, {len(self.prompts)} x {self.n} x {self.max_tokens} tokens"
-        if self.stop:
-            told += f", stop {self.stop!r}"
-        if self.leaving:
-            told += f", {self.leaving} after {self.leaves_after} iterations"
-        return told
-
-    @property
-    def is_poison(self) -> bool:
-        return not self.is_chat and any(prompt.startswith(POISON) for prompt in self.prompts)
-
-    @property
-    def engine_prompts(self) -> tuple[str, ...]:
-        """As the engine sees them."""
-        if self.is_chat:
-            return tuple(f"<user>{prompt}\n<assistant>" for prompt in self.prompts)
-        return self.prompts
-
-    def body(self) -> bytes:
-        fields: dict[str, object] = {
-            "model": self.model,
-            "stream": self.is_stream,
-            "n": self.n,
-            "max_tokens": self.max_tokens,
-            "priority": self.priority,
-        }
-        if self.is_chat:
-            fields["messages"] = [{"role": "user", "content": self.prompts[0]}]
-        else:
-            fields["prompt"] = list(self.prompts)
-        if self.stop:
-            fields["stop"] = self.stop
-        if self.seed is not None:
-            fields["seed"] = self.seed
-        if self.is_stream:
-            fields["stream_options"] = {"include_usage": True}
-        return json.dumps(fields).encode() + b" " * self.padding
-
-
-def draw_wish(draw: random.Random, number: int, models: list[str], *, poison: float) -> Wish:
-    is_chat = draw.random() < 0.4
-    word = "".join(draw.choice(LETTERS) for _ in range(draw.choice((3, 20, 90))))
-    count = 1 if is_chat else draw.choice((1, 1, 1, 2, 4))
-    first = POISON if not is_chat and draw.random() < poison else ""
-    prompts = tuple(f"{first}{word}{number}x{index}" for index in range(count))
-    leaving: Leaving | None = None
-    if draw.random() < 0.35:
-        leaving = draw.choice(("disconnect", "cancel"))
-    return Wish(
-        is_chat,
-        draw.random() < 0.6,
-        draw.choice(models),
-        prompts,
-        draw.choice((1, 1, 1, 2, 3)),
-        draw.choice((1, 2, 8, 30, 60)),
-        draw.choice(LETTERS) + (draw.choice(LETTERS) if draw.random() < 0.3 else "")
-        if draw.random() < 0.3
-        else None,
-        None if draw.random() < 0.3 else draw.randrange(1 << 30),
-        draw.choice(("", "gold", "iron", f"t{draw.randrange(4)}")),
-        draw.choice((0, 0, 0, -2, 3)),
-        padding=draw.choice((20_000, 90_000)) if draw.random() < 0.05 else 0,
-        body_s=draw.uniform(0.0, 1.7) if draw.random() < 0.1 else 0.0,
-        read_s=draw.uniform(0.0, 0.3) if draw.random() < 0.1 else 0.0,
-        leaving=leaving,
-        leaves_after=int(10 ** draw.uniform(0.0, 3.2)),
-    )
-
-
-@dataclass
+@dataclass(eq=False)
 class Client:
     loop: VirtualLoop
     number: int
@@ -142,6 +49,19 @@ class Client:
             self.task.cancel()
         else:
             self.loop.call_soon(self._gone.set)
+
+    def __str__(self) -> str:
+        """How it ended."""
+        if self.has_left:
+            return "left"
+        if not self.task.done():
+            return f"open, status {self.status}"
+        return "well" if self.has_ended_well else str(self.code)
+
+    @property
+    def reasons(self) -> list[str]:
+        """For which its choices ended."""
+        return list(self._read()[1].values())
 
     @property
     def has_ended_well(self) -> bool:

@@ -1,5 +1,4 @@
-"""An engine process of a fleet on the virtual clock: the project's EngineHost and EngineReplica with
-everything they hold, over an engine that only counts and an actor that is called as Ray calls it.
+"""An engine on the virtual clock that only counts.
 
 A token is a letter, and a pure function of prompt, adapter, seed, choice and position (`letter`),
 so that a reader can tell whether an answer is right whichever engines made it.
@@ -10,13 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable, Coroutine
-from contextvars import Context, ContextVar, copy_context
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from ray.exceptions import ActorDiedError, RayTaskError
 
 from engine.admission import EngineLimits
 from engine.errors import EngineDeadError, UnknownAdapterError
@@ -30,37 +25,12 @@ from engine.types import (
     TokenOutput,
 )
 from lora.errors import AdapterError
-from serve_app.routing.views_registry import Registry
 from tests.virtual_loop import VirtualLoop
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 POISON = "!"  # a prompt that begins with it kills its engine before its first token
 REFUSED = "refused"  # the last part of the folder of an adapter that the engine refuses
 NUM_BLOCKS = 1000
-_STALL_S = 10.0
-_CALL_S = (0.0002, 0.004)  # one way, between a replica and its actor
-
-PROCESS: ContextVar[Process] = ContextVar("process")
-
-
-class Process:
-    """What runs in its contexts finds the state of this process and of no other one."""
-
-    def __init__(self, loop: VirtualLoop, name: str) -> None:
-        self.name = name
-        self.registry = Registry()
-        self._loop = loop
-        self._context = copy_context()
-        self._context.run(PROCESS.set, self)
-
-    def context(self) -> Context:
-        return self._context.copy()
-
-    def run(self, function: Callable[..., Any], *args: object) -> Any:
-        return self.context().run(function, *args)
-
-    def task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        return self._loop.create_task(work, context=self.context())
 
 
 def letter(prompt: str, adapter: str | None, seed: int, choice: int, position: int) -> str:
@@ -79,8 +49,7 @@ class _Run:
 
 @dataclass
 class StepEngine:
-    """`seeds`: those that each prompt came with, of the whole fleet; `num_submitted` and
-    `is_untouched` are for promises about single requests."""
+    """`seeds`: those that each prompt came with, of the whole fleet."""
 
     loop: VirtualLoop
     limits: EngineLimits
@@ -246,9 +215,7 @@ class StepEngine:
         self.num_steps += 1
         if self._evicts:
             self._evict_prefixes()
-        step = StepOutput(
-            tuple(outputs), self.load(), tuple(self._cached), tuple(self._evicted)
-        )
+        step = StepOutput(tuple(outputs), self.load(), tuple(self._cached), tuple(self._evicted))
         self._cached, self._evicted = set(), set()
         for callback in self._callbacks:
             callback(step)
@@ -287,90 +254,3 @@ class StepEngine:
         self.prefixes |= new
         self._cached |= new
         self._evicted -= new
-
-
-class Actor:
-    """As Ray's handle: `name.remote(...)` calls `target.name`. A call takes time both ways, an
-    exception comes wrapped, and nobody's cancellation reaches the call."""
-
-    def __init__(self, loop: VirtualLoop, process: Process, targets: dict[str, Any]) -> None:
-        self.is_dead = False
-        self._loop = loop
-        self._process = process
-        self._targets = targets
-        self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
-        self._frozen: list[tuple[asyncio.Future[Any], str, tuple[object, ...]]] | None = None
-
-    def __getattr__(self, name: str) -> _Method:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _Method(self, name)
-
-    def freeze(self) -> None:
-        self._frozen = []
-
-    def thaw(self) -> None:
-        frozen, self._frozen = self._frozen or [], None
-        for call in frozen:
-            self._begin(*call)
-
-    def kill(self) -> None:
-        self.is_dead = True
-        self.thaw()
-        calls, self._calls = self._calls, {}
-        for task, answer in calls.items():
-            task.cancel()
-            self._later(answer, error=ActorDiedError())
-
-    def _call(self, name: str, args: tuple[object, ...]) -> asyncio.Future[Any]:
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        answer.add_done_callback(was_read)
-        self._loop.call_later(self._loop.random.uniform(*_CALL_S), self._begin, answer, name, args)
-        return answer
-
-    def _begin(self, answer: asyncio.Future[Any], name: str, args: tuple[object, ...]) -> None:
-        if self.is_dead:
-            self._later(answer, error=ActorDiedError())
-        elif self._frozen is not None:
-            self._frozen.append((answer, name, args))
-        else:
-            task = self._process.task(self._targets[name](*args))
-            self._calls[task] = answer
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        answer = self._calls.pop(task, None)
-        if answer is None:  # its process died
-            if not task.cancelled():
-                task.exception()
-        elif (error := task.exception()) is None:
-            self._later(answer, task.result())
-        else:
-            assert isinstance(error, Exception)
-            self._later(answer, error=RayTaskError("call", "", error).as_instanceof_cause())
-
-    def _later(
-        self, answer: asyncio.Future[Any], result: object = None, error: Exception | None = None
-    ) -> None:
-        def end() -> None:
-            if not answer.done() and error is not None:
-                answer.set_exception(error)
-            elif not answer.done():
-                answer.set_result(result)
-
-        self._loop.call_later(self._loop.random.uniform(*_CALL_S), end)
-
-
-@dataclass(frozen=True, slots=True)
-class _Method:
-    actor: Actor
-    name: str
-
-    def remote(self, *args: object) -> asyncio.Future[Any]:
-        return self.actor._call(self.name, args)
-
-
-def was_read(future: asyncio.Future[Any]) -> None:
-    """Who asked may be gone: its exception is nobody's."""
-    if not future.cancelled():
-        future.exception()

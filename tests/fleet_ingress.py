@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
@@ -25,7 +25,6 @@ from serve_app.ingress_metrics import IngressMetrics
 from serve_app.params import Prompt, read_prompts
 from serve_app.protocol import parse_body
 from serve_app.queue_stats import QueueStats
-from serve_app.reports import IngressReport, ReportAnswer
 from serve_app.routing import views_registry
 from serve_app.routing.admission import AdmissionQueue
 from serve_app.routing.queues import AdmissionQueues
@@ -34,13 +33,12 @@ from serve_app.shadow import Shadows
 from serve_app.state import IngressState
 from serve_app.text import BaseText
 from serve_app.text_pool import TextPool
-from serve_app.topology import BaseDescription, PlatformView, ServedBase
-from tests.fleet_engine import PROCESS, Process
+from serve_app.topology import BaseDescription, ServedBase
+from tests.fleet_actor import PROCESS, Process
+from tests.fleet_manager import Manager
 from tests.fleet_node import EngineNode
 from tests.fleet_serve import ServeRouter
 from tests.virtual_loop import VirtualLoop
-
-B = TypeVar("B")
 
 
 class _PerProcess:
@@ -56,7 +54,7 @@ class _ConnectedPerProcess:
 
 
 @contextmanager
-def processes(clock: Callable[[], float]) -> Any:
+def processes(clock: Callable[[], float]) -> Iterator[None]:
     """The contexts of different processes see different states of `views_registry`."""
     names = {"_registry": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
     before = {name: getattr(views_registry, name) for name in names}
@@ -67,48 +65,6 @@ def processes(clock: Callable[[], float]) -> Any:
     finally:
         for name, value in before.items():
             setattr(views_registry, name, value)
-
-
-class Manager:
-    """Says what there is, and hands on what ingresses tell of requests in quarantine."""
-
-    def __init__(self, view: PlatformView, num_ingresses: int) -> None:
-        self.platform = view
-        self._num_ingresses = num_ingresses
-        self._quarantined: dict[str, Any] = {}
-        self._changed = asyncio.Event()
-        self.view = _Remote(self._view)
-        self.report = _Remote(self._report)
-        self.wake_base = _Remote(self._wake)
-        self.num_wakes = 0
-
-    def say(self, view: PlatformView) -> None:
-        self.platform = view
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _view(self, revision: str, timeout_s: float) -> PlatformView | None:
-        if revision == self.platform.revision:
-            try:
-                await asyncio.wait_for(self._changed.wait(), timeout_s)
-            except TimeoutError:
-                return None
-        await asyncio.sleep(0.01)
-        return self.platform
-
-    async def _report(self, report: IngressReport) -> ReportAnswer:
-        self._quarantined[report.ingress_id] = report.quarantined
-        await asyncio.sleep(0.01)
-        held = [one for told in self._quarantined.values() for one in told]
-        return ReportAnswer(self._num_ingresses, tuple(held))
-
-    async def _wake(self, digest: str) -> None:
-        self.num_wakes += 1
-
-
-class _Remote:
-    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        self.remote = method
 
 
 class _Texts:

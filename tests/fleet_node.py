@@ -18,9 +18,11 @@ from serve_app.metrics import EngineMetrics
 from serve_app.replica import EngineReplica
 from serve_app.scaling_stats import ScalingStats
 from serve_app.topology import RegistryReader
-from tests.fleet_engine import PROCESS, REFUSED, Actor, Process, StepEngine
-from tests.fleet_serve import ServeReplica
-from tests.virtual_loop import Connection, VirtualLoop
+from tests.fleet_actor import PROCESS, Actor, Process
+from tests.fleet_calls import ServeReplica
+from tests.fleet_engine import REFUSED, StepEngine
+from tests.virtual_loop import VirtualLoop
+from tests.virtual_network import Connection
 
 _EXIT_S = 0.5  # as `replica._EXIT_DELAY_S`
 _LAST_LOOK_S = 0.5
@@ -103,9 +105,7 @@ class EngineNode:
     @property
     def connections(self) -> list[Connection]:
         return [
-            one
-            for one in self._loop.connections
-            if one.ends[0].context[PROCESS] is self.process
+            one for one in self._loop.connections if one.ends[0].context[PROCESS] is self.process
         ]
 
     def kill_engine(self) -> None:
@@ -131,11 +131,16 @@ class EngineNode:
         self.is_frozen = True
         self.engine.is_hung = True
         self.actor.freeze()
+        assert self.host._heartbeat is not None
+        self.host._heartbeat.cancel()
         for connection in self.connections:
             connection.hold()
 
     def thaw(self) -> None:
+        if self.is_dead or not self.is_frozen:
+            return
         self.is_frozen = False
+        self.host._heartbeat = self.process.task(self.host._beat())
         for connection in self.connections:
             connection.release()
         self.actor.thaw()

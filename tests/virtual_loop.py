@@ -1,9 +1,8 @@
 """An event loop whose time is a number: when nothing is ready, the clock jumps to the next timer.
 
-Its network is in memory: every connection has two transports, bytes take a random time in order,
-and a connection can be held (nothing arrives until it is released) or cut. Executors run inline. So
-a minute of a fleet takes as long as its callbacks, and the same seed gives the same run. The number
-of the present iteration lets a caller act between any two callbacks.
+Its network is in memory (see `virtual_network`), executors run inline. So a minute of a fleet takes
+as long as its callbacks, and the same seed gives the same run. The number of the present iteration
+lets a caller act between any two callbacks.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
+from tests.virtual_network import LATENCY_S, Connection
+
 EPOCH_S = 1_700_000_000.0
-_LATENCY_S = (0.0001, 0.002)
-_APART_S = 1e-6
 _EXECUTOR_S = (0.0, 0.004)
 
 
@@ -60,7 +59,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock = _Clock()
         super().__init__(self._clock)
         self.num_tasks = 0
-        self.set_task_factory(lambda loop, work, **how: _Task(work, loop=self, **how))
+        self.on_connection: Callable[[Connection], object] = lambda _: None
+        # What a task with an empty context has of the one that began it.
+        self.inherited: tuple[ContextVar[Any], ...] = ()
+        self.set_task_factory(self._make_task)
         self.random = random.Random(f"network {seed}")
         self.iteration = 0
         self.connections: list[Connection] = []
@@ -79,6 +81,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         for callback in self._due.pop(self.iteration, ()):
             callback()
         super()._run_once()  # type: ignore[misc]
+
+    def _make_task(
+        self, loop: object, work: Any, *, context: Context | None = None, **how: Any
+    ) -> _Task:
+        for variable in self.inherited if context is not None else ():
+            if variable not in context and (value := variable.get(None)) is not None:
+                context.run(variable.set, value)
+        return _Task(work, loop=self, context=context, **how)
 
     def _write_to_self(self) -> None:
         """There is no other thread that this one would wait for."""
@@ -115,140 +125,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         ssl: object = None,
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         assert ssl is None
-        await asyncio.sleep(self.random.uniform(*_LATENCY_S))
+        await asyncio.sleep(self.random.uniform(*LATENCY_S))
         if port not in self._listeners:
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
         accept, context = self._listeners[port]
-        connection = Connection(self, copy_context(), context)
-        self.connections.append(connection)
+        connection = Connection(self, self.random, self.connections, copy_context(), context)
         near, far = connection.ends
         far.begin(accept)
         near.begin(protocol_factory)
+        self.on_connection(connection)
         assert near.protocol is not None
         return near, near.protocol
-
-
-class Connection:
-    """Its first end is that of the peer which dialled."""
-
-    def __init__(self, loop: VirtualLoop, near: Context, far: Context) -> None:
-        self.loop = loop
-        self.is_held = False
-        self.ends = (_End(self, near), _End(self, far))
-
-    def contexts(self) -> tuple[Context, Context]:
-        return self.ends[0].context, self.ends[1].context
-
-    def hold(self) -> None:
-        """Nothing arrives at either end any more, and neither end learns of it."""
-        self.is_held = True
-
-    def release(self) -> None:
-        """All that was on its way arrives, late."""
-        self.is_held = False
-        for end in self.ends:
-            end.flush()
-
-    def cut(self) -> None:
-        for end in self.ends:
-            end.lose()
-        if self in self.loop.connections:
-            self.loop.connections.remove(self)
-
-
-class _End(asyncio.Transport):
-    """What its owner writes arrives at the other end."""
-
-    def __init__(self, connection: Connection, context: Context) -> None:
-        super().__init__()
-        self.context = context
-        self.protocol: asyncio.Protocol | None = None
-        self._connection = connection
-        self._loop = connection.loop
-        self._arriving: list[bytes] = []  # held on the way here
-        self._due_s = 0.0
-        self._high = 64 * 1024
-        self._unsent = 0
-        self._is_paused = self._is_closing = self._is_lost = False
-
-    def begin(self, factory: Callable[[], asyncio.Protocol]) -> None:
-        self.protocol = self.context.copy().run(factory)
-        self._call(self.protocol.connection_made, self)
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return _Socket() if name == "socket" else default
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = 64 * 1024 if high is None else high
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._is_closing:
-            return
-        data = bytes(data)
-        self._unsent += len(data)
-        draw = self._loop.random
-        cut = draw.randrange(len(data) + 1) if draw.random() < 0.1 else len(data)
-        for part in (data[:cut], data[cut:]):
-            if part:
-                latest_s = self._loop.time() + draw.uniform(*_LATENCY_S)
-                # Timers of one moment have no order.
-                self._due_s = max(self._due_s + _APART_S, latest_s)
-                self._loop.call_at(self._due_s, self._other._arrive, part)
-        if self._unsent > self._high and not self._is_paused:
-            self._is_paused = True
-            self._call(self.protocol_of().pause_writing)
-
-    def abort(self) -> None:
-        """As asyncio's: the owner hears of the end in the next iteration, the peer later."""
-        self._is_closing = True
-        self._loop.call_soon(self._connection.cut)
-
-    def close(self) -> None:
-        self.abort()
-
-    def protocol_of(self) -> asyncio.Protocol:
-        assert self.protocol is not None
-        return self.protocol
-
-    def flush(self) -> None:
-        arriving, self._arriving = self._arriving, []
-        for part in arriving:
-            self._arrive(part)
-
-    def lose(self) -> None:
-        if self._is_lost or self.protocol is None:
-            return
-        self._is_lost = self._is_closing = True
-        self._call(self.protocol.connection_lost, None)
-
-    @property
-    def _other(self) -> _End:
-        first, second = self._connection.ends
-        return second if self is first else first
-
-    def _arrive(self, part: bytes) -> None:
-        if self._connection.is_held:
-            self._arriving.append(part)
-            return
-        other = self._other
-        other._unsent -= len(part)
-        if other._is_paused and other._unsent <= other._high // 4:
-            other._is_paused = False
-            if not other._is_lost:
-                other._call(other.protocol_of().resume_writing)
-        if not self._is_lost:
-            self._call(self.protocol_of().data_received, part)
-
-    def _call(self, callback: Callable[..., object], *args: object) -> None:
-        self.context.copy().run(callback, *args)
-
-
-class _Socket:
-    def setsockopt(self, *_: object) -> None:
-        pass
 
 
 class _Server:

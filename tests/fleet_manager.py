@@ -1,0 +1,66 @@
+"""The manager of a fleet: it says what there is, wakes the base, and hands on which requests are in
+quarantine at one of the ingresses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from serve_app.reports import IngressReport, ReportAnswer
+from serve_app.topology import PlatformView
+
+_START_S = 2.0  # of a base
+
+
+class Manager:
+    def __init__(self, view: PlatformView, num_ingresses: int) -> None:
+        self.platform = view
+        self._num_ingresses = num_ingresses
+        self._serial = int(view.revision)
+        self._quarantined: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self.view = _Remote(self._view)
+        self.report = _Remote(self._report)
+        self.wake_base = _Remote(self._wake)
+        self._is_asleep = False
+
+    def fall_asleep(self) -> None:
+        """The base, until a request wakes it."""
+        self._is_asleep = True
+        self._say(is_running=False, state="asleep")
+
+    async def _wake(self, digest: str) -> None:
+        if self._is_asleep:
+            self._is_asleep = False
+            self._say(is_running=False, state="starting", is_waking=True)
+            await asyncio.sleep(_START_S)
+            self._say(is_running=True, state="running", is_waking=False)
+
+    def _say(self, **changes: Any) -> None:
+        self._serial += 1
+        base = replace(self.platform.bases[0], **changes)
+        self.platform = replace(self.platform, revision=str(self._serial), bases=(base,))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _view(self, revision: str, timeout_s: float) -> PlatformView | None:
+        if revision == self.platform.revision:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+            except TimeoutError:
+                return None
+        await asyncio.sleep(0.01)
+        return self.platform
+
+    async def _report(self, report: IngressReport) -> ReportAnswer:
+        self._quarantined[report.ingress_id] = report.quarantined
+        await asyncio.sleep(0.01)
+        held = [one for told in self._quarantined.values() for one in told]
+        return ReportAnswer(self._num_ingresses, tuple(held))
+
+
+class _Remote:
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.remote = method

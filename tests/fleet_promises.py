@@ -1,0 +1,117 @@
+"""What holds of every fleet after it has quieted down, whatever happened in it.
+
+Each function yields the words of what does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from tests.fleet_clients import Client
+from tests.fleet_ingress import FleetIngress
+from tests.fleet_node import EngineNode
+from tests.fleet_plan import BROKEN, DEATHS, DIGESTS, LOST, UNKNOWN, Plan
+from tests.virtual_loop import VirtualLoop
+
+_LASTING = (
+    "Gateway._follow",
+    "Gateway._report",
+    "Attendance._",
+    "Migrations._keep_looking",
+    "EngineHost._beat",
+    "EngineNode._exit_with_the_engine",
+    "Manager.",
+    "Event.wait",
+    "Fleet.run",
+    "RouterMetricsManager._report_cached_metrics_forever",
+)
+_OF_REQUESTS = ("Generation", "TokenStream", "AdmissionQueue", "Attempt", "Timeout")
+
+
+def wrong_answers(
+    clients: Sequence[Client], seeds: dict[str, set[int]], plan: Plan, happened: Mapping[str, int]
+) -> Iterator[str]:
+    """Every request ended once, with its own tokens, and failed for a reason only. `happened`: how
+    often each kind of fault."""
+    for client in clients:
+        name = f"request {client.number} ({client.wish})"
+        for fault in client.faults(seeds, DIGESTS):
+            yield f"{name}: {fault}"
+        if client.has_left or not client.task.done() or client.has_ended_well:
+            continue
+        code = client.code or "?"
+        if not _is_excused(client, code, plan, happened):
+            yield f"{name}: {code} without a reason: {client.body[-200:]!r}"
+
+
+def _is_excused(client: Client, code: str, plan: Plan, happened: Mapping[str, int]) -> bool:
+    """Whether something happened in this fleet for which a request may be told this."""
+    wish, limit = client.wish, plan.migration.limit
+    deaths = sum(happened[one] for one in DEATHS) + 9 * bool(plan.poison)
+    if code == "model_not_found":
+        return wish.model == UNKNOWN
+    if code == "adapter_unsupported":
+        return wish.model == BROKEN
+    if code in ("unavailable", "bad_artifact", "quarantined"):
+        return wish.model == LOST
+    if code == "overloaded":
+        return not plan.is_roomy or plan.max_open < plan.num_requests or bool(wish.padding)
+    if code == "request_quarantined":  # alone at two engines that die, nobody can prove anything
+        return wish.is_poison or deaths >= 2
+    if code == "body_timeout":
+        return bool(wish.body_s)
+    if code == "engine_out_of_memory":
+        return happened["no memory"] > limit
+    if code == "engine_unavailable":
+        is_late = plan.migration.timeout_s < 10 and not plan.is_roomy
+        return deaths + happened["cancel"] > limit or is_late
+    return False
+
+
+def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:
+    """Metrics agree with what the clients of this ingress saw, each of them once."""
+    name, metrics = ingress.name, ingress.state.metrics
+    own = [client for client in clients if client.ingress is ingress and client.task.done()]
+    stayed = [client for client in own if not client.has_left]
+    left = len(own) - len(stayed)
+    answers = Counter(client.status for client in own if client.status is not None)
+    counted: Counter[int | None] = Counter()
+    for (_, status), count in metrics._answers.items():
+        counted[status] += count
+    if counted != answers:
+        yield f"{name}: answers are {dict(counted)}, not {dict(answers)}"
+    gone = sum(one.has_begun and (not one.is_whole or one.status == 499) for one in own)
+    if metrics._num_disconnects != gone:
+        yield f"{name}: {metrics._num_disconnects} disconnects, not {gone}"
+    outcomes = ingress.outcomes
+    if outcomes.total() != ingress.num_watches:
+        yield f"{name}: {outcomes.total()} of {ingress.num_watches} watched requests are counted"
+    codes = Counter(client.code for client in stayed)
+    lost = sum(ingress.gateway.migrations.metrics._lost.values())
+    if not codes["engine_unavailable"] <= lost <= codes["engine_unavailable"] + left:
+        yield f"{name}: {lost} requests are lost, {codes['engine_unavailable']} were told"
+    stats = ingress.state.queues.stats
+    shed = stats.num_turned_away + sum(one.sheds.total() for one in stats._bases.values())
+    if shed > codes["overloaded"] + left:
+        yield f"{name}: {shed} refusals are counted, {codes['overloaded']} were told"
+
+
+def leftovers(
+    loop: VirtualLoop, ingresses: Sequence[FleetIngress], nodes: Sequence[EngineNode]
+) -> Iterator[str]:
+    """Of no request anything is left, and every view is right again. `nodes`: that serve."""
+    for node in nodes:
+        yield from node.leftovers()
+    for ingress in ingresses:
+        yield from ingress.leftovers()
+        yield from ingress.misjudged(nodes)
+    for task in asyncio.all_tasks(loop):
+        name = getattr(task.get_coro(), "__qualname__", "?")
+        if not name.startswith(_LASTING):
+            yield f"a task is left: {name}"
+    for timer in loop._scheduled:  # type: ignore[attr-defined]
+        name = getattr(timer._callback, "__qualname__", "?")
+        if not timer.cancelled() and name.startswith(_OF_REQUESTS):
+            yield f"a timer is left: {name}"

@@ -49,7 +49,7 @@ class _Run:
 
 @dataclass
 class StepEngine:
-    """`seeds`: those that each prompt came with, of the whole fleet."""
+    """`seeds`: those that each `prompt/adapter` came with, of the whole fleet."""
 
     loop: VirtualLoop
     limits: EngineLimits
@@ -101,9 +101,8 @@ class StepEngine:
         if request.adapter is not None and request.adapter not in self.loaded:
             raise UnknownAdapterError(request.adapter)
         assert request.params.seed is not None
-        self.seeds.setdefault(self.text_of(request.prompt_token_ids), set()).add(
-            request.params.seed
-        )
+        prompt = self.text_of(request.prompt_token_ids)
+        self.seeds.setdefault(f"{prompt}/{request.adapter}", set()).add(request.params.seed)
         done = {one.choice: len(one.token_ids) for one in request.resumed}
         open_choices = {choice: done.get(choice, 0) for choice in request.choices}
         run = _Run(request, open_choices, request.num_tokens, self.loop.time())

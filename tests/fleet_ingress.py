@@ -67,8 +67,8 @@ def processes(clock: Callable[[], float]) -> Iterator[None]:
             setattr(views_registry, name, value)
 
 
-class _Texts:
-    """As a TextPool, without processes."""
+class _Texts(TextPool):
+    """Reads bodies without its processes, whose time is real."""
 
     async def parse(self, kind: Any, raw: bytes) -> Any:
         await asyncio.sleep(0.02)
@@ -114,7 +114,7 @@ class FleetIngress:
             ColdStarts(gateway),
             Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests),
             AdmissionQueues(gateway, fairness, stats, views_registry.of, is_proven=True),
-            cast(TextPool, _Texts()),
+            _Texts(1),
         )
         gateway.attendance.on_frame = self.state.queues.wake
         gateway.attendance.on_placed = self.state.queues.placed

@@ -31,7 +31,7 @@ class Manager:
         self._is_asleep = True
         self._say(is_running=False, state="asleep")
 
-    async def _wake(self, digest: str) -> None:
+    async def wake(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
             self._say(is_running=False, state="starting", is_waking=True)
@@ -44,6 +44,9 @@ class Manager:
         self.platform = replace(self.platform, revision=str(self._serial), bases=(base,))
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _wake(self, digest: str) -> None:
+        await self.wake()
 
     async def _view(self, revision: str, timeout_s: float) -> PlatformView | None:
         if revision == self.platform.revision:

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import ray.serve.context
+
 from engine.admission import EngineLimits
 from serve_app.activity import Activity
 from serve_app.attempt import Attempt
@@ -77,13 +79,15 @@ class Fleet:
         self._note(str(self.plan))
         await asyncio.sleep(_OPENING_S)
         watch = self.loop.create_task(self._watch_orphans())
-        arrivals, faults = self._arrive(), self._hurt()
-        await asyncio.gather(arrivals, faults)
+        control = self.loop.create_task(self._control())
+        await asyncio.gather(self._arrive(), self._hurt())
         self._mend()
+        await self.manager.wake()
         await asyncio.wait([client.task for client in self.clients], timeout=_END_S)
         await asyncio.sleep(_QUIET_S)
-        watch.cancel()
-        await asyncio.wait([watch])
+        for task in (watch, control):
+            task.cancel()
+        await asyncio.wait([watch, control])
         self._judge()
         await self._judge_new_requests()
 
@@ -184,6 +188,17 @@ class Fleet:
             if draw.random() < plan.replaced:
                 self._add_engine()
 
+    async def _control(self) -> None:
+        """As Serve's controller: who died is not listed any more, and two are kept."""
+        known: list[EngineNode] = []
+        while True:
+            await asyncio.sleep(1.0)
+            while len(self.serving) < 2:
+                self._add_engine()
+            if self.serving != known:
+                known = self.serving
+                self._tell()
+
     def _harm(self, node: EngineNode, fault: str) -> None:
         draw = self.draw
         if fault == "kill":
@@ -232,8 +247,6 @@ class Fleet:
                 node.thaw()
             if node.engine.is_hung:
                 node.kill()
-        while len(self.serving) < 2:
-            self._add_engine()
         self._tell()
 
     async def _watch_orphans(self) -> None:
@@ -318,6 +331,7 @@ def run_fleet(seed: int) -> Result:
         return result
     finally:
         asyncio.set_event_loop(None)
+        ray.serve.context._requests_pending_assignment.clear()
         random.setstate(state)
         logging.disable(disabled)
         loop.close()

@@ -1,0 +1,41 @@
+"""The request path as a whole, in random fleets on a virtual clock: whatever happens to clients and
+engines, each request ends once and right, and nothing is left of it.
+
+`python -m tests.benchmarks.request_path` runs hundreds of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fleet_plan import FAULTS
+from tests.request_path_machine import Result, run_fleet
+
+# The fewest that show every fault, every way to end and both ways to leave.
+SEEDS = range(10)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    return [run_fleet(seed) for seed in SEEDS]
+
+
+def test_every_request_ends_once_and_right_and_leaves_nothing_behind(
+    results: list[Result],
+) -> None:
+    told = {result.seed: result.violations for result in results if result.violations}
+    assert told == {}
+
+
+def test_the_fleets_meet_every_fault(results: list[Result]) -> None:
+    """Else they would show nothing."""
+    happened = {what for result in results for what in result.tally}
+    assert set(FAULTS) - happened == set()
+    ends = ("well", "left", "overloaded", "engine_unavailable", "adapter_unsupported")
+    assert {f"ended: {end}" for end in ends} - happened == set()
+
+
+def test_a_seed_gives_the_same_fleet_each_time(results: list[Result]) -> None:
+    again = run_fleet(results[0].seed)
+    assert again.events == results[0].events
+    assert again.iterations == results[0].iterations

@@ -1,5 +1,5 @@
 """Random fleets of ingresses and engines on a virtual clock, and what holds of every one of them:
-no token is lost, doubled or wrong, every request ends once and leaves nothing, and counts are right.
+no token is lost, doubled or wrong, every request ends once and leaves nothing, and counts agree.
 
     python -m tests.benchmarks.request_path [--fleets 500] [--seed 0] [--workers 2] [--out FILE]
 

@@ -20,6 +20,7 @@ from registry.errors import CacheFullError, RegistryUnavailableError
 from serve_app.attempt import Attempt, CallCancelledError
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
+    AdapterUnsupportedError,
     EngineGoneError,
     NoMemoryError,
     OverloadedError,
@@ -88,6 +89,8 @@ class Journey:
         self._move = None
         if move is not None:
             metrics.moved(model, move.reason, is_ok=False)
+        if isinstance(error, AdapterUnsupportedError):
+            return  # no engine would have answered it
         if isinstance(error, RequestQuarantinedError):
             metrics.quarantined(model)
         elif move is not None or isinstance(error, EngineDeadError):

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.admission import EngineLimits
+from engine.types import EngineLoad
 from serve_app.arms import OUTCOMES
 from serve_app.cold_start import ColdStarts
 from serve_app.config import FairnessArgs, IngressArgs
@@ -208,7 +209,7 @@ class FleetIngress:
                 continue
             if connected.get(node.engine_id) is not view:
                 found.append(f"{self.name}: two views of {node.engine_id}")
-            if view.load != node.engine.load():
+            if _work(view.load) != _work(node.engine.load()):
                 found.append(f"{self.name}: the load of {node.engine_id} is not the engine's")
             if lacks := len(node.engine.prefixes - view.prefixes):
                 found.append(f"{self.name}: {lacks} prefixes of {node.engine_id} are not known")
@@ -224,6 +225,11 @@ class FleetIngress:
             for name, count in zip(OUTCOMES, tally.outcomes, strict=True):
                 counts[name] += count
         return counts
+
+
+def _work(load: EngineLoad) -> tuple[int, int, int]:
+    """Without the adapters, which are loaded at any time ahead of requests."""
+    return load.num_running, load.num_waiting, load.queued_tokens
 
 
 def make_front(

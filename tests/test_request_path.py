@@ -6,8 +6,18 @@ engines, each request ends once and right, and nothing is left of it.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from engine.errors import EngineDeadError
+from serve_app.config import MigrationArgs
+from serve_app.errors import AdapterUnsupportedError
+from serve_app.journey import Journey
+from serve_app.migrations import Migrations
+from serve_app.stream_server import StreamServer
+from tests.fakes_replicas import APP, Router
 from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet
 
@@ -38,3 +48,15 @@ def test_a_seed_gives_the_same_fleet_each_time(results: list[Result]) -> None:
     again = run_fleet(results[0].seed)
     assert again.events == results[0].events
     assert again.iterations == results[0].iterations
+
+
+async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:
+    migrations = Migrations(StreamServer(), Router(), "i0")
+    journey = Journey(migrations, APP, "base", MigrationArgs())
+    attempt = cast(Any, SimpleNamespace(engine_id="e0", has_output=False))
+    journey.judge(EngineDeadError("gone"), attempt, on_probation=False)
+    refusal = AdapterUnsupportedError("layer 3 holds NaN")
+    with pytest.raises(AdapterUnsupportedError):
+        journey.judge(refusal, attempt, on_probation=False)
+    assert migrations.metrics._moves == {("base", "death", False): 1}
+    assert not migrations.metrics._lost

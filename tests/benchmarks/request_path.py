@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # of the workers: sets of strings have an order
     report = Report(arguments.out)
     return int(not run(arguments.fleets, arguments.seed, arguments.workers, report))
 

@@ -6,6 +6,8 @@ engines, each request ends once and right, and nothing is left of it.
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +29,13 @@ SEEDS = (1, 2, 3, 4, 5, 11, 13, 17, 21, 29, 34, 36)
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    return [run_fleet(seed) for seed in SEEDS]
+    """The last one is of the first seed again. In a process where sets of strings have an order, so
+    that the same fleets run each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawned) as pool:
+            return list(pool.map(run_fleet, (*SEEDS, SEEDS[0])))
 
 
 def test_every_request_ends_once_and_right_and_leaves_nothing_behind(
@@ -45,9 +53,8 @@ def test_the_fleets_meet_every_fault(results: list[Result]) -> None:
 
 
 def test_a_seed_gives_the_same_fleet_each_time(results: list[Result]) -> None:
-    again = run_fleet(results[0].seed)
-    assert again.events == results[0].events
-    assert again.iterations == results[0].iterations
+    assert results[-1].events == results[0].events
+    assert results[-1].iterations == results[0].iterations
 
 
 async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:

@@ -24,7 +24,7 @@ from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet
 
 # Few that together meet every fault.
-SEEDS = (1, 2, 3, 4, 5, 11, 13, 17, 21, 29, 34, 36)
+SEEDS = (5, 1, 11, 13, 21, 34)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ the ingress feeds it, sends what comes back and aborts in the engine what it say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.types import TokenLogprobs, TokenOutput
@@ -147,11 +147,13 @@ class Answer:
             has_no_output=request.requested_tokens == 0,
         )
         skip = request.skip_special_tokens is not False
+        # A completion goes on from its prompt, and so does a chat whose last message the client
+        # began: a first space there is a real one.
+        at_start = isinstance(request, ChatRequest) and not request.continue_final_message
         choices = []
         for index in range(len(self._prompts) * request.num_choices):
-            # A completion goes on from its prompt: a first space there is a real one.
             detokenizer = self._text.tokenizer.detokenizer(
-                skip_special_tokens=skip, at_start=self._is_chat
+                skip_special_tokens=skip, at_start=at_start
             )
             choices.append(
                 _Choice(
@@ -238,13 +240,27 @@ class Answer:
         return lists.to_json()
 
     def _append_prompt(self, lists: CompletionLogprobs, choice: _Choice, num_top: int) -> None:
-        tokenizer = self._text.tokenizer
-        stream = tokenizer.detokenizer()
-        offset = 0
-        token_ids = self._prompts[choice.prompt].token_ids
-        for token_id, entry in zip(token_ids, self._prompt_logprobs[choice.prompt], strict=True):
+        tokenizer, prompt = self._text.tokenizer, self._prompts[choice.prompt]
+        entries = self._prompt_logprobs[choice.prompt]
+        offsets = self._prompt_offsets(prompt)
+        for token_id, entry, offset in zip(prompt.token_ids, entries, offsets, strict=True):
             if entry is None:
                 lists.append_first(token_id, tokenizer)
             else:
                 lists.append(entry, num_top, offset, tokenizer)
-            offset += len(stream.push(token_id))
+
+    def _prompt_offsets(self, prompt: Prompt) -> Iterator[int]:
+        """Where each token of the prompt begins in the echoed text. A special token has a place
+        there if the client wrote it, and none if the tokenizer added it."""
+        tokenizer, text = self._text.tokenizer, prompt.text
+        stream = tokenizer.detokenizer(skip_special_tokens=text is None)
+        offset = 0
+        for token_id in prompt.token_ids:
+            yield offset
+            is_added = (
+                text is not None
+                and tokenizer.is_special(token_id)
+                and not text.startswith(tokenizer.token_text(token_id), offset)
+            )
+            if not is_added:
+                offset += len(stream.push(token_id))

@@ -48,6 +48,7 @@ class Lane:
     app_name: str
     model_name: str
     migration: MigrationArgs
+    has_client: bool = True  # else nobody loses anything when a request fails
 
 
 class Generation:
@@ -69,7 +70,13 @@ class Generation:
         self._adapter = adapter
         self._ask = ask
         self._progress = Progress(requests)
-        self._journey = Journey(migrations, lane.app_name, lane.model_name, lane.migration)
+        self._journey = Journey(
+            migrations,
+            lane.app_name,
+            lane.model_name,
+            lane.migration,
+            has_client=lane.has_client,
+        )
         self._failure: Exception | None = None  # the reader's own
         self._is_over: asyncio.Future[None] = self._loop.create_future()
         self._turn: Turn | None = None

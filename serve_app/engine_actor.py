@@ -32,6 +32,7 @@ from serve_app.stream import (
     SILENCE_S,
     Abort,
     Accepted,
+    AbortReason,
     StreamAddress,
     StreamError,
 )
@@ -141,22 +142,37 @@ class EngineHost:
             self._calls[request_id] = call
             self._metrics.begin(request, adapter_name, now_s)
         try:
-            for request in requests:
-                await self._engine.submit(request)
-                self._tell_accepted(call, request.request_id)
+            await self._submit_each(call, requests)
             self._metrics.found_adapter(tier)
             await call.done
         finally:
             self._abandon(call)
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
+    def abort(
+        self, request_id: str, choice: int | None = None, reason: AbortReason = "abort"
+    ) -> None:
+        """`reason`: how the choice counts; "stop" where its text ended at a stop string."""
         call = self._calls.get(request_id)
         if call is None:
             return
         self._engine.abort(request_id, choice)
         for open_id, open_choice in tuple(call.open_choices):
             if open_id == request_id and choice in (None, open_choice):
-                self._end_choice(call, request_id, open_choice, "abort")
+                self._end_choice(call, request_id, open_choice, reason)
+
+    async def _submit_each(self, call: _Call, requests: Sequence[Request]) -> None:
+        """One after another, each for up to a step. The call that the engine refuses counts
+        nothing: its caller may send it again."""
+        for request in requests:
+            if self._calls.get(request.request_id) is not call:
+                continue  # aborted while an earlier one was submitted
+            try:
+                await self._engine.submit(request)
+            except Exception:
+                for one in requests:
+                    self._metrics.withdraw(one.request_id)
+                raise
+            self._tell_accepted(call, request.request_id)
 
     def _tier_of(self, digest: str | None) -> str | None:
         """Of memory, as the newest step left it; None: no adapter."""
@@ -209,7 +225,7 @@ class EngineHost:
     def _on_abort(self, link: IngressLink, abort: Abort) -> None:
         call = self._calls.get(abort.request_id)
         if call is not None and call.link is link:  # an ingress ends its own requests only
-            self.abort(abort.request_id, abort.choice)
+            self.abort(abort.request_id, abort.choice, abort.reason)
 
     def _on_lost(self, link: IngressLink) -> None:
         lost = {call for call in self._calls.values() if call.link is link}

@@ -119,9 +119,9 @@ class Generation:
     def end_choice(self, request_id: str, choice: int) -> None:
         """The reader needs no more of this choice (a stop string): the engine drops it."""
         if self._progress.is_open(request_id, choice):
+            num_tokens = self._progress.end(request_id, choice)
             if self._attempt is not None:
-                self._attempt.abort(self._progress.engine_id(request_id), choice)
-            self._progress.end(request_id, choice)
+                self._attempt.stop(self._progress.engine_id(request_id), choice, num_tokens)
 
     def fail(self, error: Exception) -> None:
         """The reader gets this error after what already arrived."""

@@ -31,8 +31,8 @@ from serve_app.stream import (
     HEARTBEAT_S,
     SILENCE_S,
     Abort,
-    Accepted,
     AbortReason,
+    Accepted,
     StreamAddress,
     StreamError,
 )

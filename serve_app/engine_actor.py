@@ -75,6 +75,7 @@ class EngineHost:
         self._stall_timeout_s = stall_timeout_s
         self._metrics = metrics
         self._calls: dict[str, _Call] = {}  # by request id
+        self._dialling: set[str] = set()  # ids of requests whose ingress is being dialled
         self._links = IngressLinks(engine_id, self._on_abort, self._on_lost)
         self._heartbeat: asyncio.Task[None] | None = None
         self.dead = asyncio.Event()
@@ -128,7 +129,9 @@ class EngineHost:
     ) -> None:
         """Returns when every choice ended or was aborted. Cancelling it aborts the rest.
         `found_in`: the tier that the adapter came from in `adapter_s`; None: memory."""
-        link = await self._links.open(reply_to)
+        link, requests = await self._open_link(requests, reply_to)
+        if not requests:
+            return
         call = _Call(link, asyncio.get_running_loop().create_future())
         tier = found_in or self._tier_of(requests[0].adapter)
         now_s = time.time()
@@ -152,6 +155,7 @@ class EngineHost:
         self, request_id: str, choice: int | None = None, reason: AbortReason = "abort"
     ) -> None:
         """`reason`: how the choice counts; "stop" where its text ended at a stop string."""
+        self._dialling.discard(request_id)
         call = self._calls.get(request_id)
         if call is None:
             return
@@ -159,6 +163,18 @@ class EngineHost:
         for open_id, open_choice in tuple(call.open_choices):
             if open_id == request_id and choice in (None, open_choice):
                 self._end_choice(call, request_id, open_choice, reason)
+
+    async def _open_link(
+        self, requests: Sequence[Request], reply_to: StreamAddress
+    ) -> tuple[IngressLink, Sequence[Request]]:
+        """The link and those of the requests that were not aborted while it was dialled."""
+        request_ids = {request.request_id for request in requests}
+        self._dialling |= request_ids
+        try:
+            link = await self._links.open(reply_to)
+            return link, [one for one in requests if one.request_id in self._dialling]
+        finally:
+            self._dialling -= request_ids
 
     async def _submit_each(self, call: _Call, requests: Sequence[Request]) -> None:
         """One after another, each for up to a step. The call that the engine refuses counts

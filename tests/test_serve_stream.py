@@ -172,6 +172,19 @@ async def test_prompts_aborted_while_an_earlier_one_is_submitted_never_run() -> 
         assert sample(rig, "vllm:request_success_total", "abort") == 3
 
 
+async def test_prompts_aborted_while_their_ingress_is_dialled_never_run() -> None:
+    engine = LongStepEngine()
+    engine.step_ended.set()
+    async with running_rig(engine=engine) as rig:
+        stream = rig.server.open(["a", "b"])
+        call = rig.submit(new_request("a", max_tokens=10_000), new_request("b"))
+        await asyncio.sleep(0)  # the dialling begins
+        rig.host.abort("a")
+        await read_all(stream)
+        await asyncio.wait_for(call, 10)
+        assert engine.admitted == ["b"]
+
+
 async def test_a_call_that_the_engine_refuses_and_takes_later_counts_once() -> None:
     async with running_rig() as rig:
         stream = rig.server.open(["a", "b"])

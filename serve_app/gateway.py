@@ -214,8 +214,9 @@ class Gateway:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def max_model_len(self, base_digest: str) -> int | None:
+        """In tokens, as a request may use it; None: not known before the base has started."""
         front = self._fronts.get(base_digest) or self._resting.get(base_digest)
-        return None if front is None else front.description.limits.max_model_len
+        return None if front is None else front.description.limits.max_request_tokens
 
     async def _follow(self) -> None:
         while True:

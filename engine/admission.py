@@ -25,6 +25,11 @@ class EngineLimits:
     max_num_batched_tokens: int = 8192
     prefix_chunk: int = 32  # tokens of one prefix digest
 
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens that one request may have, its prompt and its output together."""
+        return min(self.max_model_len, self.max_kv_tokens)
+
 
 def check_request(
     request: Request, limits: EngineLimits, eos_token_ids: Collection[int] = ()
@@ -74,19 +79,16 @@ def _check_ids(token_ids: tuple[int, ...], vocab_size: int, where: str, param: s
 
 
 def _check_length(num_prompt: int, max_tokens: int, limits: EngineLimits) -> None:
-    names = (
-        (limits.max_model_len, "the model's limit is {} tokens (max_model_len)"),
-        (limits.max_kv_tokens, "all KV blocks together hold {} tokens"),
-    )
-    limit, words = min(names, key=lambda pair: pair[0])
+    limit = limits.max_request_tokens
+    words = f"the model's limit is {limit} tokens (max_model_len)"
+    if limit < limits.max_model_len:
+        words = f"all KV blocks together hold {limit} tokens"
     if num_prompt > limit:
-        raise ContextLengthError(
-            f"prompt has {num_prompt} tokens, but {words.format(limit)}", "prompt"
-        )
+        raise ContextLengthError(f"prompt has {num_prompt} tokens, but {words}", "prompt")
     if num_prompt + max_tokens > limit:
         raise InvalidRequestError(
             f"prompt of {num_prompt} tokens and max_tokens {max_tokens} make "
-            f"{num_prompt + max_tokens} tokens, but {words.format(limit)}",
+            f"{num_prompt + max_tokens} tokens, but {words}",
             "max_tokens",
         )
 

@@ -60,6 +60,7 @@ def count_blocks(
         wanted = min(room // size, _max_useful_blocks(config, max_model_len))
     if wanted < 1:
         raise UnsupportedModelError(f"no KV block fits: one needs {size} bytes")
+    _warn_of_short_requests(wanted * config.block_size, max_model_len, "raise kv_cache_bytes")
     return wanted
 
 
@@ -79,20 +80,25 @@ def plan_kv(
         kv_cache_bytes=config.kv_cache_bytes,
         num_blocks=config.num_blocks,
     )
-    num_tokens = plan.num_blocks * config.block_size
-    if num_tokens < max_model_len:
-        logger.warning(
-            "all KV blocks hold %d tokens, max_model_len is %d: longer requests are refused; "
-            "to make room raise gpu_memory_utilization or lower adapter_pool_bytes\n%s",
-            num_tokens,
-            max_model_len,
-            plan.table(),
-        )
+    advice = f"raise gpu_memory_utilization or lower adapter_pool_bytes\n{plan.table()}"
+    _warn_of_short_requests(plan.num_blocks * config.block_size, max_model_len, advice)
     return plan
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * block_size * model.kv_size * dtype.itemsize
+
+
+def _warn_of_short_requests(num_tokens: int, max_model_len: int, advice: str) -> None:
+    """`num_tokens`: what all KV blocks hold."""
+    if num_tokens < max_model_len:
+        logger.warning(
+            "all KV blocks hold %d tokens, max_model_len is %d: longer requests are refused; "
+            "to make room %s",
+            num_tokens,
+            max_model_len,
+            advice,
+        )
 
 
 def _max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:

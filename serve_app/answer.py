@@ -6,13 +6,21 @@ the ingress feeds it, sends what comes back and aborts in the engine what it say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.types import TokenLogprobs, TokenOutput
 from serve_app.choice import ChoiceRules, ChoiceState, Delta
 from serve_app.detokenize import build_stop_table
-from serve_app.logprobs import CompletionLogprobs, chat_entry, prompt_entries
+from serve_app.logprobs import CompletionLogprobs, chat_entry
+from serve_app.logprobs_parts import (
+    Position,
+    Rendering,
+    chat_lists,
+    completion_lists,
+    prompt_list,
+    rendered_here,
+)
 from serve_app.params import Prompt
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
@@ -23,10 +31,14 @@ from serve_app.responses import (
     Json,
     ResponseHead,
     Usage,
+    encode,
     full_body,
     usage_chunk,
 )
 from serve_app.text import BaseText
+from serve_app.tokenizer import TextTokenizer
+
+_LONG_CHUNK_ENTRIES = 512  # 0.6 ms; a hundred of them may come together
 
 
 @dataclass(slots=True)
@@ -35,6 +47,7 @@ class Fed:
 
     data: bytes = b""  # for the stream; always empty for a whole answer
     abort: bool = False  # a stop string ended this choice: the engine may drop it
+    rendering: Rendering[bytes] | None = None  # of a chunk with many log-probabilities, else None
 
 
 NOTHING = Fed()
@@ -115,7 +128,10 @@ class Answer:
         if not self._request.stream:
             choice.deltas.append(delta)
             return Fed(b"", state.stopped_by_text)
-        return Fed(self._chunk(choice, delta), state.stopped_by_text)
+        is_first, choice.is_started = not choice.is_started, True
+        if self._is_long(choice, delta, is_first):
+            return Fed(b"", state.stopped_by_text, self._long_chunk(choice, delta, is_first))
+        return Fed(self._chunk(choice, delta, is_first), state.stopped_by_text)
 
     def usage(self) -> Usage:
         return Usage(
@@ -130,12 +146,23 @@ class Answer:
         return (usage_chunk(self._head, self.usage()) if self._shows_usage else b"") + DONE
 
     def body(self) -> bytes:
+        """Blocks, with many log-probabilities for seconds."""
+        return rendered_here(self.rendering(), self.tokenizer)
+
+    def rendering(self) -> Rendering[bytes]:
+        """Ends with the whole body."""
         assert self.is_done
         extras: Json = {}
         if self._is_chat:
-            extras = self._prompt_extras(self._choices[0])
-        choices = [self._choice_body(choice) for choice in self._choices]
+            extras = yield from self._prompt_extras(self._choices[0])
+        choices = []
+        for choice in self._choices:
+            choices.append((yield from self._choice_body(choice)))
         return full_body(self._head, choices, self.usage(), extras)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self._text.tokenizer
 
     def _make_choices(self) -> list[_Choice]:
         request = self._request
@@ -147,11 +174,13 @@ class Answer:
             has_no_output=request.requested_tokens == 0,
         )
         skip = request.skip_special_tokens is not False
+        # A completion goes on from its prompt, and so does a chat whose last message the client
+        # began: a first space there is a real one.
+        at_start = isinstance(request, ChatRequest) and not request.continue_final_message
         choices = []
         for index in range(len(self._prompts) * request.num_choices):
-            # A completion goes on from its prompt: a first space there is a real one.
             detokenizer = self._text.tokenizer.detokenizer(
-                skip_special_tokens=skip, at_start=self._is_chat
+                skip_special_tokens=skip, at_start=at_start
             )
             choices.append(
                 _Choice(
@@ -171,13 +200,36 @@ class Answer:
             return prompt.text
         return self._text.tokenizer.decode(prompt.token_ids)
 
-    def _chunk(self, choice: _Choice, delta: Delta) -> bytes:
+    def _is_long(self, choice: _Choice, delta: Delta, is_first: bool) -> bool:
+        """The chunk has many log-probabilities, mostly because it repeats a prompt with its own."""
+        if self._num_logprobs is None:
+            return False
+        num_positions = len(delta.logprobs)
+        if is_first and self._echoes:
+            num_positions += len(self._prompts[choice.prompt].token_ids)
+        return num_positions * (self._num_logprobs + 1) > _LONG_CHUNK_ENTRIES
+
+    def _chunk(self, choice: _Choice, delta: Delta, is_first: bool) -> bytes:
+        if self._is_plain and delta.finish_reason is None:
+            text = self._echo_texts[choice.prompt] + delta.text if is_first else delta.text
+            return choice.writer.plain(text)
+        before, after = self._around(choice, delta, is_first)
+        logprobs = self._logprobs(choice, delta, with_prompt=is_first)
+        return b"".join((before, encode(logprobs), after))
+
+    def _long_chunk(self, choice: _Choice, delta: Delta, is_first: bool) -> Rendering[bytes]:
+        before, after = self._around(choice, delta, is_first)  # now, whenever it is rendered
+
+        def rendering() -> Rendering[bytes]:
+            lists = yield from self._lists(choice, [delta], with_prompt=is_first)
+            return b"".join((before, encode(lists), after))
+
+        return rendering()
+
+    def _around(self, choice: _Choice, delta: Delta, is_first: bool) -> tuple[bytes, bytes]:
         text = delta.text
-        is_first, choice.is_started = not choice.is_started, True
         if is_first:
             text = self._echo_texts[choice.prompt] + text
-        if self._is_plain and delta.finish_reason is None:
-            return choice.writer.plain(text)
         extras: Json = {}
         if delta.finish_reason is not None:
             extras["stop_reason"] = delta.stop_reason
@@ -186,10 +238,9 @@ class Answer:
             if is_first:
                 extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
         usage = self.usage() if self._continuous_usage else None
-        logprobs = self._logprobs(choice, [delta], with_prompt=is_first)
-        return choice.writer.full(text, logprobs, delta.finish_reason, extras, usage)
+        return choice.writer.around(text, delta.finish_reason, extras, usage)
 
-    def _choice_body(self, choice: _Choice) -> ChoiceBody:
+    def _choice_body(self, choice: _Choice) -> Rendering[ChoiceBody]:
         last = choice.deltas[-1]
         assert last.finish_reason is not None
         text = "".join(delta.text for delta in choice.deltas)
@@ -197,54 +248,73 @@ class Answer:
         if self._request.return_token_ids:
             extras["token_ids"] = [i for delta in choice.deltas for i in delta.token_ids]
         if not self._is_chat:
-            extras.update(self._prompt_extras(choice))
+            extras.update((yield from self._prompt_extras(choice)))
         return ChoiceBody(
             choice.index,
             self._echo_texts[choice.prompt] + text,
-            self._logprobs(choice, choice.deltas, with_prompt=True),
+            (yield from self._lists(choice, choice.deltas, with_prompt=True)),
             last.finish_reason,
             last.stop_reason,
             extras,
         )
 
-    def _prompt_extras(self, choice: _Choice) -> Json:
+    def _prompt_extras(self, choice: _Choice) -> Rendering[Json]:
         extras: Json = {}
         if self._request.return_token_ids:
             extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
         num_top = self._request.prompt_logprobs
         if num_top is not None:
-            extras["prompt_logprobs"] = prompt_entries(
-                self._prompt_logprobs[choice.prompt], num_top, self._text.tokenizer
-            )
+            entries = self._prompt_logprobs[choice.prompt]
+            extras["prompt_logprobs"] = yield from prompt_list(entries, num_top)
         return extras
 
-    def _logprobs(
+    def _logprobs(self, choice: _Choice, delta: Delta, *, with_prompt: bool) -> Json | None:
+        """Of a chunk with few."""
+        num_top, tokenizer = self._num_logprobs, self._text.tokenizer
+        if num_top is None:
+            return None
+        if self._is_chat:
+            content = [chat_entry(entry, num_top, tokenizer) for entry, _ in delta.logprobs]
+            return {"content": content, "refusal": None}
+        lists = CompletionLogprobs()
+        positions = self._positions(choice, [delta], with_prompt=with_prompt)
+        lists.extend(positions, num_top, tokenizer)
+        return lists.to_json()
+
+    def _lists(
         self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
-    ) -> Json | None:
+    ) -> Rendering[Json | None]:
         num_top = self._num_logprobs
         if num_top is None:
             return None
-        tokenizer = self._text.tokenizer
-        entries = [entry for delta in deltas for entry in delta.logprobs]
-        if self._is_chat:
-            content = [chat_entry(entry, num_top, tokenizer) for entry, _ in entries]
-            return {"content": content, "refusal": None}
-        lists = CompletionLogprobs()
-        if with_prompt and self._echoes:
-            self._append_prompt(lists, choice, num_top)
-        num_echoed = len(self._echo_texts[choice.prompt])
-        for entry, offset in entries:
-            lists.append(entry, num_top, num_echoed + offset, tokenizer)
-        return lists.to_json()
+        positions = self._positions(choice, deltas, with_prompt=with_prompt)
+        lists = chat_lists if self._is_chat else completion_lists
+        return (yield from lists(positions, num_top))
 
-    def _append_prompt(self, lists: CompletionLogprobs, choice: _Choice, num_top: int) -> None:
-        tokenizer = self._text.tokenizer
-        stream = tokenizer.detokenizer()
+    def _positions(
+        self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
+    ) -> Iterator[Position]:
+        if with_prompt and self._echoes:
+            prompt = self._prompts[choice.prompt]
+            entries, offsets = self._prompt_logprobs[choice.prompt], self._prompt_offsets(prompt)
+            yield from zip(prompt.token_ids, entries, offsets, strict=True)
+        num_echoed = len(self._echo_texts[choice.prompt])
+        for delta in deltas:
+            for entry, offset in delta.logprobs:
+                yield entry.token_id, entry, num_echoed + offset
+
+    def _prompt_offsets(self, prompt: Prompt) -> Iterator[int]:
+        """Where each token of the prompt begins in the echoed text. A special token has a place
+        there if the client wrote it, and none if the tokenizer added it."""
+        tokenizer, text = self._text.tokenizer, prompt.text
+        stream = tokenizer.detokenizer(skip_special_tokens=text is None)
         offset = 0
-        token_ids = self._prompts[choice.prompt].token_ids
-        for token_id, entry in zip(token_ids, self._prompt_logprobs[choice.prompt], strict=True):
-            if entry is None:
-                lists.append_first(token_id, tokenizer)
-            else:
-                lists.append(entry, num_top, offset, tokenizer)
-            offset += len(stream.push(token_id))
+        for token_id in prompt.token_ids:
+            yield offset
+            is_added = (
+                text is not None
+                and tokenizer.is_special(token_id)
+                and not text.startswith(tokenizer.token_text(token_id), offset)
+            )
+            if not is_added:
+                offset += len(stream.push(token_id))

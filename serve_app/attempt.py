@@ -102,8 +102,9 @@ class Attempt:
         RegistryError."""
         return await self._stream.read()
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        self._stream.abort(request_id, choice)
+    def stop(self, request_id: str, choice: int, num_tokens: int) -> None:
+        """As `TokenStream.stop`."""
+        self._stream.stop(request_id, choice, num_tokens)
 
     def fail(self, error: BaseException) -> None:
         """The reader gets this error after what already arrived. The first one counts."""

@@ -6,14 +6,15 @@ Streamed, whole, or for nobody (a shadow). Ignorant of HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine.types import EngineLoad, Request, TokenOutput
 from serve_app.activity import Visit
-from serve_app.answer import Answer
+from serve_app.answer import Answer, Fed
 from serve_app.arms import Watch
 from serve_app.errors import ClientGoneError, to_api_error
 from serve_app.generation import Generation
+from serve_app.logprobs_parts import PartsRenderer, Render
 from serve_app.responses import error_event
 from serve_app.routing.admission import Ticket
 
@@ -30,9 +31,11 @@ class Completion:
         on_first_token: OnFirstToken | None = None,
         visit: Visit | None = None,
         ticket: Ticket | None = None,
+        render: Render | None = None,
     ) -> None:
         """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake;
-        `ticket`: charges its tenant."""
+        `ticket`: charges its tenant; `render`: of many log-probabilities, outside the event loop.
+        """
         self._generation = generation
         self._answer = answer
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
@@ -40,6 +43,7 @@ class Completion:
         self._on_first_token = on_first_token
         self._visit = visit
         self._ticket = ticket
+        self._render = render
         self._has_first_token = False
         self.first_token_s = 0.0  # time.time(); 0: not yet
 
@@ -75,7 +79,7 @@ class Completion:
 
     async def whole(self) -> bytes:
         await self.finish()
-        return self._answer.body()
+        return await self._renderer().run(self._answer.rendering())
 
     async def finish(self) -> None:
         while not self._answer.is_done:
@@ -100,7 +104,7 @@ class Completion:
             outputs = await self._generation.read()
             if not self._has_first_token:
                 self._begin()
-            parts = [data for output in outputs if (data := self._feed_one(output))]
+            feds = [self._feed_one(output) for output in outputs]
         except BaseException as error:
             if self._watch is not None:
                 self._watch.failed(error, answer.num_tokens)
@@ -109,7 +113,19 @@ class Completion:
             self._ticket.generated(answer.num_tokens)
         if answer.is_done and self._watch is not None:
             self._watch.done(answer.has_text, answer.num_tokens)
-        return parts
+        if any(fed.rendering is not None for fed in feds):
+            return await self._rendered(feds)
+        return [fed.data for fed in feds if fed.data]
+
+    async def _rendered(self, feds: Sequence[Fed]) -> list[bytes]:
+        renderer = self._renderer()
+        parts = [
+            fed.data if fed.rendering is None else await renderer.run(fed.rendering) for fed in feds
+        ]
+        return [part for part in parts if part]
+
+    def _renderer(self) -> PartsRenderer:
+        return PartsRenderer(self._answer.tokenizer, self._render)
 
     def _begin(self) -> None:
         self._has_first_token = True
@@ -119,8 +135,8 @@ class Completion:
         if self._on_first_token is not None:
             self._on_first_token(self._generation.engine_load)
 
-    def _feed_one(self, output: TokenOutput) -> bytes:
+    def _feed_one(self, output: TokenOutput) -> Fed:
         fed = self._answer.feed(self._prompt_of[output.request_id], output)
         if fed.abort:
             self._generation.end_choice(output.request_id, output.choice)
-        return fed.data
+        return fed

@@ -12,6 +12,7 @@ import hashlib
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import APIRouter, Response
@@ -187,7 +188,10 @@ def _call(
             is_queueing = state.queues.of(front).num_waiting > 0
             state.shadows.offer(submitted, shadow, None if is_queueing else load)
 
-    return Completion(generation, answer, requests, watch, on_first_token, admission.visit, ticket)
+    render = partial(state.texts.logprobs, base=front.base.digest, files=front.description.files)
+    return Completion(
+        generation, answer, requests, watch, on_first_token, admission.visit, ticket, render
+    )
 
 
 async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:

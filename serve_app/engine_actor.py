@@ -31,6 +31,7 @@ from serve_app.stream import (
     HEARTBEAT_S,
     SILENCE_S,
     Abort,
+    AbortReason,
     Accepted,
     StreamAddress,
     StreamError,
@@ -74,6 +75,7 @@ class EngineHost:
         self._stall_timeout_s = stall_timeout_s
         self._metrics = metrics
         self._calls: dict[str, _Call] = {}  # by request id
+        self._dialling: set[str] = set()  # ids of requests whose ingress is being dialled
         self._links = IngressLinks(engine_id, self._on_abort, self._on_lost)
         self._heartbeat: asyncio.Task[None] | None = None
         self.dead = asyncio.Event()
@@ -127,7 +129,9 @@ class EngineHost:
     ) -> None:
         """Returns when every choice ended or was aborted. Cancelling it aborts the rest.
         `found_in`: the tier that the adapter came from in `adapter_s`; None: memory."""
-        link = await self._links.open(reply_to)
+        link, requests = await self._open_link(requests, reply_to)
+        if not requests:
+            return
         call = _Call(link, asyncio.get_running_loop().create_future())
         tier = found_in or self._tier_of(requests[0].adapter)
         now_s = time.time()
@@ -141,22 +145,50 @@ class EngineHost:
             self._calls[request_id] = call
             self._metrics.begin(request, adapter_name, now_s)
         try:
-            for request in requests:
-                await self._engine.submit(request)
-                self._tell_accepted(call, request.request_id)
+            await self._submit_each(call, requests)
             self._metrics.found_adapter(tier)
             await call.done
         finally:
             self._abandon(call)
 
-    def abort(self, request_id: str, choice: int | None = None) -> None:
+    def abort(
+        self, request_id: str, choice: int | None = None, reason: AbortReason = "abort"
+    ) -> None:
+        """`reason`: how the choice counts; "stop" where its text ended at a stop string."""
+        self._dialling.discard(request_id)
         call = self._calls.get(request_id)
         if call is None:
             return
         self._engine.abort(request_id, choice)
         for open_id, open_choice in tuple(call.open_choices):
             if open_id == request_id and choice in (None, open_choice):
-                self._end_choice(call, request_id, open_choice, "abort")
+                self._end_choice(call, request_id, open_choice, reason)
+
+    async def _open_link(
+        self, requests: Sequence[Request], reply_to: StreamAddress
+    ) -> tuple[IngressLink, Sequence[Request]]:
+        """The link and those of the requests that were not aborted while it was dialled."""
+        request_ids = {request.request_id for request in requests}
+        self._dialling |= request_ids
+        try:
+            link = await self._links.open(reply_to)
+            return link, [one for one in requests if one.request_id in self._dialling]
+        finally:
+            self._dialling -= request_ids
+
+    async def _submit_each(self, call: _Call, requests: Sequence[Request]) -> None:
+        """One after another, each for up to a step. The call that the engine refuses counts
+        nothing: its caller may send it again."""
+        for request in requests:
+            if self._calls.get(request.request_id) is not call:
+                continue  # aborted while an earlier one was submitted
+            try:
+                await self._engine.submit(request)
+            except Exception:
+                for one in requests:
+                    self._metrics.withdraw(one.request_id)
+                raise
+            self._tell_accepted(call, request.request_id)
 
     def _tier_of(self, digest: str | None) -> str | None:
         """Of memory, as the newest step left it; None: no adapter."""
@@ -209,7 +241,7 @@ class EngineHost:
     def _on_abort(self, link: IngressLink, abort: Abort) -> None:
         call = self._calls.get(abort.request_id)
         if call is not None and call.link is link:  # an ingress ends its own requests only
-            self.abort(abort.request_id, abort.choice)
+            self.abort(abort.request_id, abort.choice, abort.reason)
 
     def _on_lost(self, link: IngressLink) -> None:
         lost = {call for call in self._calls.values() if call.link is link}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 
 import ray
@@ -116,10 +117,11 @@ class Gateway:
     def route(self, model: str, key: str | None) -> Route:
         """As `resolve`, with the split of a name that has a canary or a shadow. `key`: who asks;
         the same one always sees the same arm."""
-        if self.view is not None and self.view.is_draining:
-            raise ServiceUnavailableError("The server is being stopped.", _STOPPING_RETRY_S)
         if self.view is not None:
-            model = self.view.catalog.registered(model)
+            if self.view.is_draining:
+                raise ServiceUnavailableError("The server is being stopped.", _STOPPING_RETRY_S)
+            with _registry_read(self.view):
+                model = self.view.catalog.registered(model)
         split = self._traffic.split_of(model)
         if split is None:
             return Route(*self.resolve(model))
@@ -138,13 +140,9 @@ class Gateway:
         view = self.view
         if view is None:
             raise ServiceUnavailableError("The server is starting.", 2)
-        try:
+        with _registry_read(view):
             model = view.catalog.registered(model)
             resolution = view.catalog.resolve(model)
-        except NotFoundError as error:
-            if view.registry_error is None:
-                raise
-            raise RegistryUnavailableError(str(error)) from None
         check_supported(resolution)
         digest = resolution.base.digest
         front = self._fronts.get(digest)
@@ -216,8 +214,9 @@ class Gateway:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def max_model_len(self, base_digest: str) -> int | None:
+        """In tokens, as a request may use it; None: not known before the base has started."""
         front = self._fronts.get(base_digest) or self._resting.get(base_digest)
-        return None if front is None else front.description.limits.max_model_len
+        return None if front is None else front.description.limits.max_request_tokens
 
     async def _follow(self) -> None:
         while True:
@@ -335,3 +334,14 @@ class Gateway:
             b.is_running and (b.app_name, b.deployed_s) == (base.app_name, base.deployed_s)
             for b in self.view.bases
         )
+
+
+@contextmanager
+def _registry_read(view: PlatformView) -> Iterator[None]:
+    """A name that is unknown while the registry cannot be read may be new in it: 503, not 404."""
+    try:
+        yield
+    except NotFoundError as error:
+        if view.registry_error is None:
+            raise
+        raise RegistryUnavailableError(str(error)) from None

@@ -48,6 +48,7 @@ class Lane:
     app_name: str
     model_name: str
     migration: MigrationArgs
+    has_client: bool = True  # else nobody loses anything when a request fails
 
 
 class Generation:
@@ -69,7 +70,13 @@ class Generation:
         self._adapter = adapter
         self._ask = ask
         self._progress = Progress(requests)
-        self._journey = Journey(migrations, lane.app_name, lane.model_name, lane.migration)
+        self._journey = Journey(
+            migrations,
+            lane.app_name,
+            lane.model_name,
+            lane.migration,
+            has_client=lane.has_client,
+        )
         self._failure: Exception | None = None  # the reader's own
         self._is_over: asyncio.Future[None] = self._loop.create_future()
         self._turn: Turn | None = None
@@ -112,9 +119,9 @@ class Generation:
     def end_choice(self, request_id: str, choice: int) -> None:
         """The reader needs no more of this choice (a stop string): the engine drops it."""
         if self._progress.is_open(request_id, choice):
+            num_tokens = self._progress.end(request_id, choice)
             if self._attempt is not None:
-                self._attempt.abort(self._progress.engine_id(request_id), choice)
-            self._progress.end(request_id, choice)
+                self._attempt.stop(self._progress.engine_id(request_id), choice, num_tokens)
 
     def fail(self, error: Exception) -> None:
         """The reader gets this error after what already arrived."""

@@ -51,14 +51,22 @@ class _Move:
 
 class Journey:
     def __init__(
-        self, migrations: Migrations, app_name: str, model_name: str, args: MigrationArgs
+        self,
+        migrations: Migrations,
+        app_name: str,
+        model_name: str,
+        args: MigrationArgs,
+        *,
+        has_client: bool = True,
     ) -> None:
+        """`has_client`: false for a copy, which no client can lose."""
         self.avoid: frozenset[str] = frozenset()  # engines it left
         self.is_suspect = False
         self._migrations = migrations
         self._app_name = app_name
         self._model_name = model_name
         self._args = args
+        self._has_client = has_client
         self.num_deaths = 0
         self._move: _Move | None = None
         self._last_token_s: float | None = None
@@ -93,7 +101,7 @@ class Journey:
             return  # no engine would have answered it
         if isinstance(error, RequestQuarantinedError):
             metrics.quarantined(model)
-        elif move is not None or isinstance(error, EngineDeadError):
+        elif self._has_client and (move is not None or isinstance(error, EngineDeadError)):
             metrics.lost(model)
 
     def progress(self) -> None:

@@ -6,7 +6,7 @@ the most likely are the same float: lm-eval compares them for equality.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.types import TokenLogprobs
@@ -50,6 +50,19 @@ class CompletionLogprobs:
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
 
+    def extend(
+        self,
+        positions: Iterable[tuple[int, TokenLogprobs | None, int]],
+        num_top: int,
+        tok: TextTokenizer,
+    ) -> None:
+        """Ids, their numbers and their offsets. Without numbers: the first token of a prompt."""
+        for token_id, entry, offset in positions:
+            if entry is None:
+                self.append_first(token_id, tok)
+            else:
+                self.append(entry, num_top, offset, tok)
+
     def append(self, entry: TokenLogprobs, num_top: int, offset: int, tok: TextTokenizer) -> None:
         logprob = finite(entry.logprob)
         top: dict[str, float] = {}
@@ -72,6 +85,9 @@ class CompletionLogprobs:
         self.text_offset.append(0)
 
     def to_json(self) -> Json:
+        return {**self.lists()}
+
+    def lists(self) -> dict[str, Sequence[object]]:
         return {
             "tokens": self.tokens,
             "token_logprobs": self.token_logprobs,

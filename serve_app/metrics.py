@@ -65,6 +65,10 @@ class EngineMetrics(Collector):
         choices = set(request.choices)
         self._live[request.request_id] = _Live(request, adapter, now_s, choices)
 
+    def withdraw(self, request_id: str) -> None:
+        """The engine refused this request, which counts nothing: it may come again."""
+        self._live.pop(request_id, None)
+
     def found_adapter(self, tier: str | None) -> None:
         """Where a call that was admitted found its adapter; None: it has none."""
         if tier is not None:

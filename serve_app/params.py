@@ -97,7 +97,7 @@ def completion_prompts(
         if not prompts[-1].token_ids:
             raise InvalidRequestError("prompt: has no tokens.", "prompt")
         num_tokens += len(prompts[-1].token_ids)
-        if num_tokens > max(MAX_PROMPT_TOKENS, limits.max_model_len):
+        if num_tokens > max(MAX_PROMPT_TOKENS, limits.max_request_tokens):
             raise InvalidRequestError(
                 f"prompt: {len(prompts)} of {len(request.prompt)} prompts have {num_tokens} tokens "
                 f"together, at most {MAX_PROMPT_TOKENS} are allowed in a request.",
@@ -124,10 +124,10 @@ def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) ->
 def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
     """For /detokenize, with the limit of a prompt."""
     check_token_ids(request.tokens, text)
-    if len(request.tokens) > limits.max_model_len:
+    if len(request.tokens) > limits.max_request_tokens:
         raise ContextLengthError(
-            f"tokens: at most {limits.max_model_len}, this model's maximum context length, got "
-            f"{len(request.tokens)}.",
+            f"tokens: at most {limits.max_request_tokens}, this model's maximum context length, "
+            f"got {len(request.tokens)}.",
             "tokens",
         )
     return text.tokenizer.decode(request.tokens, skip_special_tokens=False)
@@ -228,12 +228,12 @@ def _max_tokens(
     limits: EngineLimits,
     defaults: GenerationDefaults,
 ) -> int:
-    room = limits.max_model_len - num_prompt_tokens
+    room = limits.max_request_tokens - num_prompt_tokens
     wanted = request.requested_tokens
     if room < 1 or (wanted or 0) > room:
         asked = f" and {wanted} for the output" if wanted else ""
         raise ContextLengthError(
-            f"This model's maximum context length is {limits.max_model_len} tokens, but the "
+            f"This model's maximum context length is {limits.max_request_tokens} tokens, but the "
             f"request has {num_prompt_tokens} in the prompt{asked}.",
             "messages" if isinstance(request, ChatRequest) else "prompt",
         )
@@ -246,13 +246,13 @@ def _max_tokens(
 def _encode(
     value: str, add_special_tokens: bool, text: BaseText, limits: EngineLimits, param: str
 ) -> tuple[int, ...]:
-    most = limits.max_model_len
+    most = limits.max_request_tokens
     at_least = text.tokenizer.min_tokens(value)
     if at_least <= most:
         at_least = text.tokenizer.min_tokens_of_beginnings(value, most)
     if at_least > most:
         raise ContextLengthError(
-            f"This model's maximum context length is {limits.max_model_len} tokens, but the "
+            f"This model's maximum context length is {limits.max_request_tokens} tokens, but the "
             f"prompt of {len(value)} characters has at least {at_least}.",
             param,
         )

@@ -51,8 +51,9 @@ class Progress:
     def is_open(self, request_id: str, choice: int) -> bool:
         return (request_id, choice) in self._open
 
-    def end(self, request_id: str, choice: int) -> None:
-        self._open.pop((request_id, choice), None)
+    def end(self, request_id: str, choice: int) -> int:
+        """How many output tokens the choice had."""
+        return len(self._open.pop((request_id, choice), ()))
 
     def end_all(self) -> None:
         self._open.clear()

@@ -19,7 +19,7 @@ Kind = Literal["chat", "completion"]
 
 DONE = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.encode
+encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ChoiceBody:
 def full_body(
     head: ResponseHead, choices: Sequence[ChoiceBody], usage: Usage, extras: Mapping[str, object]
 ) -> bytes:
-    return _encode(
+    return encode(
         {
             **head.to_json(is_chunk=False),
             "choices": [choice.to_json(head.kind) for choice in choices],
@@ -106,7 +106,7 @@ class ChunkWriter:
     __slots__ = ("_end", "_first", "_open", "_plain_end")
 
     def __init__(self, head: ResponseHead, index: int, *, shows_usage: bool) -> None:
-        opening = _encode(head.to_json(is_chunk=True))[:-1]
+        opening = encode(head.to_json(is_chunk=True))[:-1]
         start = b"data: " + opening + b',"choices":[{"index":%d,' % index
         is_chat = head.kind == "chat"
         self._open = start + (b'"delta":{"content":' if is_chat else b'"text":')
@@ -119,32 +119,31 @@ class ChunkWriter:
     def plain(self, text: str) -> bytes:
         """The chunk of almost every token."""
         opening, self._first = self._first, self._open
-        return opening + _encode(text) + self._plain_end
+        return opening + encode(text) + self._plain_end
 
-    def full(
+    def around(
         self,
         text: str,
-        logprobs: Json | None,
         finish_reason: str | None,
         extras: Mapping[str, object],
         usage: Usage | None,
-    ) -> bytes:
+    ) -> tuple[bytes, bytes]:
+        """A chunk without its log-probabilities: what comes before them, and after."""
         opening, self._first = self._first, self._open
-        parts = [opening, _encode(text), self._end, _encode(logprobs)]
-        parts += [b',"finish_reason":', _encode(finish_reason)]
+        parts = [b',"finish_reason":', encode(finish_reason)]
         if extras:
-            parts += [b",", _encode(extras)[1:-1]]
+            parts += [b",", encode(extras)[1:-1]]
         if usage is None:
             parts.append(self._plain_end[self._plain_end.rindex(b"}]") :])
         else:
-            parts += [b'}],"usage":', _encode(usage.to_json()), b"}\n\n"]
-        return b"".join(parts)
+            parts += [b'}],"usage":', encode(usage.to_json()), b"}\n\n"]
+        return b"".join((opening, encode(text), self._end)), b"".join(parts)
 
 
 def usage_chunk(head: ResponseHead, usage: Usage) -> bytes:
     """Never with choices: some clients read only one of the two."""
     body = {**head.to_json(is_chunk=True), "choices": [], "usage": usage.to_json()}
-    return b"data: " + _encode(body) + b"\n\n"
+    return b"data: " + encode(body) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:

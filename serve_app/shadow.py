@@ -78,7 +78,7 @@ class Shadows:
         requests = tuple(_copy(request, version) for request in submitted.requests)
         body = submitted.body.model_copy(update={"stream": False, "stream_options": None})
         answer = Answer(body, submitted.prompts, submitted.front.text, submitted.head)
-        lane = replace(submitted.lane, migration=STAY)  # nobody waits for it
+        lane = replace(submitted.lane, migration=STAY, has_client=False)  # nobody waits for it
         ask = make_ask(requests, version, lane.limits)
         generation = Generation(self._migrations, lane, requests, version, ask)
         completion: Completion | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -22,6 +23,8 @@ SILENCE_S = 10.0  # without a frame, or in a step that should take less: the eng
 SHUN_S = 3.0  # of such a silence: nothing new is sent there
 
 _LENGTH_BYTES = 4
+
+AbortReason = Literal["abort", "stop"]  # nobody reads on, or the text ended at a stop string
 
 
 class StreamError(Exception):
@@ -78,6 +81,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
     request_id: str
     choice: int | None  # None: every choice
+    reason: AbortReason = "abort"
 
 
 Frame = Hello | Step | Abort

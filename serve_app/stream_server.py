@@ -54,6 +54,8 @@ class StreamServer:
         # Each frame, after its tokens were delivered, with the digests that its load left out.
         self.on_frame: Callable[[str, Step], None] | None = None
         self.on_lost: Callable[[str], None] | None = None  # the last connection of that engine
+        # (engine id, tokens): a choice ended at a stop string, which no frame of the engine says.
+        self.on_stop: Callable[[str, int], None] | None = None
         self._token = secrets.token_urlsafe(32)
         self._ingress_id = secrets.token_hex(8)
         self._streams: dict[str, TokenStream] = {}
@@ -212,6 +214,14 @@ class TokenStream:
         """Tells the engine at once. Before it took the request only cancelling the call can."""
         if self._connection is not None:
             self._connection.send_abort(Abort(request_id, choice))
+
+    def stop(self, request_id: str, choice: int, num_tokens: int) -> None:
+        """The text of this choice ended at a stop string, after so many output tokens."""
+        if self._connection is None:
+            return
+        self._connection.send_abort(Abort(request_id, choice, "stop"))
+        if self._server.on_stop is not None:
+            self._server.on_stop(self._connection.engine_id, num_tokens)
 
     def fail(self, failure: BaseException) -> None:
         """Ends the stream after what already arrived. The first failure counts."""

@@ -28,6 +28,7 @@ import msgspec
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
+from serve_app.logprobs_parts import Lists, LogprobsPart
 from serve_app.params import Prompt
 from serve_app.protocol import parse_body
 from serve_app.template_guard import TooDearError
@@ -113,6 +114,11 @@ class TextPool:
         done = await self._run(Job("detokenize", kind.__name__, base, limits), raw, files)
         return done.texts[0] or ""
 
+    async def logprobs(self, part: LogprobsPart, base: str, files: Files) -> Lists:
+        """Never refused for those that wait: it belongs to an answer that is there already."""
+        raw = msgspec.msgpack.encode(part)
+        return (await self._run(Job("logprobs", "", base), raw, files)).lists
+
     async def probe(self, base: str, files: Files) -> None:
         """Raises UnsupportedModelError where the shortest chat is beyond a worker's limits."""
         try:
@@ -131,7 +137,8 @@ class TextPool:
         lanes = self._lanes[:1] if size > _LARGE_BYTES else self._lanes[1:]
         lane = min(lanes, key=lambda one: one.num_jobs)
         with self._lock:
-            if self._waiting_bytes + size > _MAX_WAITING_BYTES:
+            has_room = self._waiting_bytes + size <= _MAX_WAITING_BYTES
+            if not has_room and job.kind != "logprobs":
                 raise OverloadedError("Too many long requests wait to be read.", 5)
             self._waiting_bytes += size
             lane.num_jobs += 1

@@ -24,6 +24,7 @@ import msgspec
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from serve_app.errors import ApiError
+from serve_app.logprobs_parts import LogprobsPart, render_part
 from serve_app.params import detokenized, read_prompts, tokenized
 from serve_app.protocol import parse_body, parse_json
 from serve_app.protocol_chat import ChatRequest
@@ -45,14 +46,15 @@ BODIES: Mapping[str, type[Body]] = {
     kind.__name__: kind
     for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 }
+_decode_part = msgspec.msgpack.Decoder(LogprobsPart).decode
 # Left out of what goes back: long, and needed here only.
 _TEXT_FIELDS = ("prompt", "messages", "tokens", "chat_template_kwargs", "metadata")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Its bytes follow it: a body, or for `load` the base's text files."""
+    """Its bytes follow it: a body, for `load` the base's text files, for `logprobs` a part."""
 
-    kind: Literal["load", "probe", "parse", "prompts", "tokenize", "detokenize"]
+    kind: Literal["load", "probe", "parse", "prompts", "tokenize", "detokenize", "logprobs"]
     body: str = ""  # one of BODIES
     base: str = ""  # digest of the base, whose files a `load` brought
     limits: EngineLimits | None = None
@@ -75,6 +77,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     ids: tuple[bytes, ...] = ()
     texts: tuple[str | None, ...] = ()
     body: bytes = b""  # the short fields of a checked body, as JSON
+    lists: dict[str, bytes] = {}  # of a part of the log-probabilities of an answer
     resident_bytes: int = 0  # of this process, after the job
 
 
@@ -145,6 +148,9 @@ class Worker:
         if job.kind == "probe":
             self._texts[job.base].probe()
             return Done()
+        if job.kind == "logprobs":
+            part = _decode_part(raw)
+            return Done(lists=render_part(part, self._texts[job.base].tokenizer))
         kind = BODIES[job.body]
         if job.kind == "parse":
             return Done(body=_short_fields(kind, raw))

@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
     return json_response(
         {
             "count": len(ids),
-            "max_model_len": front.description.limits.max_model_len,
+            "max_model_len": front.description.limits.max_request_tokens,
             "tokens": ids,
             "token_strs": texts if body.return_token_strs else None,
         }

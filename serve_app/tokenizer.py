@@ -97,6 +97,10 @@ class TextTokenizer:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
+    def is_special(self, token_id: int) -> bool:
+        """A control token, which `decode` leaves out unless it is asked for it."""
+        return token_id in self._table.special
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes, which need not be whole characters; none for an id beyond the table."""
         return self._table.raw[token_id] if token_id < self.vocab_size else b""

@@ -7,7 +7,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
-from serve_app.answer import Answer
+from serve_app.answer import Answer, Fed
+from serve_app.logprobs_parts import rendered_here
 from serve_app.params import Prompt
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
@@ -67,8 +68,13 @@ def ids_of(text: BaseText, value: str) -> list[int]:
     return text.encode(value, add_special_tokens=False)
 
 
+def data_of(answer: Answer, fed: Fed) -> bytes:
+    return fed.data if fed.rendering is None else rendered_here(fed.rendering, answer.tokenizer)
+
+
 def stream_of(answer: Answer, fed: Iterable[TokenOutput], prompt: int = 0) -> list[Json]:
-    data = b"".join(answer.feed(prompt, output).data for output in fed) + answer.stream_end()
+    data = b"".join(data_of(answer, answer.feed(prompt, output)) for output in fed)
+    data += answer.stream_end()
     events = data.decode().split("\n\n")
     assert events.pop() == ""
     assert events.pop() == "data: [DONE]"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import EngineMemoryError
-from engine.kv_cache import block_bytes, plan_kv
+from engine.kv_cache import block_bytes, count_blocks, plan_kv
 from engine.memory_plan import (
     GIB,
     DeviceUse,
@@ -198,4 +198,11 @@ def test_a_base_whose_longest_request_does_not_fit_is_said(
         assert "hold 48 tokens, max_model_len is 64" in caplog.text
         caplog.clear()
         plan_kv(model, config, 48, torch.float32, H200)
+        assert not caplog.text
+        # On a CPU as on a GPU.
+        assert count_blocks(model, config, 64, torch.float32) == 3
+        assert "hold 48 tokens, max_model_len is 64" in caplog.text
+        assert "raise kv_cache_bytes" in caplog.text
+        caplog.clear()
+        count_blocks(model, config, 48, torch.float32)
     assert not caplog.text

@@ -12,7 +12,9 @@ from openai.types.chat import ChatCompletionChunk
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
 from serve_app.errors import EngineFailureError, ServiceUnavailableError
 from serve_app.params import Prompt
+from serve_app.template import ChatTemplate
 from serve_app.text import BaseText
+from serve_app.tokenizer import TextTokenizer
 from tests.answer_factory import (
     EOS,
     Json,
@@ -25,7 +27,7 @@ from tests.answer_factory import (
     stream_of,
     strictly,
 )
-from tests.text_factory import base_text
+from tests.text_factory import base_text, sentencepiece_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,49 @@ def test_token_ids_come_when_asked(text: BaseText) -> None:
     events = stream_of(chat(text, return_token_ids=True, stream=True), outputs(ids))
     streamed = [i for event in events for i in event["choices"][0]["token_ids"]]  # type: ignore[index]
     assert streamed == ids
+
+
+def test_a_continued_message_keeps_the_space_that_joins_it_to_its_beginning() -> None:
+    tokenizer = TextTokenizer(sentencepiece_tokenizer(), "<s>")
+    template = ChatTemplate("{{ messages[-1].content }}", {})
+    pieces = BaseText(tokenizer, template, {}, frozenset([2]))
+    world = tokenizer.token_id("▁world")
+    assert world is not None
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "hello"}]
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    for fields, said in ((continued, " world world"), ({}, "world world")):
+        for stream in (False, True):
+            answer = chat(pieces, messages=messages, stream=stream, **fields)
+            fed = outputs([world, world, 2])
+            if stream:
+                events = stream_of(answer, fed)
+                deltas = [event["choices"][0]["delta"] for event in events]  # type: ignore[index]
+                assert "".join(delta["content"] for delta in deltas) == said
+            else:
+                choice = body_of(answer, fed)["choices"][0]  # type: ignore[index]
+                assert choice["message"]["content"] == said
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_echoed_tokens_stand_where_their_offsets_say(text: BaseText, is_text: bool) -> None:
+    written = "<|im_start|>user\nhello<|im_end|>\nfox"
+    # The first is a token that the tokenizer adds, so the echoed text does not have it.
+    ids = [0, *ids_of(text, written)]
+    prompt = Prompt(tuple(ids), written if is_text else None)
+    (the,) = ids_of(text, " the")
+    entries = (None, *(logprobs_of(i) for i in ids[1:]))
+    output = TokenOutput("r", 0, 0, (the,), (logprobs_of(the),), entries, "length")
+    answer = completion(text, [prompt], echo=True, logprobs=0, max_tokens=1)
+    choice = body_of(answer, [output])["choices"][0]  # type: ignore[index]
+    said, lists = choice["text"], choice["logprobs"]
+    assert said == (written if is_text else "user\nhello\nfox") + " the"
+    shown = {
+        (token, said[offset : offset + len(token)])
+        for token, offset in zip(lists["tokens"], lists["text_offset"], strict=True)
+        if not (token.startswith("<") and token not in said)
+    }
+    assert len(shown) >= 8 - 2 * (not is_text)
+    assert all(token == there for token, there in shown)
 
 
 def test_prompt_logprobs_as_vllm_shows_them(text: BaseText) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from typing import cast
 
@@ -18,8 +19,10 @@ from serve_app.cold_start import ColdStarts
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
 from serve_app.fronts import Front
 from serve_app.gateway import Gateway
+from serve_app.ingress import build_asgi
 from serve_app.text import BaseText
 from serve_app.topology import BaseDescription, ColdStart, PlatformView, ServedBase
+from tests.ingress_app import make_state
 
 BASE = BaseVersion("a", 1, "a" * 64, "")
 ASLEEP = ServedBase(BASE, "app", False, state="asleep", start_s=6.2)
@@ -143,6 +146,40 @@ async def test_a_client_that_leaves_waits_no_longer() -> None:
     with pytest.raises(ClientGoneError):
         await asked
     assert world.num_open == 0
+
+
+async def test_a_client_that_leaves_tokenize_at_a_base_asleep_is_no_failure_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = make_state(manager=Manager())
+    state.gateway._take(PlatformView("1", Catalog((BASE,)), (ASLEEP,), (), True, None))
+    headers = {"host": "testserver", "content-type": "application/json"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/tokenize",
+        "raw_path": b"/tokenize",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "server": ("testserver", 80),
+        "client": ("127.0.0.1", 1),
+    }
+    content = b'{"model": "a", "prompt": "x"}'
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await build_asgi(state)(scope, receive, send)
+    assert sent[0]["status"] == 499
+    counted = state.metrics.text(0).decode().splitlines()
+    assert 'loraplex_client_disconnects_total{ingress="i0"} 1.0' in counted
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_sleep_that_was_called_off_costs_nothing() -> None:

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from registry.errors import NotFoundError
+from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app import gateway as gateway_module
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.gateway import Gateway
@@ -43,6 +43,18 @@ def test_a_server_that_is_being_stopped_refuses_new_requests_and_says_so() -> No
     assert gateway.obstacles == ["the server is being stopped"]
     with pytest.raises(ServiceUnavailableError, match="is being stopped"):
         gateway.route("base", None)
+
+
+@pytest.mark.parametrize("model", ["new", "base:new", "org/new", "new@champion"])
+def test_an_unknown_name_while_the_registry_is_away_is_worth_another_try(model: str) -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway.view = PlatformView("1", Catalog((base,), ()), (), (), True, "connection refused")
+    with pytest.raises(RegistryUnavailableError):
+        gateway.route(model, None)
+    gateway.view = replace(gateway.view, registry_error=None)
+    with pytest.raises(NotFoundError):
+        gateway.route(model, None)
 
 
 def test_an_adapter_that_cannot_be_served_is_refused_with_the_reason() -> None:

@@ -20,6 +20,8 @@ from serve_app.errors import (
     to_api_error,
 )
 from serve_app.generation import Generation
+from serve_app.routing import views_registry
+from serve_app.routing.attendance import Attendance
 from serve_app.stream import HEARTBEAT_S
 from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN
 from tests.fakes_replicas import Fleet, make_request, read_all, running_fleet, tokens
@@ -104,6 +106,22 @@ async def test_choices_that_ended_are_not_sent_again() -> None:
         assert tokens(outputs, 0) == tokens(outputs, 2) == WHOLE
         assert len(tokens(outputs, 1)) >= outputs_before
         assert tokens(outputs, 0, "short") == (7, 8, 7, 8, 7)
+
+
+async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_that_stopped() -> None:
+    async with running_fleet(1) as fleet:
+        Attendance(fleet.server, lambda digest: None)
+        generation = fleet.generate(make_request(PROMPT, 4000))
+        outputs = await read_some(generation, 3)
+        view = views_registry.connected["e0"]
+        before = view.output_tokens
+        generation.end_choice("r", 0)
+        metrics = fleet.replicas["e0"].host._metrics
+        await until(lambda: metrics._finished.total() == 1)
+        assert metrics._finished == {"stop": 1}
+        num_tokens = len(tokens(outputs))
+        assert before - view.output_tokens == pytest.approx((before - num_tokens) / 20)
+        generation.close()
 
 
 async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:

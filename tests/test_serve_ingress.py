@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
 from serve_app.arrivals import Arrivals
+from serve_app.asgi import SseResponse
 from serve_app.browsers import guarded
 from serve_app.config import IngressArgs
 from serve_app.errors import (
@@ -468,6 +469,17 @@ async def test_a_request_that_serve_cancels_counts_as_a_client_that_left(is_star
         await asyncio.Event().wait()
 
     assert (await disconnects_of(app, is_cancelled=True))[0] == 1
+
+
+async def test_a_client_that_leaves_a_stream_after_its_first_token_is_counted() -> None:
+    async def rest() -> AsyncIterator[bytes]:
+        yield b"data: 2\n\n"
+        raise ClientGoneError
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await SseResponse(b"data: 1\n\n", rest(), lambda: None)(scope, receive, send)
+
+    assert (await disconnects_of(app))[0] == 1
 
 
 async def test_a_client_that_leaves_while_it_uploads_is_no_failure_of_the_server(

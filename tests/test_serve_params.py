@@ -3,10 +3,12 @@
 import json
 import pickle
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
+from fastapi.testclient import TestClient
 from pydantic import BaseModel
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from engine.admission import EngineLimits, check_request
@@ -18,6 +20,8 @@ from engine.errors import (
 )
 from engine.types import Request as EngineRequest
 from engine.types import SamplingParams
+from registry.catalog import Catalog
+from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.completion_routes import who_asks
 from serve_app.errors import (
@@ -27,22 +31,30 @@ from serve_app.errors import (
     ServiceUnavailableError,
     to_api_error,
 )
+from serve_app.fronts import Front
 from serve_app.generation_defaults import NO_DEFAULTS, read_generation_defaults
+from serve_app.ingress import build_asgi
 from serve_app.params import (
     Prompt,
     chat_prompt,
     check_token_ids,
     completion_prompts,
+    detokenized,
     engine_requests,
     sampling_params,
+    tokenized,
 )
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
+from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text import BaseText
+from serve_app.topology import BaseDescription, PlatformView, ServedBase
+from tests.ingress_app import make_state
 from tests.text_factory import LLAMA3, base_text
 
 LIMITS = EngineLimits(max_model_len=512, vocab_size=1000, max_kv_tokens=4096)
+SMALL_CACHE = EngineLimits(max_model_len=131_072, vocab_size=1000, max_kv_tokens=400)
 USER = [{"role": "user", "content": "hello"}]
 T = TypeVar("T", bound=BaseModel)
 PROMPT = Prompt((5, 6, 7), None)
@@ -206,6 +218,44 @@ def test_context_error_names_both_numbers() -> None:
     with pytest.raises(ContextLengthError, match=r"512 tokens.* 512 in the prompt"):
         sampling_params(chat(), Prompt((1,) * 512, None), LIMITS)
     assert sampling_params(completion(max_tokens=509), PROMPT, LIMITS).max_tokens == 509
+
+
+def test_a_chat_without_a_length_fits_a_kv_cache_that_is_smaller_than_the_context() -> None:
+    prompt = Prompt((7,) * 30, None)
+    (request,) = engine_requests(chat(), (prompt,), None, SMALL_CACHE, cache_salt="")
+    assert request.params.max_tokens == 370
+    check_request(request, SMALL_CACHE)
+    with pytest.raises(
+        ContextLengthError, match=r"400 tokens.* 30 in the prompt and 371"
+    ) as caught:
+        engine_requests(chat(max_tokens=371), (prompt,), None, SMALL_CACHE, cache_salt="")
+    assert caught.value.param == "messages"
+
+
+def test_a_text_beyond_a_small_kv_cache_is_refused_wherever_it_is_read(text: BaseText) -> None:
+    words = "x" * (400 * text.tokenizer.max_token_chars + 1)
+    with pytest.raises(ContextLengthError, match=r"400 tokens.*at least 401"):
+        completion_prompts(completion(prompt=words), text, SMALL_CACHE)
+    with pytest.raises(ContextLengthError, match=r"400 tokens.*at least 401"):
+        tokenized(parsed(TokenizeRequest, prompt=words), text, SMALL_CACHE)
+    with pytest.raises(ContextLengthError, match=r"at most 400.*got 401"):
+        detokenized(parsed(DetokenizeRequest, tokens=[1] * 401), text, SMALL_CACHE)
+
+
+async def test_clients_are_told_the_length_that_a_request_may_have(text: BaseText) -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    state = make_state()
+    state.gateway.view = PlatformView(
+        "1", Catalog((base,), ()), (ServedBase(base, "app", True),), (), True, None
+    )
+    handle = cast("DeploymentHandle[object]", None)
+    description = BaseDescription({}, SMALL_CACHE)
+    state.gateway._fronts[base.digest] = Front(base, "app", handle, description, text, 0.0)
+    client = TestClient(build_asgi(state))
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 400
+    assert client.get("/v1/models/base").json()["max_model_len"] == 400
+    answer = client.post("/tokenize", json={"model": "base", "prompt": "hello"})
+    assert answer.json()["max_model_len"] == 400
 
 
 def test_far_too_long_text_is_refused_without_tokenizing(text: BaseText) -> None:

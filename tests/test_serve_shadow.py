@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from engine.types import EngineLoad
 from serve_app.arms import Arms
+from serve_app.fronts import Front
 from serve_app.migrations import Migrations
+from serve_app.params import Prompt
+from serve_app.protocol import parse_body
+from serve_app.protocol_completions import CompletionRequest
+from serve_app.responses import ResponseHead
 from serve_app.shadow import Shadows, Submitted, is_busy
 from serve_app.stream_server import StreamServer
+from serve_app.text import BaseText
+from serve_app.tokenizer import TextTokenizer
 from tests.canary_factory import CANARY
-from tests.fakes_replicas import Router
+from tests.fakes_replicas import Router, make_request, running_fleet
+from tests.text_factory import byte_level_tokenizer
+from tests.waiting import until
+
+TEXT = BaseText(TextTokenizer(byte_level_tokenizer()), None, {}, frozenset())
 
 IDLE = EngineLoad(num_blocks=100, num_free_blocks=100)
 
@@ -45,6 +59,23 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
     shadows.offer(submitted, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
     assert arms.tallies() == ()
+
+
+async def test_a_copy_whose_engine_dies_is_lost_by_no_client() -> None:
+    async with running_fleet(1) as fleet:
+        request = make_request((11, 12, 13, 14), max_tokens=4000)
+        parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
+        prompts = (Prompt(request.prompt_token_ids, None),)
+        front = cast("Front", SimpleNamespace(text=TEXT))
+        head = ResponseHead("completion", "id", "m", 0, "fp")
+        given = Submitted(front, fleet.lane, parsed, prompts, (request,), head)
+        shadows = Shadows(fleet.migrations, Arms(), 1)
+        shadows.offer(given, CANARY, IDLE)
+        await until(lambda: fleet.replicas["e0"].engine.load().num_running > 0)
+        fleet.replicas["e0"].kill()
+        await until(lambda: shadows.num_open == 0)
+        lost = fleet.migrations.metrics.text().decode()
+        assert not [x for x in lost.splitlines() if x.startswith("loraplex_requests_lost_total{")]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterError
 from engine.types import (
     EngineLoad,
     Request,
@@ -50,8 +50,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def running_rig(rate: float = 500.0, *, encrypt: bool = False) -> AsyncIterator[Rig]:
-    engine = PacedEngine(rate=rate)
+async def running_rig(
+    rate: float = 500.0, *, encrypt: bool = False, engine: PacedEngine | None = None
+) -> AsyncIterator[Rig]:
+    engine = engine or PacedEngine(rate=rate)
     host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16, 0))
     server = StreamServer()
     await server.listen("127.0.0.1", encrypt=encrypt)
@@ -74,6 +76,14 @@ async def read_all(stream: TokenStream, num_choices: int = 1) -> list[TokenOutpu
     while sum(output.finish_reason is not None for output in outputs) < num_choices:
         outputs += await asyncio.wait_for(stream.read(), 10)
     return outputs
+
+
+def sample(rig: Rig, name: str, reason: str | None = None) -> float:
+    """Of the engine's metrics. `reason`: its label `finished_reason`."""
+    lines = rig.host._metrics.text().decode().splitlines()
+    label = "" if reason is None else f'finished_reason="{reason}"'
+    (line,) = [line for line in lines if line.startswith(name + "{") and label in line]
+    return float(line.rsplit(" ", 1)[1])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -127,6 +137,68 @@ async def test_a_refused_request_fails_the_call_and_aborts_its_companions() -> N
             await rig.submit(new_request("good", max_tokens=10_000), bad)
         assert ("good", None) in rig.engine.aborted
         assert rig.engine.load().num_running == 0
+
+
+class LongStepEngine(PacedEngine):
+    """Admits a request at once and says so after the step under way, which `step_ended` ends."""
+
+    def __init__(self) -> None:
+        super().__init__(rate=500.0)
+        self.step_ended = asyncio.Event()
+        self.admitted: list[str] = []
+
+    async def submit(self, request: Request) -> None:
+        await super().submit(request)
+        self.admitted.append(request.request_id)
+        await self.step_ended.wait()
+
+
+async def test_prompts_aborted_while_an_earlier_one_is_submitted_never_run() -> None:
+    engine = LongStepEngine()
+    async with running_rig(engine=engine) as rig:
+        names = ["a", "b", "c"]
+        rig.server.open(names)
+        call = rig.submit(*(new_request(name, max_tokens=10_000) for name in names))
+        await until(lambda: engine.admitted == ["a"])
+        for name in ("a", "c"):
+            rig.host.abort(name)
+        engine.step_ended.set()
+        await until(lambda: "b" in engine.admitted)
+        assert engine.admitted == ["a", "b"]
+        assert engine.load().num_running == 1
+        rig.host.abort("b")
+        await asyncio.wait_for(call, 10)
+        assert engine.load().num_running == 0
+        assert sample(rig, "vllm:request_success_total", "abort") == 3
+
+
+async def test_prompts_aborted_while_their_ingress_is_dialled_never_run() -> None:
+    engine = LongStepEngine()
+    engine.step_ended.set()
+    async with running_rig(engine=engine) as rig:
+        stream = rig.server.open(["a", "b"])
+        call = rig.submit(new_request("a", max_tokens=10_000), new_request("b"))
+        await asyncio.sleep(0)  # the dialling begins
+        rig.host.abort("a")
+        await read_all(stream)
+        await asyncio.wait_for(call, 10)
+        assert engine.admitted == ["b"]
+
+
+async def test_a_call_that_the_engine_refuses_and_takes_later_counts_once() -> None:
+    async with running_rig() as rig:
+        stream = rig.server.open(["a", "b"])
+        requests = [replace(new_request(name), adapter="d" * 64) for name in ("a", "b")]
+        with pytest.raises(UnknownAdapterError):
+            await rig.submit(*requests)
+        await rig.engine.load_adapter("adapter", "d" * 64, "nowhere")
+        call = rig.submit(*requests)
+        await read_all(stream, num_choices=2)
+        await asyncio.wait_for(call, 10)
+        assert sample(rig, "vllm:request_success_total", "abort") == 0
+        assert sample(rig, "vllm:request_success_total", "length") == 2
+        for name in ("e2e_request_latency_seconds", "request_prompt_tokens"):
+            assert sample(rig, f"vllm:{name}_count") == 2
 
 
 async def test_an_abort_frame_ends_one_choice_and_leaves_the_other() -> None:

@@ -6,21 +6,28 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import psutil
 import pytest
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+from engine.types import Request, SamplingParams, TokenLogprobs, TokenOutput
 from serve_app import text_pool
+from serve_app.answer import Answer
+from serve_app.completion import Completion
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
-from serve_app.params import read_prompts
+from serve_app.generation import Generation
+from serve_app.logprobs_parts import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
+from serve_app.params import Prompt, read_prompts
 from serve_app.protocol import parse_body
 from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text import TEXT_FILES, BaseText
 from serve_app.text_pool import TextPool
+from tests import answer_factory
 from tests.text_factory import LLAMA3, write_folder
 
 LIMITS = EngineLimits(max_model_len=4096, vocab_size=1000, max_kv_tokens=4096)
@@ -158,6 +165,101 @@ async def test_a_worker_that_cannot_be_started_is_a_503(monkeypatch: pytest.Monk
             await pool.parse(CompletionRequest, body(prompt="a"))
     finally:
         pool.close()
+
+
+# Answers with many log-probabilities
+
+TOKENS = tuple(range(10, 410))
+
+
+class Arrived:
+    """Stands in for a generation: all outputs have arrived."""
+
+    def __init__(self, outputs: list[TokenOutput]) -> None:
+        self._outputs = outputs
+        self.engine_load = None
+
+    async def read(self) -> list[TokenOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+def large_answer(text: BaseText, *, is_chat: bool, stream: bool) -> tuple[Answer, TokenOutput]:
+    """400 tokens in prompt and output with 20 alternatives each: 8,400 entries in every list."""
+    top = tuple((one, -1.5 - one / 7) for one in range(20, 40))
+    numbers = tuple(TokenLogprobs(one, -0.5, 3, top) for one in TOKENS)
+    prompts = [Prompt(TOKENS, None)]
+    if is_chat:
+        fields = {"logprobs": True, "top_logprobs": 20}
+        answer = answer_factory.chat(text, stream=stream, **fields)
+    else:
+        fields = {"logprobs": 20, "echo": True}
+        if not stream:
+            fields["prompt_logprobs"] = 20
+        answer = answer_factory.completion(text, prompts, stream=stream, max_tokens=400, **fields)
+    asked: tuple[TokenLogprobs | None, ...] = () if is_chat else (None, *numbers[1:])
+    return answer, TokenOutput("r", 0, 0, TOKENS, numbers, asked, "length")
+
+
+async def answered(text: BaseText, render: Render | None, *, is_chat: bool, stream: bool) -> bytes:
+    answer, output = large_answer(text, is_chat=is_chat, stream=stream)
+    request = Request("r", TOKENS, SamplingParams())
+    generation = cast("Generation", Arrived([output]))
+    completion = Completion(generation, answer, (request,), render=render)
+    return await (completion.read() if stream else completion.whole())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_a_worker_renders_log_probabilities_as_the_event_loop_does(
+    pool: TextPool, files: dict[str, bytes], is_chat: bool, stream: bool
+) -> None:
+    text = BaseText.from_files(files)
+    num_parts = 0
+
+    async def render(part: LogprobsPart) -> Lists:
+        nonlocal num_parts
+        num_parts += 1
+        return await pool.logprobs(part, BASE, files)
+
+    async def broken(part: LogprobsPart) -> Lists:
+        raise ServiceUnavailableError("no worker", 1)
+
+    ours = await answered(text, None, is_chat=is_chat, stream=stream)
+    assert await answered(text, render, is_chat=is_chat, stream=stream) == ours
+    assert num_parts >= 2  # of 4,096 entries each; the first one is rendered on the spot
+    # An answer that is there is not lost with the workers.
+    assert await answered(text, broken, is_chat=is_chat, stream=stream) == ours
+
+
+async def test_no_large_answer_takes_more_than_a_part_of_the_event_loop_at_a_time(
+    files: dict[str, bytes],
+) -> None:
+    text = BaseText.from_files(files)
+    sizes: list[int] = []
+
+    async def render(part: LogprobsPart) -> Lists:
+        sizes.append(part.num_entries)
+        return render_part(part, text.tokenizer)
+
+    for stream in (False, True):
+        sizes.clear()
+        await answered(text, render, is_chat=False, stream=stream)
+        # The list of the stream is that of echo and output, a whole answer repeats the prompt.
+        assert sum(sizes) >= 8_400 * (2 if stream else 3) - 2 * PART_ENTRIES
+        assert max(sizes) <= PART_ENTRIES
+
+
+async def test_an_answer_that_is_there_is_not_refused_for_bodies_that_wait(
+    pool: TextPool, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "_MAX_WAITING_BYTES", 0)
+    part = LogprobsPart("chat", 0, ((7, TokenLogprobs(7, -0.5, 1, ()), 0),))
+    text = BaseText.from_files(files)
+    assert await pool.logprobs(part, BASE, files) == render_part(part, text.tokenizer)
+
+
+# Bodies that wait
 
 
 async def test_bodies_that_wait_for_a_worker_are_bounded(

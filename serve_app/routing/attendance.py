@@ -67,6 +67,7 @@ class Attendance:
         self.on_placed: Callable[[str, str], None] | None = None
         stream.on_frame = self._on_frame
         stream.on_lost = self._on_lost
+        stream.on_stop = self._on_stop
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -201,6 +202,11 @@ class Attendance:
                         view.usual.learn_way(decision.answer_s - decision.expected.there_s)
             if output.finish_reason is not None:
                 view.ended(output.offset + len(output.token_ids))
+
+    def _on_stop(self, engine_id: str, num_tokens: int) -> None:
+        view = views_registry.connected.get(engine_id)
+        if view is not None:
+            view.ended(num_tokens)
 
     def _on_lost(self, engine_id: str) -> None:
         view = views_registry.connected.pop(engine_id, None)

@@ -22,6 +22,7 @@ CLOSED_WITHIN_S = 25.0  # a socket that sends nothing more; a body's own deadlin
 QUICK_S = 5.0  # a refusal that needs no work, on a machine that is busy
 MAX_LOG_BYTES = 64  # a request that succeeds
 PROBE_LETTERS = 480
+FLOOD_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,12 +354,20 @@ async def prefix_probing(target: Target) -> Damage:
     return damage
 
 
-async def _flood(target: Target, seconds: float, make: Callable[[int], bytes]) -> Damage:
+def flood_seconds(target: Target) -> float:
+    return 120.0 * target.scale
+
+
+def flood_body(target: Target, number: int, **fields: object) -> dict[str, object]:
+    return chat(target.model, f"flood {number}", FLOOD_TOKENS, ignore_eos=True, **fields)
+
+
+async def _flood(target: Target, make: Callable[[int], bytes]) -> Damage:
     """Twice the capacity."""
     damage, tasks = Damage(), []
     every_s, number = 1 / (2 * target.capacity), 0
     began_s = time.monotonic()
-    while (due_s := began_s + number * every_s) < began_s + seconds:
+    while (due_s := began_s + number * every_s) < began_s + flood_seconds(target):
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         tasks.append(asyncio.create_task(send(target.port, make(number))))
         number += 1
@@ -371,41 +380,24 @@ async def _flood(target: Target, seconds: float, make: Callable[[int], bytes]) -
     return damage
 
 
-def flood_seconds(target: Target) -> float:
-    return 120.0 * target.scale
-
-
-def flood_body(target: Target, number: int, **fields: object) -> dict[str, object]:
-    return chat(target.model, f"flood {number}", FLOOD_TOKENS, ignore_eos=True, **fields)
-
-
-FLOOD_TOKENS = 32
-
-
 async def priority_flood(target: Target) -> Damage:
     """A tenant that calls all of its requests urgent."""
-    return await _flood(
-        target,
-        flood_seconds(target),
-        lambda number: post(
-            "/v1/chat/completions",
-            flood_body(target, number, priority=-1 - number % 7),
-            x_tenant_id="attacker",
-        ),
-    )
+
+    def make(number: int) -> bytes:
+        body = flood_body(target, number, priority=-1 - number % 7)
+        return post("/v1/chat/completions", body, x_tenant_id="attacker")
+
+    return await _flood(target, make)
 
 
 async def tenant_flood(target: Target) -> Damage:
     """A client that is another tenant each time."""
-    return await _flood(
-        target,
-        flood_seconds(target),
-        lambda number: post(
-            "/v1/chat/completions",
-            flood_body(target, number),
-            x_tenant_id=f"tenant-{number % 1000}",
-        ),
-    )
+
+    def make(number: int) -> bytes:
+        body = flood_body(target, number)
+        return post("/v1/chat/completions", body, x_tenant_id=f"tenant-{number % 1000}")
+
+    return await _flood(target, make)
 
 
 CONNECTION_ATTACKS: dict[str, Attack] = {

@@ -27,7 +27,13 @@ _LASTING = (
     "_run",
     "RouterMetricsManager._report_cached_metrics_forever",
 )
-_OF_LOSSES = ("engine_unavailable", "engine_out_of_memory", "overloaded", "adapter_not_loaded")
+_OF_LOSSES = (
+    "engine_unavailable",
+    "engine_out_of_memory",
+    "overloaded",
+    "adapter_not_loaded",
+    "unavailable",
+)
 _OF_REQUESTS = ("Generation", "TokenStream", "AdmissionQueue", "Attempt", "Timeout")
 
 
@@ -66,7 +72,9 @@ def _is_excused(client: Client, code: str, plan: Plan, happened: Mapping[str, in
     if code == "engine_out_of_memory":
         return happened["no memory"] > limit
     if code == "engine_unavailable":
-        is_late = plan.migration.timeout_s < 10 and not plan.is_roomy
+        # Silence takes longer to see than such a move may take.
+        is_silent = happened["hang"] + happened["freeze"] > 0
+        is_late = plan.migration.timeout_s < 10 and (is_silent or not plan.is_roomy)
         return deaths + happened["cancel"] > limit or is_late
     return False
 

@@ -43,7 +43,7 @@ _OPENING_S = 3.0  # until all are connected
 _END_S = 240.0  # after the last event every request ended
 _QUIET_S = 40.0  # longer than any timer of a request
 _ANSWER_S = 20.0  # of a fleet that does nothing else
-_LOOKS = 5  # one a second
+_LOOKS, _LOOK_S = 12, 0.37  # warm-ups of the same adapter may follow each other each second
 _FROZEN_S = (0.5, 4.0, 15.0)
 _CUT_AT_ONCE_S = 3.0
 
@@ -277,7 +277,7 @@ class Fleet:
             left = list(leftovers(self.loop, self.ingresses, self.serving))
             if not left:
                 break
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_LOOK_S)
         self._violate(left)
 
     async def _judge_new_requests(self) -> None:

@@ -59,6 +59,7 @@ class Canaries:
         self._tasks: set[asyncio.Task[None]] = set()
         self._catalog = Catalog()
         self._running: frozenset[str] = frozenset()
+        self._served: frozenset[str] = frozenset()
         self._traffic = Traffic()
         self._problems: frozenset[tuple[str, str]] = frozenset()
 
@@ -72,10 +73,18 @@ class Canaries:
     def take(self, report: IngressReport) -> None:
         self._trials.take(report, _now_s())
 
-    def review(self, catalog: Catalog, running: Collection[str], looked_s: float) -> CanaryState:
+    def review(
+        self,
+        catalog: Catalog,
+        running: Collection[str],
+        looked_s: float,
+        served: Collection[str] = (),
+    ) -> CanaryState:
         """Judges what runs. Called with each look at the platform; the answer is for the view.
-        `looked_s`: the loop's time at which the look that found this catalog began."""
-        self._catalog, self._running = catalog, frozenset(running)
+        `looked_s`: the loop's time at which the look that found this catalog began. `running`,
+        `served`: see `read_traffic`."""
+        self._catalog = catalog
+        self._running, self._served = frozenset(running), frozenset(served)
         now_s = _now_s()
         self._lift_vetoes(looked_s)
         self._follow(now_s)
@@ -132,7 +141,7 @@ class Canaries:
             on_trial, catalog = await asyncio.to_thread(act)
             if on_trial is not None:  # whatever happened to it before
                 self._vetoes.pop((name, on_trial.digest), None)
-        traffic = read_traffic(catalog, self._running, self._reasons())
+        traffic = read_traffic(catalog, self._running, self._reasons(), self._served)
         return self._status(catalog, name, traffic.splits.get(name))
 
     def _status(self, catalog: Catalog, name: str, split: Split | None) -> CanaryStatus:
@@ -142,7 +151,7 @@ class Canaries:
         return status_of(split, self._trials.by_name.get(name), rolled_back, self._rule, _now_s())
 
     def _follow(self, now_s: float) -> None:
-        self._traffic = read_traffic(self._catalog, self._running, self._reasons())
+        self._traffic = read_traffic(self._catalog, self._running, self._reasons(), self._served)
         self._trials.follow(self._traffic.splits, now_s)
 
     def _reasons(self) -> dict[Key, str]:

@@ -321,7 +321,9 @@ class Manager:
         running = {base.base.digest: base.app_name for base in bases if base.is_running}
         canary = CanaryState() if self._view is None else self._view.canary
         with self._enduring("judging canaries"):
-            canary = self._canaries.review(latest, running.keys(), self._watcher.looked_s)
+            served = {base.base.digest for base in bases}
+            looked_s = self._watcher.looked_s
+            canary = self._canaries.review(latest, running.keys(), looked_s, served)
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
         with self._enduring("arranging adapters"):
             self._arranger.update(latest, running)

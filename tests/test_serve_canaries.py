@@ -20,7 +20,17 @@ from serve_app.config import CanaryArgs
 from serve_app.reports import IngressReport
 from serve_app.topology import CanaryState
 from serve_app.traffic import read_traffic
-from tests.canary_factory import BASE, CANARY, STABLE, adapter, catalog, key, report, tally
+from tests.canary_factory import (
+    BASE,
+    CANARY,
+    OTHER_BASE,
+    STABLE,
+    adapter,
+    catalog,
+    key,
+    report,
+    tally,
+)
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until
 
@@ -223,6 +233,27 @@ async def test_no_version_gets_the_share_that_was_given_for_another(desk: Make, 
     Orders(watched, watched.snapshot()).start("pirate", 3, *weights)
     assert set(shares) <= {0.0, 0.01}
     assert shares[-1] == 0.01
+
+
+async def test_a_canary_that_keeps_taking_its_base_down_is_judged_by_all_its_requests(
+    desk: Make,
+) -> None:
+    far = adapter(2, "canary", base=OTHER_BASE)
+    made = desk(catalog(STABLE, far, canary_weight="0.5"))
+    known, both = made.registry.snapshot(), {BASE.digest, OTHER_BASE.digest}
+
+    def round_of(num: int) -> CanaryState:
+        """25 requests that went well, 5 errors, and the base is down for a moment."""
+        arms = (
+            (key("stable", STABLE), tally(ok=30 * num)),
+            (key("canary", far), tally(ok=25 * num, error=5 * num)),
+        )
+        made.canaries.take(IngressReport("one", arms=arms))
+        made.canaries.review(known, both, made.looked_s, both)
+        return made.canaries.review(known, {BASE.digest}, made.looked_s, both)
+
+    assert not round_of(0).vetoes
+    assert any(round_of(num).vetoes for num in range(1, 20))
 
 
 async def test_a_veto_is_for_one_version(desk: Make) -> None:

@@ -109,7 +109,8 @@ def _arm(
 
 def _shares(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     counts = np.bincount(np.searchsorted(_EDGES, seconds), minlength=len(_EDGES))
-    return counts / counts.sum()
+    shares: npt.NDArray[np.float64] = counts / counts.sum()
+    return shares
 
 
 def judged_after(hour: Hour) -> int | None:
@@ -167,8 +168,8 @@ def _since(arm: tuple[Counts, Counts], start: int, second: int) -> list[Counts]:
 
 
 def equal_worlds() -> Iterator[World]:
-    grid = itertools.product((1, 10, 50, 200), (0.01, 0.1, 0.5), (0.0, 0.01, 0.05), LATENCIES)
-    for rate, weight, errors, latency in grid:
+    grid = itertools.product((1, 10, 50, 200), (0.01, 0.1, 0.5), (0.0, 0.01, 0.05))
+    for (rate, weight, errors), latency in zip(grid, itertools.cycle(LATENCIES), strict=False):
         arm = Arm(errors, 0.1, latency)
         yield World(rate, weight, arm, arm)
     for rate, weight, latency in itertools.product((10, 100), (0.1, 0.5), ("lognormal", "pareto")):

@@ -55,14 +55,18 @@ class Trial:
         moments, so that an old good time does not hide a bad present."""
         now = _Point(now_s, self.tally("stable"), self.tally("canary"))
         self._thin(rule, now_s)
+        whole = judge(*self._span(self._points[0], now), rule)
         reason = non_finite(now.canary - self._window_start(rule, now).canary, rule)
-        verdicts = [judge(*self._span(then, now), rule) for then in self._points]
-        reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
+        reason = reason or whole.reason
+        for then in self._points[1:]:
+            has_enough = now.canary.num_seen - then.canary.num_seen >= rule.min_requests
+            if reason is None and has_enough:
+                reason = judge(*self._span(then, now), rule).reason
         last = self._points[-1]
         is_due = now_s - last.at_s >= rule.window_s / SPANS_A_WINDOW
         if is_due and now.canary.num_seen > last.canary.num_seen:
             self._points.append(now)
-        return Verdict(reason or next(reasons, None), verdicts[0].has_enough)
+        return Verdict(reason, whole.has_enough)
 
     def _span(self, then: _Point, now: _Point) -> tuple[Tally, Tally]:
         """Of stable and canary. A canary that has all the traffic is compared with what stable did

@@ -69,7 +69,7 @@ class Tally:
 
     @property
     def num_seen(self) -> int:
-        """With those whose clients left."""
+        """The judged requests and those whose clients left."""
         return self.num_judged + self.num_warm_left
 
 

@@ -122,7 +122,8 @@ class Canaries:
         )
 
     async def promote(self, name: str, version: int | None = None) -> CanaryStatus:
-        """`version`: the canary that the operator means, refused where it is another by now."""
+        """`version`: the canary that the operator means; the order is refused where another version
+        is the canary by now."""
         return await self._order(name, lambda orders: orders.promote(name, version))
 
     async def abort(self, name: str) -> CanaryStatus:
@@ -191,8 +192,8 @@ class Canaries:
             await asyncio.sleep(_RETRY_S)
 
     def _lift_vetoes(self, looked_s: float) -> None:
-        """Those that were written before the look began: its catalog shows them, or a weight that
-        somebody has raised since. No veto ends by time, nor by a catalog that is older."""
+        """Ends the vetoes that were written before the look began: its catalog shows the weight 0,
+        or one that was raised since. No veto ends by time, nor by an older catalog."""
         for key, veto in tuple(self._vetoes.items()):
             if veto.written_s is not None and veto.written_s < looked_s:
                 del self._vetoes[key]

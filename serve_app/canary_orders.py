@@ -55,7 +55,7 @@ class Orders:
 
     def promote(self, name: str, version: int | None) -> None:
         """The name means the canary's version from now on, and is not split any more. `version`:
-        the one that is meant; None: any."""
+        the canary that the operator means; None: any."""
         self._stable(name)
         found = self._aliased(name, CANARY)
         if found is None:

@@ -261,8 +261,8 @@ class CanaryArgs(Args):
     """When a canary is rolled back by itself, compared with what its name means.
 
     It must be worse by more than these margins, and the counts must make that certain: a canary
-    within the margins is rolled back in less than 1 % of hours (see `rollback`). So one that is far
-    worse goes after `min_requests`, one that is little worse than allowed much later.
+    within the margins is rolled back in less than 1 % of hours (see `rollback`). A canary that is
+    far worse goes after `min_requests`; a little more than the margin takes much longer to see.
     """
 
     min_requests: int = Field(default=50, ge=1)  # of the canary; of both for the latency

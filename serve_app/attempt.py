@@ -92,6 +92,11 @@ class Attempt:
         return self._stream.engine_load
 
     @property
+    def found_in(self) -> str:
+        """See `Accepted`; empty until the engine took the requests."""
+        return self._stream.found_in
+
+    @property
     def has_output(self) -> bool:
         """A token came, whether read or not."""
         return self._stream.has_output

@@ -53,6 +53,8 @@ class ColdStarts:
             except BaseAsleepError as error:
                 await self._wait(error.base, error.retry_after_s, receive)
                 continue
+            if route.asleep is not None:
+                self._wake(route.asleep.base.digest)
             return Admission(route, self._gateway.activity.enter(route.front.base.digest))
 
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:

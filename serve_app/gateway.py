@@ -126,14 +126,16 @@ class Gateway:
         if split is None:
             return Route(*self.resolve(model))
         arm, version = split.choose(key, self._draw)
+        missed: ServedBase | None = None
         if arm == "canary" and version.base_digest not in self._fronts:
+            missed = self.served(version.base_digest)
             arm, version = "stable", split.stable
         of_version = f"{version.name}@{version.version}"
         front, resolution = self.resolve(model if arm == "stable" else of_version)
         shadow = split.copied_to(version, self._draw)
-        return Route(
-            front, resolution, ArmKey(split.name, arm, version.version, version.digest), shadow
-        )
+        key_of_arm = ArmKey(split.name, arm, version.version, version.digest)
+        is_asleep = missed is not None and missed.state == "asleep"
+        return Route(front, resolution, key_of_arm, shadow, missed if is_asleep else None)
 
     def resolve(self, model: str) -> tuple[Front, Resolution]:
         """Pure look-ups. NotFoundError or InvalidNameError is the client's, the others are ours."""
@@ -272,7 +274,8 @@ class Gateway:
         self.view = view
         running = {base.base.digest: base for base in view.bases if base.is_running}
         vetoes = {(name, digest): reason for name, digest, reason in view.canary.vetoes}
-        self._traffic = read_traffic(view.catalog, running, vetoes)
+        served = {base.base.digest for base in view.bases}
+        self._traffic = read_traffic(view.catalog, running, vetoes, served)
         self.arms.keep({(one.name, one.digest) for one in view.catalog.adapters})
         asleep = {b.base.digest for b in view.bases if b.state == "asleep" or b.is_waking}
         self._once_ready -= asleep  # that nothing answers there is no illness

@@ -89,6 +89,11 @@ class Generation:
         return None if self._attempt is None else self._attempt.engine_load
 
     @property
+    def is_warm(self) -> bool:
+        """An engine took the request, and had its adapter on the device."""
+        return self._attempt is not None and self._attempt.found_in == "device"
+
+    @property
     def is_done(self) -> bool:
         return self._progress.is_done
 

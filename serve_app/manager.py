@@ -182,8 +182,8 @@ class Manager:
         return await self._ordered(self._canaries.start(name, version, weight, shadow_weight))
 
     @refusing
-    async def promote_canary(self, name: str) -> CanaryStatus:
-        return await self._ordered(self._canaries.promote(name))
+    async def promote_canary(self, name: str, version: int | None) -> CanaryStatus:
+        return await self._ordered(self._canaries.promote(name, version))
 
     @refusing
     async def abort_canary(self, name: str) -> CanaryStatus:
@@ -239,7 +239,7 @@ class Manager:
                     await watcher.news.wait()
             watcher.news.clear()
         await self._fleet.meet_ingresses()
-        self._canaries.open(self._registry, self._read_now)
+        self._canaries.open(self._registry, self._read_now, watcher.wake)
         if (url := self._registry_args.webhook_url) is not None:
             self._tasks.add(loop.create_task(announce(self._registry, url)))
         while True:
@@ -321,7 +321,9 @@ class Manager:
         running = {base.base.digest: base.app_name for base in bases if base.is_running}
         canary = CanaryState() if self._view is None else self._view.canary
         with self._enduring("judging canaries"):
-            canary = self._canaries.review(latest, running.keys())
+            served = {base.base.digest for base in bases}
+            looked_s = self._watcher.looked_s
+            canary = self._canaries.review(latest, running.keys(), looked_s, served)
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
         with self._enduring("arranging adapters"):
             self._arranger.update(latest, running)

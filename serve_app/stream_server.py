@@ -143,6 +143,7 @@ class StreamServer:
             taken = streams.get(accepted.request_id)
             if taken is not None and taken._is_of(connection):
                 taken._connection = connection
+                taken.found_in = accepted.found_in
         for output in step.outputs:
             stream = streams.get(output.request_id)
             if stream is not None and stream._is_of(connection):
@@ -189,6 +190,7 @@ class TokenStream:
         self._failure: BaseException | None = None
         self._connection: _EngineConnection | None = None  # known once the engine took it
         self.has_output = False  # read or not
+        self.found_in = ""  # the adapter's tier when the engine took the requests; "": not yet
 
     @property
     def engine_id(self) -> str | None:

@@ -35,6 +35,7 @@ class Watcher:
         self.error: str | None = None  # why the registry cannot be read; one text an outage
         self.last_success_s = 0.0  # Unix time; 0: never
         self.look_s = 0.0  # what the last good look took
+        self.looked_s = 0.0  # the loop's time at which the last good look began; 0: none yet
         self.news = asyncio.Event()  # set when catalog or error changed; its reader clears it
         self._look = look
         self._interval_s = interval_s
@@ -69,6 +70,7 @@ class Watcher:
 
     async def _look_once(self) -> None:
         began_s = time.monotonic()
+        looked_s = asyncio.get_running_loop().time()
         try:
             fresh = await asyncio.to_thread(self._look)
         except RegistryError as error:
@@ -78,6 +80,7 @@ class Watcher:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self.look_s = time.monotonic() - began_s
+            self.looked_s = looked_s
             try:
                 self._succeed(fresh)
             except Exception:  # the catalog is in place; the next look comes all the same

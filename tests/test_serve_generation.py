@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
+from serve_app.arms import ArmKey, Arms
+from serve_app.completion import Completion
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
     ClientGoneError,
@@ -20,11 +25,14 @@ from serve_app.errors import (
     to_api_error,
 )
 from serve_app.generation import Generation
+from serve_app.params import Prompt
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream import HEARTBEAT_S
+from tests.answer_factory import completion
 from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN
 from tests.fakes_replicas import Fleet, make_request, read_all, running_fleet, tokens
+from tests.text_factory import base_text
 from tests.waiting import until
 
 PROMPT = (11, 12, 13, 14)
@@ -122,6 +130,31 @@ async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_tha
         num_tokens = len(tokens(outputs))
         assert before - view.output_tokens == pytest.approx((before - num_tokens) / 20)
         generation.close()
+
+
+@pytest.mark.parametrize(("found_in", "num_warm"), [(None, 1), ("disk", 0)])
+async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
+    found_in: str | None, num_warm: int, tmp_path: Path
+) -> None:
+    text = base_text(tmp_path)
+    arms, key = Arms(), ArmKey("pirate", "canary", 2, "d2")
+
+    async with running_fleet(1) as fleet:
+        engine = fleet.replicas["e0"]
+        engine.found_in = found_in
+        engine.engine.loaded["d2"] = "pirate"
+        for name, leaves in (("a", False), ("b", True)):
+            request = replace(make_request(PROMPT, name=name), adapter="d2")
+            generation = fleet.generate(request)
+            answer = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
+            leave = (lambda _, one=generation: one.fail(ClientGoneError())) if leaves else None
+            made = Completion(generation, answer, (request,), arms.watch(key), leave)
+            with pytest.raises(ClientGoneError) if leaves else nullcontext():
+                await asyncio.wait_for(made.whole(), 20)
+            made.close()
+    ((_, counted),) = arms.tallies()
+    assert (counted.count("ok"), counted.count("left"), sum(counted.first_token)) == (1, 1, 2)
+    assert (counted.num_warm_left, sum(counted.warm_first_token)) == (num_warm, 2 * num_warm)
 
 
 async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:

@@ -305,6 +305,7 @@ async def test_a_frame_says_once_that_the_engine_has_a_request_and_its_load_coun
         told = [frame for frame in frames if frame.accepted]
         accepted = [one for frame in told for one in frame.accepted]
         assert accepted == [Accepted("a", 0.25, "disk"), Accepted("b", 0.25, "disk")]
+        assert stream.found_in == "disk"
         assert told[0].load.num_running == 2
         first = next(frame for frame in frames if frame.outputs)
         assert frames.index(told[0]) <= frames.index(first)

@@ -241,7 +241,17 @@ class Registry:
             is_whole = self._adoption.keep([row for row in found if not row.is_complete])
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
         settings = listing.settings(models)
-        catalog = Catalog(bases, in_sight(adapters, settings), tuple(rejected), settings)
+        catalog = Catalog(
+            bases,
+            in_sight(adapters, settings),
+            tuple(rejected),
+            settings,
+            dangling=listing.dangling(
+                models,
+                {(one.name, one.version) for one in (*bases, *adapters)},
+                {(one.name, one.version): one.reason for one in rejected},
+            ),
+        )
         return catalog, is_whole
 
     def _adopted(self, row: listing.Row, bases: Catalog) -> AdapterVersion | Rejected | None:

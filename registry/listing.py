@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
@@ -18,6 +18,7 @@ from registry.entities import (
     AdapterVersion,
     BaseFacts,
     BaseVersion,
+    DanglingAlias,
     EffectFacts,
     Rejected,
     Setting,
@@ -137,6 +138,24 @@ def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
         for key in SETTINGS
         if PREFIX + key in model.tags
     )
+
+
+def dangling(
+    models: Iterable[RegisteredModel],
+    served: Collection[tuple[str, int]],
+    reasons: Mapping[tuple[str, int], str],
+) -> tuple[DanglingAlias, ...]:
+    """Aliases on versions that are not served, of names that have versions which are. `served`,
+    `reasons`: by name and version."""
+    names = {name for name, _ in served}
+    found = []
+    for model in models:
+        for alias, to in model.aliases.items() if model.name in names else ():
+            key = model.name, int(to) if _NUMBER.fullmatch(str(to)) else 0
+            if key not in served:
+                reason = reasons.get(key, "it is no adapter, or was not read yet")
+                found.append(DanglingAlias(model.name, _clean(alias), key[1], reason))
+    return tuple(sorted(found, key=lambda one: (one.name, one.alias)))
 
 
 def _clean(text: str) -> str:

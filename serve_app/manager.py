@@ -22,6 +22,7 @@ from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import Change
+from registry.meanings import Meanings
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_checks import AdapterChecks
 from serve_app.adapter_plan import AdapterArranger
@@ -76,6 +77,7 @@ class Manager:
         self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
         self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
         self._catalog: Catalog | None = None  # the same with what bare names mean here
+        self._meanings = Meanings()
         self._models: tuple[ModelArgs, ...] = ()
         self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._incarnation = secrets.token_hex(4)
@@ -273,14 +275,14 @@ class Manager:
         known = self._catalog
         if known is None or known.default_aliases != aliases or self._watched is not catalog:
             self._watched = catalog
-            self._catalog = known = replace(catalog, default_aliases=aliases)
+            self._catalog = known = self._meanings.follow(replace(catalog, default_aliases=aliases))
         return known
 
     def _read_now(self) -> Catalog:
         """In a thread: what the registry says, with the aliases that count here."""
         assert self._registry is not None
         catalog = self._registry.snapshot()
-        return replace(catalog, default_aliases=self._aliases(catalog))
+        return self._meanings.hold(replace(catalog, default_aliases=self._aliases(catalog)))
 
     def _aliases(self, catalog: Catalog) -> DefaultAliases:
         return default_aliases(self._registry_args.alias, wished(self._models, catalog))

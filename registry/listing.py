@@ -125,8 +125,17 @@ def _row(model: RegisteredModel, version: ModelVersion) -> Row:
     # The model's own digest or facts would be those of no version in particular.
     inherited = {key: model.tags[key] for key in (KIND, BASE) if key in model.tags}
     tags = {_clean(key): _clean(value) for key, value in (inherited | version.tags).items()}
-    created_s = (version.creation_timestamp or 0) // 1000
-    return Row(version.name, number, version.source or "", tags, tuple(aliases), created_s)
+    source, created_s = version.source or "", _created_s(version)
+    return Row(version.name, number, source, tags, tuple(aliases), created_s)
+
+
+def is_row_of(row: Row, version: ModelVersion) -> bool:
+    """Not so of a version that has the same number because the model was made anew."""
+    return (row.source, row.created_s) == (version.source or "", _created_s(version))
+
+
+def _created_s(version: ModelVersion) -> int:
+    return (version.creation_timestamp or 0) // 1000
 
 
 def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:

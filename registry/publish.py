@@ -64,7 +64,9 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
         if publication.effect is not None and not _knows_more(row, publication.effect):
             attach_effect(store, name, row.version, publication.effect)
         if publication.alias is not None and publication.alias not in row.aliases:
-            store.set_alias(name, publication.alias, row.version)
+            with ExitStack() as undo:
+                _move_alias(store, publication, row.version, undo)
+                undo.pop_all()
     return next(found for found in _rows(store, name) if found.version == row.version)
 
 
@@ -108,10 +110,26 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         else:
             row = _rows_by_version(store, name)[version]
         if publication.alias is not None:
-            store.set_alias(name, publication.alias, row.version)
+            undoing_alias = undo.enter_context(ExitStack())
+            _move_alias(store, publication, row.version, undoing_alias)
+            undoing_alias.pop_all()
         if row.version == version:
             undo.pop_all()
     return row
+
+
+def _move_alias(
+    store: MlflowStore, publication: Publication, version: int, undo: ExitStack
+) -> None:
+    """A write whose answer is lost may have moved it: its removal, or that of the new version, must
+    not leave the name without the alias that it had."""
+    name, alias = publication.name, publication.alias
+    assert alias is not None
+    before = store.alias_version(name, alias)
+    if before is not None:
+        words = f"setting alias {alias!r} back to version {before}"
+        undo.callback(_quietly, words, lambda: store.set_alias(name, alias, before))
+    store.set_alias(name, alias, version)
 
 
 def _upload(
@@ -183,7 +201,7 @@ def _rows_by_version(store: MlflowStore, name: str) -> dict[int, listing.Row]:
 
 
 def _delete_if_empty(store: MlflowStore, name: str) -> None:
-    if not list(store.versions(name)):
+    if not store.versions(name):
         store.delete_model(name)
 
 

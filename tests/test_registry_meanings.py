@@ -54,7 +54,7 @@ def test_the_last_good_meaning_is_served_while_the_alias_is_on_a_broken_version(
 def test_without_memory_the_name_is_refused_with_the_alias_and_the_reason() -> None:
     found = Meanings().follow(catalog(adapter(1), adapter(2), dangling=(BROKEN,)))
     for model in ("pirate", "base:pirate"):
-        with pytest.raises(NotFoundError, match="pirate@champion is version 3.*is no JSON"):
+        with pytest.raises(NotFoundError, match=r"pirate@champion is version 3.*is no JSON"):
             found.resolve(model)
     assert [entry.name for entry in found.entries()] == ["base", "other"]
     assert meaning(found, "pirate@2") == 2

@@ -127,6 +127,10 @@ class Registry:
             folder, name, "adapter", manifest, facts_tags, tags, alias, False, found.name, effect
         )
         row = publish(self._store, publication, progress)
+        model = self._store.model(name)
+        if model is not None and model.tags.get(listing.RUNTIME) == "unloaded":
+            # Out of sight since a script unloaded it; who registers a version wants it seen.
+            self._store.untag_model(name, listing.RUNTIME)
         return listing.adapter_version(row)
 
     def attach_effect(self, version: AdapterVersion, record: EffectRecord) -> None:

@@ -47,6 +47,8 @@ LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder t
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
 MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
 
+RUNTIME = PREFIX + "runtime"  # of a registered model, see SETTINGS
+
 # Of the last check, as words; absent where the check did not come so far.
 EFFECT = PREFIX + "effect"  # its verdict
 EFFECT_TAGS = {

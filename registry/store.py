@@ -23,7 +23,7 @@ from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-from registry.border import call, configure
+from registry.border import call, configure, with_time_limits
 from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
 from registry.sources import ArtifactSources
 from registry.sqlite_changes import ChangeProbe, Marker
@@ -49,6 +49,7 @@ class MlflowStore:
         """`artifact_schemes`: see `sources.check_listed`."""
         configure(timeout_s, max_retries)
         self.tracking_uri = tracking_uri
+        self._database_uri = with_time_limits(tracking_uri, timeout_s)
         self.is_remote = urlsplit(tracking_uri).scheme in ("http", "https")
         self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
         self._sources = ArtifactSources(
@@ -248,7 +249,7 @@ class MlflowStore:
             of_run = uri
             uri = self._call(
                 f"looking up {of_run}",
-                lambda: RunsArtifactRepository.get_underlying_uri(of_run, self.tracking_uri),
+                lambda: RunsArtifactRepository.get_underlying_uri(of_run, self._database_uri),
             )
         self._sources.check(uri)
         return self.repository(uri)
@@ -286,7 +287,7 @@ class MlflowStore:
     @cached_property
     def _client(self) -> MlflowClient:
         """Opened when first asked: its database away, a replica still starts from its cache."""
-        uri = self.tracking_uri
+        uri = self._database_uri
         if not self.is_remote:
             # Whoever opens a new database first says where plain MLflow runs put their files; a
             # client would say ./mlruns, below whatever folder this process happens to be in.

@@ -14,7 +14,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from registry import listing, plain
 from registry.artifacts import download, try_link
 from registry.entities import AdapterVersion, BaseVersion, FileEntry, Manifest
-from registry.errors import ArtifactError
+from registry.errors import ArtifactError, RegistrationError
 from registry.flavor import DATA
 from registry.manifest import (
     MAX_ADAPTER_BYTES,
@@ -47,7 +47,10 @@ class VersionFiles:
         if listing.DIGEST in self.tags or not isinstance(self.version, AdapterVersion):
             return None
         with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
-            found = plain.inspect(self.repository, Path(scratch))
+            try:
+                found = plain.inspect(self.repository, Path(scratch))
+            except RegistrationError as error:
+                raise ArtifactError(f"{self} is no adapter any more: {error}") from error
         if found is None:
             raise ArtifactError(f"{self} is no adapter any more")
         return found

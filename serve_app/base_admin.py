@@ -39,17 +39,20 @@ async def change_base(
         await _write(change, models, catalog, registry)
         return
     now_s = asyncio.get_running_loop().time()
-    line = _line(change.name, fleet)
+    lines = _lines(change.name, fleet)
     if change.kind == "wake":
-        fleet.sleep.wake(line.digest, now_s)
-    elif line.state == "running":
+        for line in lines:
+            fleet.sleep.wake(line.digest, now_s)
+        return
+    for line in lines:
+        if line.state not in ("running", "asleep"):
+            raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
         if num_open := fleet.sleep.num_open(line.digest, now_s):
             raise ConflictError(
                 f"{change.name!r} has {num_open} open requests: it cannot sleep now"
             )
+    for line in lines:
         fleet.sleep.rest(line.digest, now_s)
-    elif line.state != "asleep":
-        raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
 
 
 async def _write(
@@ -73,8 +76,13 @@ async def _write(
     await asyncio.to_thread(registry.set_setting, name, SERVE, change.setting)
 
 
-def _line(name: str, fleet: Fleet) -> BaseLine:
-    lines = [line for line in fleet.lines if line.name == name and line.state != "draining"]
-    if not lines or not lines[0].digest:
+def _lines(name: str, fleet: Fleet) -> list[BaseLine]:
+    """Of all its versions that are served; `name@version`: of that one."""
+    lines = [
+        line
+        for line in fleet.lines
+        if name in (line.name, f"{line.name}@{line.version}") and line.state != "draining"
+    ]
+    if not lines or not all(line.digest for line in lines):
         raise NotFoundError(f"no base {name!r} is served here")
-    return lines[0]
+    return lines

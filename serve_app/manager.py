@@ -27,7 +27,7 @@ from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_checks import AdapterChecks
 from serve_app.adapter_plan import AdapterArranger
 from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_plan import LastGood, plan, wished
+from serve_app.base_plan import SERVE, LastGood, plan, wished
 from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _STATUS_POLL_S = 0.25  # of Serve, not of the registry: 2 ms of the controller each
 MAX_RECONCILE_AGE_S = 30.0  # then the manager calls itself unhealthy
+_FOLLOW_S = 10.0  # an order about a base returns then, whether or not a round followed it
 _HANDOVER_S = 5.0  # after a view that does not mean a version any more, before it is let go
 
 
@@ -90,6 +91,7 @@ class Manager:
         self._canaries = Canaries(args.canary)
         self._fleet = Fleet(sources)
         self._last_good = LastGood()
+        self._planned: Catalog | None = None  # the one that the last round followed
         self._missing: tuple[str, ...] = ()  # as last logged
         self._stored = StoredCatalog(self._watcher)
         self._complaints: dict[str, str] = {}  # by step of a round: the last error logged
@@ -164,11 +166,29 @@ class Manager:
         """What an operator wants of a base; see `base_admin`."""
         if self._registry is None or self._catalog is None:
             raise RegistryUnavailableError("the registry was not read yet")
+        catalog, writes = self._catalog, change.kind in ("add", "remove")
         try:
-            await change_base(change, self._models, self._catalog, self._registry, self._fleet)
+            if writes:  # the watcher's catalog may be a poll old
+                catalog = await asyncio.to_thread(self._read_now)
+            await change_base(change, self._models, catalog, self._registry, self._fleet)
         finally:
             self._watcher.wake()
             self._watcher.news.set()
+        if writes:
+            await self._follows(change)
+
+    async def _follows(self, change: BaseChange) -> None:
+        """Returns when a round followed what was written, so that whoever asks next for the bases
+        sees its outcome; or when that takes long."""
+        wanted = change.setting if change.kind == "add" else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FOLLOW_S), self._changed:
+                await self._changed.wait_for(
+                    lambda: (
+                        self._planned is not None
+                        and self._planned.setting(change.name, SERVE) == wanted
+                    )
+                )
 
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
@@ -315,6 +335,9 @@ class Manager:
         wanted = self._last_good.complete(planned, self._models, catalog, now_s)
         self._tell_missing(wanted.missing)
         bases = await self._fleet.round(wanted, catalog, now_s)
+        if self._planned is not catalog:
+            self._planned = catalog
+            await self._tell()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         latest = self._named(self._watcher.catalog or catalog)

@@ -45,7 +45,11 @@ class DefaultAliases:
     def of(self, version: BaseVersion | AdapterVersion) -> str:
         if isinstance(version, BaseVersion):
             return self.everywhere
-        return dict(self.of_adapters).get(version.base_name, self.everywhere)
+        return self.of_base(version.base_name)
+
+    def of_base(self, name: str) -> str:
+        """Of the adapters of that base."""
+        return dict(self.of_adapters).get(name, self.everywhere)
 
 
 Group = tuple[str, str]  # a name and a base's name, which is empty for a base

@@ -87,7 +87,8 @@ class AdapterAdmin:
                 before = catalog.resolve(name).adapter
         if not folder.is_absolute() or not (folder / "adapter_config.json").is_file():
             raise NotFoundError(f"Loading lora {name} failed: No adapter found for {folder}")
-        await asyncio.to_thread(registry.register_adapter, folder, name, change.base)
+        alias = catalog.default_aliases.of_base(catalog.resolve_base(change.base).name)
+        await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
         loaded = _find(await asyncio.to_thread(look), name)
         self._loads[name] = loaded.version, before

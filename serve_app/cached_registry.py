@@ -67,10 +67,9 @@ class CachedRegistry:
     def ensure_webhook(self, url: str, secret: str) -> None:
         self._registry.ensure_webhook(url, secret)
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
-        done = self._command(
-            ("register", "adapter", str(folder), f"--name={name}", f"--base={base}", "--no-probe")
-        )
+    def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
+        options = (f"--name={name}", f"--base={base}", f"--alias={alias}", "--no-probe")
+        done = self._command(("register", "adapter", str(folder), *options))
         if done.returncode != 0:
             raise RegistrationError(_last_words(done))
 

@@ -171,7 +171,7 @@ class Reader:
     def ensure_webhook(self, url: str, secret: str) -> None:
         raise RegistryError("read only")
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+    def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
         raise RegistryError("read only")
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:

@@ -25,6 +25,7 @@ class Meanings:
 
     def __init__(self) -> None:
         self._before: dict[Group, tuple[_Meaning, ...]] = {}  # the newest first
+        self._aliased: dict[Group, int] = {}  # the version that an alias gave the name last
         self._told: dict[Group, str] = {}  # what the log said last
 
     def follow(self, catalog: Catalog) -> Catalog:
@@ -34,8 +35,10 @@ class Meanings:
             if not _why_bad(found):
                 assert not isinstance(found, DanglingAlias)
                 self._remember(group, (found.version, found.digest))
+                self._note_alias(found, group, catalog.default_aliases.of(found))
         for group in self._before.keys() - meanings.keys():
             del self._before[group]
+            self._aliased.pop(group, None)
         completed = self.hold(catalog)
         self._tell(completed, meanings)
         return completed
@@ -64,6 +67,19 @@ class Meanings:
         if known[:1] != (meaning,):
             others = tuple(one for one in known if one != meaning)
             self._before[group] = (meaning, *others)[:_MAX_REMEMBERED]
+
+    def _note_alias(self, found: AdapterVersion | BaseVersion, group: Group, alias: str) -> None:
+        """A name that loses its alias means its highest version, as one that never had it does."""
+        if alias in found.aliases:
+            self._aliased[group] = found.version
+        elif (before := self._aliased.pop(group, None)) is not None:
+            logger.warning(
+                "%s@%s is gone, it was version %d: the name means its highest version, %d",
+                found.name,
+                alias,
+                before,
+                found.version,
+            )
 
     def _tell(
         self, catalog: Catalog, meanings: dict[Group, AdapterVersion | BaseVersion | DanglingAlias]

@@ -7,7 +7,8 @@ moment. A base that the file names is the file's: only sleep and wake are for it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ from serve_app.config import ModelArgs
 from serve_app.errors import ConflictError
 from serve_app.fleet import Fleet
 from serve_app.topology import BaseLine, RegistryReader
+
+_FOLLOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,23 @@ async def change_base(
             )
     for line in lines:
         fleet.sleep.rest(line.digest, now_s)
+
+
+async def is_followed(
+    change: BaseChange, changed: asyncio.Condition, planned: Callable[[], Catalog | None]
+) -> None:
+    """Returns when a round of the manager followed what `add` or `remove` wrote, so that whoever
+    asks next for the bases sees its outcome; or when that takes long. `planned`: the catalog that
+    the last round followed; `changed` is notified when it is another."""
+    wanted = change.setting if change.kind == "add" else None
+
+    def is_planned() -> bool:
+        catalog = planned()
+        return catalog is not None and catalog.setting(change.name, SERVE) == wanted
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FOLLOW_S), changed:
+            await changed.wait_for(is_planned)
 
 
 async def _write(

@@ -18,25 +18,25 @@ from dataclasses import replace
 import ray
 from ray import serve
 
-from registry.catalog import Catalog, DefaultAliases
+from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import Change
-from registry.meanings import Meanings
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_checks import AdapterChecks
 from serve_app.adapter_plan import AdapterArranger
-from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_plan import SERVE, LastGood, plan, wished
+from serve_app.base_admin import BaseChange, change_base, is_followed
+from serve_app.base_plan import LastGood, plan
 from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
-from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_format
+from serve_app.config import ModelArgs, PlatformArgs, log_format
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
 from serve_app.ingress_totals import IngressTotals
 from serve_app.logs import install_in_replica
 from serve_app.manager_call import refusing
+from serve_app.named_catalogs import NamedCatalogs
 from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 _STATUS_POLL_S = 0.25  # of Serve, not of the registry: 2 ms of the controller each
 MAX_RECONCILE_AGE_S = 30.0  # then the manager calls itself unhealthy
-_FOLLOW_S = 10.0  # an order about a base returns then, whether or not a round followed it
 _HANDOVER_S = 5.0  # after a view that does not mean a version any more, before it is let go
 
 
@@ -76,9 +75,7 @@ class Manager:
         self._watcher.subscribe(log_changes)
         self._watcher.subscribe(self._publish_names)
         self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
-        self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
-        self._catalog: Catalog | None = None  # the same with what bare names mean here
-        self._meanings = Meanings()
+        self._names = NamedCatalogs(args.registry.alias)
         self._models: tuple[ModelArgs, ...] = ()
         self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._incarnation = secrets.token_hex(4)
@@ -164,9 +161,10 @@ class Manager:
     @refusing
     async def change_base(self, change: BaseChange) -> None:
         """What an operator wants of a base; see `base_admin`."""
-        if self._registry is None or self._catalog is None:
+        catalog = self._names.latest
+        if self._registry is None or catalog is None:
             raise RegistryUnavailableError("the registry was not read yet")
-        catalog, writes = self._catalog, change.kind in ("add", "remove")
+        writes = change.kind in ("add", "remove")
         try:
             if writes:  # the watcher's catalog may be a poll old
                 catalog = await asyncio.to_thread(self._read_now)
@@ -175,20 +173,7 @@ class Manager:
             self._watcher.wake()
             self._watcher.news.set()
         if writes:
-            await self._follows(change)
-
-    async def _follows(self, change: BaseChange) -> None:
-        """Returns when a round followed what was written, so that whoever asks next for the bases
-        sees its outcome; or when that takes long."""
-        wanted = change.setting if change.kind == "add" else None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FOLLOW_S), self._changed:
-                await self._changed.wait_for(
-                    lambda: (
-                        self._planned is not None
-                        and self._planned.setting(change.name, SERVE) == wanted
-                    )
-                )
+            await is_followed(change, self._changed, lambda: self._planned)
 
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
@@ -289,23 +274,13 @@ class Manager:
             self._complaints.pop(step, None)
 
     def _named(self, catalog: Catalog) -> Catalog:
-        """With the aliases that count here; the same object as long as nothing changed, for its
-        indices' and its revision's sake."""
-        aliases = self._aliases(catalog)
-        known = self._catalog
-        if known is None or known.default_aliases != aliases or self._watched is not catalog:
-            self._watched = catalog
-            self._catalog = known = self._meanings.follow(replace(catalog, default_aliases=aliases))
-        return known
+        """With the aliases that count here."""
+        return self._names.follow(catalog, self._models)
 
     def _read_now(self) -> Catalog:
         """In a thread: what the registry says, with the aliases that count here."""
         assert self._registry is not None
-        catalog = self._registry.snapshot()
-        return self._meanings.hold(replace(catalog, default_aliases=self._aliases(catalog)))
-
-    def _aliases(self, catalog: Catalog) -> DefaultAliases:
-        return default_aliases(self._registry_args.alias, wished(self._models, catalog))
+        return self._names.named(self._registry.snapshot(), self._models)
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:
         """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,

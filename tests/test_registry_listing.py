@@ -189,3 +189,13 @@ def test_tags_of_a_version_are_not_written_to_another_one_under_its_number(
     (served,) = Registry(uri).snapshot().adapters
     (alike,) = registry.snapshot().adapters
     assert served.digest == alike.digest
+
+
+def test_a_version_registered_under_an_unloaded_name_is_seen(tmp_path: Path) -> None:
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path, content=b"one")
+    registry.set_setting("pirate", "runtime", "unloaded")
+    assert registry.snapshot().adapters == ()
+    added = register_adapter(registry, tmp_path, content=b"two")
+    assert registry.snapshot().resolve("pirate").adapter == added

@@ -83,6 +83,19 @@ def test_a_held_meaning_that_is_deleted_is_not_replaced_by_an_older_one() -> Non
         found.resolve("pirate")
 
 
+def test_a_name_that_loses_its_alias_means_its_highest_version_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    meanings = Meanings()
+    meanings.follow(catalog(adapter(1, "champion"), adapter(2)))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert meaning(meanings.follow(catalog(adapter(2)))) == 2
+    (warning,) = caplog.messages
+    assert "pirate@champion is gone, it was version 1" in warning
+    assert "2" in warning
+
+
 def test_a_version_for_a_second_base_takes_no_name_away_from_the_first() -> None:
     aliases = DefaultAliases("champion", (("other", "prod"),))
     first, other = adapter(1, "champion"), adapter(3, base=OTHER_BASE)

@@ -20,7 +20,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from registry import listing
 from registry.border import suppressed
 from registry.entities import EffectRecord, Manifest, content_digest, manifest_json
-from registry.errors import RegistrationError
+from registry.errors import RegistrationError, RegistryError
 from registry.flavor import DATA, describe
 from registry.manifest import Progress
 from registry.store import MlflowStore, upload
@@ -64,9 +64,7 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
         if publication.effect is not None and not _knows_more(row, publication.effect):
             attach_effect(store, name, row.version, publication.effect)
         if publication.alias is not None and publication.alias not in row.aliases:
-            with ExitStack() as undo:
-                _move_alias(store, publication, row.version, undo)
-                undo.pop_all()
+            _move_alias(store, publication, row.version, ExitStack())
     return next(found for found in _rows(store, name) if found.version == row.version)
 
 
@@ -110,9 +108,7 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         else:
             row = _rows_by_version(store, name)[version]
         if publication.alias is not None:
-            undoing_alias = undo.enter_context(ExitStack())
-            _move_alias(store, publication, row.version, undoing_alias)
-            undoing_alias.pop_all()
+            _move_alias(store, publication, row.version, undo)
         if row.version == version:
             undo.pop_all()
     return row
@@ -121,15 +117,22 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
 def _move_alias(
     store: MlflowStore, publication: Publication, version: int, undo: ExitStack
 ) -> None:
-    """A write whose answer is lost may have moved it: its removal, or that of the new version, must
-    not leave the name without the alias that it had."""
+    """A write whose answer is lost may have moved it: then it is put back, before anything else is
+    undone. Where that fails too nothing is undone, for MLflow drops the aliases of a version that
+    is deleted, and the name would mean another one."""
     name, alias = publication.name, publication.alias
     assert alias is not None
     before = store.alias_version(name, alias)
-    if before is not None:
-        words = f"setting alias {alias!r} back to version {before}"
-        undo.callback(_quietly, words, lambda: store.set_alias(name, alias, before))
-    store.set_alias(name, alias, version)
+    try:
+        store.set_alias(name, alias, version)
+    except BaseException:
+        if before is not None:
+            try:
+                store.set_alias(name, alias, before)
+            except RegistryError as error:
+                logger.warning("alias %r of %r was not put back: %s", alias, name, error)
+                undo.pop_all()
+        raise
 
 
 def _upload(

@@ -33,7 +33,7 @@ def test_a_registration_whose_last_answer_is_lost_leaves_the_alias_where_it_was(
     register_base(registry, tmp_path)
     register_adapter(registry, tmp_path, content=b"one")
     register_adapter(registry, tmp_path, content=b"two", alias="experiment")
-    real, answers = MlflowStore.set_alias, iter([False] * 2)
+    real, answers = MlflowStore.set_alias, iter([False])
 
     def lose(self: MlflowStore, name: str, alias: str, version: int) -> None:
         real(self, name, alias, version)
@@ -49,6 +49,11 @@ def test_a_registration_whose_last_answer_is_lost_leaves_the_alias_where_it_was(
                 register_adapter(registry, tmp_path, content=content)
         known = {one.version: one.aliases for one in registry.snapshot().adapters}
         assert known == {1: ("champion",), 2: ("experiment",)}
+    answers = iter([False] * 2)  # the alias cannot be put back: its version must stay
+    monkeypatch.setattr(MlflowStore, "set_alias", lose)
+    with pytest.raises(RegistryUnavailableError, match="read timeout"):
+        register_adapter(registry, tmp_path, content=b"four")
+    assert registry.snapshot().resolve("pirate@champion").adapter is not None
 
 
 class Shifting:

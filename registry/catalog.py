@@ -90,11 +90,12 @@ class _Index(Generic[V]):
         blocked: list[DanglingAlias] = []
         for base_name, members in groups.items():
             alias = catalog.default_aliases.of(members[0])
-            found: V | DanglingAlias | None = self.by_alias[name].get(alias)
-            if found is not None and _base_name(found) != base_name:
-                found = None
-            elif found is None:
+            found: V | DanglingAlias | None = None
+            named = self.by_alias[name].get(alias)
+            if named is None:
                 found = dangling.get((name, alias))
+            elif _base_name(named) == base_name:
+                found = named
             last = numbered.get(held.get((name, base_name), 0))
             if last is not None and (isinstance(found, DanglingAlias) or _is_refused(found)):
                 found = last
@@ -103,7 +104,9 @@ class _Index(Generic[V]):
             elif found is not None:
                 aliased.append(found)
             self.of_group[name, base_name] = _highest(members) if found is None else found
-        return next(iter((*aliased, *blocked)), None) or _highest(numbered.values())
+        if aliased:
+            return aliased[0]
+        return blocked[0] if blocked else _highest(numbered.values())
 
     def find(self, reference: Reference) -> V:
         found: V | None

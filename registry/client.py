@@ -253,7 +253,8 @@ class Registry:
             settings,
             dangling=listing.dangling(
                 models,
-                {(one.name, one.version) for one in (*bases, *adapters)},
+                {(base.name, base.version) for base in bases}
+                | {(adapter.name, adapter.version) for adapter in adapters},
                 {(one.name, one.version): one.reason for one in rejected},
             ),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
 
-from registry import adoption
+from registry import adoption, plain
 from registry.client import Registry
 from registry.errors import RegistryUnavailableError
 from registry.store import MlflowStore
@@ -148,15 +150,20 @@ def test_a_version_whose_files_come_late_is_served_without_a_restart(
     client.create_registered_model("late")
     tags = {"loraplex.kind": "adapter"}
     client.create_model_version("late", f"runs:/{run}/adapter", tags=tags)
-    reads = []
-    real = adoption.plain.inspect
-    monkeypatch.setattr(adoption.plain, "inspect", lambda *a: reads.append(a) or real(*a))
+    reads: list[ArtifactRepository] = []
+    real = plain.inspect
+
+    def counted(repository: ArtifactRepository, scratch: Path) -> plain.PlainAdapter | None:
+        reads.append(repository)
+        return real(repository, scratch)
+
+    monkeypatch.setattr(plain, "inspect", counted)
     for _ in range(3):
         (rejected,) = registry.snapshot().rejected
         assert rejected.name == "late"
     assert len(reads) == 1  # and not once a look
     client.log_artifact(run, str(tmp_path / late), "adapter")
-    later = adoption.time.monotonic() + adoption.LATE_FILES_S + 1
+    later = time.monotonic() + adoption.LATE_FILES_S + 1
     monkeypatch.setattr(registry._adoption, "_now_s", lambda: later)
     registry.snapshot()
     found = registry.snapshot()

@@ -19,6 +19,7 @@ from serve_app.base_admin import BaseChange, change_base
 from serve_app.base_sleep import SleepKeeper
 from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
 from serve_app.fleet import Fleet
+from serve_app.manager import Manager
 from serve_app.reports import BaseActivity, IngressReport
 from serve_app.topology import BaseLine, Outcome
 from tests.fakes_registry import FolderRegistry
@@ -203,3 +204,36 @@ async def test_no_version_of_a_base_sleeps_where_one_has_open_requests(tmp_path:
     with pytest.raises(ConflictError, match="1 open requests"):
         await order("sleep", "b", fleet, tmp_path)
     assert keeper.phase(first.digest) == "awake"
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+async def test_a_name_whose_alias_goes_to_a_broken_version_is_served_on_but_not_after_a_restart(
+    world: World,
+) -> None:
+    made = await world.start()
+    await follows(made, world)
+    before = world.store.champion
+    world.store.champion = 9  # of which the listing shows no version that can be served
+    for model in ("good", "good-base:good"):
+        assert await meaning(made, model) == before
+    found = made._read_now().resolve("good").adapter
+    assert found is not None
+    assert found.version == before
+    stop(made)
+    restarted = await world.start()
+    with pytest.raises(NotFoundError, match="good@champion is version 9"):
+        await meaning(restarted, "good")
+    stop(restarted)
+
+
+async def meaning(made: Manager, model: str) -> int:
+    """By the first view that shows the alias on the broken version."""
+    revision = ""
+    async with asyncio.timeout(30):
+        while (view := await made.view(revision, 30.0)) is None or not view.catalog.dangling:
+            revision = "" if view is None else view.revision
+    found = view.catalog.resolve(model).adapter
+    assert found is not None
+    return found.version

@@ -20,7 +20,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from registry import listing
 from registry.border import suppressed
 from registry.entities import EffectRecord, Manifest, content_digest, manifest_json
-from registry.errors import RegistrationError
+from registry.errors import RegistrationError, RegistryError
 from registry.flavor import DATA, describe
 from registry.manifest import Progress
 from registry.store import MlflowStore, upload
@@ -64,7 +64,7 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
         if publication.effect is not None and not _knows_more(row, publication.effect):
             attach_effect(store, name, row.version, publication.effect)
         if publication.alias is not None and publication.alias not in row.aliases:
-            store.set_alias(name, publication.alias, row.version)
+            _move_alias(store, publication, row.version, ExitStack())
     return next(found for found in _rows(store, name) if found.version == row.version)
 
 
@@ -108,10 +108,31 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         else:
             row = _rows_by_version(store, name)[version]
         if publication.alias is not None:
-            store.set_alias(name, publication.alias, row.version)
+            _move_alias(store, publication, row.version, undo)
         if row.version == version:
             undo.pop_all()
     return row
+
+
+def _move_alias(
+    store: MlflowStore, publication: Publication, version: int, undo: ExitStack
+) -> None:
+    """A write whose answer is lost may have moved it: then it is put back, before anything else is
+    undone. Where that fails too nothing is undone, for MLflow drops the aliases of a version that
+    is deleted, and the name would mean another one."""
+    name, alias = publication.name, publication.alias
+    assert alias is not None
+    before = store.alias_version(name, alias)
+    try:
+        store.set_alias(name, alias, version)
+    except BaseException:
+        if before is not None:
+            try:
+                store.set_alias(name, alias, before)
+            except RegistryError as error:
+                logger.warning("alias %r of %r was not put back: %s", alias, name, error)
+                undo.pop_all()
+        raise
 
 
 def _upload(
@@ -183,7 +204,7 @@ def _rows_by_version(store: MlflowStore, name: str) -> dict[int, listing.Row]:
 
 
 def _delete_if_empty(store: MlflowStore, name: str) -> None:
-    if not list(store.versions(name)):
+    if not store.versions(name):
         store.delete_model(name)
 
 

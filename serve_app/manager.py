@@ -18,24 +18,25 @@ from dataclasses import replace
 import ray
 from ray import serve
 
-from registry.catalog import Catalog, DefaultAliases
+from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import Change
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_checks import AdapterChecks
 from serve_app.adapter_plan import AdapterArranger
-from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_plan import LastGood, plan, wished
+from serve_app.base_admin import BaseChange, change_base, is_followed
+from serve_app.base_plan import LastGood, plan
 from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
-from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_format
+from serve_app.config import ModelArgs, PlatformArgs, log_format
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
 from serve_app.ingress_totals import IngressTotals
 from serve_app.logs import install_in_replica
 from serve_app.manager_call import refusing
+from serve_app.named_catalogs import NamedCatalogs
 from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
@@ -74,8 +75,7 @@ class Manager:
         self._watcher.subscribe(log_changes)
         self._watcher.subscribe(self._publish_names)
         self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
-        self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
-        self._catalog: Catalog | None = None  # the same with what bare names mean here
+        self._names = NamedCatalogs(args.registry.alias)
         self._models: tuple[ModelArgs, ...] = ()
         self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._incarnation = secrets.token_hex(4)
@@ -88,6 +88,7 @@ class Manager:
         self._canaries = Canaries(args.canary)
         self._fleet = Fleet(sources)
         self._last_good = LastGood()
+        self._planned: Catalog | None = None  # the one that the last round followed
         self._missing: tuple[str, ...] = ()  # as last logged
         self._stored = StoredCatalog(self._watcher)
         self._complaints: dict[str, str] = {}  # by step of a round: the last error logged
@@ -160,13 +161,19 @@ class Manager:
     @refusing
     async def change_base(self, change: BaseChange) -> None:
         """What an operator wants of a base; see `base_admin`."""
-        if self._registry is None or self._catalog is None:
+        catalog = self._names.latest
+        if self._registry is None or catalog is None:
             raise RegistryUnavailableError("the registry was not read yet")
+        writes = change.kind in ("add", "remove")
         try:
-            await change_base(change, self._models, self._catalog, self._registry, self._fleet)
+            if writes:  # the watcher's catalog may be a poll old
+                catalog = await asyncio.to_thread(self._read_now)
+            await change_base(change, self._models, catalog, self._registry, self._fleet)
         finally:
             self._watcher.wake()
             self._watcher.news.set()
+        if writes:
+            await is_followed(change, self._changed, lambda: self._planned)
 
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
@@ -267,23 +274,13 @@ class Manager:
             self._complaints.pop(step, None)
 
     def _named(self, catalog: Catalog) -> Catalog:
-        """With the aliases that count here; the same object as long as nothing changed, for its
-        indices' and its revision's sake."""
-        aliases = self._aliases(catalog)
-        known = self._catalog
-        if known is None or known.default_aliases != aliases or self._watched is not catalog:
-            self._watched = catalog
-            self._catalog = known = replace(catalog, default_aliases=aliases)
-        return known
+        """With the aliases that count here."""
+        return self._names.follow(catalog, self._models)
 
     def _read_now(self) -> Catalog:
         """In a thread: what the registry says, with the aliases that count here."""
         assert self._registry is not None
-        catalog = self._registry.snapshot()
-        return replace(catalog, default_aliases=self._aliases(catalog))
-
-    def _aliases(self, catalog: Catalog) -> DefaultAliases:
-        return default_aliases(self._registry_args.alias, wished(self._models, catalog))
+        return self._names.named(self._registry.snapshot(), self._models)
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:
         """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,
@@ -313,6 +310,9 @@ class Manager:
         wanted = self._last_good.complete(planned, self._models, catalog, now_s)
         self._tell_missing(wanted.missing)
         bases = await self._fleet.round(wanted, catalog, now_s)
+        if self._planned is not catalog:
+            self._planned = catalog
+            await self._tell()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         latest = self._named(self._watcher.catalog or catalog)

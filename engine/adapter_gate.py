@@ -36,6 +36,9 @@ class AdapterGate:
         self._refused.clear()
         self._passed_over.clear()
         self._is_barrier_up = False
+        # Once a walk, before all others. A copy that landed later in it would free nobody who was
+        # refused before, and one that comes behind could take the pages of the adapter again.
+        self._residency.land_copies()
 
     def is_lost(self, sequence: Sequence) -> bool:
         """Its adapter was unloaded, or dropped from the host, while it waited."""

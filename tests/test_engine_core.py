@@ -8,6 +8,7 @@ from engine.core import Engine
 from engine.errors import ContextLengthError, InvalidRequestError, UnknownAdapterError
 from engine.types import NO_MEMORY, TokenOutput
 from tests.fakes import FakeModel, FakePool, FakeRunner, make_engine, make_request, solo_tokens
+from tests.lora_helpers import QuickSlot, RunnerWithPool, loaded
 
 
 def run(engine: Engine) -> list[TokenOutput]:
@@ -265,6 +266,33 @@ def test_nobody_waits_for_another_ones_adapter() -> None:
     assert pool.copying
     assert not engine.is_stuck
     assert [o.request_id for o in engine.step().outputs] == ["slow"]
+
+
+@pytest.mark.parametrize("adapters", [("a",), ("a", "b"), ("a", "b", "c")])
+def test_an_engine_whose_copy_ends_within_the_walk_takes_another_step(
+    adapters: tuple[str, ...],
+) -> None:
+    """The copy begins where the adapter is refused, and the same walk sees its end."""
+    pool = loaded(*adapters, num_pages=1, slots=[QuickSlot(), QuickSlot()])
+    engine, _ = make_engine(RunnerWithPool(pool))
+    for digest in adapters:
+        engine.add_request(make_request(digest, adapter=digest, max_tokens=2))
+    ended = []
+    while engine.has_work:
+        ended += [o.request_id for o in engine.step().outputs if o.finish_reason]
+        assert not (engine.is_stuck and engine.has_work)
+    assert sorted(ended) == sorted(adapters)
+
+
+def test_an_engine_whose_request_finds_no_room_says_that_a_step_is_no_use() -> None:
+    pool = loaded("a", "b", num_pages=1, slots=[QuickSlot()])
+    assert not pool.acquire("b")
+    pool.land_copies()
+    assert pool.acquire("b")  # for good: a stranger to the engine holds the only page
+    engine, _ = make_engine(RunnerWithPool(pool))
+    engine.add_request(make_request("r", adapter="a"))
+    engine.step()
+    assert engine.is_stuck
 
 
 def test_the_first_output_of_a_choice_says_how_long_it_waited() -> None:

@@ -304,6 +304,54 @@ async def test_stopping_ends_streams_too(engine: AsyncEngine, runner: GatedRunne
     await stopping
 
 
+class DozingEngine(Engine):
+    """Says after its first step that another is no use, whatever waits."""
+
+    has_dozed = False
+
+    def step(self) -> StepOutput:
+        step = super().step()
+        if not self.has_dozed:
+            self.has_dozed = self.is_stuck = True
+        return step
+
+
+async def test_an_engine_put_to_sleep_beside_its_work_wakes_up_and_counts_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.loop._WATCH_S", 0.05)
+    runner = FakeRunner()
+    engine = AsyncEngine(DozingEngine(make_config(), runner), FakeReader(runner.adapters))
+    engine.start()
+    try:
+        request = make_request("a", max_tokens=9)
+        tokens = await asyncio.wait_for(collect(engine, request), 20)
+        assert tokens == {0: solo_tokens(request, 0, runner.model_config)}
+        assert engine.load().num_missed_wakeups == 1
+        assert "beside requests that it could run: 1 run, 0 wait" in caplog.text
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+async def test_an_engine_that_waits_for_room_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop._WATCH_S", 0.01)
+    runner = FakeRunner(adapters=FakePool(known={"x"}, blocked={"x"}))
+    engine = AsyncEngine(Engine(make_config(), runner), FakeReader(runner.adapters))
+    loads = Loads(engine)
+    engine.start()
+    try:
+        request = make_request("a", adapter="x", max_tokens=2)
+        collecting = asyncio.create_task(collect(engine, request))
+        for _ in range(5):  # each but the first is the watchdog's
+            await loads.until(lambda step: step.load.num_waiting == 1)
+        assert not collecting.done()
+        await asyncio.to_thread(engine._loop.call(runner.adapters.blocked.clear).result)
+        assert await asyncio.wait_for(collecting, 20)
+        assert engine.load().num_missed_wakeups == 0
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
 def test_the_engine_is_what_a_host_expects(engine: AsyncEngine) -> None:
     host_side: EngineInterface = engine
     limits = host_side.model_limits

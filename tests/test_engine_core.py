@@ -46,18 +46,32 @@ def test_a_request_gives_the_same_tokens_alone_and_among_others() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"presence_penalty": 1e39}, "presence_penalty"),
         ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"frequency_penalty": -1e39}, "frequency_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 17}, "prompt_logprobs"),
         ({"stop_token_ids": (16,)}, "stop_token_ids"),
         ({"logit_bias": ((16, 1.0),)}, "logit_bias"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias"),
+        ({"logit_bias": ((1, 1e39),)}, "logit_bias"),
+        ({"logit_bias": ((1, 10**400),)}, "logit_bias"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(16))}, "stop_token_ids"),
+        (
+            {"min_tokens": 1, "stop_token_ids": tuple(range(1, 16)), "ignore_eos": False},
+            "stop_token_ids",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(
@@ -67,6 +81,8 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(
     with pytest.raises(InvalidRequestError) as caught:
         engine.add_request(make_request(**params))  # type: ignore[arg-type]
     assert caught.value.param == param
+    if (value := params.get(param)) is not None and param != "prompt":
+        assert str(value)[:100] in str(caught.value)
     assert not engine.has_work
 
 

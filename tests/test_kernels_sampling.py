@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from engine.admission import MAX_LOGIT_CHANGE, MIN_REPETITION_PENALTY
 from kernels import sampling
 from kernels.sampling import (
     add_bias_,
@@ -15,6 +16,7 @@ from kernels.sampling import (
     draw,
     gather_logprobs,
     philox_4x32_10,
+    sample_rows,
     uniform,
 )
 
@@ -211,6 +213,26 @@ def test_penalties_are_those_of_hugging_face_and_openai() -> None:
         frequency=torch.tensor([0.5, 0.0]),
     )
     assert logits.tolist() == [[1.0, -4.75, -0.25, 4.0], [1.0, 1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("repetition", [MIN_REPETITION_PENALTY, MAX_LOGIT_CHANGE])
+@pytest.mark.parametrize("change", [-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE])
+def test_no_change_that_a_request_may_ask_for_makes_a_row_infinite(
+    repetition: float, change: float
+) -> None:
+    """A row of -1 is taken for a fault of the model."""
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(0)) * 100
+    rows, ids = torch.zeros(9, dtype=torch.int64), torch.arange(9)
+    often = torch.full((9,), 10**6)  # in the output, and as a bias of the same token
+    factor, changes = torch.tensor([repetition]), torch.tensor([change])
+    apply_penalties_(logits, rows, ids, often, factor, changes, changes)
+    for _ in range(3):
+        add_bias_(logits, rows, ids, changes.expand(9))
+    assert logits.isfinite().all()
+    ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    out = torch.empty(1, dtype=torch.int32)
+    sample_rows(logits, ones, zeros, ones, ones * 0, zeros, zeros, zeros, out)
+    assert 0 <= out[0] < 9
 
 
 def test_logprobs_and_ranks() -> None:

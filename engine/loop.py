@@ -72,7 +72,7 @@ class EngineLoop:
         """The future is done when `condition`, asked now and after each step, is true."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        asked = self.call(lambda: self._awaited.append((condition, future)))
+        asked = self.call(lambda: self._ask(condition, future))
         asked.add_done_callback(lambda done: _pass_error_on(done, future))
         return future
 
@@ -159,11 +159,14 @@ class EngineLoop:
     def _ask_awaited(self) -> None:
         waiting, self._awaited = self._awaited, []
         for condition, future in waiting:
-            if condition():
-                self.load = self._engine.load()
-                future.set_result(None)
-            else:
-                self._awaited.append((condition, future))
+            self._ask(condition, future)
+
+    def _ask(self, condition: Callable[[], bool], future: Future[None]) -> None:
+        if condition():
+            self.load = self._engine.load()
+            future.set_result(None)
+        else:
+            self._awaited.append((condition, future))
 
     def _die(self, death: EngineDeadError) -> None:
         with self._wakeup:

@@ -253,6 +253,38 @@ async def test_a_load_takes_an_unload_back(engine: AsyncEngine, runner: GatedRun
     await stream.aclose()
 
 
+async def test_a_load_right_after_an_unload_leaves_the_adapter_there(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    await engine.submit(make_request("first", max_tokens=2))  # holds the loop in its step
+    unload = asyncio.create_task(engine.unload_adapter("x"))
+    await asyncio.sleep(0)
+    load = asyncio.create_task(engine.load_adapter("name", "x", "path"))
+    await asyncio.sleep(0)
+    runner.open()
+    await asyncio.gather(unload, load)
+    assert engine.has_adapter("x")
+    await collect(engine, make_request("second", adapter="x"))
+
+
+async def test_a_load_that_waits_for_a_reader_ends_with_the_engine(
+    runner: GatedRunner, reader: FakeReader
+) -> None:
+    engine = AsyncEngine(Engine(make_config(), runner), reader)
+    runner.open()
+    engine.start()
+    reader.may_read.clear()
+    loads = [asyncio.create_task(engine.load_adapter("name", digest, "path")) for digest in "abcd"]
+    while len(engine._loading) < 4:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(engine.stop)
+    reader.may_read.set()
+    for result in await asyncio.gather(*loads, return_exceptions=True):
+        assert isinstance(result, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        await engine.load_adapter("name", "e", "path")
+
+
 async def test_a_failing_step_ends_its_streams_and_no_more(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -243,6 +244,27 @@ def test_logprobs_and_ranks() -> None:
     assert top_ids.tolist() == [[1, 2, 4]] * 3
     assert torch.allclose(logprob.double(), expected[[1, 2, 0]])
     assert torch.allclose(top[0].double(), expected[[1, 2, 4]])
+
+
+def test_logprobs_of_many_rows_are_gathered_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, token_ids = logits_of(7, 11), torch.arange(7)
+    at_once = gather_logprobs(logits, token_ids, 3)
+    sizes: list[int] = []
+    gather = sampling.gather_logprobs_reference
+
+    def note(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        sizes.append(logits.shape[0])
+        return gather(logits, *rest)
+
+    monkeypatch.setattr(sampling, "gather_logprobs_reference", note)
+    monkeypatch.setattr(sampling, "_MAX_GATHERED", 2 * 11)
+    for part, whole in zip(gather_logprobs(logits, token_ids, 3), at_once, strict=True):
+        assert torch.equal(part, whole)
+    assert sizes == [2, 2, 2, 1]
+    gather_logprobs(torch.zeros(2, 100), token_ids[:2], 3)  # a row is never cut
+    assert sizes[4:] == [1, 1]
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 9])

@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
 
 def test_random_engines_keep_their_promises_with_copies_that_take_time() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(16):
+    for seed in range(12, 18):
         counts.update(fuzz_one(seed))
     # Else it would show nothing.
     assert {what for what, count in counts.items() if not count} == set()

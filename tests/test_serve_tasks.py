@@ -12,10 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.handle import DeploymentHandle
 
-from serve_app import tasks
+from engine.types import StepOutput
+from serve_app import engine_actor, tasks
 from serve_app.arms import Arms
+from serve_app.engine_actor import EngineHost
 from serve_app.gateway import Gateway
+from serve_app.metrics import EngineMetrics
 from serve_app.tasks import check_running, failures_text, keep, share, spawn
+from tests.fakes_engine import PacedEngine
 from tests.waiting import until
 
 
@@ -136,3 +140,27 @@ async def test_an_ingress_whose_report_cannot_be_made_reports_again(
     with pytest.raises(RuntimeError, match="the task 'follow-manager' ended"):
         gateway.check_tasks()
     gateway.migrations.stop()
+
+
+async def test_an_engine_whose_heartbeat_fails_beats_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_actor, "HEARTBEAT_S", 0.001)
+
+    class FailingMetrics(EngineMetrics):
+        num_beats = 0
+
+        def observe_step(self, step: StepOutput, now_s: float) -> None:
+            self.num_beats += 1
+            if self.num_beats == 2:
+                raise ZeroDivisionError
+            super().observe_step(step, now_s)
+
+    metrics = FailingMetrics("base", "e0", 16, 0)
+    host = EngineHost(PacedEngine(), "e0", metrics)
+    host.start()
+    try:
+        await until(lambda: metrics.num_beats > 3)
+    finally:
+        host.stop()
+    assert "the task heartbeat failed" in caplog.text

@@ -36,8 +36,8 @@ class AdapterGate:
         self._refused.clear()
         self._passed_over.clear()
         self._is_barrier_up = False
-        # Once a walk, before all others. A copy that landed later in it would free nobody who was
-        # refused before, and one that comes behind could take the pages of the adapter again.
+        # Only before the walk. A copy that landed within it would be of no use to a sequence that
+        # was refused before, and a later sequence could take its pages away again.
         self._residency.land_copies()
 
     def is_lost(self, sequence: Sequence) -> bool:

@@ -269,8 +269,8 @@ class AdapterResidency(Protocol):
         ...
 
     def land_copies(self) -> None:
-        """Copies that have ended count from now on, later ones only after the next call. Between
-        two calls `acquire` refuses nothing that it could give a moment later."""
+        """Adapters whose copies have ended can be acquired from now on; those whose copies end
+        later, after the next call."""
         ...
 
     def acquire(self, digest: str) -> bool:

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int32]
 TILE_ROWS = 128  # (query, head of a group) pairs that one prefill program attends for
 HEADER = 4  # [num_items, 0, 0, 0]
 # [sequence, first key, last key + 1, (first slot << 9) + (split << 5) + splits]: int32 holds the
-# slots of 262,143 sequences
+# slots of 262,144 sequences
 ITEM = 4
 TILE = 2  # [sequence, first row of q]
 # Keys of an item, unless the sequence is shorter. Per layer of Llama-3-8B on an H200, 1 x 1024 keys

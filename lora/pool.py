@@ -158,8 +158,8 @@ class AdapterPool:
         return True
 
     def land_copies(self) -> None:
-        """Adapters whose copies have ended can be acquired from now on. Nothing else lands them:
-        between two calls nobody is refused what he could have a moment later."""
+        """Adapters whose copies have ended can be acquired from now on. Only this call and
+        `wait_pending` land copies: what `acquire` refuses stays refused until the next one."""
         if self._copies is None:
             return
         polled_s, self._polled_s = self._polled_s, time.monotonic()

@@ -29,6 +29,7 @@ from serve_app.errors import (
 from serve_app.ray_errors import root_cause
 from serve_app.stream import StreamError
 from serve_app.stream_server import StreamServer
+from serve_app.tasks import spawn
 from serve_app.topology import SubmitCall
 
 # The call returns when all tokens are written to the socket; they may still be on their way.
@@ -79,7 +80,7 @@ class Attempt:
             raise
         self._response = cast(PendingCall, response)
         self._late: asyncio.TimerHandle | None = None
-        self._watch = asyncio.get_running_loop().create_task(self._watch_call())
+        self._watch = spawn(self._watch_call(), "watch-call")
 
     @property
     def engine_id(self) -> str | None:

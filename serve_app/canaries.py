@@ -23,6 +23,7 @@ from serve_app.canary_orders import ROLLED_BACK, Orders
 from serve_app.canary_status import CanaryStatus, status_of
 from serve_app.config import CanaryArgs
 from serve_app.reports import IngressReport
+from serve_app.tasks import spawn
 from serve_app.topology import CanaryState, RegistryReader
 from serve_app.traffic import CANARY, Split, Traffic, read_traffic
 from serve_app.trials import Trials
@@ -166,7 +167,7 @@ class Canaries:
         veto = _Veto(split.name, version.version, version.digest, reason, at)
         self._vetoes[split.name, version.digest] = veto
         self._num_rollbacks[split.name] += 1
-        task = asyncio.get_running_loop().create_task(self._write(veto))
+        task = spawn(self._write(veto), "write-rollback")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

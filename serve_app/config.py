@@ -62,7 +62,7 @@ class EngineArgs(Args):
     enforce_eager: bool = False
     adapter_pool_bytes: Bytes | None = None
     adapter_host_bytes: Bytes | None = None
-    max_lora_rank: int = Field(default=512, ge=1)
+    max_lora_rank: int = Field(default=512, ge=1, le=512)
     max_adapter_overtakes: int = Field(default=256, ge=0)
     seed: int = 0
     num_threads: int | None = Field(default=None, ge=1, le=4096)

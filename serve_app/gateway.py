@@ -34,6 +34,7 @@ from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
+from serve_app.tasks import check_running, keep, spawn
 from serve_app.text_pool import TextPool
 from serve_app.topology import PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
@@ -72,10 +73,13 @@ class Gateway:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
         self.attendance.start()
         self.migrations.start()
-        self._tasks = (loop.create_task(self._follow()), loop.create_task(self._report()))
+        self._tasks = (keep(self._follow, "follow-manager"), keep(self._report, "report"))
+
+    def check_tasks(self) -> None:
+        """Raises RuntimeError where this ingress does not follow the manager any more."""
+        check_running(*self._tasks)
 
     @property
     def is_ready(self) -> bool:
@@ -104,9 +108,10 @@ class Gateway:
 
     @property
     def is_healthy(self) -> bool:
-        """No engine that worked is gone or stuck. A base that still loads is no illness."""
+        """No engine that worked is gone or stuck, and the manager is followed. A base that still
+        loads is no illness."""
         view = self.view
-        if self.migrations.has_silent_engine:
+        if self.migrations.has_silent_engine or any(task.done() for task in self._tasks):
             return False
         return view is None or all(
             base.is_running
@@ -293,7 +298,7 @@ class Gateway:
             if known is not None and known.is_of(base):
                 self._admit(known)
             elif (key := (base.app_name, base.deployed_s)) not in self._opening:
-                self._opening[key] = asyncio.get_running_loop().create_task(self._open(base))
+                self._opening[key] = spawn(self._open(base), "open-base")
         self._tell()
 
     def _admit(self, front: Front) -> None:

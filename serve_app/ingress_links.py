@@ -15,6 +15,7 @@ from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.engine_news import EngineNews
 from serve_app.stream import Abort, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
+from serve_app.tasks import share
 
 
 class IngressLinks:
@@ -40,7 +41,7 @@ class IngressLinks:
             return link
         task = self._dialling.get(address.ingress_id)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._dial(address))
+            task = share(self._dial(address), "dial-ingress")
             self._dialling[address.ingress_id] = task
             task.add_done_callback(lambda _: self._dialling.pop(address.ingress_id, None))
         return await asyncio.shield(task)

@@ -41,6 +41,7 @@ from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
 from serve_app.stored_catalog import StoredCatalog
+from serve_app.tasks import check_running, failures_text, keep, spawn
 from serve_app.topology import (
     BaseLine,
     CanaryState,
@@ -96,7 +97,7 @@ class Manager:
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
         self._round_s = loop.time()  # when a round last ended, however it ended
-        self._reconciling = loop.create_task(self._run(), name="reconciler")
+        self._reconciling = spawn(self._run(), "reconciler")
         self._watching: asyncio.Task[None] | None = None
         self._tasks = {self._reconciling}
 
@@ -106,9 +107,7 @@ class Manager:
         Only what a new process may mend counts: a registry that is away does not, and neither does
         a round that fails, for a slow or absent controller of Serve makes every round fail.
         """
-        for task in (self._reconciling, self._watching):
-            if task is not None and task.done():
-                raise RuntimeError(f"the manager's task {task.get_name()!r} ended")
+        check_running(self._reconciling, self._watching)
         if (age_s := self._reconcile_age_s()) > MAX_RECONCILE_AGE_S:
             raise RuntimeError(f"no round of the manager ended for {age_s:.0f} s")
 
@@ -211,7 +210,8 @@ class Manager:
         now_s = asyncio.get_running_loop().time()
         self._totals.take(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
-        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s)])
+        tasks = failures_text({"process": "manager"})
+        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])
 
     def _look(self) -> Catalog:
         """In a thread."""
@@ -234,7 +234,7 @@ class Manager:
         await self._is_configured.wait()
         loop = asyncio.get_running_loop()
         watcher = self._watcher
-        self._watching = loop.create_task(watcher.run(), name="watcher")
+        self._watching = keep(watcher.run, "watcher")
         self._tasks.add(self._watching)
         while self._registry is None or watcher.catalog is None:
             self._round_s = loop.time()  # there is nothing yet that it could lag behind
@@ -248,7 +248,7 @@ class Manager:
         await self._fleet.meet_ingresses()
         self._canaries.open(self._registry, self._read_now, watcher.wake)
         if (url := self._registry_args.webhook_url) is not None:
-            self._tasks.add(loop.create_task(announce(self._registry, url)))
+            self._tasks.add(spawn(announce(self._registry, url), "announce-webhook"))
         while True:
             watcher.news.clear()
             with self._enduring("reconciling"):  # Serve's controller restarting, say
@@ -290,9 +290,7 @@ class Manager:
             catalog = self._named(self._watcher.catalog)
             if _about_bases(catalog) == _about_bases(view.catalog):
                 self._show(replace(view, catalog=catalog))
-                task = asyncio.get_running_loop().create_task(self._tell())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                spawn(self._tell(), "tell-view")
 
     def _show(self, view: PlatformView) -> None:
         """The view from now on, with a revision of its own; `_tell` must follow."""

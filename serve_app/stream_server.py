@@ -37,6 +37,7 @@ from serve_app.stream import (
     decode_frame,
     encode_frame,
 )
+from serve_app.tasks import keep, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ class _EngineConnection(asyncio.Protocol):
     def begin_tls(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
         """`connection_made` follows at the end of the handshake, and nothing if it fails."""
         self._server._admit_stranger(self)
-        self._handshake = asyncio.get_running_loop().create_task(self._encrypt(accepted, tls))
+        self._handshake = spawn(self._encrypt(accepted, tls), "tls-handshake")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the interface without being a subclass.
@@ -341,7 +342,7 @@ class _EncryptedServer:
         self.sockets = (listener,)
         self._server = server
         self._tls = tls
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
+        self._accepting = keep(lambda: self._accept(listener), "accept-engines")
         # Not before: the event loop still watches it.
         self._accepting.add_done_callback(lambda _: listener.close())
 

@@ -138,7 +138,7 @@ async def test_a_call_that_is_cancelled_on_its_way_to_the_replica_leaves_the_cou
 
 
 async def test_a_call_that_is_cancelled_the_moment_its_replica_was_chosen_leaves_the_count(
-    rig: Rig,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chose = rig.router._fulfill_next_pending_request
     routed: list[asyncio.Task[object]] = []
@@ -148,7 +148,7 @@ async def test_a_call_that_is_cancelled_the_moment_its_replica_was_chosen_leaves
         assert rig.placed == (1, 16)
         routed[0].cancel()
 
-    rig.router._fulfill_next_pending_request = chose_and_cancelled  # type: ignore[method-assign]
+    monkeypatch.setattr(rig.router, "_fulfill_next_pending_request", chose_and_cancelled)
     routed.append(rig.route("call", 16))
     with suppress(asyncio.CancelledError):
         await routed[0]

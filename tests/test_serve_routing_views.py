@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from engine.admission import EngineLimits
 from engine.types import StepOutput
 from serve_app.config import RouterArgs
 from serve_app.explain import measured
@@ -73,12 +74,12 @@ def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
     meeting.views.set_limits(LIMITS)
     router = threading.Thread(target=meeting.keep, args=(["e0"],))
 
-    def slow_view(*args: object) -> ReplicaView:
+    def slow_view(replica_id: str, limits: EngineLimits) -> ReplicaView:
         """The router's thread runs between the look for a view and its making."""
         monkeypatch.undo()
         router.start()
         router.join(0.2)  # or it waits until the view is there
-        return ReplicaView(*args)  # type: ignore[arg-type]
+        return ReplicaView(replica_id, limits)
 
     monkeypatch.setattr(views_registry, "ReplicaView", slow_view)
     adopted = registry.adopt("e0")

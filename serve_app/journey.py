@@ -106,8 +106,8 @@ class Journey:
         self._last_token_s = now_s
 
     def extend(self, seconds: float) -> None:
-        """A wait for a suspect's turn is no wait for a replica. The clock only stands still for so
-        long: a request that is refused again and again still meets its time limit."""
+        """Moves the deadline, for the wait for a suspect's turn is no wait for a replica. The clock
+        is not started anew: a request that is refused again and again meets its time limit."""
         assert self._move is not None
         self._move.deadline_s += seconds
 

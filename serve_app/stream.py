@@ -94,7 +94,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def encode_output(output: TokenOutput) -> bytes:
-    """As it stands in a `Step`; `msgspec.Raw` of it may stand there in its place."""
+    """The output as it stands in a `Step`; `msgspec.Raw` of these bytes may take its place."""
     return _encoder.encode(output)
 
 

@@ -37,9 +37,11 @@ from serve_app.stream import (
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 1024 * 1024
-# A frame ends with the output that reaches it. One output is far below what an ingress takes.
+# A frame ends with the output that reaches this size. The largest output alone is one that an
+# ingress takes (MAX_STEP_BYTES).
 MAX_FRAME_BYTES = 1024 * 1024
-# For each ingress. The prompt log-probabilities of eight requests that ask for all they may.
+# The bound for each ingress: the prompt log-probabilities of several requests that ask for as many
+# as they may, or half a minute of 30,000 tokens a second.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 _OBJECT_BYTES = 128  # of Python's objects around an encoded output, and of its place in the queue
 MIN_MERGED = 1024  # changes that are worth keeping in any case
@@ -179,7 +181,7 @@ class IngressLink(asyncio.Protocol):
             self._changes = None  # the whole is shorter by now
 
     def _hold(self, outputs: Sequence[TokenOutput]) -> None:
-        """Until the ingress reads again."""
+        """Keeps them, encoded, until the ingress reads again."""
         for output in outputs:
             encoded = encode_output(output)
             self._waiting.append(Raw(encoded))
@@ -192,7 +194,7 @@ class IngressLink(asyncio.Protocol):
             self._transport.abort()
 
     def _write_waiting(self) -> None:
-        """One frame in any case; more of them until nothing waits or the ingress is slow again."""
+        """Sends one frame in any case, and more until nothing waits or the ingress is slow."""
         while True:
             outputs, num_bytes = [], 0
             while self._waiting and num_bytes < MAX_FRAME_BYTES:
@@ -223,7 +225,7 @@ class IngressLink(asyncio.Protocol):
         )
 
     def _write(self, own_frame: bytes) -> None:
-        """It holds all the news that this link lacked."""
+        """The frame holds all the news that this link lacked."""
         if self._transport is None or not self.is_open:
             return
         self._counted, self._changes = [], {}

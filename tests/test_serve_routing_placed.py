@@ -52,7 +52,7 @@ class Result:
 
 
 class Replica:
-    """As Serve's router sees one."""
+    """A replica as Serve's router sees it."""
 
     is_cross_language = False
     max_ongoing_requests = 256
@@ -110,7 +110,7 @@ class Rig:
 
     @property
     def placed(self) -> tuple[int, int]:
-        """Calls and sequences."""
+        """The calls and the sequences that the view counts."""
         return self.view.num_placed, self.view.num_sequences
 
     @property

@@ -608,7 +608,7 @@ def large_output(request_id: str, offset: int = 0, num_positions: int = 16) -> T
 
 
 def frame_bytes(transport: StuckTransport) -> int:
-    """Of the longest."""
+    """The length of the longest frame."""
     return max(len(data) for data in transport.written)
 
 

@@ -219,8 +219,8 @@ class ReplicaView:
         self.prefixes.difference_update(evicted)
 
     def _expire(self, now_s: float) -> None:
-        """The upper bound in time of what is counted: no call that was forgotten on its way takes
-        room for ever from an engine whose frames come. The lock is held."""
+        """Forgets what was placed too long ago, so that no call which was lost on its way takes
+        room for ever from an engine whose frames come. The caller holds the lock."""
         while self._placed:
             oldest, one = next(iter(self._placed.items()))
             if now_s - one.at_s <= _MAX_PLACED_S:

@@ -130,8 +130,8 @@ class Registry:
             return meeting
 
     def adopt(self, engine_id: str) -> ReplicaView:
-        """The view of an engine whose first frame came, maybe before Serve told of it. Serve's
-        router may add the replica at the same moment: it finds this view, or this method its."""
+        """The view of an engine whose first frame came, maybe before Serve told of it. The router's
+        thread may add the replica at the same moment: the lock leaves one view for both."""
         with self._lock:
             for meeting in self._meetings.values():
                 if (view := meeting.views.get(engine_id)) is not None:

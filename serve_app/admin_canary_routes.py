@@ -60,10 +60,12 @@ async def promote(request: Request, adapter: str) -> Response:
     """The name means the canary's version from now on. `version` in the body: the canary that is
     meant; the order is refused where another version is the canary by then."""
     state = state_of(request)
-    raw = await read_body(request, state.args.max_body_bytes)
-    body = parse_body(_Promote, raw) if raw else _Promote()
+    version = None
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        raw = await read_body(request, state.args.max_body_bytes)
+        version = parse_body(_Promote, raw).version
     order = state.gateway.manager.promote_canary
-    return _one(await ask_manager(order, adapter, body.version))
+    return _one(await ask_manager(order, adapter, version))
 
 
 @router.post("/{adapter}/abort")

@@ -141,6 +141,11 @@ class Attempt:
     async def _watch_call(self) -> None:
         try:
             refusal = await self._response
+        except asyncio.CancelledError:
+            # With Ray 2.60 the far end's cancellation comes as one of the task that waits for it.
+            if not self._is_closed:
+                self._stream.fail(CallCancelledError("the call to the engine was cancelled there"))
+            raise
         except Exception as error:
             self._stream.fail(_in_our_words(error))
             return

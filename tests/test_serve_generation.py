@@ -9,12 +9,18 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from ray.exceptions import TaskCancelledError
+from ray.serve._private.replica_result import ActorReplicaResult
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
 from serve_app.arms import ArmKey, Arms
+from serve_app.attempt import Attempt, CallCancelledError
 from serve_app.completion import Completion
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
@@ -27,11 +33,14 @@ from serve_app.errors import (
 from serve_app.generation import Generation
 from serve_app.params import Prompt
 from serve_app.routing import views_registry
+from serve_app.routing.asks import make_ask
 from serve_app.routing.attendance import Attendance
 from serve_app.stream import HEARTBEAT_S
+from serve_app.stream_server import StreamServer
+from serve_app.topology import SubmitCall
 from tests.answer_factory import completion
-from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN
-from tests.fakes_replicas import Fleet, make_request, read_all, running_fleet, tokens
+from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN, PacedEngine
+from tests.fakes_replicas import APP, Fleet, make_request, read_all, running_fleet, tokens
 from tests.text_factory import base_text
 from tests.waiting import until
 
@@ -350,6 +359,78 @@ async def test_it_does_not_wait_longer_than_its_time_limit() -> None:
         with pytest.raises(EngineDeadError, match="in time"):
             await read_all(generation)
         assert migrated(fleet, "death", "failed") == count(fleet, "lost") == 1
+
+
+async def test_a_wait_behind_a_suspect_is_not_taken_off_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.generation.MAX_HOLD_S", 1.5)
+    async with running_fleet(3) as fleet:
+        fleet.args = MigrationArgs(timeout_s=1.0)
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        turn = fleet.migrations.probation(APP).join(is_exclusive=True)  # another request's
+        fleet.replicas[engine_of(fleet)].kill()
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        turn.leave()
+
+
+async def test_a_suspect_that_is_refused_everywhere_meets_its_time_limit() -> None:
+    async with running_fleet(2, rate=1.0) as fleet:  # no token before the death
+        fleet.args = MigrationArgs(timeout_s=1.5)
+        generation = fleet.generate(make_request(PROMPT))
+        reading = asyncio.create_task(read_all(generation))
+        await until(lambda: bool(fleet.placed))
+        fleet.num_refusals = 1_000_000
+        fleet.replicas[engine_of(fleet)].kill()
+        with pytest.raises(OverloadedError):
+            await reading
+        assert generation._journey.is_suspect
+
+
+async def test_a_call_that_its_far_end_cancels_goes_on_elsewhere() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        (task,) = fleet._tasks
+        task.cancel()  # as Serve cancels the calls of a replica that it stops
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        assert len(fleet.placed) == 2
+        assert not generation._journey.num_deaths
+
+
+class _CancelledResponse:
+    """Ray's own wrappers around a call whose task was cancelled at the replica."""
+
+    _cancelled = False
+    request_id = "request"
+    __await__ = DeploymentResponse.__await__
+
+    async def _fetch_future_result_async(self) -> _CancelledResponse:
+        return self
+
+    @ActorReplicaResult._process_response
+    async def get_async(self) -> None:
+        raise TaskCancelledError
+
+    def cancel(self) -> None:
+        raise AssertionError("nobody here cancels it")
+
+
+async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> None:
+    server = StreamServer()
+    await server.listen("127.0.0.1")
+    request = make_request(PROMPT)
+    ask = make_ask([request], None, PacedEngine().model_limits)
+    handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
+    call = SubmitCall((request,), None, server.address, ask)
+    attempt = Attempt(server, cast(DeploymentHandle[object], handle), call)
+    with pytest.raises(CallCancelledError):
+        await asyncio.wait_for(attempt.read(), 10)
+    attempt.close(())
+    server.close()
 
 
 async def test_full_queues_are_waited_for() -> None:

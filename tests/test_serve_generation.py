@@ -80,11 +80,15 @@ async def read_some(generation: Generation, num_tokens: int) -> list[TokenOutput
 @pytest.mark.parametrize("num_before", [0, 1, 20, 39])
 async def test_a_stream_goes_on_where_its_engine_died(num_before: int) -> None:
     async with running_fleet(2) as fleet:
+        for replica in fleet.replicas.values():
+            replica.engine.pause_at = num_before
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, num_before)
         rest = asyncio.create_task(read_all(generation))
         await until(lambda: bool(fleet.placed))
         fleet.replicas[engine_of(fleet)].kill()
+        for replica in fleet.replicas.values():
+            replica.engine.pause_at = None
         outputs += await rest
         assert tokens(outputs) == WHOLE
         assert outputs[-1].finish_reason == "length"

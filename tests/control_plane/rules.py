@@ -1,0 +1,251 @@
+"""What can happen to the control plane: each rule is one kind of step, a coroutine over the world
+whose arguments are plain values, so that a step prints, replays and is left out by itself.
+
+A rule that does not apply, such as an alias of a model that is gone, is refused by whoever would
+refuse it, and that is its outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from mlflow.exceptions import MlflowException
+from ray.serve.exceptions import RayServeException
+
+from registry.errors import NotFoundError, RegistryError
+from serve_app.adapter_admin import AdapterChange
+from serve_app.base_admin import BaseChange
+from serve_app.base_plan import parse_setting
+from serve_app.errors import EngineFailureError, NonFiniteError
+from serve_app.manager_call import Refusal
+from tests.control_plane.store import PREFIX, Truth
+from tests.control_plane.wishes import SERVE, base_versions
+from tests.control_plane.world import Violation, World
+from tests.registry_helpers import ADAPTER_FACTS, BASE_FACTS
+
+Rule = Callable[..., Awaitable[str]]
+RULES: dict[str, Rule] = {}
+_ORDER_S = 60.0  # the longest wait for an operator's order
+_META = ("kind", "digest", "base", "base_digest", "root", "manifest", "effect", "linked")
+
+
+def collect(rules: dict[str, Rule]) -> Callable[[Rule], Rule]:
+    """A decorator for the rules of one module."""
+
+    def add(function: Rule) -> Rule:
+        rules[function.__name__] = function
+        return function
+
+    return add
+
+
+rule = collect(RULES)
+
+
+@rule
+async def wait(world: World, seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return ""
+
+
+@rule
+async def requests(world: World, name: str, number: int, canary: str) -> str:
+    """`canary`: the outcome of those that the canary gets; the others end well."""
+    found: dict[str, int] = {}
+    for ingress in world.ingresses.values():
+        for i in range(number):
+            answer = ingress.ask(name, f"{ingress.name} {i}")
+            what = type(answer.error).__name__ if answer.error else f"version {answer.version}"
+            found[what] = found.get(what, 0) + 1
+            if answer.error is None:
+                base = world.wishes.parts(answer.app_name)[1]
+                world.journal.asked_s[base] = world.loop.time()
+            if answer.arm is None:
+                continue
+            watch = ingress.gateway.arms.watch(answer.arm)
+            watch.first_token()
+            key = answer.arm.adapter, answer.arm.digest
+            if answer.arm.arm != "canary" or canary == "ok":
+                watch.done(True, 1)
+                world.journal.num_good[key] += answer.arm.arm == "canary"
+                continue
+            world.journal.unsound.add(answer.arm.adapter)
+            if canary == "empty":
+                watch.done(False, 0)
+            else:
+                error = NonFiniteError() if canary == "non_finite" else EngineFailureError()
+                watch.failed(error, 0)
+            world.journal.num_bad[key] += 1
+    return ", ".join(f"{count} {what}" for what, count in found.items())
+
+
+async def _mlflow(world: World, method: str, *arguments: object) -> str:
+    """What a colleague does with MLflow's own client."""
+    try:
+        getattr(world.client, method)(*arguments)
+    except MlflowException as error:
+        return f"refused: {error.error_code}"
+    return ""
+
+
+@rule
+async def set_alias(world: World, name: str, alias: str, version: int) -> str:
+    world.journal.touch(name)
+    return await _mlflow(world, "set_registered_model_alias", name, alias, str(version))
+
+
+@rule
+async def delete_alias(world: World, name: str, alias: str) -> str:
+    world.journal.touch(name)
+    return await _mlflow(world, "delete_registered_model_alias", name, alias)
+
+
+@rule
+async def tag(world: World, name: str, key: str, value: str) -> str:
+    world.journal.touch(name)
+    if key in _META and name in world.truth():
+        world.journal.tampered |= {(name, n) for n in world.truth()[name].versions}
+    return await _mlflow(world, "set_registered_model_tag", name, PREFIX + key, value)
+
+
+@rule
+async def untag(world: World, name: str, key: str) -> str:
+    world.journal.touch(name)
+    return await _mlflow(world, "delete_registered_model_tag", name, PREFIX + key)
+
+
+@rule
+async def tag_version(world: World, name: str, version: int, key: str, value: str) -> str:
+    world.journal.touch(name)
+    world.journal.tampered.add((name, version))
+    return await _mlflow(world, "set_model_version_tag", name, str(version), PREFIX + key, value)
+
+
+@rule
+async def delete_version(world: World, name: str, version: int) -> str:
+    world.journal.touch(name)
+    return await _mlflow(world, "delete_model_version", name, str(version))
+
+
+@rule
+async def delete_model(world: World, name: str) -> str:
+    _forget(world, name)
+    return await _mlflow(world, "delete_registered_model", name)
+
+
+@rule
+async def rename(world: World, name: str, new: str) -> str:
+    _forget(world, name)
+    _forget(world, new)
+    return await _mlflow(world, "rename_registered_model", name, new)
+
+
+def _forget(world: World, name: str) -> None:
+    """The name is another model's from now on."""
+    journal = world.journal
+    journal.touch(name)
+    journal.meanings.pop(name, None)
+    journal.tampered = {key for key in journal.tampered if key[0] != name}
+
+
+@rule
+async def log_plain(world: World, name: str, content: str, base: str) -> str:
+    """A colleague registers an adapter with MLflow's own calls."""
+    world.journal.touch(name)
+    try:
+        if name not in world.truth():
+            world.client.create_registered_model(name)
+        source = world.database.plain_folder(content, base)
+        made = world.client.create_model_version(name, source, await_creation_for=0)
+        world.client.set_model_version_tag(name, made.version, PREFIX + "base", base)
+    except MlflowException as error:
+        return f"refused: {error.error_code}"
+    return f"version {made.version}"
+
+
+@rule
+async def recreate(world: World, name: str, content: str, base: str) -> str:
+    """Deleted and made anew between two looks: its numbers begin at 1 again."""
+    await delete_model(world, name)
+    await asyncio.sleep(0.05)
+    return await log_plain(world, name, content, base)
+
+
+@rule
+async def register(world: World, name: str, content: str, base: str, alias: str | None) -> str:
+    """`loraplex register adapter`."""
+    before = world.truth()
+    world.journal.touch(name)
+    folder = world.database.made_folder("adapter", content, base)
+    try:
+        made = world.cli.register_adapter(folder, name, base=base, facts=ADAPTER_FACTS, alias=alias)
+    except RegistryError as error:
+        _check_nothing_half_done(name, before, world.truth(), str(error))
+        return f"refused: {error}"[:200]
+    return f"version {made.version}"
+
+
+@rule
+async def register_base(world: World, name: str, content: str, alias: str | None) -> str:
+    before = world.truth()
+    folder = world.database.made_folder("base", content)
+    try:
+        made = world.cli.register_base(folder, name, facts=BASE_FACTS, alias=alias)
+    except RegistryError as error:
+        _check_nothing_half_done(name, before, world.truth(), str(error))
+        return f"refused: {error}"[:200]
+    return f"version {made.version}"
+
+
+def _check_nothing_half_done(name: str, before: Truth, after: Truth, error: str) -> None:
+    """An alias that moved although the answer was lost is no harm; one that is gone is."""
+    if name not in before:
+        return
+    lost = before[name].aliases.keys() - (after[name].aliases.keys() if name in after else set())
+    if lost:
+        raise Violation(f"a registration that failed took {name}'s {sorted(lost)} away: {error}")
+
+
+async def order(world: World, method: str, *arguments: object) -> tuple[str, object]:
+    """What an operator orders of the manager."""
+    try:
+        async with asyncio.timeout(_ORDER_S):
+            answer = await getattr(world.managers, method).remote(*arguments)
+    except TimeoutError:
+        raise Violation(f"{method}{arguments} got no answer for {_ORDER_S:g} s") from None
+    except (RegistryError, RayServeException) as error:
+        return f"failed: {error}"[:200], error
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise Violation(f"{method} is answered with a fault of ours: {words}") from error
+    if isinstance(answer, Refusal):
+        return f"refused: {answer.error}"[:200], answer.error
+    return "", answer
+
+
+@rule
+async def base(world: World, kind: str, name: str, setting: str) -> str:
+    truth = world.truth()
+    try:
+        parse_setting(name, setting)  # as the HTTP route does first
+    except ValueError as error:
+        return f"refused: {error}"[:200]
+    if kind == "sleep":
+        world.journal.rested.add(name)
+    words, error = await order(world, "change_base", BaseChange(kind, name, setting))  # type: ignore[arg-type]
+    is_known = bool(base_versions(name, truth))
+    has_wish = name in truth and SERVE in truth[name].tags
+    is_there = (kind == "add" and is_known) or (kind == "remove" and has_wish)
+    if is_there and not world.faults.is_unlistable and isinstance(error, NotFoundError):
+        raise Violation(f"bases {kind} {name}: {words}, and the registry has it")
+    return words
+
+
+@rule
+async def adapter(world: World, kind: str, name: str, content: str, base: str) -> str:
+    if kind in ("load", "unload"):
+        world.journal.touch(name)
+    folder = str(world.database.made_folder("adapter", content, base))
+    change = AdapterChange(kind, name, folder, base, may_replace=True)  # type: ignore[arg-type]
+    return (await order(world, "change_adapter", change))[0]

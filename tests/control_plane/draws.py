@@ -97,6 +97,7 @@ _DRAWS: dict[str, tuple[int, _Draw]] = {
         lambda r: {
             "name": r.choice(ADAPTERS),
             "number": r.choice((3, 40, 40)),
+            "at": r.randint(0, 2),
             "canary": r.choice(("ok", "error", "error", "empty", "non_finite")),
         },
     ),

@@ -160,7 +160,13 @@ class Answer:
 class Ingress:
     """The gateway of one, without HTTP and without the side stream."""
 
-    def __init__(self, name: str, managers: Managers, serve: FakeServe, loop: VirtualLoop) -> None:
+    def __init__(
+        self,
+        name: str,
+        managers: Managers,
+        loop: VirtualLoop,
+        on_view: Callable[[Ingress], None],
+    ) -> None:
         self.name = name
         self._managers = managers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,6 +180,8 @@ class Ingress:
                 start=_nothing, enter=_nothing, leave=_nothing, num_ingresses=1
             )
             gateway.migrations.start = _nothing
+            take = gateway._take
+            gateway._take = lambda view: (take(view), on_view(self))
             self.gateway.start()
 
     @property

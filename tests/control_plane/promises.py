@@ -22,8 +22,8 @@ async def check_step(world: World) -> None:
         raise Violation(f"a traceback: {journal.tracebacks[0]}")
     if world.loop.errors:
         raise Violation(f"a task died: {world.loop.errors[0]}")
-    if world.deletions:
-        raise Violation(world.deletions[0])
+    if world.broken:
+        raise Violation(world.broken[0])
     made = world.managers.current
     if made is not None:
         try:
@@ -78,7 +78,15 @@ def _check_rolled_back(world: World, ingress: Ingress) -> None:
 
 
 async def begin(world: World) -> None:
+    def look(ingress: Ingress) -> None:
+        try:
+            _check_calm(world, ingress)
+        except Violation as error:  # here it would end the ingress's task
+            world.broken.append(str(error))
+
+    world.on_view = look
     await world.start()
+    world.on_write()
     await asyncio.sleep(6)
     await check_step(world)
     if world.journal.served_calm != world.ingresses.keys():

@@ -19,6 +19,7 @@ from serve_app.base_admin import BaseChange
 from serve_app.base_plan import parse_setting
 from serve_app.errors import EngineFailureError, NonFiniteError
 from serve_app.manager_call import Refusal
+from tests.control_plane.settled import files_of
 from tests.control_plane.store import PREFIX, Truth
 from tests.control_plane.wishes import SERVE, base_versions
 from tests.control_plane.world import Violation, World
@@ -50,10 +51,11 @@ async def wait(world: World, seconds: float) -> str:
 
 
 @rule
-async def requests(world: World, name: str, number: int, canary: str) -> str:
-    """`canary`: the outcome of those that the canary gets; the others end well."""
+async def requests(world: World, name: str, number: int, canary: str, at: int) -> str:
+    """Of ingress `at`, or the last one. `canary`: the outcome of those that the canary gets; the
+    others end well."""
     found: dict[str, int] = {}
-    for ingress in world.ingresses.values():
+    for ingress in list(world.ingresses.values())[: at + 1][-1:]:
         for i in range(number):
             answer = ingress.ask(name, f"{ingress.name} {i}")
             what = type(answer.error).__name__ if answer.error else f"version {answer.version}"
@@ -77,7 +79,23 @@ async def requests(world: World, name: str, number: int, canary: str) -> str:
                 error = NonFiniteError() if canary == "non_finite" else EngineFailureError()
                 watch.failed(error, 0)
             world.journal.num_bad[key] += 1
+    check_files(world, name)
     return ", ".join(f"{count} {what}" for what, count in found.items())
+
+
+def check_files(world: World, name: str) -> None:
+    """An engine can have the files of each version that a view lists, whatever fails elsewhere."""
+    made = world.managers.current
+    if made is None or made._view is None or name not in world.truth():
+        return
+    model = world.truth()[name]
+    for one in made._view.catalog.adapters:
+        version = model.versions.get(one.version)
+        is_there = one.name == name and version is not None and version.source == one.source
+        if not is_there or (name, one.version) in world.journal.tampered:
+            continue
+        if world.database.digest_at(one.source) and (problems := files_of(world, one)):
+            raise Violation(problems[0])
 
 
 async def _mlflow(world: World, method: str, *arguments: object) -> str:
@@ -104,6 +122,8 @@ async def delete_alias(world: World, name: str, alias: str) -> str:
 @rule
 async def tag(world: World, name: str, key: str, value: str) -> str:
     world.journal.touch(name)
+    if key == "runtime":
+        world.journal.registered.discard(name)
     if key in _META and name in world.truth():
         world.journal.tampered |= {(name, n) for n in world.truth()[name].versions}
     return await _mlflow(world, "set_registered_model_tag", name, PREFIX + key, value)
@@ -119,12 +139,14 @@ async def untag(world: World, name: str, key: str) -> str:
 async def tag_version(world: World, name: str, version: int, key: str, value: str) -> str:
     world.journal.touch(name)
     world.journal.tampered.add((name, version))
+    world.journal.registered.discard(name)
     return await _mlflow(world, "set_model_version_tag", name, str(version), PREFIX + key, value)
 
 
 @rule
 async def delete_version(world: World, name: str, version: int) -> str:
     world.journal.touch(name)
+    world.journal.registered.discard(name)
     return await _mlflow(world, "delete_model_version", name, str(version))
 
 
@@ -146,6 +168,7 @@ def _forget(world: World, name: str) -> None:
     journal = world.journal
     journal.touch(name)
     journal.meanings.pop(name, None)
+    journal.registered.discard(name)
     journal.tampered = {key for key in journal.tampered if key[0] != name}
 
 
@@ -183,6 +206,7 @@ async def register(world: World, name: str, content: str, base: str, alias: str 
     except RegistryError as error:
         _check_nothing_half_done(name, before, world.truth(), str(error))
         return f"refused: {error}"[:200]
+    world.journal.registered.add(name)
     return f"version {made.version}"
 
 
@@ -246,6 +270,7 @@ async def base(world: World, kind: str, name: str, setting: str) -> str:
 async def adapter(world: World, kind: str, name: str, content: str, base: str) -> str:
     if kind in ("load", "unload"):
         world.journal.touch(name)
+        world.journal.registered.discard(name)
     folder = str(world.database.made_folder("adapter", content, base))
     change = AdapterChange(kind, name, folder, base, may_replace=True)  # type: ignore[arg-type]
     return (await order(world, "change_adapter", change))[0]

@@ -13,7 +13,6 @@ from serve_app.manager import Manager
 from serve_app.topology import PlatformView
 from tests.control_plane.processes import use_client
 from tests.control_plane.store import PREFIX, TrueModel, Truth
-from tests.control_plane.wishes import DEFAULT_ALIAS
 from tests.control_plane.world import MIN_REQUESTS, World
 
 
@@ -108,11 +107,11 @@ def _of_adapter(world: World, name: str, model: TrueModel) -> list[str]:
         if digest is not None and digest != version.digest:
             found.append(f"{name}@{version.version} is served as what it is not")
         if isinstance(version, AdapterVersion):
-            found += _of_files(world, version)
+            found += files_of(world, version)
     return found + _of_meaning(world, name, model)
 
 
-def _of_files(world: World, version: AdapterVersion) -> list[str]:
+def files_of(world: World, version: AdapterVersion) -> list[str]:
     if (version.name, version.digest, version.source) in world.fetched:
         return []
     try:
@@ -132,25 +131,26 @@ def _of_files(world: World, version: AdapterVersion) -> list[str]:
 def _of_meaning(world: World, name: str, model: TrueModel) -> list[str]:
     """A champion that can be served is what the name means; of one that cannot be, the name means
     what it meant before, or nothing."""
-    champion = model.aliases.get(DEFAULT_ALIAS)
     catalog = _view(world).catalog
-    ours: list[AdapterVersion] = [one for one in catalog.adapters if one.name == name]
-    if not ours or len({one.base_name for one in ours}) > 1:
+    ours = [one for one in catalog.adapters if one.name == name]
+    if name in world.journal.registered and not ours:
+        return [f"{name} was registered, and is not there"]
+    if not ours or any(one.name == name for one in catalog.bases):
         return []
-    if any(one.name == name for one in catalog.bases):
-        return []
-    meanings = world.journal.meanings.setdefault(name, set())
     try:
         adapter = catalog.resolve(name).adapter
     except RegistryError:
         return []
     assert adapter is not None
-    if champion is None or champion in {one.version for one in ours}:
-        if champion is not None and adapter.version != champion:
-            return [f"{name} means {adapter.version}, and its champion is {champion}"]
-    elif meanings and adapter.version not in meanings:
-        return [f"{name} means {adapter.version}; its champion is {champion}, never was it that"]
-    meanings.add(adapter.version)
+    # What an alias says counts where it is the default of that version's base.
+    champions = [
+        one.version for one in ours if world.wishes.default_alias(one.base_name) in one.aliases
+    ]
+    if len(champions) == 1 and adapter.version != champions[0]:
+        return [f"{name} means {adapter.version}, and its champion is {champions[0]}"]
+    meanings = world.journal.meanings.get(name, set())
+    if not champions and adapter.version not in meanings:
+        return [f"{name} means {adapter.version}, which it never meant; {model.aliases}"]
     found = []
     for ingress in world.ingresses.values():
         answer = ingress.ask(name)

@@ -2,7 +2,7 @@
 them, and what it holds, read past MLflow and past the code under test.
 
 At the beginning: the bases alpha and beta, and adapters whose names do not change in any order
-(`a-calm`, `z-calm`) beside those that do (`pirate`, `sql`).
+(`a-calm`, `calm`, `z-calm`) beside those that do (`pirate`, `sql`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.registry_helpers import (
 
 PREFIX = "loraplex."
 BASES = ("alpha", "beta", "gamma")
-CALM = ("a-calm", "z-calm")  # adapters of alpha that nobody touches
+CALM = ("a-calm", "calm", "z-calm")  # adapters of alpha that nobody touches
 _TABLES = (
     "registered_models",
     "registered_model_tags",

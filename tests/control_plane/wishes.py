@@ -21,6 +21,7 @@ _APP = re.compile(r"base--(.+)--([0-9a-f]{12})-([0-9a-f]{8})")
 class Wishes:
     models: tuple[ModelArgs, ...]  # the file's
     explained: dict[str, str] = field(default_factory=dict)  # by application: why it may go
+    last_good: dict[str, ModelArgs] = field(default_factory=dict)  # by base
     missing_since_s: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -35,6 +36,8 @@ class Wishes:
         for app in apps:
             name, digest = self.parts(app)
             reference = self.reference(name, truth)
+            if (model := self.model(name, truth)) is not None:
+                self.last_good[name] = model
             if reference is None:
                 self.explained[app] = "no one wishes for the base"
                 continue
@@ -46,7 +49,7 @@ class Wishes:
             tags = truth[name].versions[version].tags
             if not tags.get(PREFIX + "digest", "").startswith(digest):
                 self.explained[app] = "another version is wished for"
-            elif (model := self.model(name, truth)) is not None:
+            elif model is not None:
                 wanted = app_name(name, tags[PREFIX + "digest"], model, "cpu")
                 if wanted != app:
                     self.explained[app] = "other settings are wished for"
@@ -77,8 +80,18 @@ class Wishes:
             return None
 
     def idle_timeout_s(self, name: str, truth: Truth) -> float | None:
-        model = self.model(name, truth)
+        """Of the last setting that could be followed: a wrong one leaves the base as it was."""
+        model = self.model(name, truth) or self.last_good.get(name)
         return None if model is None else model.idle_timeout_s
+
+    @property
+    def default_aliases(self) -> list[str]:
+        return [DEFAULT_ALIAS, *(one.alias for one in self.models if one.alias)]
+
+    def default_alias(self, base: str) -> str:
+        """What the bare name of one of its adapters means."""
+        found = next((one.alias for one in self.models if one.name == base), None)
+        return found or DEFAULT_ALIAS
 
     def wanted(self, truth: Truth) -> dict[str, int]:
         """Bases that must be served now, and their versions."""

@@ -45,7 +45,9 @@ class Journal:
     num_bad: Counter[tuple[str, str]] = field(default_factory=Counter)  # by canary, in one trial
     num_good: Counter[tuple[str, str]] = field(default_factory=Counter)
     tampered: set[tuple[str, int]] = field(default_factory=set)  # versions with strange tags
-    meanings: dict[str, set[int]] = field(default_factory=dict)  # versions that a name ever meant
+    # Versions that a name may have meant at any time: its champion, or where it had none any.
+    meanings: dict[str, set[int]] = field(default_factory=dict)
+    registered: set[str] = field(default_factory=set)  # adapters, and nobody took them away
     disturbed: set[str] = field(default_factory=set)  # bases whose engines the world killed
     rested: set[str] = field(default_factory=set)  # bases that an operator told to sleep
     asked_s: dict[str, float] = field(default_factory=dict)  # by base digest: the last request
@@ -61,6 +63,11 @@ class Journal:
         for counts in (self.num_bad, self.num_good):
             for key in [key for key in counts if key[0] == name]:
                 del counts[key]
+
+    def note_meanings(self, truth: Truth, defaults: set[str]) -> None:
+        for name, model in truth.items():
+            aliased = {model.aliases[alias] for alias in defaults & model.aliases.keys()}
+            self.meanings.setdefault(name, set()).update(aliased or model.versions)
 
     def forget_trials(self) -> None:
         """What was counted may be lost."""
@@ -103,7 +110,8 @@ class World:
         self.fetched = set(database.begun_with)
         self.undo_pages: Callable[[], None] = lambda: None
         self.watch: Callable[[Truth], None] | None = None
-        self.deletions: list[str] = []  # of engines that are wished for
+        self.broken: list[str] = []  # promises, found between two steps
+        self.on_view: Callable[[Ingress], None] = lambda _: None  # with each view of an ingress
         self.cache = database.folder / "cache"
         shutil.rmtree(self.cache, ignore_errors=True)
         # The manager's readers open anew with each manager, on the same disk.
@@ -132,6 +140,7 @@ class World:
         """After each write of the registry, by whomever."""
         truth = self.truth()
         self.wishes.note(truth, self.serve.apps, self.loop.time())
+        self.journal.note_meanings(truth, set(self.wishes.default_aliases))
         if self.watch is not None:
             self.watch(truth)
 
@@ -151,7 +160,7 @@ class World:
         if self.wishes.may_go(app, now_s) or self._may_sleep(app, truth):
             self.wishes.explained.pop(app, None)
             return
-        self.deletions.append(f"the engines of {app} are deleted, and the base is wished for")
+        self.broken.append(f"the engines of {app} are deleted, and the base is wished for")
 
     def _may_sleep(self, app: str, truth: Truth) -> bool:
         name, digest = self.wishes.parts(app)
@@ -183,7 +192,7 @@ class World:
     def add_ingress(self) -> str:
         self.num_ingresses += 1
         name = f"ingress {self.num_ingresses}"
-        self.ingresses[name] = Ingress(name, self.managers, self.serve, self.loop)
+        self.ingresses[name] = Ingress(name, self.managers, self.loop, self.on_view)
         return name
 
     async def remove_ingress(self, name: str) -> None:

@@ -56,7 +56,7 @@ class Reader(CachedRegistry):
             self._registry._adoption.wait()  # its thread is real: one seed, one run
             self._loop.late_s = self._faults.late_s
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+    def register_adapter(self, folder: Path, name: str, base: str, *_: object) -> None:
         self._registry.register_adapter(folder, name, base=base, facts=ADAPTER_FACTS)
 
     def check_adapter(self, version: AdapterVersion) -> None:

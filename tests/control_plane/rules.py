@@ -70,7 +70,7 @@ async def requests(world: World, name: str, number: int, canary: str, at: int) -
             key = answer.arm.adapter, answer.arm.digest
             if answer.arm.arm != "canary" or canary == "ok":
                 watch.done(True, 1)
-                world.journal.num_good[key] += answer.arm.arm == "canary"
+                world.journal.num_good[key] += 1
                 continue
             world.journal.unsound.add(answer.arm.adapter)
             if canary == "empty":

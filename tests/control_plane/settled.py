@@ -171,8 +171,14 @@ def _of_canaries(world: World, made: Manager, truth: Truth) -> list[str]:
         if model.tags.get(PREFIX + "canary_weight") not in (None, "0"):
             found.append(f"the roll-back of {name}@{number} is not written: {reason}")
     for (name, digest), num in world.journal.num_bad.items():
-        is_bad = num >= max(4 * MIN_REQUESTS, world.journal.num_good[name, digest])
-        if is_bad and (name, digest) not in world.journal.rolled_back:
+        good = world.journal.num_good
+        num_stable = sum(n for key, n in good.items() if key[0] == name and key[1] != digest)
+        is_bad = num >= max(4 * MIN_REQUESTS, good[name, digest])
+        if (
+            is_bad
+            and num_stable >= 2 * MIN_REQUESTS
+            and (name, digest) not in world.journal.rolled_back
+        ):
             split = made._canaries._traffic.splits.get(name)
             version = None if split is None else split.canary.version
             if version is not None and version.digest == digest and split.canary.share > 0:  # type: ignore[union-attr]

@@ -84,9 +84,17 @@ class Wishes:
         model = self.model(name, truth) or self.last_good.get(name)
         return None if model is None else model.idle_timeout_s
 
-    @property
-    def default_aliases(self) -> list[str]:
-        return [DEFAULT_ALIAS, *(one.alias for one in self.models if one.alias)]
+    def meant(self, name: str, truth: Truth) -> set[int]:
+        """Versions of an adapter that its name may mean: those with their base's default alias,
+        or, where there is none, any."""
+        model = truth[name]
+        aliased = {
+            number
+            for alias, number in model.aliases.items()
+            if number in model.versions
+            and alias == self.default_alias(model.versions[number].tags.get(PREFIX + "base", ""))
+        }
+        return aliased or set(model.versions)
 
     def default_alias(self, base: str) -> str:
         """What the bare name of one of its adapters means."""

@@ -64,11 +64,6 @@ class Journal:
             for key in [key for key in counts if key[0] == name]:
                 del counts[key]
 
-    def note_meanings(self, truth: Truth, defaults: set[str]) -> None:
-        for name, model in truth.items():
-            aliased = {model.aliases[alias] for alias in defaults & model.aliases.keys()}
-            self.meanings.setdefault(name, set()).update(aliased or model.versions)
-
     def forget_trials(self) -> None:
         """What was counted may be lost."""
         self.num_bad.clear()
@@ -140,7 +135,8 @@ class World:
         """After each write of the registry, by whomever."""
         truth = self.truth()
         self.wishes.note(truth, self.serve.apps, self.loop.time())
-        self.journal.note_meanings(truth, set(self.wishes.default_aliases))
+        for name in truth:
+            self.journal.meanings.setdefault(name, set()).update(self.wishes.meant(name, truth))
         if self.watch is not None:
             self.watch(truth)
 

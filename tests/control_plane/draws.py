@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.control_plane.plots import PLOTS, Step
+
 NUM_STEPS = (4, 18)  # beside those of a plot
 ADAPTERS = ("pirate", "pirate", "pirate", "pirate", "sql", "new")
 BASES = ("beta", "beta", "gamma")
@@ -29,7 +31,6 @@ _ALWAYS = ("wait", "requests")
 _SHARE_OF_RULES = 0.35
 _SHARE_OF_PLOTS = 0.7
 
-Step = tuple[str, dict[str, Any]]
 _Draw = Callable[[random.Random], dict[str, Any]]
 
 
@@ -191,66 +192,6 @@ _DRAWS: dict[str, tuple[int, _Draw]] = {
 }
 
 
-def _canary_fails(r: random.Random) -> list[Step]:
-    canary = {"name": "pirate", "version": 2, "weight": 0.5, "shadow": None}
-    return [("start_canary", canary), ("wait", {"seconds": 3.0}), _asked("pirate", "error"), _PAUSE]
-
-
-def _canary_of_another_base(r: random.Random) -> list[Step]:
-    new = {"name": "pirate", "content": "three", "base": "beta", "alias": None}
-    canary = {"name": "pirate", "version": 3, "weight": 0.5, "shadow": None}
-    return [("register", new), ("start_canary", canary), *_canary_fails(r)[1:]]
-
-
-def _registration_fails(r: random.Random) -> list[Step]:
-    number, has_effect = r.randint(1, 6), r.random() < 0.7
-    fault = {"process": "cli", "number": number, "has_effect": has_effect}
-    new = {"name": "pirate", "content": "three", "base": "alpha", "alias": "champion"}
-    return [("write_fails", fault), ("register", new)]
-
-
-def _base_rests(r: random.Random) -> list[Step]:
-    change = {"kind": "add", "name": "beta", "setting": '{"idle_timeout_s": 20}'}
-    return [("base", change), ("wait", {"seconds": 33.0}), _asked("sql", "ok"), _PAUSE]
-
-
-def _comes_and_goes(r: random.Random) -> list[Step]:
-    one = {"name": "new", "content": "three", "base": "alpha"}
-    kinds = r.sample(("load", "unload", "pin"), 3)
-    return [("adapter", {"kind": kind, **one}) for kind in kinds]
-
-
-def _champion_is_broken(r: random.Random) -> list[Step]:
-    contents = [("nowhere", "three"), ("alpha", "four")]
-    plain = [{"name": "pirate", "content": content, "base": base} for base, content in contents]
-    alias = {"name": "pirate", "alias": "champion", "version": 3}
-    return [*(("log_plain", one) for one in plain), _PAUSE, ("set_alias", alias)]
-
-
-def _base_is_new(r: random.Random) -> list[Step]:
-    new = {"name": "gamma", "content": "five", "alias": None}
-    change = {"kind": "add", "name": "gamma", "setting": "{}"}
-    return [("register_base", new), ("base", change), ("base", {**change, "kind": "remove"})]
-
-
-def _asked(name: str, canary: str) -> Step:
-    return "requests", {"name": name, "number": 40, "at": 0, "canary": canary}
-
-
-_PAUSE: Step = ("wait", {"seconds": 1.5})
-# What people do in a row, and what goes wrong beside it comes from the other steps.
-_PLOTS = (
-    _canary_fails,
-    _canary_fails,
-    _canary_of_another_base,
-    _registration_fails,
-    _base_rests,
-    _comes_and_goes,
-    _champion_is_broken,
-    _base_is_new,
-)
-
-
 def draw(seed: int) -> list[Step]:
     """Each order knows only some of the rules, so that what they do together happens more often.
     Most orders have a plot, whose steps stand among the others in their order."""
@@ -259,7 +200,7 @@ def draw(seed: int) -> list[Step]:
     weights = [_DRAWS[name][0] for name in names]
     chosen = r.choices(names, weights, k=r.randint(*NUM_STEPS))
     others = [(name, _DRAWS[name][1](r)) for name in chosen]
-    plot = r.choice(_PLOTS)(r) if r.random() < _SHARE_OF_PLOTS else []
+    plot = r.choice(PLOTS)(r) if r.random() < _SHARE_OF_PLOTS else []
     places = sorted(r.choices(range(len(others) + 1), k=len(plot)), reverse=True)
     for place, step in zip(places, reversed(plot), strict=True):
         others.insert(place, step)

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.config import ModelArgs
-from tests.control_plane.canary_rules import CANARY_RULES
-from tests.control_plane.draws import ADAPTERS, BASES, Step
+from tests.control_plane.draws import ADAPTERS, BASES
+from tests.control_plane.operator_rules import ORDERS
+from tests.control_plane.plots import Step
 from tests.control_plane.promises import begin, check_step, settle
 from tests.control_plane.rules import RULES
 from tests.control_plane.store import Database
 from tests.control_plane.troubles import TROUBLES
 from tests.control_plane.world import Violation, World, fake_world
 
-ALL_RULES = RULES | CANARY_RULES | TROUBLES
+ALL_RULES = RULES | ORDERS | TROUBLES
 _MAX_TRIES = 120  # of shorter orders
 # What the configuration file names; the registry adds beta where the file does not.
 LAYOUTS: tuple[tuple[ModelArgs, ...], ...] = (

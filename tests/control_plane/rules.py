@@ -11,23 +11,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from mlflow.exceptions import MlflowException
-from ray.serve.exceptions import RayServeException
 
-from registry.errors import NotFoundError, RegistryError
-from serve_app.adapter_admin import AdapterChange
-from serve_app.base_admin import BaseChange
-from serve_app.base_plan import parse_setting
+from registry.errors import RegistryError
 from serve_app.errors import EngineFailureError, NonFiniteError
-from serve_app.manager_call import Refusal
 from tests.control_plane.settled import files_of
 from tests.control_plane.store import PREFIX, Truth
-from tests.control_plane.wishes import SERVE, base_versions
 from tests.control_plane.world import Violation, World
 from tests.registry_helpers import ADAPTER_FACTS, BASE_FACTS
 
 Rule = Callable[..., Awaitable[str]]
 RULES: dict[str, Rule] = {}
-_ORDER_S = 60.0  # the longest wait for an operator's order
 _META = ("kind", "digest", "base", "base_digest", "root", "manifest", "effect", "linked")
 
 
@@ -229,48 +222,3 @@ def _check_nothing_half_done(name: str, before: Truth, after: Truth, error: str)
     lost = before[name].aliases.keys() - (after[name].aliases.keys() if name in after else set())
     if lost:
         raise Violation(f"a registration that failed took {name}'s {sorted(lost)} away: {error}")
-
-
-async def order(world: World, method: str, *arguments: object) -> tuple[str, object]:
-    """What an operator orders of the manager."""
-    try:
-        async with asyncio.timeout(_ORDER_S):
-            answer = await getattr(world.managers, method).remote(*arguments)
-    except TimeoutError:
-        raise Violation(f"{method}{arguments} got no answer for {_ORDER_S:g} s") from None
-    except (RegistryError, RayServeException) as error:
-        return f"failed: {error}"[:200], error
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        raise Violation(f"{method} is answered with a fault of ours: {words}") from error
-    if isinstance(answer, Refusal):
-        return f"refused: {answer.error}"[:200], answer.error
-    return "", answer
-
-
-@rule
-async def base(world: World, kind: str, name: str, setting: str) -> str:
-    truth = world.truth()
-    try:
-        parse_setting(name, setting)  # as the HTTP route does first
-    except ValueError as error:
-        return f"refused: {error}"[:200]
-    if kind == "sleep":
-        world.journal.rested.add(name)
-    words, error = await order(world, "change_base", BaseChange(kind, name, setting))  # type: ignore[arg-type]
-    is_known = bool(base_versions(name, truth))
-    has_wish = name in truth and SERVE in truth[name].tags
-    is_there = (kind == "add" and is_known) or (kind == "remove" and has_wish)
-    if is_there and not world.faults.is_unlistable and isinstance(error, NotFoundError):
-        raise Violation(f"bases {kind} {name}: {words}, and the registry has it")
-    return words
-
-
-@rule
-async def adapter(world: World, kind: str, name: str, content: str, base: str) -> str:
-    if kind in ("load", "unload"):
-        world.journal.touch(name)
-        world.journal.registered.discard(name)
-    folder = str(world.database.made_folder("adapter", content, base))
-    change = AdapterChange(kind, name, folder, base, may_replace=True)  # type: ignore[arg-type]
-    return (await order(world, "change_adapter", change))[0]

@@ -145,15 +145,19 @@ async def delete_version(world: World, name: str, version: int) -> str:
 
 @rule
 async def delete_model(world: World, name: str) -> str:
-    _forget(world, name)
-    return await _mlflow(world, "delete_registered_model", name)
+    words = await _mlflow(world, "delete_registered_model", name)
+    if not words:
+        _forget(world, name)
+    return words
 
 
 @rule
 async def rename(world: World, name: str, new: str) -> str:
-    _forget(world, name)
-    _forget(world, new)
-    return await _mlflow(world, "rename_registered_model", name, new)
+    words = await _mlflow(world, "rename_registered_model", name, new)
+    if not words:
+        _forget(world, name)
+        _forget(world, new)
+    return words
 
 
 def _forget(world: World, name: str) -> None:
@@ -163,6 +167,7 @@ def _forget(world: World, name: str) -> None:
     journal.meanings.pop(name, None)
     journal.registered.discard(name)
     journal.tampered = {key for key in journal.tampered if key[0] != name}
+    world.on_write()
 
 
 @rule

@@ -42,6 +42,11 @@ class Wishes:
                 self.explained[app] = "no one wishes for the base"
                 continue
             version = wished_version(reference, truth)
+            if version is None and digest in {
+                truth[other].versions[number].tags[PREFIX + "digest"][:12]
+                for other, number in self.wanted(truth).items()
+            }:
+                self.explained[app] = "the same files are served by another name"
             if version is None:
                 self.missing_since_s.setdefault(app, now_s)
                 continue

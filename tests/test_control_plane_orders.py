@@ -143,6 +143,10 @@ ORDERS: dict[str, tuple[Step, ...]] = {
         ("manager_dies", {"restart": True}),
         ("promote", {"name": "pirate"}),
     ),
+    "a manager that starts keeps engines whose base it cannot find": (
+        ("delete_version", {"name": "beta", "version": 1}),
+        ("manager_dies", {"restart": False}),
+    ),
     "after one look that hung the registry is looked at again soon": (
         ("looks_are_late", {"seconds": 5.0}),
         ("tag_version", {"name": "sql", "version": 1, "key": "effect", "value": "none"}),

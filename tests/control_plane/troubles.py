@@ -112,6 +112,7 @@ async def manager_dies(world: World, restart: bool) -> str:
         return "it is dead already"
     await world.managers.kill()
     world.forget_unwritten()
+    world.wishes.restarted_s = world.loop.time()
     if restart:
         await world.managers.start()
     return ""

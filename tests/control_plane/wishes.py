@@ -21,6 +21,8 @@ _APP = re.compile(r"base--(.+)--([0-9a-f]{12})-([0-9a-f]{8})")
 class Wishes:
     models: tuple[ModelArgs, ...]  # the file's
     explained: dict[str, str] = field(default_factory=dict)  # by application: why it may go
+    refused_since_s: dict[str, float] = field(default_factory=dict)
+    restarted_s: float = 0.0  # when a manager died last
     last_good: dict[str, ModelArgs] = field(default_factory=dict)  # by base
     missing_since_s: dict[str, float] = field(default_factory=dict)
 
@@ -38,6 +40,9 @@ class Wishes:
             reference = self.reference(name, truth)
             if (model := self.model(name, truth)) is not None:
                 self.last_good[name] = model
+                self.refused_since_s.pop(app, None)
+            elif reference is not None:
+                self.refused_since_s.setdefault(app, now_s)
             if reference is None:
                 self.explained[app] = "no one wishes for the base"
                 continue
@@ -61,6 +66,9 @@ class Wishes:
 
     def may_go(self, app: str, now_s: float) -> bool:
         since_s = self.missing_since_s.get(app)
+        # A manager that starts while the setting is wrong does not know what was served before.
+        if self.refused_since_s.get(app, now_s) < self.restarted_s:
+            return True
         return app in self.explained or (since_s is not None and now_s - since_s >= MISSING_S - 3)
 
     def reference(self, name: str, truth: Truth) -> str | None:

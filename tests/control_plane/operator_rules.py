@@ -16,7 +16,7 @@ from serve_app.manager_call import Refusal
 from serve_app.traffic import parse_weight
 from tests.control_plane.rules import Rule, collect
 from tests.control_plane.store import PREFIX, Truth
-from tests.control_plane.wishes import DEFAULT_ALIAS, SERVE, base_versions
+from tests.control_plane.wishes import SERVE, base_versions
 from tests.control_plane.world import Violation, World
 
 ORDERS: dict[str, Rule] = {}
@@ -111,10 +111,13 @@ async def promote(world: World, name: str) -> str:
     if is_vetoed and not isinstance(error, Exception):
         raise Violation(f"{name}@{number} was rolled back, and promoted all the same")
     world.journal.touch(name)
-    if not isinstance(error, Exception) and number:
-        now = world.truth()[name].aliases.get(DEFAULT_ALIAS)
-        if now is not None and now != number:
-            raise Violation(f"promote of {name}@{number} left champion at {now}")
+    if not isinstance(error, Exception) and number and made is not None:
+        try:
+            now = made._read_now().resolve(name).adapter
+        except RegistryError:  # away again
+            return words
+        if now is None or now.version != number:
+            raise Violation(f"{name}@{number} was promoted, and the name means {now}")
     return words
 
 

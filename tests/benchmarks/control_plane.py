@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.benchmarks.report import Report
@@ -37,12 +38,13 @@ def shorten_one(failed: Outcome) -> Outcome:
     return shorten(_database(), failed)
 
 
+_kept = ExitStack()  # of this process's whole life
 _databases: list[Database] = []  # one a process, made with its first order
 
 
 def _database() -> Database:
     if not _databases:
-        quick_sqlite().__enter__()
+        _kept.enter_context(quick_sqlite())
         _databases.append(Database(Path(tempfile.mkdtemp(dir=os.environ[_FOLDER]))))
     return _databases[0]
 

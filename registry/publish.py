@@ -95,13 +95,14 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
     tags = _tags(publication)
     with ExitStack() as undo:
         model = store.create_logged_model(name, publication.kind)
-        undo.callback(_quietly, "removing files", lambda: store.discard(model))
+        undo.callback(_quietly, "removing files", lambda: _discard(store, name, model))
         _upload(store.repository(model.artifact_location), model, publication, progress)
         store.finalize(model)
         if store.create_model(name, {listing.KIND: publication.kind}):
             undo.callback(_quietly, "removing the name", lambda: _delete_if_empty(store, name))
+        # Before the call: where only its answer is lost the version is there all the same.
+        undo.callback(_quietly, "removing the version", lambda: _delete_made(store, name, model))
         version = int(store.create_version(name, model, tags).version)
-        undo.callback(_quietly, "removing the version", lambda: store.delete_version(name, version))
         twin = _find(_rows(store, name), publication)
         if twin is not None and twin.version < version:  # another process was quicker
             row = twin
@@ -201,6 +202,26 @@ def _rows(store: MlflowStore, name: str) -> list[listing.Row]:
 
 def _rows_by_version(store: MlflowStore, name: str) -> dict[int, listing.Row]:
     return {row.version: row for row in _rows(store, name)}
+
+
+def _delete_made(store: MlflowStore, name: str, model: LoggedModel) -> None:
+    for version in _made(store, name, model):
+        store.delete_version(name, version)
+
+
+def _discard(store: MlflowStore, name: str, model: LoggedModel) -> None:
+    """A version that could not be removed keeps its files: without them it would be listed, and
+    could not be fetched."""
+    if _made(store, name, model):
+        logger.warning("%r has a version whose registration failed; delete it by hand", name)
+        return
+    store.discard(model)
+
+
+def _made(store: MlflowStore, name: str, model: LoggedModel) -> list[int]:
+    """Versions whose files are those of this logged model."""
+    location = model.artifact_location
+    return [int(one.version) for one in store.versions(name) if one.source == location]
 
 
 def _delete_if_empty(store: MlflowStore, name: str) -> None:

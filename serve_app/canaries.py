@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistryError
+from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
 from serve_app.canary_orders import ROLLED_BACK, Orders
 from serve_app.canary_status import CanaryStatus, status_of
 from serve_app.config import CanaryArgs
@@ -211,7 +211,8 @@ class Canaries:
         self._problems = problems
 
     def _opened(self) -> RegistryReader:
-        assert self._registry is not None
+        if self._registry is None:  # this manager has just started
+            raise RegistryUnavailableError("the registry was not read yet")
         return self._registry
 
 

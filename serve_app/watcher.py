@@ -1,8 +1,9 @@
 """Watches the registry: polls, looks at once when woken, waits longer while it is down.
 
 Keeps the last good catalog. One look at a time; a wake during one leads to exactly one more, and
-however often it is woken, looking takes at most half of the time. Ignorant of what looking is (a
-function that blocks) and of what the changes are for (whoever subscribes).
+however often it is woken, looking takes at most half of the time, unless looks take longer than
+30 s. Ignorant of what looking is (a function that blocks) and of what the changes are for (whoever
+subscribes).
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Watcher:
                     logger.exception("a subscriber of the registry's changes failed")
 
     async def _pause(self, look_s: float) -> None:
-        shortest_s = max(MIN_PAUSE_S, look_s)
+        # Bounded: after one look that hung for minutes the next one must not wait for minutes.
+        shortest_s = min(max(MIN_PAUSE_S, look_s), _MAX_BACKOFF_S)
         await asyncio.sleep(shortest_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._delay_s() - shortest_s)):

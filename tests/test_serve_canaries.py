@@ -377,3 +377,8 @@ async def test_a_weight_that_is_none_is_logged_once(
     assert len(told) == 1
     (status,) = made.canaries.statuses()
     assert "30%" in status.problems[0]
+
+
+async def test_an_order_before_the_registry_was_read_is_refused_as_unavailable() -> None:
+    with pytest.raises(RegistryUnavailableError, match="not read yet"):
+        await Canaries(CanaryArgs()).promote("pirate")

@@ -216,3 +216,17 @@ async def test_metrics_tell_whether_it_is_up_since_when_and_what_changed() -> No
     assert found["loraplex_registry_snapshot_seconds"] >= 0
     assert found["loraplex_registry_changes_totalalias_moved"] == 1
     assert found["loraplex_registry_changes_totalversion_added"] == 0
+
+
+async def test_after_a_look_that_hung_for_minutes_the_next_one_comes_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    watcher = Watcher(Store().look, 0.01)
+    await watcher._pause(600.0)
+    assert pauses == [module._MAX_BACKOFF_S]

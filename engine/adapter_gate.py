@@ -36,6 +36,9 @@ class AdapterGate:
         self._refused.clear()
         self._passed_over.clear()
         self._is_barrier_up = False
+        # Only before the walk. A copy that landed within it would be of no use to a sequence that
+        # was refused before, and a later sequence could take its pages away again.
+        self._residency.land_copies()
 
     def is_lost(self, sequence: Sequence) -> bool:
         """Its adapter was unloaded, or dropped from the host, while it waited."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,11 @@ from engine.stopping import ending
 from engine.types import Request, ResumedChoice, SamplingParams, Sequence
 
 MAX_CHOICES = 128
+MIN_REPETITION_PENALTY = 0.01
+# Samplers reckon in float32, up to 3.4e38: a logit stays finite whatever a request adds to it, in
+# each of a million positions, or divides it by. Else one request would look like a broken model.
+MAX_LOGIT_CHANGE = 1e30
+MAX_TOP_K = 2**31 - 1  # samplers hold it in an int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ def check_request(
     if not prompt:
         raise InvalidRequestError("the prompt is empty", "prompt")
     _check_ids(prompt, limits.vocab_size, "the prompt", "prompt")
-    for is_ok, param, rule in _rules(request.params, limits.vocab_size):
+    for is_ok, param, rule in _rules(request.params, limits.vocab_size, eos_token_ids):
         if not is_ok:
             value = str(getattr(request.params, param))[:100]
             raise InvalidRequestError(f"{param} is {value}, but must be {rule}", param)
@@ -93,7 +97,9 @@ def _check_length(num_prompt: int, max_tokens: int, limits: EngineLimits) -> Non
         )
 
 
-def _rules(p: SamplingParams, vocab_size: int) -> Iterator[tuple[bool, str, str]]:
+def _rules(
+    p: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]
+) -> Iterator[tuple[bool, str, str]]:
     """(is it right, the field's name, what it must be). NaN is never right."""
     yield 1 <= p.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}"
     yield p.max_tokens >= 0, "max_tokens", "0 or more"
@@ -102,16 +108,24 @@ def _rules(p: SamplingParams, vocab_size: int) -> Iterator[tuple[bool, str, str]
         "min_tokens",
         f"between 0 and max_tokens {p.max_tokens}",
     )
-    yield 0 <= p.temperature < math.inf, "temperature", "finite, and 0 or more"
-    yield p.top_k >= 0, "top_k", "0 (off) or more"
+    change, finite = MAX_LOGIT_CHANGE, f"between -{MAX_LOGIT_CHANGE:g} and {MAX_LOGIT_CHANGE:g}"
+    yield 0 <= p.temperature <= change, "temperature", f"between 0 and {change:g}"
+    yield 0 <= p.top_k <= MAX_TOP_K, "top_k", f"between 0 (off) and {MAX_TOP_K}"
     yield 0 < p.top_p <= 1, "top_p", "above 0 and at most 1"
     yield 0 <= p.min_p <= 1, "min_p", "between 0 and 1"
-    yield math.isfinite(p.presence_penalty), "presence_penalty", "finite"
-    yield math.isfinite(p.frequency_penalty), "frequency_penalty", "finite"
-    yield 0 < p.repetition_penalty < math.inf, "repetition_penalty", "finite and above 0"
+    yield abs(p.presence_penalty) <= change, "presence_penalty", finite
+    yield abs(p.frequency_penalty) <= change, "frequency_penalty", finite
+    yield (
+        MIN_REPETITION_PENALTY <= p.repetition_penalty <= change,
+        "repetition_penalty",
+        f"between {MIN_REPETITION_PENALTY} and {change:g}",
+    )
     for name, count in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
         yield count is None or 0 <= count <= vocab_size, name, f"between 0 and {vocab_size}"
     ids = range(vocab_size)
     yield all(t in ids for t in p.stop_token_ids), "stop_token_ids", f"ids below {vocab_size}"
-    bias_is_right = all(token in ids and math.isfinite(bias) for token, bias in p.logit_bias)
-    yield bias_is_right, "logit_bias", f"finite values of ids below {vocab_size}"
+    if p.min_tokens:  # none of these is drawn before
+        ends = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
+        yield len(ends) < vocab_size, "stop_token_ids", "fewer than all ids, with min_tokens"
+    bias_is_right = all(token in ids and abs(bias) <= change for token, bias in p.logit_bias)
+    yield bias_is_right, "logit_bias", f"values {finite} of ids below {vocab_size}"

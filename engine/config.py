@@ -29,7 +29,7 @@ class EngineConfig:
     # On the device, all sites together. None: 256 MiB on a CPU, an eighth of what CUDA has left
     adapter_pool_bytes: int | None = None
     adapter_host_bytes: int | None = None  # None: four times the pool if memory allows, or 4 GiB
-    max_lora_rank: int = 512
+    max_lora_rank: int = 512  # and not more: what plans of steps have room for
     # With 128 adapters in a pool of 32 and 256 requests, 64 left rows of a step empty: 164 steps
     # for what 256 does in 133.
     max_adapter_overtakes: int = 256  # of a request that waits for its adapter, by younger ones

@@ -134,6 +134,7 @@ class Engine:
         self._leaving: set[str] = set()  # adapters that take no new requests
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
+        self.num_missed_wakeups = 0  # counted by the loop: it slept beside what could run
         self.is_stuck = False  # what waits, waits for something from outside: no use in a step
         self._runs_ahead = runner.runs_ahead and config.async_scheduling is not False
         self._in_flight = _Step(_EMPTY)
@@ -181,6 +182,7 @@ class Engine:
         return replace(
             self.scheduler.load(),
             num_steps=self._num_steps,
+            num_missed_wakeups=self.num_missed_wakeups,
             adapters_on_device=self._adapters.on_device(),
             adapters_on_host=self._adapters.on_host(),
             adapter_device_bytes=self._adapters.device_bytes_used,

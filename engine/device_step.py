@@ -113,8 +113,10 @@ class DeviceSteps:
         self._turn = 0
         self._drawn_rows: dict[Choice, int] = {}  # of the newest step
         scratch = attention_scratch(limits.max_seqs, limits.heads, device)
-        self._decode = StepInputs(limits.max_seqs, limits, pool, scratch, self._drawn)
-        self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn)
+        self._decode = StepInputs(
+            limits.max_seqs, limits, pool, scratch, self._drawn, is_decode=True
+        )
+        self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn, is_decode=False)
         self._graphs = DecodeGraphs(graph_sizes(limits.max_seqs), self._run_static)
         sizes = piece_sizes(max_tokens) if has_pieces else ()
         self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)

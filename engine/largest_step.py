@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
 
-_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
+# With the log-probabilities that a client may ask for: they need memory of their own.
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1, logprobs=20)
 
 
 def largest_batch(

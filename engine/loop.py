@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from engine.core import Engine
@@ -20,6 +21,10 @@ from engine.errors import EngineDeadError
 from engine.types import EngineLoad, StepOutput
 
 logger = logging.getLogger(__name__)
+
+# An engine that sleeps beside work tries a step after this time. A stuck one changes nothing in it;
+# any other was put to sleep wrongly.
+_WATCH_S = 1.0
 
 T = TypeVar("T")
 
@@ -37,6 +42,7 @@ class EngineLoop:
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []  # this thread's
         self._step_began_s: float | None = None
         self._is_in_step = False
+        self._is_overdue = False  # the next step is the watchdog's
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -66,7 +72,7 @@ class EngineLoop:
         """The future is done when `condition`, asked now and after each step, is true."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        asked = self.call(lambda: self._awaited.append((condition, future)))
+        asked = self.call(lambda: self._ask(condition, future))
         asked.add_done_callback(lambda done: _pass_error_on(done, future))
         return future
 
@@ -99,14 +105,17 @@ class EngineLoop:
             self._die(death)
 
     def _wait_for_work(self) -> bool:
+        """Returns after `_WATCH_S` at the latest while there is work, stuck or not."""
         with self._wakeup:
-            self._wakeup.wait_for(
+            is_called = self._wakeup.wait_for(
                 lambda: (
                     self._is_stopping
                     or self._commands
                     or (self._engine.has_work and not self._engine.is_stuck)
-                )
+                ),
+                _WATCH_S if self._engine.has_work else None,
             )
+            self._is_overdue = not is_called
             return not self._is_stopping
 
     def _turn(self) -> None:
@@ -116,6 +125,8 @@ class EngineLoop:
             self._step_began_s, self._is_in_step = time.monotonic(), True
             step = self._engine.step()
             self._is_in_step = False
+            if self._is_overdue and not self._engine.is_stuck:
+                step = self._note_missed_wakeup(step)
             self.load = step.load
             _notify(self.on_step, step)
         else:
@@ -123,10 +134,23 @@ class EngineLoop:
         self._ask_awaited()
         self._step_began_s = None
 
+    def _note_missed_wakeup(self, step: StepOutput) -> StepOutput:
+        self._engine.num_missed_wakeups += 1
+        load = self._engine.load()
+        logger.error(
+            "the engine slept for %.1f s beside requests that it could run: %d run, %d wait",
+            _WATCH_S,
+            load.num_running,
+            load.num_waiting,
+        )
+        return replace(step, load=load)
+
     def _run_commands(self) -> None:
         with self._wakeup:
             commands = tuple(self._commands)
             self._commands.clear()
+        if commands:
+            self._is_overdue = False  # what can run now may be their doing
         for command, future in commands:
             if future.set_running_or_notify_cancel():
                 self._step_began_s = time.monotonic()
@@ -135,11 +159,14 @@ class EngineLoop:
     def _ask_awaited(self) -> None:
         waiting, self._awaited = self._awaited, []
         for condition, future in waiting:
-            if condition():
-                self.load = self._engine.load()
-                future.set_result(None)
-            else:
-                self._awaited.append((condition, future))
+            self._ask(condition, future)
+
+    def _ask(self, condition: Callable[[], bool], future: Future[None]) -> None:
+        if condition():
+            self.load = self._engine.load()
+            future.set_result(None)
+        else:
+            self._awaited.append((condition, future))
 
     def _die(self, death: EngineDeadError) -> None:
         with self._wakeup:

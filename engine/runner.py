@@ -39,6 +39,7 @@ from engine.step_inputs import StepLimits
 from engine.types import LaunchedStep, Sample, ScheduledBatch
 from engine.weights import Weights, load_weights, random_weights
 from kernels.backend import HAS_TRITON, IS_INTERPRETED, allow_triton
+from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
 from kernels.paged_plan import HeadShape
 from lora.adapter import read_adapter
 from lora.page_image import PackedAdapter
@@ -52,6 +53,11 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         started_s = time.perf_counter()
+        if not 1 <= config.max_lora_rank <= MAX_RANK_PAGES * PAGE_ROWS:
+            limit = MAX_RANK_PAGES * PAGE_ROWS
+            raise ValueError(
+                f"max_lora_rank is {config.max_lora_rank}, but must be between 1 and {limit}"
+            )
         # Not torch's own default: Ray tells it 1 in an actor that reserves no CPUs.
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.device = _resolve_device(config)

@@ -122,15 +122,22 @@ class AsyncEngine:
 
     async def load_adapter(self, name: str, digest: str, path: str) -> None:
         """Once per digest, however many ask at the same time. `name` is for the log only."""
-        self._loop.raise_if_dead()
-        if self.has_adapter(digest):
+        is_known = False
+
+        def look() -> None:
+            nonlocal is_known
+            is_known = self._engine.has_adapter(digest)
+
+        await self._between_steps(look)  # in line with the unloads that were asked for before
+        if is_known:
             return
-        with self._loading_lock:
-            loading = self._loading.get(digest)
-            if loading is None:
-                loading = self._readers.submit(self._read_and_insert, name, digest, path)
-                self._loading[digest] = loading
-        await asyncio.shield(asyncio.wrap_future(loading))
+        loading = self._begin_loading(name, digest, path)
+        try:
+            await asyncio.shield(asyncio.wrap_future(loading))
+        except asyncio.CancelledError:
+            if loading.cancelled():  # by `stop`, before a reader took it up
+                raise EngineDeadError("the engine was stopped") from None
+            raise
 
     async def unload_adapter(self, digest: str) -> None:
         """New requests are refused at once; returns when those that use it have ended, or when a
@@ -178,6 +185,17 @@ class AsyncEngine:
     def _abort_if_admitted(self, request: Request, admitted: Future[None]) -> None:
         if not admitted.cancelled() and admitted.exception() is None:
             self.abort(request.request_id)
+
+    def _begin_loading(self, name: str, digest: str, path: str) -> Future[None]:
+        with self._loading_lock:
+            loading = self._loading.get(digest)
+            if loading is None:
+                try:
+                    loading = self._readers.submit(self._read_and_insert, name, digest, path)
+                except RuntimeError:  # shut down since it was asked
+                    raise EngineDeadError("the engine was stopped") from None
+                self._loading[digest] = loading
+        return loading
 
     def _read_and_insert(self, name: str, digest: str, path: str) -> None:
         try:

@@ -71,7 +71,11 @@ class StepInputs:
         pool: AdapterPool,
         scratch: AttentionScratch,
         drawn: torch.Tensor,  # [max_seqs] int32, where the sampler writes
+        *,
+        is_decode: bool,
     ) -> None:
+        """`is_decode`: for graphs of decodes, with `for_graph` and `write_for_graph` only; else
+        with the others only."""
         self.max_tokens = max_tokens
         self._limits = limits
         self._pool = pool
@@ -82,7 +86,7 @@ class StepInputs:
             limits.max_seqs,
             limits.max_blocks,
             work_size(limits.max_seqs, max_tokens, limits.heads),
-            lora_plan_size(max_tokens, pool.num_pages),
+            lora_plan_size(max_tokens, pool.num_pages, large=not is_decode),
             drawn.device,
         )
 

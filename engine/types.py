@@ -130,6 +130,7 @@ class EngineLoad:
     prefix_queries: int = 0  # tokens looked up, since start
     prefix_hits: int = 0  # tokens found, since start
     num_steps: int = 0  # since start
+    num_missed_wakeups: int = 0  # since start; each is a fault of the engine's loop
     adapters_on_device: tuple[str, ...] = ()  # digests
     adapters_on_host: tuple[str, ...] = ()
     adapter_device_bytes: int = 0
@@ -267,6 +268,11 @@ class AdapterResidency(Protocol):
         """False: never loaded, removed, or dropped when the host tier was full."""
         ...
 
+    def land_copies(self) -> None:
+        """Adapters whose copies have ended can be acquired from now on; those whose copies end
+        later, after the next call."""
+        ...
+
     def acquire(self, digest: str) -> bool:
         """Makes the adapter resident if room allows, and takes a reference. False: not now, for
         all pages are in use or the copy to the device is under way."""
@@ -277,7 +283,9 @@ class AdapterResidency(Protocol):
         room."""
         ...
 
-    def has_pending_copies(self) -> bool: ...
+    def has_pending_copies(self) -> bool:
+        """Some copy has not landed: what was refused may be had after the next `land_copies`."""
+        ...
 
     def wait_pending(self) -> None:
         """Until one more adapter can be acquired. Some milliseconds at most."""

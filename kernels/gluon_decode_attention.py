@@ -185,7 +185,7 @@ def _attend_items(
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
         acc_a = acc_a * inverse[:, None]
         acc_b = acc_b * inverse[:, None]
-        splits = merge & 255
+        splits = merge & 31
         if splits == 1:
             gl.store(
                 out_ptr + first_head * HEAD_DIM + offsets,
@@ -196,8 +196,8 @@ def _attend_items(
                 target = out_ptr + first_head * HEAD_DIM + 64 + offsets
                 gl.store(target, acc_b.to(dtype), mask=mine)
         else:
-            slots = (merge >> 16).to(gl.int64)
-            here = (slots + ((merge >> 8) & 255)) * NUM_HEADS + head * GROUP
+            slots = (merge >> 9).to(gl.int64)
+            here = (slots + ((merge >> 5) & 15)) * NUM_HEADS + head * GROUP
             gl.store(partial_ptr + here * HEAD_DIM + offsets, acc_a, mask=mine)
             if PARTS == 2:
                 gl.store(partial_ptr + here * HEAD_DIM + 64 + offsets, acc_b, mask=mine)

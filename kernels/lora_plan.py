@@ -22,8 +22,7 @@ PAGE_ROWS = 16  # rank rows of a page of the pool
 SMALL_ROWS = 8
 LARGE_ROWS = 128
 LARGE_MIN_RUN = 64  # a shorter run is cut into small tiles
-MAX_RANK_PAGES = 32  # of one adapter: rank 512
-MAX_GRAPH_ROWS = 256  # for which a plan without large tiles surely has room
+MAX_RANK_PAGES = 32  # of one adapter: rank 512, which `EngineConfig.max_lora_rank` keeps to
 
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
 TILE_FIELDS = 8
@@ -43,16 +42,16 @@ class _Layout:
     pages: int
 
     @classmethod
-    def of(cls, max_tokens: int, max_pages: int) -> _Layout:
+    def of(cls, max_tokens: int, max_pages: int, large: bool) -> _Layout:
         # Adapters are contiguous and have a page each at least; base rows come first, and perhaps
         # once more at the end.
         runs = min(max_tokens, max_pages + 2)
         small = (max_tokens + (SMALL_ROWS - 1) * runs) // SMALL_ROWS  # sum of ceil(n / 8)
-        # sum of ceil(n / 8) * pages: n is below LARGE_MIN_RUN, or the step is that of a graph.
+        # sum of ceil(n / 8) * pages
         units = max_pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
-        in_graph = max_pages + MAX_RANK_PAGES * (MAX_GRAPH_ROWS // SMALL_ROWS)
-        most = max(LARGE_MIN_RUN // SMALL_ROWS * max_pages, in_graph)
-        return cls(small, min(units, most), max_tokens // LARGE_MIN_RUN, max_pages)
+        if large:  # n is below LARGE_MIN_RUN
+            units = min(units, LARGE_MIN_RUN // SMALL_ROWS * max_pages)
+        return cls(small, units, max_tokens // LARGE_MIN_RUN if large else 0, max_pages)
 
     @property
     def starts(self) -> tuple[int, int, int, int, int, int]:
@@ -76,14 +75,14 @@ class LoraPlanCounts:
     max_rank_pages: int  # of the adapters in the step; 0: none has a row
 
 
-def lora_plan_size(max_tokens: int, max_pages: int) -> int:
+def lora_plan_size(max_tokens: int, max_pages: int, *, large: bool = True) -> int:
     """int32 elements of a plan of at most `max_tokens` rows whose adapters have, all together, at
-    most `max_pages` pages (those of the pool will do)."""
-    return _Layout.of(max_tokens, max_pages).starts[-1]
+    most `max_pages` pages (those of the pool will do). `large` is that of `write_lora_plan`."""
+    return _Layout.of(max_tokens, max_pages, large).starts[-1]
 
 
 def write_lora_plan(
-    out: NDArray[np.int32],  # [lora_plan_size(max_tokens, max_pages)]
+    out: NDArray[np.int32],  # [lora_plan_size(max_tokens, max_pages, large=large)]
     runs: Sequence[tuple[Sequence[int], int]],  # (pages of the adapter, () for the base; rows)
     max_tokens: int,
     max_pages: int,
@@ -93,7 +92,7 @@ def write_lora_plan(
     """The runs cover all rows of the step in order; neighbours with equal pages are merged. The
     rows of an adapter are contiguous. `large=False` for what a CUDA graph of decodes will read:
     small tiles only. What is beyond the counts in `out` is left as it was, nobody reads it."""
-    layout = _Layout.of(max_tokens, max_pages)
+    layout = _Layout.of(max_tokens, max_pages, large)
     merged = _merge(runs)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
     num_pages = np.array([len(pages) for pages, _ in merged], dtype=np.int64)
@@ -204,7 +203,7 @@ class LoraPlan:
     @classmethod
     def for_graph(
         cls,
-        buffer: torch.Tensor,  # [lora_plan_size(max_tokens, max_pages)] int32
+        buffer: torch.Tensor,  # [lora_plan_size(max_tokens, max_pages, large=large)] int32
         num_tokens: int,
         max_tokens: int,
         max_pages: int,
@@ -215,13 +214,13 @@ class LoraPlan:
         """For a CUDA graph of `num_tokens` rows: valid for all that `write_lora_plan` with the same
         `large` writes to the buffer later, of adapters up to `max_rank_pages` pages. Rows of the
         graph beyond those of the step are not visited unless they are in a run of the base."""
-        bound = _Layout.of(num_tokens, max_pages)
+        bound = _Layout.of(num_tokens, max_pages, large)
         return cls(
-            *_views(buffer, max_tokens, max_pages),
+            *_views(buffer, _Layout.of(max_tokens, max_pages, large)),
             num_tokens,
             bound.small,
             bound.units,
-            bound.large if large else 0,
+            bound.large,
             num_tokens,
             num_tokens if large else 0,
             min(max_rank_pages, max_pages),
@@ -229,10 +228,16 @@ class LoraPlan:
 
     @classmethod
     def for_step(
-        cls, buffer: torch.Tensor, counts: LoraPlanCounts, max_tokens: int, max_pages: int
+        cls,
+        buffer: torch.Tensor,
+        counts: LoraPlanCounts,
+        max_tokens: int,
+        max_pages: int,
+        *,
+        large: bool = True,
     ) -> LoraPlan:
         return cls(
-            *_views(buffer, max_tokens, max_pages),
+            *_views(buffer, _Layout.of(max_tokens, max_pages, large)),
             counts.num_tokens,
             counts.num_small,
             counts.num_units,
@@ -246,8 +251,8 @@ class LoraPlan:
 _Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _views(buffer: torch.Tensor, max_tokens: int, max_pages: int) -> _Views:
-    small, units, large, counters, pages, end = _Layout.of(max_tokens, max_pages).starts
+def _views(buffer: torch.Tensor, layout: _Layout) -> _Views:
+    small, units, large, counters, pages, end = layout.starts
     return (
         buffer[:small],
         buffer[small:units].view(-1, TILE_FIELDS),

@@ -144,13 +144,13 @@ def _decode_kernel(
         )  # fmt: skip
         total = tl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding, and lse -inf
         attended = acc / total[:, None]
-        splits = merge & 255
+        splits = merge & 31
         if splits == 1:
             out_rows = out_ptr + row * (num_heads * HEAD_DIM) + head_rows
             tl.store(out_rows, attended.to(out_ptr.dtype.element_ty), mask=row_mask)
         else:
-            slots = (merge >> 16).to(tl.int64)
-            slot = slots + ((merge >> 8) & 255)
+            slots = (merge >> 9).to(tl.int64)
+            slot = slots + ((merge >> 5) & 15)
             tl.store(partial_ptr + slot * (num_heads * HEAD_DIM) + head_rows, attended, row_mask)
             lse = top + tl.log2(total)
             tl.store(lse_ptr + slot * num_heads + head * GROUP + offs_m, lse, offs_m < GROUP)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -23,9 +24,11 @@ class PinnedMemory:
         """Unused buffers go back to the system when all together are more than this."""
         self._bytes_to_keep = bytes_to_keep
         self._lock = threading.RLock()  # a tensor may die while this thread holds it
-        self._unused: list[torch.Tensor] = []
+        # By address, longest unused first. A tensor may die, and its buffer come back, in the
+        # middle of any line here: a copy is read, and a buffer is popped or is gone.
+        self._unused: dict[int, torch.Tensor] = {}
         self._num_bytes = 0
-        weakref.finalize(self, _unlock_all, self._unused).atexit = False
+        weakref.finalize(self, _unlock_all, self._unused.values()).atexit = False
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8 of any content. The memory can be used again when the tensor itself
@@ -36,8 +39,9 @@ class PinnedMemory:
                 self._trim(self._bytes_to_keep - num_bytes)
         if buffer is None:
             buffer = _lock_pages(num_bytes)
+            size = buffer.numel()
             with self._lock:
-                self._num_bytes += buffer.numel()
+                self._num_bytes += size
         tensor = buffer[:num_bytes]
         weakref.finalize(tensor, self._take_back, buffer).atexit = False
         return tensor
@@ -48,23 +52,30 @@ class PinnedMemory:
         return self._num_bytes
 
     def _find(self, num_bytes: int) -> torch.Tensor | None:
-        fitting = [b for b in self._unused if num_bytes <= b.numel() <= num_bytes * _MAX_WASTE]
-        if not fitting:
-            return None
-        best = min(fitting, key=torch.Tensor.numel)
-        del self._unused[next(i for i, b in enumerate(self._unused) if b is best)]
-        return best
+        while True:
+            sizes = [(buffer.numel(), address) for address, buffer in self._unused.copy().items()]
+            fitting = [one for one in sizes if num_bytes <= one[0] <= num_bytes * _MAX_WASTE]
+            if not fitting:
+                return None
+            best = self._unused.pop(min(fitting)[1], None)
+            if best is not None:  # else it went back to the system meanwhile
+                return best
 
     def _take_back(self, buffer: torch.Tensor) -> None:
         with self._lock:
-            self._unused.append(buffer)
+            self._unused[buffer.data_ptr()] = buffer
             self._trim(self._bytes_to_keep)
 
     def _trim(self, limit: int) -> None:
-        while self._unused and self._num_bytes > limit:
-            buffer = self._unused.pop(0)
-            self._num_bytes -= buffer.numel()
-            _unlock_all([buffer])
+        while self._num_bytes > limit:
+            oldest = next(iter(self._unused.copy()), None)
+            if oldest is None:
+                return
+            buffer = self._unused.pop(oldest, None)
+            if buffer is not None:
+                size = buffer.numel()
+                self._num_bytes -= size
+                _unlock_all([buffer])
 
 
 def _lock_pages(num_bytes: int) -> torch.Tensor:
@@ -77,7 +88,7 @@ def _lock_pages(num_bytes: int) -> torch.Tensor:
     return buffer
 
 
-def _unlock_all(buffers: list[torch.Tensor]) -> None:
+def _unlock_all(buffers: Iterable[torch.Tensor]) -> None:
     for buffer in buffers:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostUnregister(buffer.data_ptr()))

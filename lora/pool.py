@@ -157,14 +157,25 @@ class AdapterPool:
         self._forget(digest)
         return True
 
+    def land_copies(self) -> None:
+        """Adapters whose copies have ended can be acquired from now on. Only this call and
+        `wait_pending` land copies: what `acquire` refuses stays refused until the next one."""
+        if self._copies is None:
+            return
+        polled_s, self._polled_s = self._polled_s, time.monotonic()
+        for digest in self._copies.poll():
+            began_s = self._arriving.pop(digest)
+            if self._polled_s - polled_s < _WATCHED_S:
+                self._note_copy(began_s)
+            self.release(digest)
+
     def acquire(self, digest: str) -> bool:
         """Takes a reference if every step launched from now on finds the adapter in its pages.
 
-        False: all pages are in use, or it is still being copied. What was not on the device is on
+        False: all pages are in use, or its copy has not landed. What was not on the device is on
         its way after the call, if there was room.
         """
         packed = self._known(digest)
-        self._land()
         if digest in self._arriving or not self._can_bring(digest):
             return False
         placement = self._table.acquire(digest, packed.num_pages, self._wanted)
@@ -186,7 +197,6 @@ class AdapterPool:
         self._wanted = frozenset(in_order)
         if self._copies is None:
             return
-        self._land()
         for digest in in_order:
             if not self._copies.can_start:
                 return
@@ -199,7 +209,8 @@ class AdapterPool:
             self._bring(packed, placement.pages)
 
     def has_pending_copies(self) -> bool:
-        """What `acquire` refuses now, it may give later though nothing else happens."""
+        """What `acquire` refuses now, it may give after the next `land_copies`, though nothing else
+        happens. True until all copies have landed, not only ended."""
         return self._copies is not None and self._copies.is_busy
 
     def wait_pending(self) -> None:
@@ -211,7 +222,7 @@ class AdapterPool:
             and len(self._arriving) == num_arriving
         ):
             self._copies.wait()
-            self._land()
+            self.land_copies()
 
     def pin(self, digest: str) -> None:
         """A pinned adapter is dropped from neither tier, but by `remove`. PinnedMemoryError: too
@@ -285,16 +296,6 @@ class AdapterPool:
         self._arriving[packed.digest] = began_s
         self._copies.start(packed.digest, packed.images, pages)
         return False
-
-    def _land(self) -> None:
-        if self._copies is None:
-            return
-        polled_s, self._polled_s = self._polled_s, time.monotonic()
-        for digest in self._copies.poll():
-            began_s = self._arriving.pop(digest)
-            if self._polled_s - polled_s < _WATCHED_S:
-                self._note_copy(began_s)
-            self.release(digest)
 
     def _note_copy(self, began_s: float) -> None:
         took_s = time.monotonic() - began_s

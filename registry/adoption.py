@@ -3,9 +3,9 @@ store that hangs delays an alias.
 
 A listing asks for each version that carries no digest yet, and gets what is known of it. The worker
 is a daemon thread: it downloads into a scratch folder, hashes, judges, and writes the tags. A
-version that is refused for its content stays refused; a store that fails is asked again after a
-doubling pause. The registered models take turns: one with hundreds of versions that are slow to
-read delays another by one version at most.
+version that is refused for its content, or is no adapter, is read again after a doubling pause, for
+its files may come later than the version; so is one whose store fails. The registered models take
+turns: one with hundreds of versions that are slow to read delays another by one version at most.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 REFUSALS = (RegistrationError, InvalidNameError, ArtifactError)  # of a plain version's content
 LONGEST_S = 600.0  # of one version; then the next one's turn comes
 _TAG_AGAIN_S = 60.0
+# A version without an adapter is read again then; the pause doubles up to a day.
+LATE_FILES_S = 10.0
+_MAX_LATE_FILES_S = 24 * 3600.0
 _MAX_LOST = 3  # threads that are still in a store that hangs
 _MIN_FREE_BYTES = 1024**3  # left on the scratch folder's disk
 
@@ -69,7 +72,10 @@ class Adoption:
         self._open_files = open_files
         self._scratch = scratch
         self._quarantine = Quarantine()
+        self._now_s: Callable[[], float] = time.monotonic  # of the pauses before a version is read
         self._found: dict[Key, Found] = {}
+        # When a version that is no adapter is read again, and the pause after that; monotonic.
+        self._read_again_s: dict[Key, tuple[float, float]] = {}
         self._tag_again_s: dict[Key, float] = {}  # monotonic; for ever once they are written
         self._changed = threading.Condition(threading.RLock())
         # By registered model, the one whose turn is next first; no model without a job.
@@ -87,6 +93,7 @@ class Adoption:
         with self._changed:
             self._replace_a_hung_worker()
             if key in self._found:
+                self._read_late_files(key)
                 return True, self._found[key]
             if key in self._waiting:
                 return False, None
@@ -96,6 +103,12 @@ class Adoption:
                 return True, RegistryUnavailableError(str(error))
             self._add(_Job(key, lambda: self._read(key)))
             return False, None
+
+    def is_due(self) -> bool:
+        """Whether a version is to be read again though the listing may be the same."""
+        now_s = self._now_s()
+        with self._changed:
+            return any(again_s <= now_s for again_s, _ in self._read_again_s.values())
 
     def tag_once(self, row: Row, write: Callable[[], None]) -> None:
         """Has the worker write a version's tags; again after a pause where the store takes none,
@@ -115,6 +128,7 @@ class Adoption:
             self._drop_jobs(self._waiting - keys)
             for key in self._found.keys() - keys:
                 del self._found[key]
+                self._read_again_s.pop(key, None)
             for key in self._tag_again_s.keys() - keys:
                 del self._tag_again_s[key]
             are_tagged = all(isinf(again_s) for again_s in self._tag_again_s.values())
@@ -126,6 +140,15 @@ class Adoption:
             while self._jobs or self._job is not None:
                 self._replace_a_hung_worker()
                 self._changed.wait(1.0)
+
+    def _read_late_files(self, key: Key) -> None:
+        """Under the lock. What was found before counts until the version was read again."""
+        now_s = self._now_s()
+        again_s, pause_s = self._read_again_s.get(key, (inf, 0.0))
+        if now_s >= again_s and key not in self._waiting:
+            pause_s = min(2 * pause_s, _MAX_LATE_FILES_S)
+            self._read_again_s[key] = now_s + pause_s, pause_s
+            self._add(_Job(key, lambda: self._read(key)))
 
     def _add(self, job: _Job) -> None:
         self._jobs.setdefault(job.key[0], deque()).append(job)
@@ -210,6 +233,11 @@ class Adoption:
             if not self._is_current():  # given up: its quarantine counts
                 return
             self._found[key] = found
+            if isinstance(found, plain.PlainAdapter):
+                self._read_again_s.pop(key, None)
+            else:
+                first = self._now_s() + LATE_FILES_S, LATE_FILES_S
+                self._read_again_s.setdefault(key, first)
             self._quarantine.forgive(_digest(key))
 
     def _tag(self, key: Key, write: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from mlflow.environment_variables import (
 )
 from mlflow.exceptions import MlflowException
 from mlflow.store.db import utils as mlflow_databases
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from registry.errors import CacheFullError, NotFoundError, RegistryError, RegistryUnavailableError
@@ -40,6 +41,9 @@ _OUR_FAULT = frozenset(
         "CUSTOMER_UNAUTHORIZED",
     }
 )
+# The drivers that hand a URI's parameters to libpq.
+_LIBPQ_SCHEMES = frozenset({"postgresql", "postgresql+psycopg2", "postgresql+psycopg"})
+_STATEMENT_TIMEOUTS = 3  # a listing of many thousand versions takes seconds
 _OPEN_TRIES = 4  # of a database, 1.1 s together; MLflow's 10 would sleep for 100 s
 _LOCKED_TRIES = (
     6  # SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again
@@ -59,6 +63,29 @@ def configure(timeout_s: int, max_retries: int) -> None:
     # Creating a database would tell of each of its migrations.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def with_time_limits(tracking_uri: str, timeout_s: int) -> str:
+    """A PostgreSQL URI with what libpq and the server need to end a call that hangs: neither has
+    a limit of its own. Other URIs stay as they are, and so does what the user has set.
+
+    Connecting ends after `timeout_s`, a connection whose far end is gone after twice that, and a
+    statement after `_STATEMENT_TIMEOUTS` times that.
+    """
+    if tracking_uri.partition(":")[0] not in _LIBPQ_SCHEMES:
+        return tracking_uri
+    limits = {
+        "connect_timeout": str(timeout_s),
+        "keepalives_idle": str(timeout_s),
+        "keepalives_interval": str(max(1, timeout_s // 3)),
+        "keepalives_count": "3",
+        "tcp_user_timeout": str(2000 * timeout_s),  # ms
+    }
+    if "PGOPTIONS" not in os.environ:
+        limits["options"] = f"-c statement_timeout={1000 * _STATEMENT_TIMEOUTS * timeout_s}"
+    url = make_url(tracking_uri)
+    missing = {key: value for key, value in limits.items() if key not in url.query}
+    return url.update_query_dict(missing).render_as_string(hide_password=False)
 
 
 def call(action: str, function: Callable[[], T]) -> T:

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from registry.entities import AdapterVersion, BaseVersion, ModelEntry, Rejected, Setting
+from registry.entities import (
+    AdapterVersion,
+    BaseVersion,
+    DanglingAlias,
+    HeldMeaning,
+    ModelEntry,
+    Rejected,
+    Setting,
+)
 from registry.errors import NotFoundError
 from registry.names import Reference, parse_model, parse_reference
 
@@ -37,27 +45,68 @@ class DefaultAliases:
     def of(self, version: BaseVersion | AdapterVersion) -> str:
         if isinstance(version, BaseVersion):
             return self.everywhere
-        return dict(self.of_adapters).get(version.base_name, self.everywhere)
+        return self.of_base(version.base_name)
+
+    def of_base(self, name: str) -> str:
+        """Of the adapters of that base."""
+        return dict(self.of_adapters).get(name, self.everywhere)
+
+
+Group = tuple[str, str]  # a name and a base's name, which is empty for a base
 
 
 class _Index(Generic[V]):
     """Versions of one kind: by name, then by version or alias."""
 
-    def __init__(self, versions: Iterable[V], default_aliases: DefaultAliases) -> None:
+    def __init__(self, versions: Iterable[V], catalog: Catalog) -> None:
         self.by_version: dict[str, dict[int, V]] = {}
         self.by_alias: dict[str, dict[str, V]] = {}
-        self.default: dict[str, V] = {}
+        self.default: dict[str, V | DanglingAlias] = {}
+        # The same among the versions for one base: the meaning of `base:name`.
+        self.of_group: dict[Group, V | DanglingAlias] = {}
         for version in versions:
             self.by_version.setdefault(version.name, {})[version.version] = version
             aliases = self.by_alias.setdefault(version.name, {})
             aliases.update(dict.fromkeys(version.aliases, version))
+        dangling = {(one.name, one.alias): one for one in catalog.dangling}
+        held = {(one.name, one.base_name): one.version for one in catalog.held}
         for name, numbered in self.by_version.items():
-            # Versions of one adapter may be for several bases: the highest one's alias counts. One
-            # that cannot be served is what a name means only where an alias, or nothing else, is.
-            sound = [n for n, one in numbered.items() if not _is_refused(one)]
-            highest = numbered[max(sound or numbered)]
-            alias = default_aliases.of(highest)
-            self.default[name] = self.by_alias[name].get(alias, highest)
+            self.default[name] = self._meaning(name, numbered, catalog, dangling, held)
+
+    def _meaning(
+        self,
+        name: str,
+        numbered: dict[int, V],
+        catalog: Catalog,
+        dangling: Mapping[tuple[str, str], DanglingAlias],
+        held: Mapping[Group, int],
+    ) -> V | DanglingAlias:
+        """An alias counts before the highest version: of several bases, that of the base with the
+        highest version. An alias on a version that cannot be served is no leave to mean another."""
+        groups: dict[str, list[V]] = {}
+        for _, version in sorted(numbered.items(), reverse=True):
+            groups.setdefault(_base_name(version), []).append(version)
+        aliased: list[V] = []
+        blocked: list[DanglingAlias] = []
+        for base_name, members in groups.items():
+            alias = catalog.default_aliases.of(members[0])
+            found: V | DanglingAlias | None = None
+            named = self.by_alias[name].get(alias)
+            if named is None:
+                found = dangling.get((name, alias))
+            elif _base_name(named) == base_name:
+                found = named
+            last = numbered.get(held.get((name, base_name), 0))
+            if last is not None and (isinstance(found, DanglingAlias) or _is_refused(found)):
+                found = last
+            if isinstance(found, DanglingAlias):
+                blocked.append(found)
+            elif found is not None:
+                aliased.append(found)
+            self.of_group[name, base_name] = _highest(members) if found is None else found
+        if aliased:
+            return aliased[0]
+        return blocked[0] if blocked else _highest(numbered.values())
 
     def find(self, reference: Reference) -> V:
         found: V | None
@@ -66,10 +115,26 @@ class _Index(Generic[V]):
         elif reference.alias is not None:
             found = self.by_alias[reference.name].get(reference.alias)
         else:
-            found = self.default[reference.name]
+            found = _served(self.default[reference.name])
         if found is None:
             raise NotFoundError(f"{reference.name!r} has no version or alias {reference}")
         return found
+
+    def find_for(self, reference: Reference, base_name: str) -> V:
+        """A name without a suffix means one of its versions for that base, where there is any."""
+        if reference.version is None and reference.alias is None:
+            group = self.of_group.get((reference.name, base_name))
+            if group is not None:
+                return _served(group)
+        return self.find(reference)
+
+    def defaults(self) -> dict[str, V]:
+        """By name, without those that mean a version that cannot be served."""
+        return {
+            name: found
+            for name, found in self.default.items()
+            if not isinstance(found, DanglingAlias)
+        }
 
 
 @dataclass(frozen=True)  # no slots: the indices below are cached in the instance's dict
@@ -79,6 +144,8 @@ class Catalog:
     rejected: tuple[Rejected, ...] = ()
     settings: tuple[Setting, ...] = ()
     default_aliases: DefaultAliases = DefaultAliases()  # the server's, not the registry's
+    dangling: tuple[DanglingAlias, ...] = ()
+    held: tuple[HeldMeaning, ...] = ()  # the server's, not the registry's
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -87,6 +154,8 @@ class Catalog:
             "rejected": self.rejected,
             "settings": self.settings,
             "default_aliases": self.default_aliases,
+            "dangling": self.dangling,
+            "held": self.held,
         }
 
     def setting(self, name: str, key: str) -> str | None:
@@ -122,22 +191,27 @@ class Catalog:
         return self._bases.find(parsed)
 
     def default_bases(self) -> dict[str, BaseVersion]:
-        return dict(self._bases.default)
+        return self._bases.defaults()
 
     def default_base(self, name: str) -> BaseVersion | None:
         """The version that a registered name without suffix, or an ORGANISATION/NAME, means."""
-        return self._bases.default.get(self._by_model_id.get(name, name))
+        found = self._bases.default.get(self._by_model_id.get(name, name))
+        return None if isinstance(found, DanglingAlias) else found
+
+    def meanings(self) -> dict[Group, AdapterVersion | BaseVersion | DanglingAlias]:
+        """Of each name without a suffix, among its versions for one base."""
+        return {**self._bases.of_group, **self._adapters.of_group}
 
     def entries(self) -> tuple[ModelEntry, ...]:
         """Bases, by each of their names, then adapters; as a name without suffix resolves."""
         bases = [
             ModelEntry(name, None, base.version, base.digest, base.created_s)
-            for _, base in sorted(self._bases.default.items())
+            for _, base in sorted(self._bases.defaults().items())
             for name in (base.name, *self._model_ids.get(base.name, ()))
         ]
         adapters = [
             ModelEntry(one.name, one.base_name, one.version, one.digest, one.created_s)
-            for _, one in sorted(self._adapters.default.items())
+            for _, one in sorted(self._adapters.defaults().items())
         ]
         return (*bases, *adapters)
 
@@ -151,7 +225,7 @@ class Catalog:
             raise NotFoundError(f"no base model is named {base.name!r}")
         if adapter.name not in self._adapters.by_version:
             raise NotFoundError(f"no adapter is named {adapter.name!r}")
-        found = self._adapters.find(adapter)
+        found = self._adapters.find_for(adapter, base.name)
         if found.base_name != base.name:
             raise NotFoundError(
                 f"adapter {adapter} belongs to base {found.base_name!r}, not to {base.name!r}"
@@ -196,22 +270,37 @@ class Catalog:
 
     @cached_property
     def _bases(self) -> _Index[BaseVersion]:
-        return _Index(self.bases, self.default_aliases)
+        return _Index(self.bases, self)
 
     @cached_property
     def _adapters(self) -> _Index[AdapterVersion]:
-        return _Index(self.adapters, self.default_aliases)
+        return _Index(self.adapters, self)
 
     @cached_property
     def _bases_by_digest(self) -> dict[tuple[str, str], BaseVersion]:
         """The default version wins among equals, then the highest."""
         found = {(base.name, base.digest): base for base in sorted(self.bases, key=_version)}
-        for base in self._bases.default.values():
+        for base in self._bases.defaults().values():
             found[base.name, base.digest] = base
         return found
 
 
-def _is_refused(version: BaseVersion | AdapterVersion) -> bool:
+def _base_name(version: BaseVersion | AdapterVersion) -> str:
+    return version.base_name if isinstance(version, AdapterVersion) else ""
+
+
+def _highest(versions: Iterable[V]) -> V:
+    """One that cannot be served only where there is no other."""
+    return max(versions, key=lambda one: (not _is_refused(one), one.version))
+
+
+def _served(found: V | DanglingAlias) -> V:
+    if isinstance(found, DanglingAlias):
+        raise NotFoundError(f"{found}; name a version, or move the alias")
+    return found
+
+
+def _is_refused(version: BaseVersion | AdapterVersion | None) -> bool:
     return isinstance(version, AdapterVersion) and bool(version.refused)
 
 

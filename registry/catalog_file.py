@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from registry.catalog import Catalog
-from registry.entities import AdapterVersion, BaseVersion, Rejected, Setting
+from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Rejected, Setting
 from registry.files import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class _Parts(msgspec.Struct, forbid_unknown_fields=True):
     adapters: tuple[AdapterVersion, ...]
     rejected: tuple[Rejected, ...]
     settings: tuple[Setting, ...]
+    dangling: tuple[DanglingAlias, ...] = ()
 
 
 class CatalogFile:
@@ -87,7 +88,13 @@ class CatalogFile:
         if head.get("sha256") != hashlib.sha256(content).hexdigest():
             raise ValueError("its digest is not that of its content")
         parts = msgspec.convert(json.loads(content), _Parts)
-        return Catalog(parts.bases, parts.adapters, parts.rejected, parts.settings)
+        return Catalog(
+            parts.bases,
+            parts.adapters,
+            parts.rejected,
+            parts.settings,
+            dangling=parts.dangling,
+        )
 
 
 _FIELDS = _Parts.__struct_fields__

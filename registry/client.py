@@ -127,6 +127,10 @@ class Registry:
             folder, name, "adapter", manifest, facts_tags, tags, alias, False, found.name, effect
         )
         row = publish(self._store, publication, progress)
+        model = self._store.model(name)
+        if model is not None and model.tags.get(listing.RUNTIME) == "unloaded":
+            # Out of sight since a script unloaded it; who registers a version wants it seen.
+            self._store.untag_model(name, listing.RUNTIME)
         return listing.adapter_version(row)
 
     def attach_effect(self, version: AdapterVersion, record: EffectRecord) -> None:
@@ -170,7 +174,8 @@ class Registry:
             return self._read_catalog()[0]
         marker, num_done = self._store.marker(), self._adoption.num_done
         before = None if marker is None else (marker, num_done)
-        if before is not None and self._seen is not None and self._seen[0] == before:
+        is_known = before is not None and self._seen is not None and self._seen[0] == before
+        if is_known and self._seen is not None and not self._adoption.is_due():
             return self._seen[1]
         catalog, is_whole = self._read_catalog(adopt_plain=True)
         if adopt == "now":
@@ -215,8 +220,8 @@ class Registry:
     def _read_catalog(self, *, adopt_plain: bool = False) -> tuple[Catalog, bool]:
         """And whether all could be read that is there."""
         is_whole = True
-        models = list(self._store.models())
-        every = listing.rows(models, self._store.versions())
+        models, versions = self._store.listing()
+        every = listing.rows(models, versions)
         found = [row for row in every if row.rejected is None]
         bases = tuple(
             listing.base_version(row)
@@ -241,7 +246,18 @@ class Registry:
             is_whole = self._adoption.keep([row for row in found if not row.is_complete])
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
         settings = listing.settings(models)
-        catalog = Catalog(bases, in_sight(adapters, settings), tuple(rejected), settings)
+        catalog = Catalog(
+            bases,
+            in_sight(adapters, settings),
+            tuple(rejected),
+            settings,
+            dangling=listing.dangling(
+                models,
+                {(base.name, base.version) for base in bases}
+                | {(adapter.name, adapter.version) for adapter in adapters},
+                {(one.name, one.version): one.reason for one in rejected},
+            ),
+        )
         return catalog, is_whole
 
     def _adopted(self, row: listing.Row, bases: Catalog) -> AdapterVersion | Rejected | None:
@@ -270,7 +286,11 @@ class Registry:
         return listing.adapter_version(replace(row, tags={**row.tags, **tags}))
 
     def _write_tags(self, row: listing.Row, tags: dict[str, str]) -> None:
-        """In the adoption's thread."""
+        """In the adoption's thread. A model that was made anew meanwhile has another version under
+        the same number, with other files."""
+        found = self._store.version(row.name, row.version)
+        if not listing.is_row_of(row, found):
+            raise NotFoundError(f"{row.name!r} version {row.version} was made anew")
         for key, value in tags.items():
             self._store.tag_version(row.name, row.version, key, value)
 

@@ -111,6 +111,31 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class DanglingAlias:
+    """An alias on a version that cannot be served now, of a name that has others which can."""
+
+    name: str
+    alias: str
+    version: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}@{self.alias} is version {self.version}, which cannot be served: "
+            f"{self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMeaning:
+    """The version that a name goes on to mean while its alias is on one that cannot be served."""
+
+    name: str
+    base_name: str  # the base that the version was made for; empty for a base
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What an operator wants of a registered model, kept in the registry as one of its tags."""
 

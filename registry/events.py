@@ -12,7 +12,7 @@ VersionRejected                a version that cannot be served came, with the re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -118,7 +118,7 @@ def changes(old: Catalog, new: Catalog) -> tuple[Change, ...]:
     return (
         *(VersionRemoved(*key) for key in sorted(before.keys() - after.keys())),
         *(VersionAdded(*key) for key in sorted(after.keys() - before.keys())),
-        *_moved_aliases(before.values(), after.values()),
+        *_moved_aliases(_aliases(old), _aliases(new)),
         *_changed_tags(before, after),
         *_changed_settings(old, new),
         *(
@@ -135,16 +135,20 @@ def _versions(catalog: Catalog) -> dict[tuple[str, int, str], _Version]:
     return {(one.name, one.version, one.digest): one for one in every}
 
 
-def _moved_aliases(before: Iterable[_Version], after: Iterable[_Version]) -> Iterator[AliasMoved]:
-    old, new = _aliases(before), _aliases(after)
+def _moved_aliases(
+    old: Mapping[tuple[str, str], int], new: Mapping[tuple[str, str], int]
+) -> Iterator[AliasMoved]:
     for name, alias in sorted(old.keys() | new.keys()):
         was, now = old.get((name, alias)), new.get((name, alias))
         if was != now:
             yield AliasMoved(name, alias, was, now)
 
 
-def _aliases(versions: Iterable[_Version]) -> dict[tuple[str, str], int]:
-    return {(one.name, alias): one.version for one in versions for alias in one.aliases}
+def _aliases(catalog: Catalog) -> dict[tuple[str, str], int]:
+    """With those on versions that cannot be served."""
+    served = _versions(catalog).values()
+    found = {(one.name, alias): one.version for one in served for alias in one.aliases}
+    return found | {(one.name, one.alias): one.version for one in catalog.dangling}
 
 
 def _changed_tags(

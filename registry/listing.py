@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
@@ -18,6 +18,7 @@ from registry.entities import (
     AdapterVersion,
     BaseFacts,
     BaseVersion,
+    DanglingAlias,
     EffectFacts,
     Rejected,
     Setting,
@@ -45,6 +46,8 @@ FORCED = PREFIX + "force"  # adapter: "true": accepted though its configuration 
 LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder they came from
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
 MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
+
+RUNTIME = PREFIX + "runtime"  # of a registered model, see SETTINGS
 
 # Of the last check, as words; absent where the check did not come so far.
 EFFECT = PREFIX + "effect"  # its verdict
@@ -124,8 +127,17 @@ def _row(model: RegisteredModel, version: ModelVersion) -> Row:
     # The model's own digest or facts would be those of no version in particular.
     inherited = {key: model.tags[key] for key in (KIND, BASE) if key in model.tags}
     tags = {_clean(key): _clean(value) for key, value in (inherited | version.tags).items()}
-    created_s = (version.creation_timestamp or 0) // 1000
-    return Row(version.name, number, version.source or "", tags, tuple(aliases), created_s)
+    source, created_s = version.source or "", _created_s(version)
+    return Row(version.name, number, source, tags, tuple(aliases), created_s)
+
+
+def is_row_of(row: Row, version: ModelVersion) -> bool:
+    """Not so of a version that has the same number because the model was made anew."""
+    return (row.source, row.created_s) == (version.source or "", _created_s(version))
+
+
+def _created_s(version: ModelVersion) -> int:
+    return (version.creation_timestamp or 0) // 1000
 
 
 def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
@@ -137,6 +149,24 @@ def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
         for key in SETTINGS
         if PREFIX + key in model.tags
     )
+
+
+def dangling(
+    models: Iterable[RegisteredModel],
+    served: Collection[tuple[str, int]],
+    reasons: Mapping[tuple[str, int], str],
+) -> tuple[DanglingAlias, ...]:
+    """Aliases on versions that are not served, of names that have versions which are. `served`,
+    `reasons`: by name and version."""
+    names = {name for name, _ in served}
+    found = []
+    for model in models:
+        for alias, to in model.aliases.items() if model.name in names else ():
+            key = model.name, int(to) if _NUMBER.fullmatch(str(to)) else 0
+            if key not in served:
+                reason = reasons.get(key, "it is no adapter, or was not read yet")
+                found.append(DanglingAlias(model.name, _clean(alias), key[1], reason))
+    return tuple(sorted(found, key=lambda one: (one.name, one.alias)))
 
 
 def _clean(text: str) -> str:

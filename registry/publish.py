@@ -20,7 +20,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from registry import listing
 from registry.border import suppressed
 from registry.entities import EffectRecord, Manifest, content_digest, manifest_json
-from registry.errors import RegistrationError
+from registry.errors import RegistrationError, RegistryError
 from registry.flavor import DATA, describe
 from registry.manifest import Progress
 from registry.store import MlflowStore, upload
@@ -64,7 +64,7 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
         if publication.effect is not None and not _knows_more(row, publication.effect):
             attach_effect(store, name, row.version, publication.effect)
         if publication.alias is not None and publication.alias not in row.aliases:
-            store.set_alias(name, publication.alias, row.version)
+            _move_alias(store, publication, row.version, ExitStack())
     return next(found for found in _rows(store, name) if found.version == row.version)
 
 
@@ -95,23 +95,45 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
     tags = _tags(publication)
     with ExitStack() as undo:
         model = store.create_logged_model(name, publication.kind)
-        undo.callback(_quietly, "removing files", lambda: store.discard(model))
+        undo.callback(_quietly, "removing files", lambda: _discard(store, name, model))
         _upload(store.repository(model.artifact_location), model, publication, progress)
         store.finalize(model)
         if store.create_model(name, {listing.KIND: publication.kind}):
             undo.callback(_quietly, "removing the name", lambda: _delete_if_empty(store, name))
+        # Before the call: where only its answer is lost the version is there all the same.
+        undo.callback(_quietly, "removing the version", lambda: _delete_made(store, name, model))
         version = int(store.create_version(name, model, tags).version)
-        undo.callback(_quietly, "removing the version", lambda: store.delete_version(name, version))
         twin = _find(_rows(store, name), publication)
         if twin is not None and twin.version < version:  # another process was quicker
             row = twin
         else:
             row = _rows_by_version(store, name)[version]
         if publication.alias is not None:
-            store.set_alias(name, publication.alias, row.version)
+            _move_alias(store, publication, row.version, undo)
         if row.version == version:
             undo.pop_all()
     return row
+
+
+def _move_alias(
+    store: MlflowStore, publication: Publication, version: int, undo: ExitStack
+) -> None:
+    """A write whose answer is lost may have moved it: then it is put back, before anything else is
+    undone. Where that fails too nothing is undone, for MLflow drops the aliases of a version that
+    is deleted, and the name would mean another one."""
+    name, alias = publication.name, publication.alias
+    assert alias is not None
+    before = store.alias_version(name, alias)
+    try:
+        store.set_alias(name, alias, version)
+    except BaseException:
+        if before is not None:
+            try:
+                store.set_alias(name, alias, before)
+            except RegistryError as error:
+                logger.warning("alias %r of %r was not put back: %s", alias, name, error)
+                undo.pop_all()
+        raise
 
 
 def _upload(
@@ -182,8 +204,28 @@ def _rows_by_version(store: MlflowStore, name: str) -> dict[int, listing.Row]:
     return {row.version: row for row in _rows(store, name)}
 
 
+def _delete_made(store: MlflowStore, name: str, model: LoggedModel) -> None:
+    for version in _made(store, name, model):
+        store.delete_version(name, version)
+
+
+def _discard(store: MlflowStore, name: str, model: LoggedModel) -> None:
+    """A version that could not be removed keeps its files: without them it would be listed, and
+    could not be fetched."""
+    if _made(store, name, model):
+        logger.warning("%r has a version whose registration failed; delete it by hand", name)
+        return
+    store.discard(model)
+
+
+def _made(store: MlflowStore, name: str, model: LoggedModel) -> list[int]:
+    """Versions whose files are those of this logged model."""
+    location = model.artifact_location
+    return [int(one.version) for one in store.versions(name) if one.source == location]
+
+
 def _delete_if_empty(store: MlflowStore, name: str) -> None:
-    if not list(store.versions(name)):
+    if not store.versions(name):
         store.delete_model(name)
 
 

@@ -62,7 +62,8 @@ class Space:
         self.max_bytes = int(DISK_SHARE * (self._free_bytes() + self.own_bytes()))
 
     def make_room(self, wanted: int) -> None:
-        """Under the lock. CacheFullError: more than the limit even without all that is unused."""
+        """Under the lock. CacheFullError: more than the limit, or than the disk, even without all
+        that is unused; then nothing has left."""
         self.clean_leftovers()
         usage = self._usage()
         reserved = self._reserved()
@@ -70,12 +71,20 @@ class Space:
         over_limit = 0 if self.max_bytes is None else held + reserved + wanted - self.max_bytes
         # Conservative: some of what is reserved stands on the disk already.
         over_disk = wanted + reserved - self._free_bytes()
-        freed = self._drop_unused(usage, max(over_limit, over_disk))
-        if over_limit > freed:
+        short = max(over_limit, over_disk)
+        # What is reserved may stand on the disk already, so that it is no reason to refuse.
+        needed = max(over_limit, over_disk - reserved)
+        if needed > 0 and (unused := self._unused_bytes(usage, needed)) < needed:
+            if over_limit <= unused:
+                raise CacheFullError(
+                    f"{wanted} bytes are wanted; {self._free_bytes()} are free on the cache's disk "
+                    f"and {unused} could be freed"
+                )
             raise CacheFullError(
-                f"{wanted} bytes are wanted; the cache may hold {self.max_bytes}, {held - freed} "
+                f"{wanted} bytes are wanted; the cache may hold {self.max_bytes}, {held - unused} "
                 f"are in use and {reserved} are being fetched (registry.cache_bytes)"
             )
+        self._drop_unused(usage, short)
 
     def remove(self, digest: str) -> int:
         """Under the lock. The bytes freed."""
@@ -104,7 +113,23 @@ class Space:
                     shutil.rmtree(path, ignore_errors=True)
                     self._locks.remove(lock)
 
-    def _drop_unused(self, usage: _Usage, short: int) -> int:
+    def _unused_bytes(self, usage: _Usage, enough: int) -> int:
+        """What `_drop_unused` would free now; it is counted no further than `enough`."""
+        names = usage.names.copy()
+        found = sum(usage.own_bytes(inode) for inode in usage.blobs if not names[inode])
+        for tree in sorted(usage.trees, key=self._locks.used_ns):
+            if found >= enough:
+                break
+            with self._locks.held(tree, EXCLUSIVE | NOW_OR_NEVER) as is_unused:
+                if not is_unused:
+                    continue
+            for inode in usage.trees[tree]:
+                names[inode] -= 1
+                if not names[inode] and inode in usage.blobs:
+                    found += usage.own_bytes(inode)
+        return found
+
+    def _drop_unused(self, usage: _Usage, short: int) -> None:
         freed = 0
         if short > 0:
             freed += self._drop_orphans(usage)
@@ -115,7 +140,6 @@ class Space:
                 self.num_evictions += 1
                 freed += self._drop_blobs(usage, tree)
                 logger.info("evicted %s from the cache", tree[:12])
-        return freed
 
     def _drop_orphans(self, usage: _Usage) -> int:
         """Blobs of no tree: a fetch of several files ended after some of them."""

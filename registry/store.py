@@ -6,7 +6,7 @@ Knows MLflow's shapes and quirks; knows nothing of bases and adapters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +23,8 @@ from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-from registry.border import call, configure
-from registry.errors import NotFoundError, RegistryError
+from registry.border import call, configure, with_time_limits
+from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
 from registry.sources import ArtifactSources
 from registry.sqlite_changes import ChangeProbe, Marker
 
@@ -34,6 +34,7 @@ EXPERIMENT = "loraplex"
 _MODELS_A_PAGE = 500
 _VERSIONS_A_PAGE = 5000
 _HOOKS_A_PAGE = 100
+_NO_MODEL = "loraplex-is-this-a-registry"  # a name that nobody registers
 
 
 class MlflowStore:
@@ -48,6 +49,7 @@ class MlflowStore:
         """`artifact_schemes`: see `sources.check_listed`."""
         configure(timeout_s, max_retries)
         self.tracking_uri = tracking_uri
+        self._database_uri = with_time_limits(tracking_uri, timeout_s)
         self.is_remote = urlsplit(tracking_uri).scheme in ("http", "https")
         self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
         self._sources = ArtifactSources(
@@ -56,6 +58,8 @@ class MlflowStore:
             artifact_schemes,
             self._default_root,
         )
+        self._known_models: Collection[Hashable] = ()  # names, as last listed
+        self._known_versions: Collection[Hashable] = ()
         self._probe: ChangeProbe | None = None
         if tracking_uri.startswith("sqlite:"):
             sqlite_file(tracking_uri).parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +69,22 @@ class MlflowStore:
         """Another one after any change of an embedded store; None: only a listing tells."""
         return None if self._probe is None else self._probe.marker()
 
-    def models(self) -> Iterator[RegisteredModel]:
-        """With aliases and tags. (A search of versions returns aliases empty.)"""
+    def listing(self) -> tuple[list[RegisteredModel], list[ModelVersion]]:
+        """Every model, with aliases and tags, and then every version. (A search of versions returns
+        aliases empty.)"""
+        models = self._whole(self._models, lambda model: model.name, self._known_models)
+        if not models and self.is_remote:
+            self._check_answers()
+        versions = self._whole(
+            self._versions, lambda one: (one.name, one.version), self._known_versions
+        )
+        self._known_models, self._known_versions = models.keys(), versions.keys()
+        return list(models.values()), list(versions.values())
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        return [version for page in self._versions(name) for version in page]
+
+    def _models(self) -> Iterator[PagedList[RegisteredModel]]:
         return self._pages(
             "listing models",
             lambda token: self._client.search_registered_models(
@@ -74,7 +92,7 @@ class MlflowStore:
             ),
         )
 
-    def versions(self, name: str | None = None) -> Iterator[ModelVersion]:
+    def _versions(self, name: str | None = None) -> Iterator[PagedList[ModelVersion]]:
         condition = None if name is None else f"name = '{name}'"
         return self._pages(
             "listing versions",
@@ -82,6 +100,30 @@ class MlflowStore:
                 condition, max_results=_VERSIONS_A_PAGE, page_token=token
             ),
         )
+
+    def _whole(
+        self,
+        read: Callable[[], Iterator[PagedList[T]]],
+        key: Callable[[T], Hashable],
+        known: Collection[Hashable],
+    ) -> dict[Hashable, T]:
+        """MLflow's page tokens are offsets: what is deleted, or moves to the front, between two
+        pages hides another entry. Who is missing in a listing of several pages is gone only where
+        a second one does not show him either; a first listing is always compared with another."""
+        pages = list(read())
+        found = {key(one): one for page in pages for one in page}
+        if len(pages) > 1 and (not known or any(one not in found for one in known)):
+            found |= {key(one): one for page in read() for one in page}
+        return found
+
+    def _check_answers(self) -> None:
+        """An endpoint that answers everything with an empty object looks like an empty registry;
+        but a registry says that it has no model of this name."""
+        if self.model(_NO_MODEL) is not None:
+            raise RegistryUnavailableError(
+                f"MLflow at {shown_uri(self.tracking_uri)} lists no model, but says that it has "
+                f"one named {_NO_MODEL!r}: it is no MLflow server, or a proxy answers for it"
+            )
 
     def model(self, name: str) -> RegisteredModel | None:
         try:
@@ -137,6 +179,12 @@ class MlflowStore:
             lambda: self._client.set_registered_model_alias(name, alias, str(version)),
         )
 
+    def alias_version(self, name: str, alias: str) -> int | None:
+        """None: the name has no such alias."""
+        model = self.model(name)
+        version = None if model is None else model.aliases.get(alias)
+        return None if version is None else int(version)
+
     def delete_alias(self, name: str, alias: str) -> None:
         self._call(
             f"deleting alias {alias!r} of {name!r}",
@@ -183,12 +231,14 @@ class MlflowStore:
             ),
         )
 
-    def version_tags(self, name: str, version: int) -> dict[str, str]:
-        found = self._call(
+    def version(self, name: str, version: int) -> ModelVersion:
+        return self._call(
             f"reading {name!r} version {version}",
             lambda: self._client.get_model_version(name, str(version)),
         )
-        return dict(found.tags)
+
+    def version_tags(self, name: str, version: int) -> dict[str, str]:
+        return dict(self.version(name, version).tags)
 
     def version_files(self, name: str, version: int) -> ArtifactRepository:
         uri = self._call(
@@ -199,7 +249,7 @@ class MlflowStore:
             of_run = uri
             uri = self._call(
                 f"looking up {of_run}",
-                lambda: RunsArtifactRepository.get_underlying_uri(of_run, self.tracking_uri),
+                lambda: RunsArtifactRepository.get_underlying_uri(of_run, self._database_uri),
             )
         self._sources.check(uri)
         return self.repository(uri)
@@ -214,7 +264,7 @@ class MlflowStore:
         """By name: one that is there gets what is wanted now, its secret too, which nobody can
         read back."""
         known = self._pages("listing webhooks", self._webhooks)
-        mine = next((hook for hook in known if hook.name == name), None)
+        mine = next((hook for page in known for hook in page if hook.name == name), None)
         wanted: list[WebhookEventStr | WebhookEvent] = [
             WebhookEvent(*event.split(".", 1)) for event in events
         ]
@@ -237,7 +287,7 @@ class MlflowStore:
     @cached_property
     def _client(self) -> MlflowClient:
         """Opened when first asked: its database away, a replica still starts from its cache."""
-        uri = self.tracking_uri
+        uri = self._database_uri
         if not self.is_remote:
             # Whoever opens a new database first says where plain MLflow runs put their files; a
             # client would say ./mlruns, below whatever folder this process happens to be in.
@@ -275,12 +325,14 @@ class MlflowStore:
         )
         return None if found is None else str(found.experiment_id)
 
-    def _pages(self, action: str, search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+    def _pages(
+        self, action: str, search: Callable[[str | None], PagedList[T]]
+    ) -> Iterator[PagedList[T]]:
         page = self._call(action, lambda: search(None))
-        yield from page
+        yield page
         while token := page.token:
             page = self._call(action, partial(search, token))
-            yield from page
+            yield page
 
     def _call(self, action: str, function: Callable[[], T]) -> T:
         return call(f"MLflow at {shown_uri(self.tracking_uri)}, {action}", function)

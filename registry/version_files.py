@@ -11,9 +11,10 @@ from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from registry import listing
+from registry import listing, plain
 from registry.artifacts import download, try_link
 from registry.entities import AdapterVersion, BaseVersion, FileEntry, Manifest
+from registry.errors import ArtifactError, RegistrationError
 from registry.flavor import DATA
 from registry.manifest import (
     MAX_ADAPTER_BYTES,
@@ -39,7 +40,24 @@ class VersionFiles:
     def tags(self) -> dict[str, str]:
         return self.store.version_tags(self.version.name, self.version.version)
 
+    @cached_property
+    def untagged(self) -> plain.PlainAdapter | None:
+        """Read again: an adapter that plain MLflow calls registered, in a store that can only be
+        read or whose tags are still being written, has no manifest and says of no folder."""
+        if listing.DIGEST in self.tags or not isinstance(self.version, AdapterVersion):
+            return None
+        with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+            try:
+                found = plain.inspect(self.repository, Path(scratch))
+            except RegistrationError as error:
+                raise ArtifactError(f"{self} is no adapter any more: {error}") from error
+        if found is None:
+            raise ArtifactError(f"{self} is no adapter any more")
+        return found
+
     def manifest(self) -> Manifest:
+        if self.untagged is not None:
+            return self.untagged.manifest
         manifest = parse_manifest(self._manifest_text())
         is_adapter = isinstance(self.version, AdapterVersion)
         check_sizes(manifest, MAX_ADAPTER_BYTES if is_adapter else MAX_BASE_BYTES, str(self))
@@ -64,5 +82,5 @@ class VersionFiles:
             return path.read_text(errors="replace")
 
     def _path(self, entry: FileEntry) -> str:
-        root = self.tags.get(listing.ROOT, DATA)
+        root = self.tags.get(listing.ROOT, DATA) if self.untagged is None else self.untagged.root
         return f"{root}/{entry.path}" if root else entry.path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,16 +29,18 @@ Look = Callable[[], Catalog]
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
-    kind: Literal["pin", "unpin", "load", "unload"]
+    kind: Literal["pin", "unpin", "load", "undo_load", "unload"]
     name: str
     folder: str = ""  # load: on the manager's machine
     base: str = ""  # load: a registered name, @version allowed
-    may_replace: bool = False  # load: another version of a name that is loaded
+    may_replace: bool = False  # load, undo_load: another version of a name that is loaded
 
 
 class AdapterAdmin:
     def __init__(self) -> None:
         self._registering = asyncio.Lock()  # a check takes a core and the base's header
+        # By name: the version that the last load made, and what the name meant before.
+        self._loads: dict[str, tuple[int, AdapterVersion | None]] = {}
 
     async def change(
         self, change: AdapterChange, registry: RegistryReader, look: Look
@@ -48,6 +51,9 @@ class AdapterAdmin:
         if change.kind == "load":
             async with self._registering:
                 return await self._load(change, registry, look)
+        if change.kind == "undo_load":
+            async with self._registering:
+                return await self._undo_load(change, registry, look)
         catalog = await asyncio.to_thread(look)
         adapter = _find(catalog, change.name)
         if change.kind == "unload":
@@ -66,6 +72,7 @@ class AdapterAdmin:
         catalog = await asyncio.to_thread(look)
         if name in catalog.default_bases():
             raise RegistrationError(f"{name!r} is a base model")
+        before = None
         if any(adapter.name == name for adapter in catalog.adapters):
             if not change.may_replace:
                 raise RegistrationError(
@@ -76,10 +83,36 @@ class AdapterAdmin:
                 raise RegistrationError(
                     f"The lora adapter '{name}' is the registry's: register its next version there."
                 )
+            with suppress(NotFoundError):
+                before = catalog.resolve(name).adapter
         if not folder.is_absolute() or not (folder / "adapter_config.json").is_file():
             raise NotFoundError(f"Loading lora {name} failed: No adapter found for {folder}")
-        await asyncio.to_thread(registry.register_adapter, folder, name, change.base)
+        alias = catalog.default_aliases.of_base(catalog.resolve_base(change.base).name)
+        await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
+        loaded = _find(await asyncio.to_thread(look), name)
+        self._loads[name] = loaded.version, before
+        return loaded
+
+    async def _undo_load(
+        self, change: AdapterChange, registry: RegistryReader, look: Look
+    ) -> AdapterVersion | None:
+        """After a load that the engines could not follow: the name means again what it meant, and
+        one that was new goes out of sight. Nothing is done where somebody moved the name on, nor
+        by a manager that did not make the load and cannot know what the name meant."""
+        name = change.name
+        catalog = await asyncio.to_thread(look)
+        meant = _find(catalog, name)
+        loaded, before = self._loads.pop(name, (None, None))
+        if before is None:
+            if change.may_replace and loaded is None:
+                return meant
+            await asyncio.to_thread(registry.set_setting, name, RUNTIME, UNLOADED)
+            return None
+        if meant.version != loaded:
+            return meant
+        alias = catalog.default_aliases.of(before)
+        await asyncio.to_thread(registry.set_alias, name, alias, before.version)
         return _find(await asyncio.to_thread(look), name)
 
 

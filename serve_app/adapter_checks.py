@@ -14,6 +14,7 @@ from collections.abc import Callable
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
+from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class AdapterChecks:
         for one in unmeasured:
             is_due = loop.time() >= self._not_before_s.get(_key(one), 0.0)
             if is_due and self._tries.get(_key(one), 0) < _MAX_TRIES:
-                self._task = loop.create_task(self._run(one, check))
+                self._task = spawn(self._run(one, check), "check-adapter")
                 return
 
     async def _run(self, version: AdapterVersion, check: Check) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from typing import Protocol
 
 from engine.errors import UnknownAdapterError
@@ -19,6 +18,7 @@ from registry.entities import AdapterVersion
 from serve_app.adapter_loads import AdapterLoads
 from serve_app.adapter_plan import AdapterPlan
 from serve_app.ray_errors import root_cause
+from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class AdapterKeeper:
         self._retired: set[tuple[str, int]] = set()  # of this plan's incarnation
         self._loading = asyncio.Semaphore(_NUM_LOADS)
         self._pinning: dict[str, asyncio.Task[None]] = {}  # by digest
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def arrange(self, plan: AdapterPlan) -> None:
         if plan.incarnation != self._plan.incarnation:
@@ -54,9 +53,9 @@ class AdapterKeeper:
         for retirement in set(plan.retired) - self._retired:
             self._retired.add(retirement)
             if retirement[0] not in wanted:
-                self._spawn(self._unload(retirement[0]))
+                spawn(self._unload(retirement[0]), "adapter-plan")
         self.failures = {d: why for d, why in self.failures.items() if d in wanted}
-        self._spawn(self._keep_pins(plan))
+        spawn(self._keep_pins(plan), "adapter-plan")
 
     async def _keep_pins(self, plan: AdapterPlan) -> None:
         held = {one.digest: one for one in await self._memory.adapters()}
@@ -73,8 +72,7 @@ class AdapterKeeper:
             if is_kept:
                 self.failures.pop(pin.digest, None)
             elif pin.digest not in self._pinning:
-                task = asyncio.get_running_loop().create_task(self._pin(pin))
-                self._pinning[pin.digest] = task
+                self._pinning[pin.digest] = spawn(self._pin(pin), "pin-adapter")
 
     async def _pin(self, adapter: AdapterVersion) -> None:
         try:
@@ -107,13 +105,3 @@ class AdapterKeeper:
         """Returns when its last request has ended, or when a load has taken this back."""
         logger.info("adapter %s is retired", digest[:12])
         await self._memory.unload(digest)
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("an adapter plan was not followed: %s", root_cause(error))

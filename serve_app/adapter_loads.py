@@ -25,6 +25,7 @@ from registry.errors import ArtifactError, QuarantinedError
 from registry.quarantine import Quarantine
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.ray_errors import root_cause
+from serve_app.tasks import share
 from serve_app.tier_metrics import LoadTimes
 from serve_app.topology import RegistryReader
 
@@ -78,7 +79,7 @@ class AdapterLoads:
         if task is not None and _has_succeeded(task):
             return Loaded(task, None)
         if task is None or task.done():
-            task = asyncio.get_running_loop().create_task(self._load(adapter))
+            task = share(self._load(adapter), "load-adapter")
             task.add_done_callback(_was_read)
             self._tasks[adapter.digest] = task
         return Loaded(task, await asyncio.shield(task))  # who leaves stops it for nobody

@@ -20,6 +20,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
 from serve_app.broadcasts import Broadcasts
+from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +124,7 @@ class AdapterArranger:
             sent_plan, sent_s = self._sent.get(app_name, (None, 0.0))
             is_due = plan != sent_plan or now_s - sent_s > RESEND_S
             if is_due and app_name not in self._sending:
-                task = asyncio.get_running_loop().create_task(self._tell(app_name, plan))
-                self._sending[app_name] = task
+                self._sending[app_name] = spawn(self._tell(app_name, plan), "send-plan")
 
     async def _tell(self, app_name: str, plan: AdapterPlan) -> None:
         try:

@@ -29,6 +29,12 @@ class _Start(BaseModel):
     shadow: float | None = Field(None, ge=0, le=1)
 
 
+class _Promote(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    version: int | None = Field(None, ge=1)
+
+
 @router.get("")
 async def canaries(request: Request) -> Response:
     statuses = await ask_manager(state_of(request).gateway.manager.canaries)
@@ -51,8 +57,15 @@ async def start(request: Request, adapter: str) -> Response:
 
 @router.post("/{adapter}/promote")
 async def promote(request: Request, adapter: str) -> Response:
-    """The name means the canary's version from now on."""
-    return _one(await ask_manager(state_of(request).gateway.manager.promote_canary, adapter))
+    """The name means the canary's version from now on. `version` in the body: the canary that is
+    meant; the order is refused where another version is the canary by then."""
+    state = state_of(request)
+    version = None
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        raw = await read_body(request, state.args.max_body_bytes)
+        version = parse_body(_Promote, raw).version
+    order = state.gateway.manager.promote_canary
+    return _one(await ask_manager(order, adapter, version))
 
 
 @router.post("/{adapter}/abort")

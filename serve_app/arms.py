@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
 from serve_app.histograms import Histogram
@@ -20,6 +21,8 @@ from serve_app.traffic import Arm
 # infinity. refused: the client's fault, or too many requests. left: the client went away.
 Outcome = Literal["ok", "empty", "error", "non_finite", "refused", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "empty", "error", "non_finite", "refused", "left")
+_NUM_JUDGED = 4  # of these say something of the version
+_PLACES = {outcome: place for place, outcome in enumerate(OUTCOMES)}
 
 # A ratio of two quantiles is to be trusted: each bucket is 1.41 of the one before, 1 ms to 12 min.
 ARM_SECONDS = tuple(round(0.001 * math.sqrt(2) ** step, 6) for step in range(40))
@@ -44,20 +47,30 @@ class Tally:
     first_token_s: float = 0.0  # sum
     latency: tuple[int, ...] = _NO_SECONDS  # of those that ended well
     latency_s: float = 0.0  # sum
+    # Of the requests that found their adapter on the engine's device: a first token that waited for
+    # a load, or a client that left meanwhile, says nothing of the version.
+    warm_first_token: tuple[int, ...] = _NO_SECONDS
+    num_warm_left: int = 0
 
     def __add__(self, other: Tally) -> Tally:
-        return _combined(self, other, 1)
+        return _combined(self, other, operator.add)
 
     def __sub__(self, other: Tally) -> Tally:
-        return _combined(self, other, -1)
+        return _combined(self, other, operator.sub)
 
     def count(self, *outcomes: Outcome) -> int:
-        return sum(self.outcomes[OUTCOMES.index(outcome)] for outcome in outcomes)
+        counted = self.outcomes
+        return sum([counted[_PLACES[outcome]] for outcome in outcomes])
 
     @property
     def num_judged(self) -> int:
         """Requests that say something of the version."""
-        return self.count("ok", "empty", "error", "non_finite")
+        return sum(self.outcomes[:_NUM_JUDGED])
+
+    @property
+    def num_seen(self) -> int:
+        """The judged requests and those whose clients left."""
+        return self.num_judged + self.num_warm_left
 
 
 class Arms:
@@ -82,7 +95,7 @@ class Arms:
 class Watch:
     """One request of an arm. The first end counts."""
 
-    __slots__ = ("_counts", "_first_token_s", "_is_ended", "_start_s", "_time")
+    __slots__ = ("_counts", "_first_token_s", "_is_ended", "_is_warm", "_start_s", "_time")
 
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
@@ -90,6 +103,11 @@ class Watch:
         self._start_s = self._time()
         self._first_token_s: float | None = None
         self._is_ended = False
+        self._is_warm = False
+
+    def warm(self) -> None:
+        """An engine took the request, and had its adapter on the device."""
+        self._is_warm = True
 
     def first_token(self) -> None:
         self._first_token_s = self._time() - self._start_s
@@ -108,10 +126,14 @@ class Watch:
             return
         self._is_ended = True
         counts = self._counts
-        counts.outcomes[OUTCOMES.index(outcome)] += 1
+        counts.outcomes[_PLACES[outcome]] += 1
         counts.output_tokens += num_tokens
         if self._first_token_s is not None:
             counts.first_token.observe(self._first_token_s)
+            if self._is_warm:
+                counts.warm_first_token.observe(self._first_token_s)
+        if outcome == "left" and self._is_warm:
+            counts.num_warm_left += 1
         if outcome in ("ok", "empty"):
             counts.latency.observe(self._time() - self._start_s)
 
@@ -148,6 +170,8 @@ class _Counts:
     output_tokens: int = 0
     first_token: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
     latency: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
+    warm_first_token: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
+    num_warm_left: int = 0
 
     def tally(self) -> Tally:
         return Tally(
@@ -157,18 +181,24 @@ class _Counts:
             self.first_token.total,
             tuple(self.latency.counts),
             self.latency.total,
+            tuple(self.warm_first_token.counts),
+            self.num_warm_left,
         )
 
 
-def _combined(one: Tally, other: Tally, sign: int) -> Tally:
+def _combined(one: Tally, other: Tally, with_: Callable[..., Any]) -> Tally:
+    """`with_`: of two numbers."""
+
     def counts(mine: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(a + sign * b for a, b in zip(mine, others, strict=True))
+        return tuple(map(with_, mine, others))
 
     return Tally(
         counts(one.outcomes, other.outcomes),
-        one.output_tokens + sign * other.output_tokens,
+        with_(one.output_tokens, other.output_tokens),
         counts(one.first_token, other.first_token),
-        one.first_token_s + sign * other.first_token_s,
+        with_(one.first_token_s, other.first_token_s),
         counts(one.latency, other.latency),
-        one.latency_s + sign * other.latency_s,
+        with_(one.latency_s, other.latency_s),
+        counts(one.warm_first_token, other.warm_first_token),
+        with_(one.num_warm_left, other.num_warm_left),
     )

@@ -29,6 +29,7 @@ from serve_app.errors import (
 from serve_app.ray_errors import root_cause
 from serve_app.stream import StreamError
 from serve_app.stream_server import StreamServer
+from serve_app.tasks import spawn
 from serve_app.topology import SubmitCall
 
 # The call returns when all tokens are written to the socket; they may still be on their way.
@@ -79,7 +80,7 @@ class Attempt:
             raise
         self._response = cast(PendingCall, response)
         self._late: asyncio.TimerHandle | None = None
-        self._watch = asyncio.get_running_loop().create_task(self._watch_call())
+        self._watch = spawn(self._watch_call(), "watch-call")
 
     @property
     def engine_id(self) -> str | None:
@@ -90,6 +91,11 @@ class Attempt:
     def engine_load(self) -> EngineLoad | None:
         """Of the engine that answers, as of its last step; None before the first token."""
         return self._stream.engine_load
+
+    @property
+    def found_in(self) -> str:
+        """See `Accepted`; empty until the engine took the requests."""
+        return self._stream.found_in
 
     @property
     def has_output(self) -> bool:
@@ -135,6 +141,11 @@ class Attempt:
     async def _watch_call(self) -> None:
         try:
             refusal = await self._response
+        except asyncio.CancelledError:
+            # With Ray 2.60 the far end's cancellation comes as one of the task that waits for it.
+            if not self._is_closed:
+                self._stream.fail(CallCancelledError("the call to the engine was cancelled there"))
+            raise
         except Exception as error:
             self._stream.fail(_in_our_words(error))
             return

@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 
 from serve_app.broadcasts import Broadcasts
 from serve_app.reports import REPORT_INTERVAL_S, Backlog
+from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,7 @@ class BacklogTeller:
             is_due = now_s - told_s >= REPORT_INTERVAL_S
             if is_news and is_due and app_name not in self._telling:
                 self._told[app_name] = (backlog, now_s)
-                task = asyncio.get_running_loop().create_task(self._tell(app_name, backlog))
-                self._telling[app_name] = task
+                self._telling[app_name] = spawn(self._tell(app_name, backlog), "send-backlog")
 
     async def _tell(self, app_name: str, backlog: Backlog) -> None:
         try:

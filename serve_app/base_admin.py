@@ -7,7 +7,8 @@ moment. A base that the file names is the file's: only sleep and wake are for it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,8 @@ from serve_app.config import ModelArgs
 from serve_app.errors import ConflictError
 from serve_app.fleet import Fleet
 from serve_app.topology import BaseLine, RegistryReader
+
+_FOLLOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +42,37 @@ async def change_base(
         await _write(change, models, catalog, registry)
         return
     now_s = asyncio.get_running_loop().time()
-    line = _line(change.name, fleet)
+    lines = _lines(change.name, fleet)
     if change.kind == "wake":
-        fleet.sleep.wake(line.digest, now_s)
-    elif line.state == "running":
+        for line in lines:
+            fleet.sleep.wake(line.digest, now_s)
+        return
+    for line in lines:
+        if line.state not in ("running", "asleep"):
+            raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
         if num_open := fleet.sleep.num_open(line.digest, now_s):
             raise ConflictError(
                 f"{change.name!r} has {num_open} open requests: it cannot sleep now"
             )
+    for line in lines:
         fleet.sleep.rest(line.digest, now_s)
-    elif line.state != "asleep":
-        raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
+
+
+async def is_followed(
+    change: BaseChange, changed: asyncio.Condition, planned: Callable[[], Catalog | None]
+) -> None:
+    """Returns when a round of the manager followed what `add` or `remove` wrote, so that whoever
+    asks next for the bases sees its outcome; or when that takes long. `planned`: the catalog that
+    the last round followed; `changed` is notified when it is another."""
+    wanted = change.setting if change.kind == "add" else None
+
+    def is_planned() -> bool:
+        catalog = planned()
+        return catalog is not None and catalog.setting(change.name, SERVE) == wanted
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FOLLOW_S), changed:
+            await changed.wait_for(is_planned)
 
 
 async def _write(
@@ -73,8 +96,13 @@ async def _write(
     await asyncio.to_thread(registry.set_setting, name, SERVE, change.setting)
 
 
-def _line(name: str, fleet: Fleet) -> BaseLine:
-    lines = [line for line in fleet.lines if line.name == name and line.state != "draining"]
-    if not lines or not lines[0].digest:
+def _lines(name: str, fleet: Fleet) -> list[BaseLine]:
+    """Of all its versions that are served; `name@version`: of that one."""
+    lines = [
+        line
+        for line in fleet.lines
+        if name in (line.name, f"{line.name}@{line.version}") and line.state != "draining"
+    ]
+    if not lines or not all(line.digest for line in lines):
         raise NotFoundError(f"no base {name!r} is served here")
-    return lines[0]
+    return lines

@@ -228,6 +228,13 @@ def is_application_of(app: str, name: str, digest: str) -> bool:
     return app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--{digest[:12]}-")
 
 
+def is_application_of_any(app: str, plan: Plan) -> bool:
+    """Whether it is one of a base that is wished for, and that the plan has no version of."""
+    names = [name.partition("@")[0] for name in plan.missing]
+    names += [one.name for one in plan.refused]
+    return any(app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--") for name in names)
+
+
 def _settings(catalog: Catalog, in_file: set[str]) -> tuple[list[ModelArgs], list[RefusedBase]]:
     added: list[ModelArgs] = []
     refused: list[RefusedBase] = []

@@ -46,9 +46,15 @@ class SleepKeeper:
     def __init__(self) -> None:
         self._sleepers: dict[str, _Sleeper] = {}
         self._heard: dict[str, HeardReport] = {}  # by ingress
+        # By base: the end of its last request, whichever ingress had it and may be gone by now.
+        self._last_used_s: dict[str, float] = {}
 
     def hear(self, report: IngressReport, now_s: float) -> None:
         self._heard[report.ingress_id] = HeardReport(report, now_s)
+        for base in report.bases:
+            used_s = now_s if base.num_open else now_s - base.idle_s
+            if used_s > self._last_used_s.get(base.digest, float("-inf")):
+                self._last_used_s[base.digest] = used_s
         for ingress, heard in tuple(self._heard.items()):
             if now_s - heard.at_s > REPORT_MAX_AGE_S:
                 del self._heard[ingress]
@@ -99,6 +105,8 @@ class SleepKeeper:
     def forget(self, wanted: set[str]) -> None:
         for digest in self._sleepers.keys() - wanted:
             del self._sleepers[digest]
+        for digest in self._last_used_s.keys() - wanted:
+            del self._last_used_s[digest]
 
     def answer(self, ingress_id: str, now_s: float) -> ReportAnswer:
         """What the others told."""
@@ -137,13 +145,10 @@ class SleepKeeper:
         sleeper = self._sleepers.get(digest)
         if sleeper is None or sleeper.running_since_s is None:
             return None
-        idle = [
-            0.0 if base.num_open else base.idle_s + now_s - heard.at_s
-            for heard in self._fresh(now_s)
-            for base in heard.report.bases
-            if base.digest == digest
-        ]
-        return min([now_s - sleeper.running_since_s, *idle])
+        if self.num_open(digest, now_s):
+            return 0.0
+        used_s = self._last_used_s.get(digest, sleeper.running_since_s)
+        return now_s - max(sleeper.running_since_s, used_s)
 
     def step(
         self, digest: str, is_running: bool, idle_timeout_s: float | None, now_s: float

@@ -16,7 +16,7 @@ from registry.catalog import Catalog
 from registry.catalog_file import CatalogFile
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
-from registry.errors import RegistrationError, RegistryError
+from registry.errors import RegistrationError, RegistryError, RegistryUnavailableError
 from registry.quarantine import FolderQuarantine
 from serve_app.config import environment_with
 
@@ -67,10 +67,9 @@ class CachedRegistry:
     def ensure_webhook(self, url: str, secret: str) -> None:
         self._registry.ensure_webhook(url, secret)
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
-        done = self._command(
-            ("register", "adapter", str(folder), f"--name={name}", f"--base={base}", "--no-probe")
-        )
+    def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
+        options = (f"--name={name}", f"--base={base}", f"--alias={alias}", "--no-probe")
+        done = self._command(("register", "adapter", str(folder), *options))
         if done.returncode != 0:
             raise RegistrationError(_last_words(done))
 
@@ -89,14 +88,22 @@ class CachedRegistry:
         self, words: Sequence[str], before: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
         """In a process of its own: a check needs torch, which nobody else here imports."""
-        return subprocess.run(
-            [*before, sys.executable, "-m", "serve_app", *words],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_REGISTER_TIMEOUT_S,
-        )
+        try:
+            return subprocess.run(
+                [*before, sys.executable, "-m", "serve_app", *words],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_REGISTER_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            command = " ".join(words[:2])
+            raise RegistryUnavailableError(
+                f"loraplex {command} did not end within {_REGISTER_TIMEOUT_S:g} s"
+            ) from None
+        except OSError as error:  # no memory for a process, say
+            raise RegistryError(f"loraplex {words[0]} cannot be started: {error}") from error
 
     def release(self, folder: Path) -> None:
         self._cache.release(folder)

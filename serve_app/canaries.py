@@ -18,21 +18,19 @@ from datetime import UTC, datetime
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistryError
+from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
 from serve_app.canary_orders import ROLLED_BACK, Orders
 from serve_app.canary_status import CanaryStatus, status_of
 from serve_app.config import CanaryArgs
 from serve_app.reports import IngressReport
+from serve_app.tasks import spawn
 from serve_app.topology import CanaryState, RegistryReader
-from serve_app.traffic import Split, Traffic, read_traffic
+from serve_app.traffic import CANARY, Split, Traffic, read_traffic
 from serve_app.trials import Trials
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
-# After it was written a veto stays until a snapshot shows it, but no longer than this: somebody may
-# have raised the weight again before we looked.
-_SEEN_S = 30.0
 
 Key = tuple[str, str]  # the adapter's name, the version's digest
 
@@ -44,7 +42,7 @@ class _Veto:
     digest: str
     reason: str
     at: str  # ISO 8601
-    written_s: float | None = None
+    written_s: float | None = None  # when the registry had taken it, or needed it no more
 
 
 class Canaries:
@@ -57,25 +55,39 @@ class Canaries:
         self._num_rollbacks: Counter[str] = Counter()
         self._registry: RegistryReader | None = None
         self._look: Callable[[], Catalog] = Catalog
+        self._wake: Callable[[], None] = lambda: None
         self._writing = asyncio.Lock()  # one change of the registry at a time
         self._tasks: set[asyncio.Task[None]] = set()
         self._catalog = Catalog()
         self._running: frozenset[str] = frozenset()
+        self._served: frozenset[str] = frozenset()
         self._traffic = Traffic()
         self._problems: frozenset[tuple[str, str]] = frozenset()
 
-    def open(self, registry: RegistryReader, look: Callable[[], Catalog]) -> None:
-        """`look`: blocks; what the registry says now, with the default aliases that count here."""
-        self._registry, self._look = registry, look
+    def open(
+        self, registry: RegistryReader, look: Callable[[], Catalog], wake: Callable[[], None]
+    ) -> None:
+        """`look`: blocks; what the registry says now, with the default aliases that count here.
+        `wake`: asks for a look at the registry soon; called when a roll-back was written."""
+        self._registry, self._look, self._wake = registry, look, wake
 
     def take(self, report: IngressReport) -> None:
         self._trials.take(report, _now_s())
 
-    def review(self, catalog: Catalog, running: Collection[str]) -> CanaryState:
-        """Judges what runs. Called with each look at the platform; the answer is for the view."""
-        self._catalog, self._running = catalog, frozenset(running)
+    def review(
+        self,
+        catalog: Catalog,
+        running: Collection[str],
+        looked_s: float,
+        served: Collection[str] = (),
+    ) -> CanaryState:
+        """Judges what runs. Called with each look at the platform; the answer is for the view.
+        `looked_s`: the loop's time at which the look that found this catalog began. `running`,
+        `served`: see `read_traffic`."""
+        self._catalog = catalog
+        self._running, self._served = frozenset(running), frozenset(served)
         now_s = _now_s()
-        self._lift_vetoes(now_s)
+        self._lift_vetoes(looked_s)
         self._follow(now_s)
         has_failed = False
         for name, verdict in self._trials.verdicts(now_s).items():
@@ -110,8 +122,10 @@ class Canaries:
             name, lambda orders: orders.start(name, version, weight, shadow_weight)
         )
 
-    async def promote(self, name: str) -> CanaryStatus:
-        return await self._order(name, lambda orders: orders.promote(name))
+    async def promote(self, name: str, version: int | None = None) -> CanaryStatus:
+        """`version`: the canary that the operator means; the order is refused where another version
+        is the canary by now."""
+        return await self._order(name, lambda orders: orders.promote(name, version))
 
     async def abort(self, name: str) -> CanaryStatus:
         return await self._order(name, lambda orders: orders.abort(name))
@@ -121,15 +135,15 @@ class Canaries:
     ) -> CanaryStatus:
         """The status afterwards, as the registry has it then."""
         async with self._writing:
-            registry = self._opened()
+            registry, vetoes = self._opened(), self._reasons()
 
             def act() -> tuple[AdapterVersion | None, Catalog]:
-                return order(Orders(registry, self._look())), self._look()
+                return order(Orders(registry, self._look(), vetoes)), self._look()
 
             on_trial, catalog = await asyncio.to_thread(act)
             if on_trial is not None:  # whatever happened to it before
                 self._vetoes.pop((name, on_trial.digest), None)
-        traffic = read_traffic(catalog, self._running, self._reasons())
+        traffic = read_traffic(catalog, self._running, self._reasons(), self._served)
         return self._status(catalog, name, traffic.splits.get(name))
 
     def _status(self, catalog: Catalog, name: str, split: Split | None) -> CanaryStatus:
@@ -139,7 +153,7 @@ class Canaries:
         return status_of(split, self._trials.by_name.get(name), rolled_back, self._rule, _now_s())
 
     def _follow(self, now_s: float) -> None:
-        self._traffic = read_traffic(self._catalog, self._running, self._reasons())
+        self._traffic = read_traffic(self._catalog, self._running, self._reasons(), self._served)
         self._trials.follow(self._traffic.splits, now_s)
 
     def _reasons(self) -> dict[Key, str]:
@@ -153,7 +167,7 @@ class Canaries:
         veto = _Veto(split.name, version.version, version.digest, reason, at)
         self._vetoes[split.name, version.digest] = veto
         self._num_rollbacks[split.name] += 1
-        task = asyncio.get_running_loop().create_task(self._write(veto))
+        task = spawn(self._write(veto), "write-rollback")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -164,8 +178,9 @@ class Canaries:
                 if self._vetoes.get((veto.name, veto.digest)) is not veto:
                     return
                 try:
-                    await asyncio.to_thread(_store, self._opened(), veto)
+                    await asyncio.to_thread(_store, self._opened(), self._look, veto)
                 except NotFoundError:  # deleted meanwhile
+                    veto.written_s = _now_s()
                     return
                 except RegistryError as error:
                     logger.warning("the roll-back of %s is not written yet: %s", veto.name, error)
@@ -173,21 +188,15 @@ class Canaries:
                     logger.exception("the roll-back of %s is not written yet", veto.name)
                 else:
                     veto.written_s = _now_s()
+                    self._wake()
                     return
             await asyncio.sleep(_RETRY_S)
 
-    def _lift_vetoes(self, now_s: float) -> None:
-        """Those that the registry itself says now, or that nobody's canary is any more."""
-        if not self._vetoes:
-            return
-        wished = {
-            (name, split.canary.version.digest)
-            for name, split in read_traffic(self._catalog, self._running, {}).splits.items()
-            if split.canary.version is not None and split.canary.weight > 0
-        }
+    def _lift_vetoes(self, looked_s: float) -> None:
+        """Ends the vetoes that were written before the look began: its catalog shows the weight 0,
+        or one that was raised since. No veto ends by time, nor by an older catalog."""
         for key, veto in tuple(self._vetoes.items()):
-            is_old = veto.written_s is not None and now_s - veto.written_s > _SEEN_S
-            if key not in wished or is_old:
+            if veto.written_s is not None and veto.written_s < looked_s:
                 del self._vetoes[key]
 
     def _tell_problems(self) -> None:
@@ -202,14 +211,18 @@ class Canaries:
         self._problems = problems
 
     def _opened(self) -> RegistryReader:
-        assert self._registry is not None
+        if self._registry is None:  # this manager has just started
+            raise RegistryUnavailableError("the registry was not read yet")
         return self._registry
 
 
-def _store(registry: RegistryReader, veto: _Veto) -> None:
-    """The weight first: it is what counts. Unless another version is on trial by now."""
-    split = read_traffic(registry.snapshot(), (), {}).splits.get(veto.name)
-    if split is None or split.canary.version is None or split.canary.version.digest != veto.digest:
+def _store(registry: RegistryReader, look: Callable[[], Catalog], veto: _Veto) -> None:
+    """The weight first: it is what counts. Unless another version has the alias by now. The
+    meaning of the bare name plays no part: a roll-back is written while it has none."""
+    if not any(
+        adapter.name == veto.name and adapter.digest == veto.digest and CANARY in adapter.aliases
+        for adapter in look().adapters
+    ):
         return
     registry.set_setting(veto.name, "canary_weight", "0")
     record = {"version": veto.version, "reason": veto.reason, "time": veto.at}

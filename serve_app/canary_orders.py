@@ -5,7 +5,8 @@ given again after a failure in its middle. Refusals name the field and its value
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequestError
 from registry.catalog import Catalog
@@ -25,6 +26,8 @@ ROLLED_BACK = "canary_rolled_back"
 class Orders:
     registry: RegistryReader
     catalog: Catalog  # taken a moment ago
+    # (name, digest) -> why that version was rolled back; the registry may not have taken it yet.
+    vetoes: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def start(
         self,
@@ -43,23 +46,28 @@ class Orders:
             raise InvalidRequestError(
                 f"version: {found.version} is what {name!r} means already.", "version"
             )
-        registry = self.registry
         if shadow_weight is not None:
-            registry.set_alias(name, SHADOW, found.version)
-            registry.set_setting(name, SHADOW_WEIGHT, f"{shadow_weight:g}")
+            self._try(found, SHADOW, SHADOW_WEIGHT, shadow_weight)
         if weight is not None:
+            self._try(found, CANARY, CANARY_WEIGHT, weight)
             self._clear(name, ROLLED_BACK)
-            registry.set_alias(name, CANARY, found.version)
-            registry.set_setting(name, CANARY_WEIGHT, f"{weight:g}")
         return found if weight is not None else None
 
-    def promote(self, name: str) -> None:
-        """The name means the canary's version from now on, and is not split any more."""
+    def promote(self, name: str, version: int | None) -> None:
+        """The name means the canary's version from now on, and is not split any more. `version`:
+        the canary that the operator means; None: any."""
         self._stable(name)
         found = self._aliased(name, CANARY)
         if found is None:
             raise NotFoundError(f"adapter {name!r} has no alias {CANARY!r}: nothing to promote")
-        reason = _reason(self.catalog.setting(name, ROLLED_BACK), found.version)
+        if version is not None and version != found.version:
+            raise InvalidRequestError(
+                f"version: expected {version}, but the canary of {name!r} is {found.version}.",
+                "version",
+            )
+        reason = self.vetoes.get((name, found.digest))
+        if reason is None:
+            reason = _reason(self.catalog.setting(name, ROLLED_BACK), found.version)
         if reason is not None:
             raise InvalidRequestError(
                 f"version: {found.version} was rolled back ({reason}); start it anew first.",
@@ -87,6 +95,16 @@ class Orders:
         self._clear(name, *weights)
         for alias in wished:
             self.registry.set_alias(name, alias, None)
+
+    def _try(self, version: AdapterVersion, alias: str, key: str, weight: float) -> None:
+        """An alias never moves under a weight that was given for another version: a failure in
+        the middle, or a look at the registry then, finds the weight 0."""
+        name, registry = version.name, self.registry
+        if alias not in version.aliases:
+            if self.catalog.setting(name, key) is not None:
+                registry.set_setting(name, key, "0")
+            registry.set_alias(name, alias, version.version)
+        registry.set_setting(name, key, f"{weight:g}")
 
     def _clear(self, name: str, *keys: str) -> None:
         for key in keys:

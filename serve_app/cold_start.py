@@ -21,6 +21,7 @@ from serve_app.asgi import call_when_gone
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
 from serve_app.fronts import BaseAsleepError, Route
 from serve_app.gateway import Gateway
+from serve_app.tasks import share, spawn
 from serve_app.topology import ServedBase
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class ColdStarts:
             except BaseAsleepError as error:
                 await self._wait(error.base, error.retry_after_s, receive)
                 continue
+            if route.asleep is not None:
+                self._wake(route.asleep.base.digest)
             return Admission(route, self._gateway.activity.enter(route.front.base.digest))
 
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:
@@ -75,8 +78,8 @@ class ColdStarts:
             is_gone = True
             wait.cancel()
 
-        wait = asyncio.get_running_loop().create_task(self._until_awake(digest, policy.timeout_s))
-        watch = asyncio.get_running_loop().create_task(call_when_gone(receive, leave))
+        wait = share(self._until_awake(digest, policy.timeout_s), "wait-for-base")
+        watch = spawn(call_when_gone(receive, leave), "watch-client")
         try:
             await wait
         except asyncio.CancelledError:
@@ -108,7 +111,7 @@ class ColdStarts:
 
     def _wake(self, digest: str) -> None:
         if digest not in self._wakes:
-            task = asyncio.get_running_loop().create_task(self._ask(digest))
+            task = spawn(self._ask(digest), "wake-base")
             self._wakes[digest] = task
             task.add_done_callback(lambda _: self._wakes.pop(digest, None))
 

@@ -90,6 +90,7 @@ class Completion:
 
     def close(self) -> None:
         if self._watch is not None:
+            self._note_warm(self._watch)
             self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
         self._generation.close()
         if self._ticket is not None:
@@ -107,6 +108,7 @@ class Completion:
             feds = [self._feed_one(output) for output in outputs]
         except BaseException as error:
             if self._watch is not None:
+                self._note_warm(self._watch)
                 self._watch.failed(error, answer.num_tokens)
             raise
         if self._ticket is not None:
@@ -131,9 +133,14 @@ class Completion:
         self._has_first_token = True
         self.first_token_s = time.time()
         if self._watch is not None:
+            self._note_warm(self._watch)
             self._watch.first_token()
         if self._on_first_token is not None:
             self._on_first_token(self._generation.engine_load)
+
+    def _note_warm(self, watch: Watch) -> None:
+        if self._generation.is_warm:
+            watch.warm()
 
     def _feed_one(self, output: TokenOutput) -> Fed:
         fed = self._answer.feed(self._prompt_of[output.request_id], output)

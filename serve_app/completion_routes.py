@@ -7,7 +7,6 @@ begins, so that every refusal has a status. A client that goes away ends its req
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 import uuid
@@ -42,6 +41,7 @@ from serve_app.routing.view import Ask
 from serve_app.routing.waiting_room import Applicant
 from serve_app.shadow import Submitted
 from serve_app.state import IngressState, state_of
+from serve_app.tasks import spawn
 from serve_app.template_guard import TooDearError
 from serve_app.traffic import sticky_key
 
@@ -195,7 +195,7 @@ def _call(
 
 
 async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:
-    watch = asyncio.get_running_loop().create_task(call_when_gone(http.receive, completion.leave))
+    watch = spawn(call_when_gone(http.receive, completion.leave), "watch-client")
 
     def close() -> None:
         watch.cancel()

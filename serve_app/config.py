@@ -62,7 +62,7 @@ class EngineArgs(Args):
     enforce_eager: bool = False
     adapter_pool_bytes: Bytes | None = None
     adapter_host_bytes: Bytes | None = None
-    max_lora_rank: int = Field(default=512, ge=1)
+    max_lora_rank: int = Field(default=512, ge=1, le=512)
     max_adapter_overtakes: int = Field(default=256, ge=0)
     seed: int = 0
     num_threads: int | None = Field(default=None, ge=1, le=4096)
@@ -258,14 +258,22 @@ class IngressArgs(_ScaledArgs):
 
 
 class CanaryArgs(Args):
-    """When a canary is rolled back by itself, compared with what its name means."""
+    """When a canary is rolled back by itself, compared with what its name means.
+
+    It must be worse by more than these margins, and the counts must make that certain: a canary
+    within the margins is rolled back in less than 1 % of hours (see `rollback`). A canary that is
+    far worse goes after `min_requests`; a little more than the margin takes much longer to see.
+    """
 
     min_requests: int = Field(default=50, ge=1)  # of the canary; of both for the latency
     max_error_rate_increase: float = Field(default=0.02, ge=0, le=1)
     max_empty_rate_increase: float = Field(default=0.05, ge=0, le=1)  # ended without visible text
     max_non_finite: int = Field(default=0, ge=0)  # outputs; does not wait for min_requests
-    max_latency_ratio: float = Field(default=2.0, ge=1)  # p95 of the time to first token
-    # The rule looks back so far, and farther where that holds fewer than min_requests.
+    max_left_rate_increase: float = Field(default=0.2, ge=0, le=1)  # clients that did not wait
+    # p95 of the time to first token, of requests that found their adapter on the device
+    max_latency_ratio: float = Field(default=2.0, ge=1)
+    # What a canary does is judged since its trial began and since several later moments, the last
+    # ones a quarter of this apart: the good time before does not hide a bad present for long.
     window_s: float = Field(default=600.0, gt=0)
 
 

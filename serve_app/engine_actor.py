@@ -25,6 +25,7 @@ from serve_app.background import in_background
 from serve_app.config import log_format
 from serve_app.engine_news import Digests
 from serve_app.ingress_links import IngressLinks
+from serve_app.ingress_metrics import join_texts
 from serve_app.logs import install
 from serve_app.metrics import EngineMetrics
 from serve_app.stream import (
@@ -37,6 +38,7 @@ from serve_app.stream import (
     StreamError,
 )
 from serve_app.stream_client import IngressLink
+from serve_app.tasks import failures_text, keep
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class EngineHost:
         self._engine.on_death(on_death)
         self._engine.start()
         self._links.news.observe(StepOutput((), self._engine.load()))
-        self._heartbeat = loop.create_task(self._beat())
+        self._heartbeat = keep(self._beat, "heartbeat")
 
     def stop(self) -> None:
         if self._heartbeat is not None:
@@ -291,6 +293,7 @@ class EngineActor:
         self._engine_id = engine_id
         # max_lora: the pool is limited by bytes, not by a number of adapters.
         self._metrics = EngineMetrics(model_name, engine_id, config.block_size, 0)
+        self._labels = {"process": "engine", "model_name": model_name, "engine": engine_id}
         self._engine: EngineInterface | None = None
         self._host: EngineHost | None = None
 
@@ -370,7 +373,7 @@ class EngineActor:
         return self._engine.load()
 
     async def metrics(self) -> bytes:
-        return self._metrics.text()
+        return join_texts([self._metrics.text(), failures_text(self._labels)])
 
     async def wait_for_death(self) -> None:
         """Returns when the engine's loop ended or hangs; fails at once when this process dies."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
+
+from msgspec import Raw
 
 from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.stream import Accepted, Step, encode_frame
 
 Digests = tuple[str, ...]
+Output = TokenOutput | Raw  # the second: encoded already, by `encode_output`
 
 
 class EngineNews:
@@ -71,7 +75,7 @@ class EngineNews:
 
     def own_frame(
         self,
-        outputs: Sequence[TokenOutput],
+        outputs: Sequence[Output],
         accepted: Sequence[Accepted],
         changes: dict[int, bool] | None,
         *,
@@ -82,7 +86,7 @@ class EngineNews:
         cached = self.prefixes if changes is None else [d for d, came in changes.items() if came]
         evicted = () if changes is None else (d for d, came in changes.items() if not came)
         step = Step(
-            tuple(outputs),
+            cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as what it holds
             self._bare_load if same_adapters else self.load,
             same_adapters,
             tuple(accepted),

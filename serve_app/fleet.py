@@ -20,7 +20,13 @@ from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
 from serve_app.backlogs import BacklogTeller
-from serve_app.base_plan import APP_PREFIX, Plan, is_application_of
+from serve_app.base_plan import (
+    APP_PREFIX,
+    MISSING_S,
+    Plan,
+    is_application_of,
+    is_application_of_any,
+)
 from serve_app.base_sleep import SleepKeeper
 from serve_app.base_starts import StartLog
 from serve_app.base_status import (
@@ -104,7 +110,7 @@ class Fleet:
             for base in bases
         )
         standing = {base.app_name for base in (*served, *old)}
-        await self._remove_unwanted(standing, status, now_s)
+        await self._remove_unwanted(standing, wanted, status, now_s)
         self._backlogs.tell(self._backlogs_of(bases, now_s))
         self.lines = (
             *(self._line(base, status, now_s) for base in (*served, *old)),
@@ -167,12 +173,18 @@ class Fleet:
             if self.sleep.phase(spec.base.digest) == "asleep" and app is not None:
                 await self._delete(spec.app_name, app)
 
-    async def _remove_unwanted(self, standing: set[str], status: ServeStatus, now_s: float) -> None:
+    async def _remove_unwanted(
+        self, standing: set[str], wanted: Plan, status: ServeStatus, now_s: float
+    ) -> None:
         for name, app in status.applications.items():
             if not name.startswith(APP_PREFIX) or name in standing:
                 self._unwanted_s.pop(name, None)
                 continue
             since_s = self._unwanted_s.setdefault(name, now_s)
+            # Another manager's, which this one could not keep by its last good plan.
+            is_kept = name not in self._seen and is_application_of_any(name, wanted)
+            if is_kept and now_s - since_s <= MISSING_S:
+                continue
             if now_s - since_s > _HANDOVER_MAX_S or self.sleep.has_let_go(
                 name, since_s + _HANDOVER_S, now_s
             ):

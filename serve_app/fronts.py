@@ -57,6 +57,8 @@ class Route:
     resolution: Resolution
     arm: ArmKey | None = None  # None: the adapter is not split
     shadow: AdapterVersion | None = None  # gets a copy
+    # The base of the canary that the request was drawn for, where that sleeps: stable answers.
+    asleep: ServedBase | None = None
 
     @property
     def headers(self) -> dict[str, str]:

@@ -34,6 +34,7 @@ from serve_app.reports import REPORT_INTERVAL_S, CountsTeller, IngressReport
 from serve_app.routing import views_registry
 from serve_app.routing.attendance import Attendance
 from serve_app.stream_server import StreamServer
+from serve_app.tasks import check_running, keep, spawn
 from serve_app.text_pool import TextPool
 from serve_app.topology import PlatformView, ServedBase
 from serve_app.traffic import Traffic, read_traffic
@@ -72,10 +73,13 @@ class Gateway:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
         self.attendance.start()
         self.migrations.start()
-        self._tasks = (loop.create_task(self._follow()), loop.create_task(self._report()))
+        self._tasks = (keep(self._follow, "follow-manager"), keep(self._report, "report"))
+
+    def check_tasks(self) -> None:
+        """Raises RuntimeError where this ingress does not follow the manager any more."""
+        check_running(*self._tasks)
 
     @property
     def is_ready(self) -> bool:
@@ -104,9 +108,10 @@ class Gateway:
 
     @property
     def is_healthy(self) -> bool:
-        """No engine that worked is gone or stuck. A base that still loads is no illness."""
+        """No engine that worked is gone or stuck, and the manager is followed. A base that still
+        loads is no illness."""
         view = self.view
-        if self.migrations.has_silent_engine:
+        if self.migrations.has_silent_engine or any(task.done() for task in self._tasks):
             return False
         return view is None or all(
             base.is_running
@@ -126,14 +131,16 @@ class Gateway:
         if split is None:
             return Route(*self.resolve(model))
         arm, version = split.choose(key, self._draw)
+        missed: ServedBase | None = None
         if arm == "canary" and version.base_digest not in self._fronts:
+            missed = self.served(version.base_digest)
             arm, version = "stable", split.stable
         of_version = f"{version.name}@{version.version}"
         front, resolution = self.resolve(model if arm == "stable" else of_version)
         shadow = split.copied_to(version, self._draw)
-        return Route(
-            front, resolution, ArmKey(split.name, arm, version.version, version.digest), shadow
-        )
+        key_of_arm = ArmKey(split.name, arm, version.version, version.digest)
+        is_asleep = missed is not None and missed.state == "asleep"
+        return Route(front, resolution, key_of_arm, shadow, missed if is_asleep else None)
 
     def resolve(self, model: str) -> tuple[Front, Resolution]:
         """Pure look-ups. NotFoundError or InvalidNameError is the client's, the others are ours."""
@@ -272,7 +279,8 @@ class Gateway:
         self.view = view
         running = {base.base.digest: base for base in view.bases if base.is_running}
         vetoes = {(name, digest): reason for name, digest, reason in view.canary.vetoes}
-        self._traffic = read_traffic(view.catalog, running, vetoes)
+        served = {base.base.digest for base in view.bases}
+        self._traffic = read_traffic(view.catalog, running, vetoes, served)
         self.arms.keep({(one.name, one.digest) for one in view.catalog.adapters})
         asleep = {b.base.digest for b in view.bases if b.state == "asleep" or b.is_waking}
         self._once_ready -= asleep  # that nothing answers there is no illness
@@ -290,7 +298,7 @@ class Gateway:
             if known is not None and known.is_of(base):
                 self._admit(known)
             elif (key := (base.app_name, base.deployed_s)) not in self._opening:
-                self._opening[key] = asyncio.get_running_loop().create_task(self._open(base))
+                self._opening[key] = spawn(self._open(base), "open-base")
         self._tell()
 
     def _admit(self, front: Front) -> None:

@@ -89,6 +89,11 @@ class Generation:
         return None if self._attempt is None else self._attempt.engine_load
 
     @property
+    def is_warm(self) -> bool:
+        """An engine took the request, and had its adapter on the device."""
+        return self._attempt is not None and self._attempt.found_in == "device"
+
+    @property
     def is_done(self) -> bool:
         return self._progress.is_done
 
@@ -153,7 +158,7 @@ class Generation:
         if self._journey.is_suspect:
             await self._wait_for_turn()
         else:
-            await self._let_suspect_pass()
+            self._journey.extend(await self._let_suspect_pass())
         requests, session = self._progress.resume(), self._ask.session
         avoid, limits = self._journey.avoid, self._lane.limits
         ask = make_ask(requests, self._adapter, limits, session, avoid)
@@ -196,9 +201,9 @@ class Generation:
 
     async def _wait_for_turn(self) -> None:
         """Bounded: after half the time limit it goes as all others do, and is not judged."""
-        journey, patience_s = self._journey, self._lane.migration.timeout_s / 2
+        began_s, patience_s = self._loop.time(), self._lane.migration.timeout_s / 2
         turn = self._migrations.probation(self._lane.app_name).join(
-            is_exclusive=journey.num_deaths > 1
+            is_exclusive=self._journey.num_deaths > 1
         )
         try:
             await self._wait(patience_s, turn.has_begun)
@@ -211,7 +216,7 @@ class Generation:
             self._turn = turn
         else:
             turn.leave()
-        journey.restart_clock()
+        self._journey.extend(self._loop.time() - began_s)
 
     async def _wait_for_quiet(self, patience_s: float, turn: Turn) -> None:
         """Until nobody else could be taken for the one who killed the next engine."""
@@ -221,10 +226,13 @@ class Generation:
         ):
             await self._wait(_LOOK_S)
 
-    async def _let_suspect_pass(self) -> None:
+    async def _let_suspect_pass(self) -> float:
+        """Returns the seconds that it took."""
+        began_s = self._loop.time()
         turn = self._migrations.probation(self._lane.app_name).exclusive
         if turn is not None:
             await self._wait(MAX_HOLD_S, turn.is_over)
+        return self._loop.time() - began_s
 
     async def _wait(self, seconds: float, *futures: asyncio.Future[None]) -> None:
         """For one of these, at most so long."""

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from engine.admission import MIN_REPETITION_PENALTY
+
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
@@ -37,7 +39,7 @@ _IS_VALID: Mapping[str, Callable[[float], bool]] = {
     "top_p": lambda value: 0 < value <= 1,
     "top_k": lambda value: -1 <= value < 2**31,
     "min_p": lambda value: 0 <= value <= 1,
-    "repetition_penalty": lambda value: 0 < value <= 2,
+    "repetition_penalty": lambda value: MIN_REPETITION_PENALTY <= value <= 2,
     "max_new_tokens": lambda value: 1 <= value < 2**31,
 }
 _INTEGERS = frozenset(("top_k", "max_new_tokens"))

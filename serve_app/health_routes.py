@@ -12,6 +12,7 @@ from serve_app.arm_metrics import ArmNumbers, arms_text
 from serve_app.asgi import json_response
 from serve_app.ingress_metrics import join_texts
 from serve_app.state import IngressState, state_of
+from serve_app.tasks import failures_text
 
 router = APIRouter()
 _METHODS = ["GET", "HEAD"]
@@ -57,8 +58,9 @@ def own_metrics(state: IngressState) -> bytes:
     """The metrics of this ingress replica."""
     gateway = state.gateway
     own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
+    tasks = failures_text({"process": "ingress", "ingress": state.metrics.ingress})
     return join_texts(
-        (own, gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text())
+        (own, gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text(), tasks)
     )
 
 

@@ -194,6 +194,10 @@ class Ingress:
         self._gateway.counts.render = partial(health_routes.own_metrics, self._state)
         self._gateway.start()
 
+    async def check_health(self) -> None:
+        """Raises where this ingress does not follow the manager any more; Serve replaces it."""
+        self._gateway.check_tasks()
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return build_asgi(self._state)
 

@@ -15,6 +15,7 @@ from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.engine_news import EngineNews
 from serve_app.stream import Abort, StreamAddress, StreamError
 from serve_app.stream_client import IngressLink
+from serve_app.tasks import share
 
 
 class IngressLinks:
@@ -34,16 +35,20 @@ class IngressLinks:
         self._is_closed = False
 
     async def open(self, address: StreamAddress) -> IngressLink:
-        """Concurrent callers share one dialling."""
+        """A link that is open now; concurrent callers share one dialling. Raises StreamError where
+        the ingress cannot be reached, or left again before this caller's turn came."""
         link = self._links.get(address.ingress_id)
         if link is not None and link.is_open:
             return link
         task = self._dialling.get(address.ingress_id)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._dial(address))
+            task = share(self._dial(address), "dial-ingress")
             self._dialling[address.ingress_id] = task
             task.add_done_callback(lambda _: self._dialling.pop(address.ingress_id, None))
-        return await asyncio.shield(task)
+        link = await asyncio.shield(task)
+        if not link.is_open:  # its end was reported before the caller had a request there
+            raise StreamError(f"ingress {address.ingress_id} closed the connection at once")
+        return link
 
     async def attend(self, address: StreamAddress) -> None:
         """That ingress is told of every step from now on, and now of the whole, known or not."""

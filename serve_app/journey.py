@@ -116,10 +116,11 @@ class Journey:
             self.is_suspect = False
         self._last_token_s = now_s
 
-    def restart_clock(self) -> None:
-        """The wait for its turn is no wait for a replica."""
+    def extend(self, seconds: float) -> None:
+        """Moves the deadline, for the wait for a suspect's turn is no wait for a replica. The clock
+        is not started anew: a request that is refused again and again meets its time limit."""
         assert self._move is not None
-        self._move.deadline_s = time.monotonic() + self._args.timeout_s
+        self._move.deadline_s += seconds
 
     def _judge(self, error: BaseException, attempt: Attempt, on_probation: bool) -> float:
         if self._args.limit == 0 or isinstance(error, NotTakenError):

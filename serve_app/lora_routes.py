@@ -7,6 +7,7 @@ as by `loraplex register adapter`, under the name that the caller gives.
 
 from __future__ import annotations
 
+import logging
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +23,8 @@ from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.fronts import Front
 from serve_app.gateway import Gateway
 from serve_app.state import state_of
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,13 +61,15 @@ async def load_lora_adapter(request: Request) -> Response:
         raise _bad_request("is_3d_lora_weight: only two-dimensional adapters are supported.")
     if not name or not (body.lora_path or _is_known(gateway, name)):
         raise _bad_request("Both 'lora_name' and 'lora_path' must be provided.")
+    undo = None
     if body.lora_path:
         base = _base(gateway, body.base_model_name).base
         wanted = AdapterChange(
             "load", name, body.lora_path, f"{base.name}@{base.version}", body.load_inplace
         )
         await _register(gateway, wanted)
-    await _preload(gateway, name, is_new=bool(body.lora_path))
+        undo = AdapterChange("undo_load", name, may_replace=body.load_inplace)
+    await _preload(gateway, name, undo)
     return _text(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -98,15 +103,23 @@ async def _register(gateway: Gateway, wanted: AdapterChange) -> None:
     await view_follows(gateway, wanted.name, adapter)
 
 
-async def _preload(gateway: Gateway, name: str, *, is_new: bool) -> None:
-    front, adapter = find_adapter(gateway, name)
-    outcomes = await preload(front, adapter)
+async def _preload(gateway: Gateway, name: str, undo: AdapterChange | None) -> None:
+    """`undo`: the order that takes a load back which the engines could not follow."""
     try:
-        check_outcomes(name, "is not loaded", outcomes, 400)
-    except ApiError:
-        if is_new:  # nothing is left behind by what failed
-            await change(gateway, AdapterChange("unload", name))
+        front, adapter = find_adapter(gateway, name)
+        check_outcomes(name, "is not loaded", await preload(front, adapter), 400)
+    except Exception:
+        if undo is not None:
+            await _undo(gateway, undo)
         raise
+
+
+async def _undo(gateway: Gateway, undo: AdapterChange) -> None:
+    """A second failure must not hide the first."""
+    try:
+        await view_follows(gateway, undo.name, await change(gateway, undo))
+    except Exception as error:
+        logger.warning("the load of %s was not undone: %s", undo.name, error)
 
 
 def _base(gateway: Gateway, name: str | None) -> Front:

@@ -18,28 +18,30 @@ from dataclasses import replace
 import ray
 from ray import serve
 
-from registry.catalog import Catalog, DefaultAliases
+from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import Change
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.adapter_checks import AdapterChecks
 from serve_app.adapter_plan import AdapterArranger
-from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_plan import LastGood, plan, wished
+from serve_app.base_admin import BaseChange, change_base, is_followed
+from serve_app.base_plan import LastGood, plan
 from serve_app.cache_salt import kept_key
 from serve_app.canaries import Canaries
 from serve_app.canary_status import CanaryStatus
-from serve_app.config import ModelArgs, PlatformArgs, default_aliases, log_format
+from serve_app.config import ModelArgs, PlatformArgs, log_format
 from serve_app.fleet import Fleet
 from serve_app.ingress_metrics import join_texts
 from serve_app.ingress_totals import IngressTotals
 from serve_app.logs import install_in_replica
 from serve_app.manager_call import refusing
+from serve_app.named_catalogs import NamedCatalogs
 from serve_app.ray_network import keep_to_loopback, warning_of_cluster
 from serve_app.registry_metrics import RegistryMetrics, log_changes
 from serve_app.reports import IngressCounts, IngressReport, ReportAnswer
 from serve_app.stored_catalog import StoredCatalog
+from serve_app.tasks import check_running, failures_text, keep, spawn
 from serve_app.topology import (
     BaseLine,
     CanaryState,
@@ -74,8 +76,7 @@ class Manager:
         self._watcher.subscribe(log_changes)
         self._watcher.subscribe(self._publish_names)
         self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
-        self._watched: Catalog | None = None  # the watcher's, of which `_catalog` was made
-        self._catalog: Catalog | None = None  # the same with what bare names mean here
+        self._names = NamedCatalogs(args.registry.alias)
         self._models: tuple[ModelArgs, ...] = ()
         self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._incarnation = secrets.token_hex(4)
@@ -88,6 +89,7 @@ class Manager:
         self._canaries = Canaries(args.canary)
         self._fleet = Fleet(sources)
         self._last_good = LastGood()
+        self._planned: Catalog | None = None  # the one that the last round followed
         self._missing: tuple[str, ...] = ()  # as last logged
         self._stored = StoredCatalog(self._watcher)
         self._complaints: dict[str, str] = {}  # by step of a round: the last error logged
@@ -95,7 +97,7 @@ class Manager:
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
         self._round_s = loop.time()  # when a round last ended, however it ended
-        self._reconciling = loop.create_task(self._run(), name="reconciler")
+        self._reconciling = spawn(self._run(), "reconciler")
         self._watching: asyncio.Task[None] | None = None
         self._tasks = {self._reconciling}
 
@@ -105,9 +107,7 @@ class Manager:
         Only what a new process may mend counts: a registry that is away does not, and neither does
         a round that fails, for a slow or absent controller of Serve makes every round fail.
         """
-        for task in (self._reconciling, self._watching):
-            if task is not None and task.done():
-                raise RuntimeError(f"the manager's task {task.get_name()!r} ended")
+        check_running(self._reconciling, self._watching)
         if (age_s := self._reconcile_age_s()) > MAX_RECONCILE_AGE_S:
             raise RuntimeError(f"no round of the manager ended for {age_s:.0f} s")
 
@@ -160,13 +160,19 @@ class Manager:
     @refusing
     async def change_base(self, change: BaseChange) -> None:
         """What an operator wants of a base; see `base_admin`."""
-        if self._registry is None or self._catalog is None:
+        catalog = self._names.latest
+        if self._registry is None or catalog is None:
             raise RegistryUnavailableError("the registry was not read yet")
+        writes = change.kind in ("add", "remove")
         try:
-            await change_base(change, self._models, self._catalog, self._registry, self._fleet)
+            if writes:  # the watcher's catalog may be a poll old
+                catalog = await asyncio.to_thread(self._read_now)
+            await change_base(change, self._models, catalog, self._registry, self._fleet)
         finally:
             self._watcher.wake()
             self._watcher.news.set()
+        if writes:
+            await is_followed(change, self._changed, lambda: self._planned)
 
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()
@@ -182,8 +188,8 @@ class Manager:
         return await self._ordered(self._canaries.start(name, version, weight, shadow_weight))
 
     @refusing
-    async def promote_canary(self, name: str) -> CanaryStatus:
-        return await self._ordered(self._canaries.promote(name))
+    async def promote_canary(self, name: str, version: int | None) -> CanaryStatus:
+        return await self._ordered(self._canaries.promote(name, version))
 
     @refusing
     async def abort_canary(self, name: str) -> CanaryStatus:
@@ -204,7 +210,8 @@ class Manager:
         now_s = asyncio.get_running_loop().time()
         self._totals.take(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
-        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s)])
+        tasks = failures_text({"process": "manager"})
+        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])
 
     def _look(self) -> Catalog:
         """In a thread."""
@@ -227,7 +234,7 @@ class Manager:
         await self._is_configured.wait()
         loop = asyncio.get_running_loop()
         watcher = self._watcher
-        self._watching = loop.create_task(watcher.run(), name="watcher")
+        self._watching = keep(watcher.run, "watcher")
         self._tasks.add(self._watching)
         while self._registry is None or watcher.catalog is None:
             self._round_s = loop.time()  # there is nothing yet that it could lag behind
@@ -239,9 +246,9 @@ class Manager:
                     await watcher.news.wait()
             watcher.news.clear()
         await self._fleet.meet_ingresses()
-        self._canaries.open(self._registry, self._read_now)
+        self._canaries.open(self._registry, self._read_now, watcher.wake)
         if (url := self._registry_args.webhook_url) is not None:
-            self._tasks.add(loop.create_task(announce(self._registry, url)))
+            self._tasks.add(spawn(announce(self._registry, url), "announce-webhook"))
         while True:
             watcher.news.clear()
             with self._enduring("reconciling"):  # Serve's controller restarting, say
@@ -267,23 +274,13 @@ class Manager:
             self._complaints.pop(step, None)
 
     def _named(self, catalog: Catalog) -> Catalog:
-        """With the aliases that count here; the same object as long as nothing changed, for its
-        indices' and its revision's sake."""
-        aliases = self._aliases(catalog)
-        known = self._catalog
-        if known is None or known.default_aliases != aliases or self._watched is not catalog:
-            self._watched = catalog
-            self._catalog = known = replace(catalog, default_aliases=aliases)
-        return known
+        """With the aliases that count here."""
+        return self._names.follow(catalog, self._models)
 
     def _read_now(self) -> Catalog:
         """In a thread: what the registry says, with the aliases that count here."""
         assert self._registry is not None
-        catalog = self._registry.snapshot()
-        return replace(catalog, default_aliases=self._aliases(catalog))
-
-    def _aliases(self, catalog: Catalog) -> DefaultAliases:
-        return default_aliases(self._registry_args.alias, wished(self._models, catalog))
+        return self._names.named(self._registry.snapshot(), self._models)
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:
         """What adapters' names mean, at once: a flip waits for no answer of Serve's controller,
@@ -293,9 +290,7 @@ class Manager:
             catalog = self._named(self._watcher.catalog)
             if _about_bases(catalog) == _about_bases(view.catalog):
                 self._show(replace(view, catalog=catalog))
-                task = asyncio.get_running_loop().create_task(self._tell())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                spawn(self._tell(), "tell-view")
 
     def _show(self, view: PlatformView) -> None:
         """The view from now on, with a revision of its own; `_tell` must follow."""
@@ -313,6 +308,9 @@ class Manager:
         wanted = self._last_good.complete(planned, self._models, catalog, now_s)
         self._tell_missing(wanted.missing)
         bases = await self._fleet.round(wanted, catalog, now_s)
+        if self._planned is not catalog:
+            self._planned = catalog
+            await self._tell()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         latest = self._named(self._watcher.catalog or catalog)
@@ -321,7 +319,9 @@ class Manager:
         running = {base.base.digest: base.app_name for base in bases if base.is_running}
         canary = CanaryState() if self._view is None else self._view.canary
         with self._enduring("judging canaries"):
-            canary = self._canaries.review(latest, running.keys())
+            served = {base.base.digest for base in bases}
+            looked_s = self._watcher.looked_s
+            canary = self._canaries.review(latest, running.keys(), looked_s, served)
         await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
         with self._enduring("arranging adapters"):
             self._arranger.update(latest, running)

@@ -240,6 +240,13 @@ class EngineMetrics(Collector):
         )
         copies.add_metric(values, load.num_adapter_copies)
         yield copies
+        missed = CounterMetricFamily(
+            "loraplex_engine_missed_wakeups",
+            "Times that the engine slept beside requests that it could run: always a fault",
+            labels=list(self._labels),
+        )
+        missed.add_metric(values, load.num_missed_wakeups)
+        yield missed
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         return self._info(name, documentation, {}, value)

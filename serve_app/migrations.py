@@ -21,6 +21,7 @@ from serve_app.probation import Probation
 from serve_app.request_quarantine import RequestQuarantine
 from serve_app.stream import SHUN_S, SILENCE_S
 from serve_app.stream_server import StreamServer
+from serve_app.tasks import keep
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Migrations:
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._looking = asyncio.get_running_loop().create_task(self._keep_looking())
+        self._looking = keep(self._keep_looking, "watch-engines")
 
     def stop(self) -> None:
         if self._looking is not None:

@@ -14,6 +14,7 @@ import msgspec
 from registry.catalog import Resolution
 from registry.errors import RegistryError
 from serve_app.gateway import Gateway
+from serve_app.tasks import share
 from serve_app.topology import PlatformView
 
 Entry = dict[str, str | int | None]
@@ -35,7 +36,7 @@ class ModelList:
         is_old = self._view is not view or self._lengths != lengths
         if self._making is None or is_old or _has_failed(self._making):
             self._view, self._lengths = view, lengths
-            self._making = asyncio.get_running_loop().create_task(_make(view, lengths))
+            self._making = share(_make(view, lengths), "model-list")
         return await asyncio.shield(self._making)
 
 

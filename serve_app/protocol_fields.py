@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from engine.admission import MIN_REPETITION_PENALTY
 from serve_app.errors import shown
 from serve_app.protocol import FieldError
 
@@ -184,7 +185,7 @@ class GenerationFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=2)
     logit_bias: Annotated[
         tuple[tuple[int, float], ...],
         PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float] | None),

@@ -43,6 +43,7 @@ from serve_app.routing.view import Ask
 from serve_app.scaling_options import engine_scaling
 from serve_app.scaling_stats import ScalingStats
 from serve_app.stream import StreamAddress
+from serve_app.tasks import check_running, failures_text, keep
 from serve_app.text import TEXT_FILES
 from serve_app.topology import (
     DOOR,
@@ -97,10 +98,10 @@ class EngineReplica:
         self._loads = AdapterLoads(self._registry, self._actor.load_adapter.remote)
         self._keeper = AdapterKeeper(self._loads, _ActorMemory(self._actor))
         self._scaling = ScalingStats(self._limits)
-        self._disk_reports = asyncio.get_running_loop().create_task(
-            DiskReports(self._loads, self._actor.note_disk.remote).run()
+        self._disk_reports = keep(
+            DiskReports(self._loads, self._actor.note_disk.remote).run, "disk-reports"
         )
-        self._watch = asyncio.get_running_loop().create_task(self._exit_with_the_actor())
+        self._watch = keep(self._exit_with_the_actor, "watch-engine")
 
     async def submit(self, call: SubmitCall) -> AdapterUnsupportedError | None:
         """Returns when every choice ended; tokens go to `call.reply_to`. The refusal of an adapter
@@ -183,7 +184,8 @@ class EngineReplica:
         stats = await asyncio.to_thread(self._registry.cache_stats)
         labels = {"model_name": self._spec.base.name, "engine": self._engine_id}
         cache = cache_text(stats, self._loads.num_refused, labels)
-        return join_texts([engine, cache, self._loads.times.text(labels)])
+        tasks = failures_text({"process": "replica", **labels})
+        return join_texts([engine, cache, self._loads.times.text(labels), tasks])
 
     async def check_health(self) -> None:
         """Raises when steps stopped while there is work; Serve then replaces this replica."""
@@ -192,6 +194,7 @@ class EngineReplica:
             self._routing_load = await self._actor.load.remote()
         if stall >= 1:
             raise EngineDeadError("a step of the engine does not end")
+        check_running(self._watch)
 
     def record_routing_stats(self) -> dict[str, float]:
         """For Serve's router and dashboards, as old as the last health check."""

@@ -13,6 +13,7 @@ from ray.serve.exceptions import RayServeException
 
 from serve_app.gateway import Gateway
 from serve_app.ingress_metrics import join_texts
+from serve_app.tasks import share
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Scrape:
         is_old = known is not None and known.done() and loop.time() - self._begun_s >= max_age_s
         if known is None or is_old or _has_failed(known):
             self._begun_s = loop.time()
-            self._collecting = known = loop.create_task(self._run(gateway))
+            self._collecting = known = share(self._run(gateway), "metrics")
         return await asyncio.shield(known)
 
     async def _run(self, gateway: Gateway) -> bytes:

@@ -26,6 +26,7 @@ from serve_app.protocol_chat import ChatRequest
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
 from serve_app.routing.asks import make_ask
+from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,7 @@ class Shadows:
             return
         # In a context of its own: Serve's router tells calls of one HTTP request apart by nothing,
         # and would cancel this one with the client's.
-        task = asyncio.get_running_loop().create_task(
-            self._run(submitted, version), context=Context()
-        )
+        task = spawn(self._run(submitted, version), "shadow", Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

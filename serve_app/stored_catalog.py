@@ -9,6 +9,7 @@ import asyncio
 import logging
 
 from registry.catalog import Catalog
+from serve_app.tasks import spawn
 from serve_app.topology import RegistryReader
 from serve_app.watcher import Watcher
 
@@ -65,7 +66,7 @@ class StoredCatalog:
         if catalog is None or not catalog.bases or not is_news or self._writing is not None:
             return
         self._stored = catalog
-        self._writing = asyncio.get_running_loop().create_task(self._write(registry, catalog))
+        self._writing = spawn(self._write(registry, catalog), "store-catalog")
 
     async def _write(self, registry: RegistryReader, catalog: Catalog) -> None:
         try:

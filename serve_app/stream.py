@@ -16,7 +16,9 @@ import msgspec
 
 from engine.types import EngineLoad, TokenOutput
 
-MAX_STEP_BYTES = 64 * 1024 * 1024  # prompt logprobs of a long prompt are the largest content
+# The largest content is one output with the prompt logprobs of a long prompt: 103 MB where a
+# request asks for as many as it may.
+MAX_STEP_BYTES = 128 * 1024 * 1024
 MAX_CONTROL_BYTES = 64 * 1024
 HEARTBEAT_S = 1.0  # an idle engine still says how it is
 SILENCE_S = 10.0  # without a frame, or in a step that should take less: the engine is given up
@@ -93,6 +95,11 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 def encode_frame(frame: Frame) -> bytes:
     payload = _encoder.encode(frame)
     return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+
+
+def encode_output(output: TokenOutput) -> bytes:
+    """The output as it stands in a `Step`; `msgspec.Raw` of these bytes may take its place."""
+    return _encoder.encode(output)
 
 
 def decode_frame(payload: bytes) -> Frame:

@@ -1,9 +1,10 @@
 """The engine end of the side stream: one `IngressLink` to each ingress replica.
 
 A link gets a frame a step, its own tokens in it or not. Its first frame has the whole of what later
-ones only change. Bound: a slow ingress may have HIGH_WATER_BYTES unsent in the socket; beyond it
-outputs and changes wait and go out as one frame, and at MAX_WAITING_OUTPUTS of them the link is
-cut. Ignorant of Ray and engines.
+ones only change. Bounds: a slow ingress may have HIGH_WATER_BYTES unsent in the socket; beyond it
+outputs wait encoded and changes merged, and go out in frames of about MAX_FRAME_BYTES as it reads.
+At MAX_WAITING_BYTES the link is cut: that ingress's own streams from this engine fail, and go on at
+another replica; streams of other ingresses have links of their own. Ignorant of Ray and engines.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from msgspec import Raw
+
 from engine.types import TokenOutput
-from serve_app.engine_news import Digests, EngineNews
+from serve_app.engine_news import Digests, EngineNews, Output
 from serve_app.network import client_tls
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
@@ -27,12 +31,19 @@ from serve_app.stream import (
     StreamError,
     decode_frame,
     encode_frame,
+    encode_output,
 )
 
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 1024 * 1024
-MAX_WAITING_OUTPUTS = 65_536
+# A frame ends with the output that reaches this size. The largest output alone is one that an
+# ingress takes (MAX_STEP_BYTES).
+MAX_FRAME_BYTES = 1024 * 1024
+# The bound for each ingress: the prompt log-probabilities of several requests that ask for as many
+# as they may, or half a minute of 30,000 tokens a second.
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+_OBJECT_BYTES = 128  # of Python's objects around an encoded output, and of its place in the queue
 MIN_MERGED = 1024  # changes that are worth keeping in any case
 _DIAL_TIMEOUT_S = 5.0
 _DEAD_PEER_MS = (
@@ -62,7 +73,8 @@ class IngressLink(asyncio.Protocol):
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
-        self._waiting: list[TokenOutput] = []
+        self._waiting: deque[Raw] = deque()  # outputs, encoded
+        self._waiting_bytes = 0
         self._accepted: list[Accepted] = []  # that no step counts yet
         self._counted: list[Accepted] = []
         # Prefixes that came (True) or went since the last frame; None: the whole is to be told.
@@ -102,13 +114,13 @@ class IngressLink(asyncio.Protocol):
             self._counted += self._accepted
             self._accepted.clear()
         if outputs or self._counted or self._is_paused or self._changes is None:
-            self._waiting += outputs
             self._merge()
-            if not self._is_paused:
-                self._write_own()
-            elif len(self._waiting) > MAX_WAITING_OUTPUTS and self._transport is not None:
-                logger.warning("ingress %s does not keep up, link cut", self.address.ingress_id)
-                self._transport.abort()
+            if self._is_paused:
+                self._hold(outputs)
+            else:
+                self._write_own(outputs)
+            if self._waiting_bytes > MAX_WAITING_BYTES:
+                self._cut()
         elif self._transport is not None and self.is_open:
             same_adapters = self._sent_adapters is news.adapters
             same_disk = self._sent_disk is news.on_disk
@@ -147,6 +159,7 @@ class IngressLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         self._waiting.clear()
+        self._waiting_bytes = 0
         self._accepted.clear()
         self._counted.clear()
         self._changes = None
@@ -157,7 +170,7 @@ class IngressLink(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._write_own()
+        self._write_waiting()
 
     def _merge(self) -> None:
         if self._changes is None:
@@ -167,17 +180,54 @@ class IngressLink(asyncio.Protocol):
         if len(self._changes) > len(self._news.prefixes) + MIN_MERGED:
             self._changes = None  # the whole is shorter by now
 
-    def _write_own(self) -> None:
-        if self._transport is None or not self.is_open:
-            return
+    def _hold(self, outputs: Sequence[TokenOutput]) -> None:
+        """Keeps them, encoded, until the ingress reads again."""
+        for output in outputs:
+            encoded = encode_output(output)
+            self._waiting.append(Raw(encoded))
+            self._waiting_bytes += len(encoded) + _OBJECT_BYTES
+
+    def _cut(self) -> None:
+        num_mib, ingress_id = self._waiting_bytes >> 20, self.address.ingress_id
+        logger.warning("ingress %s does not read, %d MiB wait, link cut", ingress_id, num_mib)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _write_waiting(self) -> None:
+        """Sends one frame in any case, and more until nothing waits or the ingress is slow."""
+        while True:
+            outputs, num_bytes = [], 0
+            while self._waiting and num_bytes < MAX_FRAME_BYTES:
+                output = self._waiting.popleft()
+                outputs.append(output)
+                num_bytes += len(memoryview(output))
+            self._waiting_bytes -= num_bytes + _OBJECT_BYTES * len(outputs)
+            self._write(self._own_frame(outputs))
+            if self._is_paused or not self._waiting:
+                return
+
+    def _write_own(self, outputs: Sequence[TokenOutput] = ()) -> None:
+        frame = self._own_frame(outputs)
+        if len(frame) > MAX_FRAME_BYTES and len(outputs) > 1:
+            self._hold(outputs)
+            self._write_waiting()
+        else:
+            self._write(frame)
+
+    def _own_frame(self, outputs: Sequence[Output]) -> bytes:
         news = self._news
-        frame = news.own_frame(
-            self._waiting,
+        return news.own_frame(
+            outputs,
             self._counted,
             self._changes,
             same_adapters=self._sent_adapters is news.adapters,
             same_disk=self._sent_disk is news.on_disk,
         )
-        self._waiting, self._counted, self._changes = [], [], {}
-        self._sent_adapters, self._sent_disk = news.adapters, news.on_disk
-        self._transport.write(frame)
+
+    def _write(self, own_frame: bytes) -> None:
+        """The frame holds all the news that this link lacked."""
+        if self._transport is None or not self.is_open:
+            return
+        self._counted, self._changes = [], {}
+        self._sent_adapters, self._sent_disk = self._news.adapters, self._news.on_disk
+        self._transport.write(own_frame)

@@ -37,6 +37,7 @@ from serve_app.stream import (
     decode_frame,
     encode_frame,
 )
+from serve_app.tasks import keep, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class StreamServer:
             taken = streams.get(accepted.request_id)
             if taken is not None and taken._is_of(connection):
                 taken._connection = connection
+                taken.found_in = accepted.found_in
         for output in step.outputs:
             stream = streams.get(output.request_id)
             if stream is not None and stream._is_of(connection):
@@ -189,6 +191,7 @@ class TokenStream:
         self._failure: BaseException | None = None
         self._connection: _EngineConnection | None = None  # known once the engine took it
         self.has_output = False  # read or not
+        self.found_in = ""  # the adapter's tier when the engine took the requests; "": not yet
 
     @property
     def engine_id(self) -> str | None:
@@ -261,7 +264,7 @@ class _EngineConnection(asyncio.Protocol):
     def begin_tls(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
         """`connection_made` follows at the end of the handshake, and nothing if it fails."""
         self._server._admit_stranger(self)
-        self._handshake = asyncio.get_running_loop().create_task(self._encrypt(accepted, tls))
+        self._handshake = spawn(self._encrypt(accepted, tls), "tls-handshake")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the interface without being a subclass.
@@ -339,7 +342,7 @@ class _EncryptedServer:
         self.sockets = (listener,)
         self._server = server
         self._tls = tls
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
+        self._accepting = keep(lambda: self._accept(listener), "accept-engines")
         # Not before: the event loop still watches it.
         self._accepting.add_done_callback(lambda _: listener.close())
 

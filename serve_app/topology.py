@@ -39,7 +39,7 @@ class RegistryReader(Protocol):
         """That the registry calls `url` when something changes; RegistryError where it cannot."""
         ...
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+    def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
         """Checked as `loraplex register adapter` does, its default alias set. RegistrationError."""
         ...
 

@@ -28,10 +28,12 @@ class Wish:
     version: AdapterVersion | None  # the one with the alias
     weight: float  # 0 to 1, as the setting says
     problem: str | None = None  # why it is not used, or not as the setting says
+    is_waiting: bool = False  # for its base: until that answers, its requests go to stable
 
     @property
     def share(self) -> float:
-        return self.weight if self.version is not None and self.problem is None else 0.0
+        is_used = self.problem is None or self.is_waiting
+        return self.weight if self.version is not None and is_used else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,15 @@ class Traffic:
 
 
 def read_traffic(
-    catalog: Catalog, running: Collection[str], vetoes: Mapping[tuple[str, str], str]
+    catalog: Catalog,
+    running: Collection[str],
+    vetoes: Mapping[tuple[str, str], str],
+    served: Collection[str] = (),
 ) -> Traffic:
     """`running`: digests of the bases that answer. `vetoes`: (name, digest) -> why that canary was
-    rolled back, for those that the registry may still wish."""
+    rolled back, for those that the registry may still wish. `served`: digests of the bases that are
+    to answer, among them those that start, sleep or failed: a canary on one of these keeps its
+    share and its trial."""
     wished: dict[str, dict[str, AdapterVersion]] = {}
     for adapter in catalog.adapters:
         for alias in (CANARY, SHADOW):
@@ -104,7 +111,7 @@ def read_traffic(
     for name, versions in sorted(wished.items()):
         stable = _stable(catalog, name)
         if stable is not None:
-            canary = _canary(catalog, stable, versions.get(CANARY), running, vetoes)
+            canary = _canary(catalog, stable, versions.get(CANARY), running, vetoes, served)
             shadow = _shadow(catalog, stable, versions.get(SHADOW))
             splits[name] = Split(name, stable, canary, shadow)
     return Traffic(splits)
@@ -143,6 +150,7 @@ def _canary(
     version: AdapterVersion | None,
     running: Collection[str],
     vetoes: Mapping[tuple[str, str], str],
+    served: Collection[str],
 ) -> Wish:
     weight, problem = _weight(catalog, stable.name, "canary_weight")
     if version is None or problem is not None:
@@ -154,6 +162,9 @@ def _canary(
     if version.digest == stable.digest:
         return Wish(version, weight, f"version {version.version} is what the name means already")
     if version.base_digest != stable.base_digest and version.base_digest not in running:
+        if version.base_digest in served:
+            words = f"version {version.version} waits for its base {version.base_name!r} to answer"
+            return Wish(version, weight, words, is_waiting=True)
         return Wish(
             version,
             weight,

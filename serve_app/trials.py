@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from serve_app.arms import ArmKey, Tally
 from serve_app.config import CanaryArgs
 from serve_app.reports import IngressReport
-from serve_app.rollback import Verdict, judge
+from serve_app.rollback import SPANS_A_WINDOW, Verdict, judge, non_finite
 from serve_app.traffic import Arm, Split, Wish
 
-_POINTS_A_WINDOW = 30
 _FORGET_S = 600.0  # an ingress that is silent for so long does not come back
 
 Versions = tuple[str, str | None, str | None]  # digests: stable, canary, shadow
@@ -36,6 +35,7 @@ class Trial:
     versions: Versions
     begun_s: float
     is_running: bool = True
+    is_all_canary: bool = False  # no request goes to the stable version
     tallies: dict[Arm, Tally] = field(default_factory=dict)
     _points: list[_Point] = field(init=False)  # the oldest first
 
@@ -51,23 +51,50 @@ class Trial:
             self.tallies[key.arm] = self.tally(key.arm) + new
 
     def verdict(self, rule: CanaryArgs, now_s: float) -> Verdict:
+        """Judges all that was since the begin, and apart from it what was since several later
+        moments, so that an old good time does not hide a bad present."""
         now = _Point(now_s, self.tally("stable"), self.tally("canary"))
-        self._forget(rule, now)
-        then = self._points[0]
+        self._thin(rule, now_s)
+        whole = judge(*self._span(self._points[0], now), rule)
+        reason = non_finite(now.canary - self._window_start(rule, now).canary, rule)
+        reason = reason or whole.reason
+        for then in self._points[1:]:
+            has_enough = now.canary.num_seen - then.canary.num_seen >= rule.min_requests
+            if reason is None and has_enough:
+                reason = judge(*self._span(then, now), rule).reason
         last = self._points[-1]
-        is_due = now_s - last.at_s >= rule.window_s / _POINTS_A_WINDOW
-        if is_due and now.canary.num_judged > last.canary.num_judged:  # so they stay few
+        is_due = now_s - last.at_s >= rule.window_s / SPANS_A_WINDOW
+        if is_due and now.canary.num_seen > last.canary.num_seen:
             self._points.append(now)
-        return judge(now.stable - then.stable, now.canary - then.canary, rule)
+        return Verdict(reason, whole.has_enough)
 
-    def _forget(self, rule: CanaryArgs, now: _Point) -> None:
-        """Keeps the first point of the window, or an older one for the sake of `min_requests`."""
-        while len(self._points) > 1:
-            second = self._points[1]
-            num_left = now.canary.num_judged - second.canary.num_judged
-            if second.at_s > now.at_s - rule.window_s or num_left < rule.min_requests:
-                return
-            del self._points[0]
+    def _span(self, then: _Point, now: _Point) -> tuple[Tally, Tally]:
+        """Of stable and canary. A canary that has all the traffic is compared with what stable did
+        earlier, or else with rates of 0; one beside which stable only had no request yet, not at
+        all."""
+        stable, canary = now.stable - then.stable, now.canary - then.canary
+        if stable.num_judged:
+            return stable, canary
+        return now.stable, canary if self.is_all_canary else Tally()
+
+    def _window_start(self, rule: CanaryArgs, now: _Point) -> _Point:
+        """The last point before the window, or an older one for the sake of `min_requests`."""
+        for point in reversed(self._points):
+            num = now.canary.num_judged - point.canary.num_judged
+            if point.at_s <= now.at_s - rule.window_s and num >= rule.min_requests:
+                return point
+        return self._points[0]
+
+    def _thin(self, rule: CanaryArgs, now_s: float) -> None:
+        """Beyond two windows each second point is at least twice as old as the one after the next,
+        so that a month needs about thirty."""
+        index = 1
+        while index < len(self._points) - 1:
+            older_s, newer_s = (now_s - self._points[index + step].at_s for step in (-1, 1))
+            if newer_s > 2 * rule.window_s and older_s < 2 * newer_s:
+                del self._points[index]
+            else:
+                index += 1
 
 
 class Trials:
@@ -103,7 +130,9 @@ class Trials:
         for name, split in splits.items():
             known = self.by_name.get(name)
             if split.is_active and (known is None or not known.is_running):
-                self.by_name[name] = Trial(name, _versions(split), now_s)
+                known = self.by_name[name] = Trial(name, _versions(split), now_s)
+            if known is not None:
+                known.is_all_canary = split.canary.share >= 1
 
     def verdicts(self, now_s: float) -> dict[str, Verdict]:
         return {

@@ -1,8 +1,9 @@
 """Watches the registry: polls, looks at once when woken, waits longer while it is down.
 
 Keeps the last good catalog. One look at a time; a wake during one leads to exactly one more, and
-however often it is woken, looking takes at most half of the time. Ignorant of what looking is (a
-function that blocks) and of what the changes are for (whoever subscribes).
+however often it is woken, looking takes at most half of the time, unless looks take longer than
+30 s. Ignorant of what looking is (a function that blocks) and of what the changes are for (whoever
+subscribes).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Watcher:
         self.error: str | None = None  # why the registry cannot be read; one text an outage
         self.last_success_s = 0.0  # Unix time; 0: never
         self.look_s = 0.0  # what the last good look took
+        self.looked_s = 0.0  # the loop's time at which the last good look began; 0: none yet
         self.news = asyncio.Event()  # set when catalog or error changed; its reader clears it
         self._look = look
         self._interval_s = interval_s
@@ -69,6 +71,7 @@ class Watcher:
 
     async def _look_once(self) -> None:
         began_s = time.monotonic()
+        looked_s = asyncio.get_running_loop().time()
         try:
             fresh = await asyncio.to_thread(self._look)
         except RegistryError as error:
@@ -78,6 +81,7 @@ class Watcher:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self.look_s = time.monotonic() - began_s
+            self.looked_s = looked_s
             try:
                 self._succeed(fresh)
             except Exception:  # the catalog is in place; the next look comes all the same
@@ -119,7 +123,8 @@ class Watcher:
                     logger.exception("a subscriber of the registry's changes failed")
 
     async def _pause(self, look_s: float) -> None:
-        shortest_s = max(MIN_PAUSE_S, look_s)
+        # Bounded: after one look that hung for minutes the next one must not wait for minutes.
+        shortest_s = min(max(MIN_PAUSE_S, look_s), _MAX_BACKOFF_S)
         await asyncio.sleep(shortest_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._delay_s() - shortest_s)):

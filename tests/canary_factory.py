@@ -33,12 +33,18 @@ def catalog(*adapters: AdapterVersion, **settings: str) -> Catalog:
 
 
 def tally(first_token_s: float = 0.05, **outcomes: int) -> Tally:
-    """All with the same time to first token."""
+    """All with the same time to first token, and with their adapter on the device."""
     assert outcomes.keys() <= set(OUTCOMES)
     seconds = [0] * (len(ARM_SECONDS) + 1)
     seconds[bisect_left(ARM_SECONDS, first_token_s)] = sum(outcomes.values())
     counts = tuple(outcomes.get(outcome, 0) for outcome in OUTCOMES)
-    return replace(Tally(), outcomes=counts, first_token=tuple(seconds))
+    return replace(
+        Tally(),
+        outcomes=counts,
+        first_token=tuple(seconds),
+        warm_first_token=tuple(seconds),
+        num_warm_left=outcomes.get("left", 0),
+    )
 
 
 def key(arm: Arm, version: AdapterVersion) -> ArmKey:

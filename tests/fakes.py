@@ -68,6 +68,9 @@ class FakePool:
     def has(self, digest: str) -> bool:
         return digest in self.known
 
+    def land_copies(self) -> None:
+        pass
+
     def acquire(self, digest: str) -> bool:
         assert digest in self.known
         if digest in self.blocked or digest in self.copying:

@@ -85,6 +85,7 @@ class PacedEngine:
     hang: Path | None = None  # as HANG
     hung_s: float | None = None  # since when a step hangs, on the monotonic clock
     usual_s: float = 0.0
+    pause_at: int | None = None  # tokens of a choice; more come when it is None again
     _running: dict[str, _Running] = field(default_factory=dict)
     _callbacks: list[Callable[[StepOutput], None]] = field(default_factory=list)
     _on_death: list[Callable[[EngineDeadError], None]] = field(default_factory=list)
@@ -259,7 +260,11 @@ class PacedEngine:
                     self.crash()
                     self._stopped.set()
                     return ()
-                outputs += [self._next(running, choice) for choice in tuple(running.num_tokens)]
+                outputs += [
+                    self._next(running, choice)
+                    for choice, num_tokens in tuple(running.num_tokens.items())
+                    if self.pause_at is None or num_tokens < self.pause_at
+                ]
                 if not running.num_tokens:
                     del self._running[request_id]
         return tuple(outputs)

@@ -90,13 +90,14 @@ class FolderRegistry:
     def ensure_webhook(self, url: str, secret: str) -> None:
         raise RegistryError("a folder calls nobody")
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+    def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
         """Every folder is good; its content is its path's last part."""
         known = self._read()
         version = 1 + max((a.version for a in known.adapters if a.name == name), default=0)
         added = self.add_adapter(f"{name}-{folder.name}", known.resolve_base(base))
         one = replace(added, name=name, version=version)
         self.write(replace(known, adapters=(*known.adapters, one)))
+        self.set_alias(name, alias, version)
 
     def check_adapter(self, version: AdapterVersion) -> None:
         """A folder keeps no verdicts."""

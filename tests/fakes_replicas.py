@@ -34,6 +34,7 @@ class Replica:
         self.engine = PacedEngine(rate=rate)
         self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16, 0))
         self.is_up = True
+        self.found_in: str | None = None  # the tier of adapters on their way; None: memory
         self._is_hung = False
         self._died = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -68,7 +69,8 @@ class Replica:
         if self._is_hung:
             await self._died.wait()
         loop = asyncio.get_running_loop()
-        running = loop.create_task(self.host.submit(call.requests, call.reply_to, name))
+        submitted = self.host.submit(call.requests, call.reply_to, name, self.found_in)
+        running = loop.create_task(submitted)
         died = loop.create_task(self._died.wait())
         try:
             await asyncio.wait({running, died}, return_when=asyncio.FIRST_COMPLETED)

@@ -103,16 +103,22 @@ class Store:
     def marker(self) -> None:
         return None
 
-    def models(self) -> Iterator[RegisteredModel]:
+    def listing(self) -> tuple[list[RegisteredModel], list[ModelVersion]]:
         if self.is_away:
             raise RegistryUnavailableError("the store is away")
+        return list(self._models()), list(self._versions())
+
+    def version(self, name: str, version: int) -> ModelVersion:
+        raise RegistryUnavailableError("no version is read alone here")
+
+    def _models(self) -> Iterator[RegisteredModel]:
         alias = RegisteredModelAlias("champion", str(self.champion))  # type: ignore[no-untyped-call]
         yield _model("good-base", {})
         yield _model("good", {}, [alias])
         for name, tags in self.tags.items():
             yield _model(name, tags)
 
-    def versions(self, name: str | None = None) -> Iterator[ModelVersion]:
+    def _versions(self) -> Iterator[ModelVersion]:
         base = {listing.KIND: "base", listing.DIGEST: BASE_DIGEST}
         yield _version("good-base", 1, base)
         for number in (1, 2):
@@ -165,7 +171,7 @@ class Reader:
     def ensure_webhook(self, url: str, secret: str) -> None:
         raise RegistryError("read only")
 
-    def register_adapter(self, folder: Path, name: str, base: str) -> None:
+    def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
         raise RegistryError("read only")
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:

@@ -10,6 +10,7 @@ from lora.adapter import Adapter, ModuleWeights
 from lora.pool import PAGE_ROWS, AdapterPool
 from lora.sites import Site, Slice
 from lora.staging import StagingSlot
+from tests.fakes import FakeRunner
 
 QKV = Site("qkv", 6, (Slice("q", 4), Slice("k", 2)))
 DOWN = Site("down", 5, (Slice("down", 6),))
@@ -94,3 +95,21 @@ class HandSlot:
         assert self.is_over
         assert self._image is not None
         write(self._image)
+
+
+class QuickSlot(HandSlot):
+    """A slot whose copy has ended before anybody looks."""
+
+    def fill(self, image: torch.Tensor) -> None:
+        super().fill(image)
+        self.is_over = True
+
+
+class RunnerWithPool(FakeRunner):
+    """No tensors but those of a real adapter pool."""
+
+    adapters: AdapterPool  # type: ignore[assignment]
+
+    def __init__(self, pool: AdapterPool, num_blocks: int = 64) -> None:
+        super().__init__(num_blocks)
+        self.adapters = pool

@@ -34,11 +34,12 @@ class LoraCase:
 
     def plan(self, *, large: bool = True, graph_rows: int | None = None) -> LoraPlan:
         """With `graph_rows`: as for a CUDA graph of that many rows."""
-        buffer, counts = write_plan(self, large=large and graph_rows is None)
+        large = large and graph_rows is None
+        buffer, counts = write_plan(self, large=large)
         device = torch.from_numpy(buffer).to(self.x.device)
         if graph_rows is not None:
             return LoraPlan.for_graph(device, graph_rows, self.max_tokens, self.max_pages)
-        return LoraPlan.for_step(device, counts, self.max_tokens, self.max_pages)
+        return LoraPlan.for_step(device, counts, self.max_tokens, self.max_pages, large=large)
 
     def delta(self) -> torch.Tensor:
         """In float64, of the values as they are stored."""
@@ -63,7 +64,8 @@ class LoraCase:
 
 def write_plan(case: LoraCase, *, large: bool) -> tuple[NDArray[np.int32], LoraPlanCounts]:
     # Nobody may read what lies beyond the counts.
-    buffer = np.full(lora_plan_size(case.max_tokens, case.max_pages), 1 << 30, dtype=np.int32)
+    size = lora_plan_size(case.max_tokens, case.max_pages, large=large)
+    buffer = np.full(size, 1 << 30, dtype=np.int32)
     runs = [(() if i is None else case.adapters[i], rows) for i, rows in case.runs]
     counts = write_lora_plan(buffer, runs, case.max_tokens, case.max_pages, large=large)
     return buffer, counts

@@ -112,6 +112,22 @@ def test_environment_is_read_only_in_configuration_and_launcher() -> None:
     assert not wrong
 
 
+def test_background_tasks_begin_in_one_module() -> None:
+    """Where each is held, and its failure logged and counted. A task group does so itself."""
+    makers = {"create_task", "ensure_future"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for room in ROOMS
+        for path in sources(room)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name)
+        and (node.attr if isinstance(node, ast.Attribute) else node.id) in makers
+        and ast.unparse(node) != "group.create_task"
+        and path != ROOT / "serve_app" / "tasks.py"
+    ]
+    assert not wrong
+
+
 def test_no_source_file_is_too_long_to_read() -> None:
     lengths = {
         str(p.relative_to(ROOT)): len(p.read_text().splitlines())

@@ -8,6 +8,7 @@ from engine.core import Engine
 from engine.errors import ContextLengthError, InvalidRequestError, UnknownAdapterError
 from engine.types import NO_MEMORY, TokenOutput
 from tests.fakes import FakeModel, FakePool, FakeRunner, make_engine, make_request, solo_tokens
+from tests.lora_helpers import QuickSlot, RunnerWithPool, loaded
 
 
 def run(engine: Engine) -> list[TokenOutput]:
@@ -45,18 +46,32 @@ def test_a_request_gives_the_same_tokens_alone_and_among_others() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"presence_penalty": 1e39}, "presence_penalty"),
         ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"frequency_penalty": -1e39}, "frequency_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 17}, "prompt_logprobs"),
         ({"stop_token_ids": (16,)}, "stop_token_ids"),
         ({"logit_bias": ((16, 1.0),)}, "logit_bias"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias"),
+        ({"logit_bias": ((1, 1e39),)}, "logit_bias"),
+        ({"logit_bias": ((1, 10**400),)}, "logit_bias"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(16))}, "stop_token_ids"),
+        (
+            {"min_tokens": 1, "stop_token_ids": tuple(range(1, 16)), "ignore_eos": False},
+            "stop_token_ids",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(
@@ -66,6 +81,8 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(
     with pytest.raises(InvalidRequestError) as caught:
         engine.add_request(make_request(**params))  # type: ignore[arg-type]
     assert caught.value.param == param
+    if (value := params.get(param)) is not None and param != "prompt":
+        assert str(value)[:100] in str(caught.value)
     assert not engine.has_work
 
 
@@ -265,6 +282,33 @@ def test_nobody_waits_for_another_ones_adapter() -> None:
     assert pool.copying
     assert not engine.is_stuck
     assert [o.request_id for o in engine.step().outputs] == ["slow"]
+
+
+@pytest.mark.parametrize("adapters", [("a",), ("a", "b"), ("a", "b", "c")])
+def test_an_engine_whose_copy_ends_within_the_walk_takes_another_step(
+    adapters: tuple[str, ...],
+) -> None:
+    """The copy begins where the adapter is refused, and the same walk sees its end."""
+    pool = loaded(*adapters, num_pages=1, slots=[QuickSlot(), QuickSlot()])
+    engine, _ = make_engine(RunnerWithPool(pool))
+    for digest in adapters:
+        engine.add_request(make_request(digest, adapter=digest, max_tokens=2))
+    ended = []
+    while engine.has_work:
+        ended += [o.request_id for o in engine.step().outputs if o.finish_reason]
+        assert not (engine.is_stuck and engine.has_work)
+    assert sorted(ended) == sorted(adapters)
+
+
+def test_an_engine_whose_request_finds_no_room_says_that_a_step_is_no_use() -> None:
+    pool = loaded("a", "b", num_pages=1, slots=[QuickSlot()])
+    assert not pool.acquire("b")
+    pool.land_copies()
+    assert pool.acquire("b")  # for good: a stranger to the engine holds the only page
+    engine, _ = make_engine(RunnerWithPool(pool))
+    engine.add_request(make_request("r", adapter="a"))
+    engine.step()
+    assert engine.is_stuck
 
 
 def test_the_first_output_of_a_choice_says_how_long_it_waited() -> None:

@@ -253,6 +253,38 @@ async def test_a_load_takes_an_unload_back(engine: AsyncEngine, runner: GatedRun
     await stream.aclose()
 
 
+async def test_a_load_right_after_an_unload_leaves_the_adapter_there(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
+    await engine.submit(make_request("first", max_tokens=2))  # holds the loop in its step
+    unload = asyncio.create_task(engine.unload_adapter("x"))
+    await asyncio.sleep(0)
+    load = asyncio.create_task(engine.load_adapter("name", "x", "path"))
+    await asyncio.sleep(0)
+    runner.open()
+    await asyncio.gather(unload, load)
+    assert engine.has_adapter("x")
+    await collect(engine, make_request("second", adapter="x"))
+
+
+async def test_a_load_that_waits_for_a_reader_ends_with_the_engine(
+    runner: GatedRunner, reader: FakeReader
+) -> None:
+    engine = AsyncEngine(Engine(make_config(), runner), reader)
+    runner.open()
+    engine.start()
+    reader.may_read.clear()
+    loads = [asyncio.create_task(engine.load_adapter("name", digest, "path")) for digest in "abcd"]
+    while len(engine._loading) < 4:
+        await asyncio.sleep(0.001)
+    await asyncio.to_thread(engine.stop)
+    reader.may_read.set()
+    for result in await asyncio.gather(*loads, return_exceptions=True):
+        assert isinstance(result, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        await engine.load_adapter("name", "e", "path")
+
+
 async def test_a_failing_step_ends_its_streams_and_no_more(
     engine: AsyncEngine, runner: GatedRunner
 ) -> None:
@@ -302,6 +334,54 @@ async def test_stopping_ends_streams_too(engine: AsyncEngine, runner: GatedRunne
         async for _ in stream:
             pass
     await stopping
+
+
+class DozingEngine(Engine):
+    """Says after its first step that another is no use, whatever waits."""
+
+    has_dozed = False
+
+    def step(self) -> StepOutput:
+        step = super().step()
+        if not self.has_dozed:
+            self.has_dozed = self.is_stuck = True
+        return step
+
+
+async def test_an_engine_put_to_sleep_beside_its_work_wakes_up_and_counts_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.loop._WATCH_S", 0.05)
+    runner = FakeRunner()
+    engine = AsyncEngine(DozingEngine(make_config(), runner), FakeReader(runner.adapters))
+    engine.start()
+    try:
+        request = make_request("a", max_tokens=9)
+        tokens = await asyncio.wait_for(collect(engine, request), 20)
+        assert tokens == {0: solo_tokens(request, 0, runner.model_config)}
+        assert engine.load().num_missed_wakeups == 1
+        assert "beside requests that it could run: 1 run, 0 wait" in caplog.text
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+async def test_an_engine_that_waits_for_room_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop._WATCH_S", 0.01)
+    runner = FakeRunner(adapters=FakePool(known={"x"}, blocked={"x"}))
+    engine = AsyncEngine(Engine(make_config(), runner), FakeReader(runner.adapters))
+    loads = Loads(engine)
+    engine.start()
+    try:
+        request = make_request("a", adapter="x", max_tokens=2)
+        collecting = asyncio.create_task(collect(engine, request))
+        for _ in range(5):  # each but the first is the watchdog's
+            await loads.until(lambda step: step.load.num_waiting == 1)
+        assert not collecting.done()
+        await asyncio.to_thread(engine._loop.call(runner.adapters.blocked.clear).result)
+        assert await asyncio.wait_for(collecting, 20)
+        assert engine.load().num_missed_wakeups == 0
+    finally:
+        await asyncio.to_thread(engine.stop)
 
 
 def test_the_engine_is_what_a_host_expects(engine: AsyncEngine) -> None:

@@ -25,9 +25,10 @@ Pages = tuple[int, ...]
 def tiles_of(
     runs: list[tuple[Pages, int]], *, large: bool = True, max_tokens: int = 512
 ) -> list[tuple[int, int, list[int]]]:
-    out = np.full(lora_plan_size(max_tokens, 64), -1, dtype=np.int32)
+    out = np.full(lora_plan_size(max_tokens, 64, large=large), -1, dtype=np.int32)
     counts = write_lora_plan(out, runs, max_tokens, 64, large=large)
-    return read_tiles(LoraPlan.for_step(torch.from_numpy(out), counts, max_tokens, 64))
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, max_tokens, 64, large=large)
+    return read_tiles(plan)
 
 
 def test_runs_become_tiles_of_at_most_eight_rows() -> None:
@@ -69,10 +70,9 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
             runs.append((tuple(range(total, total + pages)), rows))
             total += pages
     tokens = sum(rows for _, rows in runs)
-    large = large or tokens > 256  # a CUDA graph is not larger
-    out = np.full(lora_plan_size(tokens, total), -1, dtype=np.int32)
+    out = np.full(lora_plan_size(tokens, total, large=large), -1, dtype=np.int32)
     counts = write_lora_plan(out, runs, tokens, total, large=large)
-    plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total)
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total, large=large)
     owned = [()] * tokens
     for start, end, found in read_tiles(plan):
         for row in range(start, end):
@@ -87,6 +87,19 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     assert graph.max_small >= plan.max_small
     assert graph.max_large >= plan.max_large
     assert graph.max_units >= plan.max_units
+
+
+@pytest.mark.parametrize(("num_seqs", "rank_pages"), [(300, 32), (512, 32), (600, 16), (1024, 32)])
+def test_a_decode_of_one_large_adapter_fits_however_many_sequences(
+    num_seqs: int, rank_pages: int
+) -> None:
+    pages = tuple(range(rank_pages))
+    out = np.full(lora_plan_size(num_seqs, 148, large=False), -1, dtype=np.int32)
+    counts = write_lora_plan(out, [(pages, num_seqs)], num_seqs, 148, large=False)
+    assert counts.num_units == -(-num_seqs // 8) * rank_pages
+    plan = LoraPlan.for_graph(torch.from_numpy(out), num_seqs, num_seqs, 148)
+    assert plan.max_units >= counts.num_units
+    assert read_tiles(plan)[-1] == (num_seqs - (num_seqs % 8 or 8), num_seqs, list(pages))
 
 
 def test_the_reference_gives_the_delta_of_float64() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from kernels import paged_attention as module
 from kernels.paged_attention import paged_attention, plan_attention
+from kernels.paged_plan import (
+    HEADER,
+    ITEM,
+    MAX_SPLITS,
+    MIN_CHUNK,
+    HeadShape,
+    work_size,
+    write_work,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 Lengths = list[tuple[int, int]]  # (queries, keys)
@@ -145,3 +155,16 @@ def test_an_empty_sequence_takes_no_rows() -> None:
     plan = plan_attention([0, 1, 1, 3], [5, 5, 5], tables, case.block_size)
     out = paged_attention(case.q, case.k_cache, case.v_cache, plan, 0.3)
     assert torch.equal(out, case.run())
+
+
+def test_the_splits_of_four_thousand_sequences_have_slots_of_their_own() -> None:
+    num_seqs, shape = 4096, HeadShape(4, 2, 16)
+    out = np.zeros(work_size(num_seqs, num_seqs, shape), dtype=np.int32)
+    starts = np.arange(num_seqs + 1, dtype=np.int32)
+    lengths = np.full(num_seqs, MAX_SPLITS * MIN_CHUNK, dtype=np.int32)
+    counts = write_work(out, starts, lengths, shape)
+    assert counts.num_items == num_seqs * MAX_SPLITS
+    merge = out[HEADER : HEADER + ITEM * counts.num_items].reshape(-1, ITEM)[:, 3]
+    assert set(merge & 31) == {MAX_SPLITS}
+    slots = (merge >> 9) + ((merge >> 5) & 15)  # as the kernels read it
+    assert sorted(slots.tolist()) == list(range(num_seqs * MAX_SPLITS))

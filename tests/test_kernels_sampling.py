@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from engine.admission import MAX_LOGIT_CHANGE, MIN_REPETITION_PENALTY
 from kernels import sampling
 from kernels.sampling import (
     add_bias_,
@@ -15,6 +17,7 @@ from kernels.sampling import (
     draw,
     gather_logprobs,
     philox_4x32_10,
+    sample_rows,
     uniform,
 )
 
@@ -213,6 +216,26 @@ def test_penalties_are_those_of_hugging_face_and_openai() -> None:
     assert logits.tolist() == [[1.0, -4.75, -0.25, 4.0], [1.0, 1.0, 1.0, 1.0]]
 
 
+@pytest.mark.parametrize("repetition", [MIN_REPETITION_PENALTY, MAX_LOGIT_CHANGE])
+@pytest.mark.parametrize("change", [-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE])
+def test_no_change_that_a_request_may_ask_for_makes_a_row_infinite(
+    repetition: float, change: float
+) -> None:
+    """A row of -1 is taken for a fault of the model."""
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(0)) * 100
+    rows, ids = torch.zeros(9, dtype=torch.int64), torch.arange(9)
+    often = torch.full((9,), 10**6)  # in the output, and as a bias of the same token
+    factor, changes = torch.tensor([repetition]), torch.tensor([change])
+    apply_penalties_(logits, rows, ids, often, factor, changes, changes)
+    for _ in range(3):
+        add_bias_(logits, rows, ids, changes.expand(9))
+    assert logits.isfinite().all()
+    ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    out = torch.empty(1, dtype=torch.int32)
+    sample_rows(logits, ones, zeros, ones, ones * 0, zeros, zeros, zeros, out)
+    assert 0 <= out[0] < 9
+
+
 def test_logprobs_and_ranks() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 2.0]])
     logprob, rank, top_ids, top = gather_logprobs(logits.expand(3, -1), torch.tensor([1, 2, 0]), 3)
@@ -221,6 +244,27 @@ def test_logprobs_and_ranks() -> None:
     assert top_ids.tolist() == [[1, 2, 4]] * 3
     assert torch.allclose(logprob.double(), expected[[1, 2, 0]])
     assert torch.allclose(top[0].double(), expected[[1, 2, 4]])
+
+
+def test_logprobs_of_many_rows_are_gathered_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, token_ids = logits_of(7, 11), torch.arange(7)
+    at_once = gather_logprobs(logits, token_ids, 3)
+    sizes: list[int] = []
+    gather = sampling.gather_logprobs_reference
+
+    def note(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        sizes.append(logits.shape[0])
+        return gather(logits, *rest)
+
+    monkeypatch.setattr(sampling, "gather_logprobs_reference", note)
+    monkeypatch.setattr(sampling, "_MAX_GATHERED", 2 * 11)
+    for part, whole in zip(gather_logprobs(logits, token_ids, 3), at_once, strict=True):
+        assert torch.equal(part, whole)
+    assert sizes == [2, 2, 2, 1]
+    gather_logprobs(torch.zeros(2, 100), token_ids[:2], 3)  # a row is never cut
+    assert sizes[4:] == [1, 1]
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 9])

@@ -91,6 +91,20 @@ def test_a_version_larger_than_the_limit_is_not_even_begun(tmp_path: Path) -> No
     assert far.fetched == []
 
 
+@pytest.mark.parametrize("size", [3001, 2001])
+def test_a_version_that_does_not_fit_evicts_nothing(tmp_path: Path, size: int) -> None:
+    cache = Cache(tmp_path, max_bytes=3000)
+    held = get(cache, "a")
+    use(cache, "b", "c")
+    with pytest.raises(CacheFullError, match=f"{size} bytes are wanted.* 1000 are in use"):
+        get(cache, "d", size)
+    assert held_names(cache, "abcd") == "abc"
+    assert cache.stats().evictions == 0
+    cache.release(held)
+    use(cache, "e", size=2000)
+    assert held_names(cache, "abc") == "c"
+
+
 def test_no_limit_keeps_all(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     use(cache, *"abcdefgh")

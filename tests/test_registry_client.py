@@ -216,7 +216,7 @@ def test_failed_registration_leaves_nothing(
         with pytest.raises(RegistryError, match="pulled the plug"):
             register_base(registry, tmp_path)
     assert registry.snapshot().entries() == ()
-    assert list(registry._store.models()) == []
+    assert registry._store.listing() == ([], [])
     assert stored_files(tmp_path / "home") == []
 
 

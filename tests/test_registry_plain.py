@@ -20,7 +20,7 @@ from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import BaseVersion
-from registry.errors import ArtifactError, RegistryUnavailableError
+from registry.errors import ArtifactError, RegistryError, RegistryUnavailableError
 from registry.listing import Row
 from registry.sources import ArtifactSources
 from registry.store import MlflowStore
@@ -107,6 +107,24 @@ def test_digest_is_computed_once_and_written_back(
 
     monkeypatch.setattr(MlflowStore, "version_files", refuse)
     assert Registry(uri).snapshot() == first
+
+
+def test_an_adapter_of_a_store_that_can_only_be_read_is_fetched(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_base(Registry(uri), tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise RegistryError("PERMISSION_DENIED")
+
+    monkeypatch.setattr(MlflowStore, "tag_version", refuse)
+    client = register_bare(adapter_folder(tmp_path / "a"))
+    registry = Registry(uri)
+    (adapter,) = registry.snapshot().adapters
+    assert client.get_model_version("pirate", "1").tags == {}
+    # Another process than the one that looked, as an engine is.
+    path = Registry(uri).fetch(adapter, Cache(tmp_path / "cache"))
+    assert sorted(file.name for file in path.iterdir()) == TWO_FILES
 
 
 def test_same_content_has_the_same_digest_however_registered(uri: str, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_refused_registration_leaves_nothing(server: MlflowServer, tmp_path: Pat
     with pytest.raises(RegistrationError):
         register_adapter(registry, tmp_path, name="lost", base="nobody")
     assert registry.snapshot() == before
-    assert "lost" not in [model.name for model in registry._store.models()]
+    assert "lost" not in [model.name for model in registry._store.listing()[0]]
 
 
 def test_server_that_is_gone_is_unavailable_and_known_files_stay(tmp_path: Path) -> None:

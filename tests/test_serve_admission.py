@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 
 import pytest
 from starlette.types import Message
@@ -17,7 +18,7 @@ from serve_app.queue_stats import QueueStats
 from serve_app.routing.admission import AdmissionQueue, Ticket
 from serve_app.routing.room import has_room
 from serve_app.routing.view import Ask, ReplicaView, ReplicaViews
-from serve_app.routing.waiting_room import Applicant
+from serve_app.routing.waiting_room import Applicant, WaitingRoom
 from tests.waiting import until
 
 ROWS = 4
@@ -226,6 +227,22 @@ async def test_before_a_queue_has_moved_its_pace_is_that_of_what_runs() -> None:
     assert 5 <= error.retry_after_s <= 6
     for task in tasks:
         task.cancel()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_nothing_runs_nobody_is_refused_for_what_rounding_left(seed: int) -> None:
+    draw, room, who = Random(seed), WaitingRoom({}, 10.0, 30.0, 256), Applicant("a", "x", 16)
+    guests = []
+    for number in range(draw.randint(2, 40)):
+        guest, _ = room.enter(who, draw.randint(50, 900), 1, 64, 0.1 * number, has_room=True)
+        guests.append(guest)
+    draw.shuffle(guests)
+    for guest in guests:
+        room.generated(guest, 30)
+        room.leave(guest, 10.0)
+    for _ in range(3):  # other ingresses filled the engines
+        guest, _ = room.enter(who, 100, 1, 64, 10.0, has_room=False)
+        assert guest.is_waiting
 
 
 async def test_who_filled_the_queue_alone_gives_way_to_those_who_come() -> None:

@@ -92,6 +92,21 @@ def test_operators_routes_answer_get_and_head(client: httpx.Client, path: str) -
     assert (head.status_code, head.text) == (200, "")
 
 
+def test_every_process_counts_the_failures_of_its_background_tasks(client: httpx.Client) -> None:
+    loops = {"ingress": "report", "manager": "watcher", "replica": "watch-engine"}
+    loops["engine"] = "heartbeat"
+
+    def are_counted() -> bool:
+        lines = client.get("/metrics").text.splitlines()
+        counts = [line for line in lines if line.startswith("loraplex_task_failures_total{")]
+        return all(
+            any(f'process="{process}"' in line and f'task="{task}"' in line for line in counts)
+            for process, task in loops.items()
+        )
+
+    eventually(are_counted)
+
+
 def test_models_are_listed_with_their_parents(client: httpx.Client) -> None:
     data = client.get("/v1/models").json()["data"]
     assert [(model["id"], model["parent"]) for model in data] == [

@@ -178,3 +178,16 @@ def test_open_requests_count_once_every_ingress_refuses_new_ones() -> None:
     assert keeper.num_open_when_draining(1.0) is None
     keeper.hear(IngressReport("two", (BaseActivity(BASE, 1, 0.0),), is_draining=True), 2.0)
     assert keeper.num_open_when_draining(2.0) == 3
+
+
+def test_a_request_counts_though_the_ingress_that_had_it_has_left() -> None:
+    world = World(idle_timeout_s=60.0)
+    world.tick(0.0)
+    world.now_s += 7200.0
+    world.hear("one", num_open=1, idle_s=0.0)
+    for _ in range(10):
+        world.now_s += 1.0
+        world.hear("two", idle_s=7200.0)
+        assert world.tick(0.0) == "awake"
+    idle_s = world.keeper.idle_s(BASE, world.now_s)
+    assert idle_s == 10.0

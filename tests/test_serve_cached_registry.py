@@ -10,7 +10,7 @@ import pytest
 
 from registry.client import Registry
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistrationError
+from registry.errors import NotFoundError, RegistrationError, RegistryUnavailableError
 from serve_app import cached_registry
 from serve_app.adapter_admin import AdapterAdmin, AdapterChange
 from serve_app.cached_registry import CachedRegistry
@@ -81,3 +81,20 @@ def test_a_command_gets_the_registrys_password_and_no_secret_of_the_server_in_it
     assert environment["LORAPLEX_ARTIFACT_ROOT"] == str(root)
     assert environment["LORAPLEX_ARTIFACT_SCHEMES"] == "s3"
     assert "a secret" not in environment.values()
+    reader.register_adapter(tmp_path / "folder", "x", "tiny@1", "prod")
+    arguments, environment = json.loads(written.read_text())
+    assert "--alias=prod" in arguments
+    assert environment["LORAPLEX_ARTIFACT_ROOT"] == str(root)
+
+
+def test_a_command_that_takes_too_long_is_ended_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(cached_registry, "_REGISTER_TIMEOUT_S", 0.2)
+    reader = CachedRegistry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "cache")
+    with pytest.raises(RegistryUnavailableError, match=r"register adapter did not end within 0.2"):
+        reader.register_adapter(tmp_path, "x", "tiny@1", "champion")

@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from engine.errors import InvalidRequestError
-from registry.catalog import Catalog
+from registry.catalog import Catalog, DefaultAliases
 from registry.errors import InvalidNameError, NotFoundError, RegistryUnavailableError
 from serve_app import canaries as module
 from serve_app.canaries import Canaries
+from serve_app.canary_orders import Orders
 from serve_app.config import CanaryArgs
+from serve_app.reports import IngressReport
 from serve_app.topology import CanaryState
-from tests.canary_factory import BASE, CANARY, STABLE, adapter, catalog, report, tally
+from serve_app.traffic import read_traffic
+from tests.canary_factory import (
+    BASE,
+    CANARY,
+    OTHER_BASE,
+    STABLE,
+    adapter,
+    catalog,
+    key,
+    report,
+    tally,
+)
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Desk:
     canaries: Canaries
     registry: FolderRegistry
+    wakes: list[float]  # the times at which a look at the registry was asked for
+    looked_s: float = 0.0
 
     def review(self) -> CanaryState:
-        """What the manager does a few times a second."""
+        """What the manager does a few times a second, with a look at the registry before."""
+        looked_s = asyncio.get_running_loop().time()
         try:
             known = self.registry.snapshot()
         except RegistryUnavailableError:
             known = self.canaries._catalog
-        return self.canaries.review(known, {BASE.digest})
+        else:
+            self.looked_s = looked_s
+        return self.review_of(known)
+
+    def review_of(self, known: Catalog) -> CanaryState:
+        """Without a look at the registry since the last `review`."""
+        return self.canaries.review(known, {BASE.digest}, self.looked_s)
 
     def fail(self) -> CanaryState:
         """Enough of errors for the rule."""
@@ -40,6 +63,11 @@ class Desk:
         self.review()
         self.canaries.take(report(stable=tally(ok=50), canary=tally(ok=20, error=30)))
         return self.review()
+
+    async def written(self) -> None:
+        """Until the registry has every roll-back, and a look at it can begin later."""
+        await until(lambda: not self.canaries._tasks)
+        await asyncio.sleep(0.005)
 
     def setting(self, key: str) -> str | None:
         return self.registry.snapshot().setting("pirate", key)
@@ -55,8 +83,10 @@ def desk(tmp_path: Path) -> Callable[[Catalog], Desk]:
         registry = FolderRegistry(tmp_path)
         registry.write(known)
         opened = Canaries(CanaryArgs())
-        opened.open(registry, registry.snapshot)
-        made = Desk(opened, registry)
+        wakes: list[float] = []
+        loop = asyncio.get_running_loop()
+        opened.open(registry, registry.snapshot, lambda: wakes.append(loop.time()))
+        made = Desk(opened, registry, wakes)
         made.review()
         return made
 
@@ -73,7 +103,7 @@ async def test_a_bad_canary_loses_its_requests_at_once_and_its_weight(desk: Make
     assert (name, digest) == ("pirate", CANARY.digest)
     assert "30 errors in 50 requests" in reason
     assert state.num_rollbacks == (("pirate", 1),)
-    await until(lambda: made.setting("canary_rolled_back") is not None)
+    await made.written()
     assert made.setting("canary_weight") == "0"
     record = json.loads(made.setting("canary_rolled_back") or "")
     assert (record["version"], record["reason"]) == (2, reason)
@@ -101,15 +131,135 @@ async def test_a_registry_that_is_down_stops_no_roll_back(
         assert made.review().vetoes
         assert made.review().num_rollbacks == (("pirate", 1),)
     (made.registry.folder / "catalog.json").write_bytes(content)
-    await until(lambda: made.setting("canary_rolled_back") is not None)
+    await made.written()
     assert made.setting("canary_weight") == "0"
     assert made.review().vetoes == ()
+
+
+async def test_a_roll_back_holds_until_the_registry_is_read_after_it_was_written(
+    desk: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = desk(catalog(canary_weight="0.5"))
+    stale = made.registry.snapshot()
+    assert made.fail().vetoes
+    await made.written()
+    assert len(made.wakes) == 1  # so that nobody waits for a poll
+    later_s = made.canaries._vetoes["pirate", CANARY.digest].written_s or 0.0
+    monkeypatch.setattr(module, "_now_s", lambda: later_s + 3600)
+    for _ in range(3):
+        assert made.review_of(stale).vetoes  # an hour later, the same old catalog
+    assert made.review().vetoes == ()
+    assert made.review().num_rollbacks == (("pirate", 1),)
+
+
+async def test_a_roll_back_is_written_while_the_bare_name_means_nothing(desk: Make) -> None:
+    """The server's own default alias is `production`; a later version of the name was made for a
+    base version that is gone, so that without that alias the name could not be resolved."""
+    stable, canary = adapter(1, "production"), adapter(2, "canary")
+    orphan = replace(adapter(3), base_digest="x" * 64)
+    made = desk(Catalog((BASE,), (stable, canary, orphan)))
+    made.registry.set_setting("pirate", "canary_weight", "0.5")
+    made.canaries._look = made.registry.snapshot
+    named = replace(made.registry.snapshot(), default_aliases=DefaultAliases("production"))
+    made.review_of(named)
+    made.canaries.take(report())
+    made.canaries.take(
+        IngressReport(
+            "one",
+            arms=(
+                (key("stable", stable), tally(ok=100)),
+                (key("canary", canary), tally(ok=10, error=90)),
+            ),
+        )
+    )
+    assert made.review_of(named).vetoes
+    await made.written()
+    assert made.setting("canary_weight") == "0"
+    assert "90 errors" in (made.setting("canary_rolled_back") or "")
+
+
+async def test_no_order_promotes_a_version_whose_roll_back_is_not_written_yet(
+    desk: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 3600.0)
+    made = desk(catalog(canary_weight="0.5"))
+    file = made.registry.folder / "catalog.json"
+    content = file.read_bytes()
+    file.unlink()
+    assert made.fail().vetoes
+    await until(lambda: not made.canaries._writing.locked() and made.registry.num_vain_polls > 2)
+    file.write_bytes(content)
+    with pytest.raises(InvalidRequestError, match="2 was rolled back \\(30 errors"):
+        await made.canaries.promote("pirate")
+    assert made.aliases(2) == ("canary",)
+    for task in made.canaries._tasks:
+        task.cancel()
+
+
+async def test_a_promotion_can_name_the_version_that_it_means(desk: Make) -> None:
+    made = desk(catalog(canary_weight="0.5"))
+    with pytest.raises(InvalidRequestError, match=r"version: expected 3, .* 'pirate' is 2"):
+        await made.canaries.promote("pirate", 3)
+    assert made.aliases(2) == ("canary",)
+    await made.canaries.promote("pirate", 2)
+    assert made.aliases(2) == ("champion",)
+
+
+@pytest.mark.parametrize("arm", ["canary", "shadow"])
+async def test_no_version_gets_the_share_that_was_given_for_another(desk: Make, arm: str) -> None:
+    """After every write of the order, also where that was the last one that arrived."""
+    versions = (STABLE, adapter(2, arm), adapter(3))
+    made = desk(catalog(*versions, **{f"{arm}_weight": "0.9"}))
+    shares: list[float] = []
+
+    class Watched(FolderRegistry):
+        def set_alias(self, name: str, alias: str, version: int | None) -> None:
+            super().set_alias(name, alias, version)
+            note()
+
+        def set_setting(self, name: str, key: str, value: str | None) -> None:
+            super().set_setting(name, key, value)
+            note()
+
+    def note() -> None:
+        split = read_traffic(made.registry.snapshot(), {BASE.digest}, {}).splits["pirate"]
+        wish = split.canary if arm == "canary" else split.shadow
+        assert wish.version is not None
+        if wish.version.version == 3:
+            shares.append(wish.share)
+
+    watched = Watched(made.registry.folder)
+    weights = (0.01, None) if arm == "canary" else (None, 0.01)
+    Orders(watched, watched.snapshot()).start("pirate", 3, *weights)
+    assert set(shares) <= {0.0, 0.01}
+    assert shares[-1] == 0.01
+
+
+async def test_a_canary_that_keeps_taking_its_base_down_is_judged_by_all_its_requests(
+    desk: Make,
+) -> None:
+    far = adapter(2, "canary", base=OTHER_BASE)
+    made = desk(catalog(STABLE, far, canary_weight="0.5"))
+    known, both = made.registry.snapshot(), {BASE.digest, OTHER_BASE.digest}
+
+    def round_of(num: int) -> CanaryState:
+        """25 requests that went well, 5 errors, and the base is down for a moment."""
+        arms = (
+            (key("stable", STABLE), tally(ok=30 * num)),
+            (key("canary", far), tally(ok=25 * num, error=5 * num)),
+        )
+        made.canaries.take(IngressReport("one", arms=arms))
+        made.canaries.review(known, both, made.looked_s, both)
+        return made.canaries.review(known, {BASE.digest}, made.looked_s, both)
+
+    assert not round_of(0).vetoes
+    assert any(round_of(num).vetoes for num in range(1, 20))
 
 
 async def test_a_veto_is_for_one_version(desk: Make) -> None:
     made = desk(catalog(STABLE, CANARY, adapter(3), canary_weight="0.5"))
     assert made.fail().vetoes
-    await until(lambda: made.setting("canary_rolled_back") is not None)
+    await made.written()
     status = await made.canaries.start("pirate", 3, 0.5, None)
     assert made.review().vetoes == ()
     assert [(arm.version, arm.weight) for arm in status.arms] == [(1, 0.5), (3, 0.5)]
@@ -135,7 +285,7 @@ async def test_a_late_roll_back_leaves_the_next_versions_weight_alone(
 async def test_the_same_version_may_be_tried_again(desk: Make) -> None:
     made = desk(catalog(canary_weight="0.5"))
     made.fail()
-    await until(lambda: made.setting("canary_rolled_back") is not None)
+    await made.written()
     with pytest.raises(InvalidRequestError, match="2 was rolled back"):
         await made.canaries.promote("pirate")
     await made.canaries.start("pirate", None, 0.25, None)
@@ -227,3 +377,8 @@ async def test_a_weight_that_is_none_is_logged_once(
     assert len(told) == 1
     (status,) = made.canaries.statuses()
     assert "30%" in status.problems[0]
+
+
+async def test_an_order_before_the_registry_was_read_is_refused_as_unavailable() -> None:
+    with pytest.raises(RegistryUnavailableError, match="not read yet"):
+        await Canaries(CanaryArgs()).promote("pirate")

@@ -247,7 +247,7 @@ def test_an_operator_starts_watches_and_promotes(
     assert seen["canary tried@2"] == sum(place("tried", user) < 0.3 for user in USERS)
     shown = canary("status", "tried")
     assert "too few requests yet" in shown or "good" in shown
-    canary("promote", "tried")
+    canary("promote", "tried", "--version", "2")
     eventually(lambda: {ask(client, "tried", user) for user in USERS} == {"None tried@2"})
     aliases = {
         one.version: one.aliases for one in rig.registry.snapshot().adapters if one.name == "tried"
@@ -279,3 +279,5 @@ def test_orders_need_the_token_and_a_canary(client: httpx.Client, admin: httpx.C
     assert client.get("/admin/canaries").status_code == 401
     assert admin.post("/canaries/nobody/promote").status_code == 404
     assert admin.post("/canaries/errs@1/abort").status_code == 400
+    other = admin.post("/canaries/sticky/promote", json={"version": 9})
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "version")

@@ -219,7 +219,7 @@ def test_models_and_doctor_print_json_with_stable_names(
     capsys.readouterr()
     assert run("models", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"bases", "adapters", "rejected"}
+    assert found.keys() == {"bases", "adapters", "rejected", "dangling"}
     assert (found["bases"][0]["name"], found["bases"][0]["aliases"]) == ("tiny", ["champion"])
     assert run("models", "--json", "--url", served.url) == 0
     assert "id" in json.loads(capsys.readouterr().out)["models"][0]

@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from engine.admission import EngineLimits
 from registry.catalog import Catalog
-from registry.entities import BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import NotFoundError
 from serve_app.cold_start import ColdStarts
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
@@ -191,6 +191,37 @@ async def test_sleep_that_was_called_off_costs_nothing() -> None:
     await settle()
     assert asked.done()
     await asked
+
+
+async def test_requests_for_a_canary_whose_base_sleeps_wake_it_and_are_answered_by_stable() -> None:
+    other = replace(BASE, name="other", digest="o" * 64)
+    stable = AdapterVersion("pirate", 1, "1" * 64, "a", BASE.digest, 8, (), "", ("champion",))
+    canary = replace(
+        stable,
+        version=2,
+        digest="2" * 64,
+        base_name="other",
+        base_digest=other.digest,
+        aliases=("canary",),
+    )
+    weight = Setting("pirate", "canary_weight", "1")
+    catalog = Catalog((BASE, other), (stable, canary), settings=(weight,))
+    world = World()
+    world.come_up()
+    asleep = replace(ASLEEP, base=other, app_name="far")
+    assert world.gateway.view is not None
+    (awake,) = world.gateway.view.bases
+    world.gateway._take(PlatformView("2", catalog, (awake, asleep), (), True, None))
+    admission = await world.cold_starts.admit("pirate", world.receive)
+    await settle()
+    assert world.manager.woken == [other.digest]
+    assert admission.route.arm is not None
+    assert (admission.route.arm.arm, admission.route.arm.version) == ("stable", 1)
+    starting = replace(asleep, state="starting", is_waking=True)
+    world.gateway._take(PlatformView("3", catalog, (awake, starting), (), True, None))
+    await world.cold_starts.admit("pirate", world.receive)
+    await settle()
+    assert world.manager.woken == [other.digest]  # once
 
 
 async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:

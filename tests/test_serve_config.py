@@ -64,6 +64,7 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"modles": []}, "modles"),
         ({"models": [{"name": "a", "engine": {"blok_size": 8}}]}, "blok_size"),
         ({"models": [{"name": "a", "engine": {"device": "tpu"}}]}, "device"),
+        ({"models": [{"name": "a", "engine": {"max_lora_rank": 513}}]}, "max_lora_rank"),
         ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
         ({"models": [{}]}, "name"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "models listed twice: a"),

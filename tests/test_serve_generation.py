@@ -6,11 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from ray.exceptions import TaskCancelledError
+from ray.serve._private.replica_result import ActorReplicaResult
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
+from serve_app.arms import ArmKey, Arms
+from serve_app.attempt import Attempt, CallCancelledError
+from serve_app.completion import Completion
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
     ClientGoneError,
@@ -20,11 +31,17 @@ from serve_app.errors import (
     to_api_error,
 )
 from serve_app.generation import Generation
+from serve_app.params import Prompt
 from serve_app.routing import views_registry
+from serve_app.routing.asks import make_ask
 from serve_app.routing.attendance import Attendance
 from serve_app.stream import HEARTBEAT_S
-from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN
-from tests.fakes_replicas import Fleet, make_request, read_all, running_fleet, tokens
+from serve_app.stream_server import StreamServer
+from serve_app.topology import SubmitCall
+from tests.answer_factory import completion
+from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN, PacedEngine
+from tests.fakes_replicas import APP, Fleet, make_request, read_all, running_fleet, tokens
+from tests.text_factory import base_text
 from tests.waiting import until
 
 PROMPT = (11, 12, 13, 14)
@@ -63,11 +80,15 @@ async def read_some(generation: Generation, num_tokens: int) -> list[TokenOutput
 @pytest.mark.parametrize("num_before", [0, 1, 20, 39])
 async def test_a_stream_goes_on_where_its_engine_died(num_before: int) -> None:
     async with running_fleet(2) as fleet:
+        for replica in fleet.replicas.values():
+            replica.engine.pause_at = num_before
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, num_before)
         rest = asyncio.create_task(read_all(generation))
         await until(lambda: bool(fleet.placed))
         fleet.replicas[engine_of(fleet)].kill()
+        for replica in fleet.replicas.values():
+            replica.engine.pause_at = None
         outputs += await rest
         assert tokens(outputs) == WHOLE
         assert outputs[-1].finish_reason == "length"
@@ -122,6 +143,31 @@ async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_tha
         num_tokens = len(tokens(outputs))
         assert before - view.output_tokens == pytest.approx((before - num_tokens) / 20)
         generation.close()
+
+
+@pytest.mark.parametrize(("found_in", "num_warm"), [(None, 1), ("disk", 0)])
+async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
+    found_in: str | None, num_warm: int, tmp_path: Path
+) -> None:
+    text = base_text(tmp_path)
+    arms, key = Arms(), ArmKey("pirate", "canary", 2, "d2")
+
+    async with running_fleet(1) as fleet:
+        engine = fleet.replicas["e0"]
+        engine.found_in = found_in
+        engine.engine.loaded["d2"] = "pirate"
+        for name, leaves in (("a", False), ("b", True)):
+            request = replace(make_request(PROMPT, name=name), adapter="d2")
+            generation = fleet.generate(request)
+            answer = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
+            leave = (lambda _, one=generation: one.fail(ClientGoneError())) if leaves else None
+            made = Completion(generation, answer, (request,), arms.watch(key), leave)
+            with pytest.raises(ClientGoneError) if leaves else nullcontext():
+                await asyncio.wait_for(made.whole(), 20)
+            made.close()
+    ((_, counted),) = arms.tallies()
+    assert (counted.count("ok"), counted.count("left"), sum(counted.first_token)) == (1, 1, 2)
+    assert (counted.num_warm_left, sum(counted.warm_first_token)) == (num_warm, 2 * num_warm)
 
 
 async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
@@ -317,6 +363,78 @@ async def test_it_does_not_wait_longer_than_its_time_limit() -> None:
         with pytest.raises(EngineDeadError, match="in time"):
             await read_all(generation)
         assert migrated(fleet, "death", "failed") == count(fleet, "lost") == 1
+
+
+async def test_a_wait_behind_a_suspect_is_not_taken_off_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.generation.MAX_HOLD_S", 1.5)
+    async with running_fleet(3) as fleet:
+        fleet.args = MigrationArgs(timeout_s=1.0)
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        turn = fleet.migrations.probation(APP).join(is_exclusive=True)  # another request's
+        fleet.replicas[engine_of(fleet)].kill()
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        turn.leave()
+
+
+async def test_a_suspect_that_is_refused_everywhere_meets_its_time_limit() -> None:
+    async with running_fleet(2, rate=1.0) as fleet:  # no token before the death
+        fleet.args = MigrationArgs(timeout_s=1.5)
+        generation = fleet.generate(make_request(PROMPT))
+        reading = asyncio.create_task(read_all(generation))
+        await until(lambda: bool(fleet.placed))
+        fleet.num_refusals = 1_000_000
+        fleet.replicas[engine_of(fleet)].kill()
+        with pytest.raises(OverloadedError):
+            await reading
+        assert generation._journey.is_suspect
+
+
+async def test_a_call_that_its_far_end_cancels_goes_on_elsewhere() -> None:
+    async with running_fleet(2) as fleet:
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await read_some(generation, 5)
+        (task,) = fleet._tasks
+        task.cancel()  # as Serve cancels the calls of a replica that it stops
+        outputs += await read_all(generation)
+        assert tokens(outputs) == WHOLE
+        assert len(fleet.placed) == 2
+        assert not generation._journey.num_deaths
+
+
+class _CancelledResponse:
+    """Ray's own wrappers around a call whose task was cancelled at the replica."""
+
+    _cancelled = False
+    request_id = "request"
+    __await__ = DeploymentResponse.__await__
+
+    async def _fetch_future_result_async(self) -> _CancelledResponse:
+        return self
+
+    @ActorReplicaResult._process_response
+    async def get_async(self) -> None:
+        raise TaskCancelledError
+
+    def cancel(self) -> None:
+        raise AssertionError("nobody here cancels it")
+
+
+async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> None:
+    server = StreamServer()
+    await server.listen("127.0.0.1")
+    request = make_request(PROMPT)
+    ask = make_ask([request], None, PacedEngine().model_limits)
+    handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
+    call = SubmitCall((request,), None, server.address, ask)
+    attempt = Attempt(server, cast(DeploymentHandle[object], handle), call)
+    with pytest.raises(CallCancelledError):
+        await asyncio.wait_for(attempt.read(), 10)
+    attempt.close(())
+    server.close()
 
 
 async def test_full_queues_are_waited_for() -> None:

@@ -180,6 +180,7 @@ def test_the_load_becomes_gauges_and_counters() -> None:
         num_preemptions=4,
         prefix_queries=50,
         prefix_hits=20,
+        num_missed_wakeups=1,
     )
     metrics = new_metrics()
     metrics.observe_step(step(load=load), now_s=100.0)
@@ -190,6 +191,7 @@ def test_the_load_becomes_gauges_and_counters() -> None:
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.75
     assert value(metrics, "vllm:num_preemptions_total") == 4
     assert value(metrics, "vllm:prefix_cache_hits_total") == 20
+    assert value(metrics, "loraplex_engine_missed_wakeups_total") == 1
 
 
 def test_a_bucket_holds_what_is_at_most_its_bound() -> None:

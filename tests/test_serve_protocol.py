@@ -170,7 +170,7 @@ WRONG: dict[str, list[object]] = {
     "min_p": [-0.1, 1.5],
     "presence_penalty": [-2.1, 1e9],
     "frequency_penalty": [2.1, -1e9],
-    "repetition_penalty": [0, -1, 2.5],
+    "repetition_penalty": [0, -1, 2.5, 1e-46, 0.0099],
     "seed": [2**64, -(2**63) - 1, 1.0, "1"],
     "stop": ["", [""], ["a"] * 17, "x" * 257, 3, [3], {"a": 1}],
     "stop_token_ids": [[-1], [1.5], ["a"], [2**63], [True], 5, [1] * 129],

@@ -7,14 +7,22 @@ import threading
 
 import pytest
 
+from engine.admission import EngineLimits
+from engine.types import StepOutput
 from serve_app.config import RouterArgs
 from serve_app.explain import measured
+from serve_app.ingress_links import IngressLinks
+from serve_app.migrations import Migrations
+from serve_app.routing import views_registry
+from serve_app.routing.attendance import Attendance
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
 from serve_app.routing.view import ReplicaView, ReplicaViews, Usual
 from serve_app.routing.views_registry import Meeting, Registry
-from tests.routing_factory import LIMITS, make_ask, make_load, make_view
+from serve_app.stream_server import StreamServer
+from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
+from tests.waiting import until
 
 
 def _meeting(*replica_ids: str) -> Meeting:
@@ -56,6 +64,55 @@ def test_a_lost_connection_leaves_a_view_that_is_known_to_be_old() -> None:
     assert view.num_cached_tokens((1,)) == 0
     view.observe(make_load(), 2.0)
     assert view.is_connected
+
+
+def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = Registry()
+    meeting = registry.meet("app")
+    meeting.views.set_limits(LIMITS)
+    router = threading.Thread(target=meeting.keep, args=(["e0"],))
+
+    def slow_view(replica_id: str, limits: EngineLimits) -> ReplicaView:
+        """The router's thread runs between the look for a view and its making."""
+        monkeypatch.undo()
+        router.start()
+        router.join(0.2)  # or it waits until the view is there
+        return ReplicaView(replica_id, limits)
+
+    monkeypatch.setattr(views_registry, "ReplicaView", slow_view)
+    adopted = registry.adopt("e0")
+    router.join(10)
+    assert meeting.views.get("e0") is adopted
+    assert adopted.limits == LIMITS
+    assert registry.adopt("e0") is adopted
+
+
+async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> None:
+    server = StreamServer()
+    await server.listen("127.0.0.1")
+    Attendance(server, lambda digest: None)
+    migrations = Migrations(server, views_registry, "i0", 10.0, 0.05)
+    meeting = views_registry.meet("app of an engine that was silent")
+    meeting.views.set_limits(LIMITS)
+    meeting.keep(["silent"])
+    view = meeting.views.get("silent")
+    assert view is not None
+    links = IngressLinks("silent", lambda *_: None, lambda _: None)
+    await links.attend(server.address)
+    links.send(StepOutput((), IDLE, (1, 2, 3), ()), {})
+    await until(lambda: view.num_cached_tokens((1, 2, 3)) == 96)
+    await until(lambda: (server.silence_s("silent") or 0.0) > 0.05)
+    migrations.look()
+    assert not view.is_connected
+    links.send(StepOutput((), IDLE, (4,), (3,)), {})
+    await until(lambda: view.is_connected)
+    assert view.prefixes == {1, 2, 4} == links.news.prefixes
+    links.close()
+    await until(lambda: not server.engines)
+    assert not view.prefixes  # its next connection brings them all
+    server.close()
 
 
 def test_placing_from_two_threads_at_once_counts_right() -> None:

@@ -16,24 +16,28 @@ from engine.types import (
     ResumedChoice,
     SamplingParams,
     StepOutput,
+    TokenLogprobs,
     TokenOutput,
 )
 from serve_app.engine_actor import EngineHost
 from serve_app.engine_news import EngineNews
 from serve_app.metrics import EngineMetrics
+from serve_app.params import MAX_LOGPROB_ENTRIES
 from serve_app.stream import (
     MAX_CONTROL_BYTES,
+    MAX_STEP_BYTES,
     Abort,
     Accepted,
     Frame,
     FrameSplitter,
     Hello,
     Step,
+    StreamAddress,
     StreamError,
     decode_frame,
     encode_frame,
 )
-from serve_app.stream_client import MAX_WAITING_OUTPUTS, MIN_MERGED, IngressLink
+from serve_app.stream_client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
 from serve_app.stream_server import StreamServer, TokenStream
 from tests.fakes_engine import PacedEngine
 
@@ -305,6 +309,7 @@ async def test_a_frame_says_once_that_the_engine_has_a_request_and_its_load_coun
         told = [frame for frame in frames if frame.accepted]
         accepted = [one for frame in told for one in frame.accepted]
         assert accepted == [Accepted("a", 0.25, "disk"), Accepted("b", 0.25, "disk")]
+        assert stream.found_in == "disk"
         assert told[0].load.num_running == 2
         first = next(frame for frame in frames if frame.outputs)
         assert frames.index(told[0]) <= frames.index(first)
@@ -662,12 +667,176 @@ async def test_the_first_frame_has_the_whole_and_the_next_ones_the_changes() -> 
     assert len(last.outputs) == 1
 
 
-async def test_an_ingress_that_never_reads_is_cut_off_at_the_bound() -> None:
+@pytest.fixture
+def max_frame_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Small, so that outputs of a few KiB are large."""
+    monkeypatch.setattr("serve_app.stream_client.MAX_FRAME_BYTES", 16 * 1024)
+    return 16 * 1024
+
+
+def large_output(request_id: str, offset: int = 0, num_positions: int = 16) -> TokenOutput:
+    """About 5 KiB, or 0.3 KiB a position."""
+    entry = TokenLogprobs(12345, -1.25, 1, tuple((rank, -1.5 - rank) for rank in range(20)))
+    return TokenOutput(request_id, 0, offset, (1,), prompt_logprobs=(entry,) * num_positions)
+
+
+def frame_bytes(transport: StuckTransport) -> int:
+    """The length of the longest frame."""
+    return max(len(data) for data in transport.written)
+
+
+async def test_what_waits_for_a_slow_ingress_goes_out_in_frames_of_a_bounded_size(
+    max_frame_bytes: int,
+) -> None:
     link, transport, news = await stuck_link()
     link.pause_writing()
-    outputs = [TokenOutput("r", 0, 0, (1,))] * MAX_WAITING_OUTPUTS
+    link.accept(Accepted("r", 0.0, ""))
+    for offset in range(10):
+        news.observe(replace(step(num_steps=offset), cached_prefixes=(offset,)))
+        link.send([large_output("r", offset)])
+    link.resume_writing()
+    _, *frames = steps_of(transport)
+    assert [one.offset for frame in frames for one in frame.outputs] == list(range(10))
+    assert all(frame.outputs for frame in frames)
+    assert frame_bytes(transport) < 1.5 * max_frame_bytes
+    assert [frame.accepted for frame in frames if frame.accepted] == [(Accepted("r", 0.0, ""),)]
+    assert frames[0].accepted
+    assert [len(frame.cached_prefixes) for frame in frames] == [10] + [0] * (len(frames) - 1)
+    link.send()
+    assert steps_of(transport)[-1].outputs == ()
+
+
+async def test_a_slow_ingress_gets_one_frame_at_a_time(max_frame_bytes: int) -> None:
+    link, transport, news = await stuck_link()
+    link.pause_writing()
     news.observe(step())
-    link.send(outputs)
+    link.send([large_output("r", offset) for offset in range(9)])
+    num_told = len(steps_of(transport))
+
+    class Stuck(StuckTransport):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            transport.write(data)
+            link.pause_writing()  # as a transport does whose buffer is full
+
+    link._transport = Stuck()
+    for num_frames in range(1, 4):
+        link.resume_writing()
+        assert len(steps_of(transport)) == num_told + num_frames
+    link.send([large_output("r", 9)])  # behind what waits
+    while link._waiting:
+        link.resume_writing()
+    told = [output.offset for frame in steps_of(transport) for output in frame.outputs]
+    assert told == list(range(10))
+    assert link._waiting_bytes == 0
+
+
+async def test_the_large_outputs_of_one_step_go_out_in_frames_of_a_bounded_size(
+    max_frame_bytes: int,
+) -> None:
+    link, transport, news = await stuck_link()
+    news.observe(step())
+    link.send([large_output(f"r{number}") for number in range(9)])
+    names = [output.request_id for frame in steps_of(transport) for output in frame.outputs]
+    assert names == [f"r{number}" for number in range(9)]
+    assert frame_bytes(transport) < 1.5 * max_frame_bytes
+
+
+@pytest.mark.parametrize("num_top", [0, 20])
+def test_the_largest_output_that_a_request_may_ask_for_fits_into_a_frame(num_top: int) -> None:
+    top = tuple((2**31, -1.5) for _ in range(num_top))
+    entry = TokenLogprobs(2**31, -1.25, 2**31, top)
+    output = TokenOutput("r" * 100, 0, 0, (1,), prompt_logprobs=(entry,) * 1000)
+    num_positions = MAX_LOGPROB_ENTRIES / (num_top + 1)
+    num_bytes = len(encode_frame(Step((output,), EngineLoad(), True))) * num_positions / 1000
+    assert num_bytes < 0.9 * MAX_STEP_BYTES
+
+
+async def test_a_burst_of_large_outputs_beside_a_slow_ingress_costs_no_other_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.stream_server.MAX_STEP_BYTES", 3 * MAX_FRAME_BYTES)
+    async with running_rig(rate=20) as rig:
+        stream = rig.server.open(["r"])
+        bursts = rig.server.open(["burst"])
+        call = rig.submit(new_request(max_tokens=30))
+        outputs = await stream.read()
+        (connection,) = rig.server._connections
+        assert connection._transport is not None
+        connection._transport.pause_reading()
+        (link,) = rig.host._links._links.values()
+        num_sent = 0
+        while len(link._waiting) < 15:  # the sockets' buffers come first
+            link.send([large_output("burst", num_sent, num_positions=1000)])
+            num_sent += 1
+            await asyncio.sleep(0)
+        connection._transport.resume_reading()
+        outputs += await read_all(stream)
+        assert [output.offset for output in outputs] == list(range(30))
+        await asyncio.wait_for(call, 10)
+        told: list[TokenOutput] = []
+        while len(told) < num_sent:
+            told += await asyncio.wait_for(bursts.read(), 10)
+        assert [output.offset for output in told] == list(range(num_sent))
+        assert rig.server.engines == {"e0"}
+
+
+async def test_an_ingress_that_never_reads_loses_its_own_streams_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.stream_client.MAX_WAITING_BYTES", 4000)
+    async with running_rig() as rig:
+        other = StreamServer()
+        await other.listen("127.0.0.1")
+        stuck, reading = rig.server.open(["stuck"]), other.open(["reading"])
+        call = rig.submit(new_request("stuck", max_tokens=100_000))
+        request = new_request("reading", max_tokens=200)
+        honest = asyncio.create_task(rig.host.submit([request], other.address, None))
+        await stuck.read()
+        rig.host._links._links[rig.server.address.ingress_id].pause_writing()
+        with pytest.raises(EngineDeadError, match="connection to the engine was lost"):
+            await read_all(stuck)
+        with pytest.raises(StreamError, match="connection to the ingress was lost"):
+            await asyncio.wait_for(call, 10)
+        assert [output.offset for output in await read_all(reading)] == list(range(200))
+        await asyncio.wait_for(honest, 10)
+        assert rig.engine.aborted == [("stuck", None)]
+        other.close()
+
+
+async def test_an_ingress_that_never_reads_is_cut_off_at_the_bound_in_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_app.stream_client.MAX_WAITING_BYTES", 12 * 1024)
+    link, transport, news = await stuck_link()
+    link.pause_writing()
+    news.observe(step())
+    link.send([large_output("r", offset) for offset in range(2)])
     assert not transport.is_aborted
-    link.send(outputs[:1])
+    link.send([large_output("r", 2)])
     assert transport.is_aborted
+    link.connection_lost(None)
+    assert (len(link._waiting), link._waiting_bytes) == (0, 0)
+
+
+async def test_a_link_that_ends_right_behind_its_dialling_takes_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_rig() as rig:
+        dial = rig.host._links._dial
+
+        async def dial_and_lose(address: StreamAddress) -> IngressLink:
+            link = await dial(address)
+            assert link._transport is not None
+            link._transport.abort()  # `connection_lost` comes before who waits for the dialling
+            return link
+
+        monkeypatch.setattr(rig.host._links, "_dial", dial_and_lose)
+        rig.server.open(["r"])
+        with pytest.raises(StreamError, match="closed the connection at once"):
+            await asyncio.wait_for(rig.submit(new_request(max_tokens=100_000)), 10)
+        assert rig.engine.load().num_steps == 0
+        monkeypatch.undo()
+        again = rig.server.open(["again"])
+        call = rig.submit(new_request("again"))
+        assert len(await read_all(again)) == 5
+        await asyncio.wait_for(call, 10)

@@ -150,6 +150,15 @@ def test_a_canary_on_another_base_is_used_while_that_base_runs() -> None:
     assert traffic.split_of("base:pirate") is None  # the client names the base
 
 
+def test_a_canary_whose_base_is_down_or_asleep_keeps_its_share() -> None:
+    far = adapter(2, "canary", base=OTHER_BASE)
+    served = {BASE.digest, OTHER_BASE.digest}
+    known = catalog(STABLE, far, canary_weight="0.5")
+    split = read_traffic(known, RUNNING, {}, served).splits["pirate"]
+    assert (split.is_active, split.canary.share) == (True, 0.5)
+    assert split.problems == ("version 2 waits for its base 'other' to answer",)
+
+
 def test_a_canary_on_the_names_own_base_needs_no_running_base() -> None:
     assert split_of(catalog(canary_weight="1"), set()).is_active  # as it would without a canary
 

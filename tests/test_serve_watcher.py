@@ -90,6 +90,26 @@ async def test_a_wake_makes_the_next_look_immediate() -> None:
         assert store.num_looks == 2
 
 
+async def test_a_catalog_says_when_the_look_for_it_began() -> None:
+    store = Store()
+    async with watching(store) as watcher:
+        await until(lambda: watcher.looked_s > 0)
+        store.held.clear()
+        watcher.wake()
+        await until(lambda: store.num_looks == 2)
+        meanwhile_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.01)
+        first_s = watcher.looked_s
+        store.held.set()
+        await until(lambda: watcher.looked_s > first_s)
+        assert watcher.looked_s <= meanwhile_s
+        known_s = watcher.looked_s
+        store.content = RegistryUnavailableError("away")
+        watcher.wake()
+        await until(lambda: watcher.error is not None)
+        assert watcher.looked_s == known_s
+
+
 async def test_wakes_during_a_look_lead_to_exactly_one_more() -> None:
     store = Store()
     store.held.clear()
@@ -196,3 +216,17 @@ async def test_metrics_tell_whether_it_is_up_since_when_and_what_changed() -> No
     assert found["loraplex_registry_snapshot_seconds"] >= 0
     assert found["loraplex_registry_changes_totalalias_moved"] == 1
     assert found["loraplex_registry_changes_totalversion_added"] == 0
+
+
+async def test_after_a_look_that_hung_for_minutes_the_next_one_comes_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    watcher = Watcher(Store().look, 0.01)
+    await watcher._pause(600.0)
+    assert pauses == [module._MAX_BACKOFF_S]

@@ -64,6 +64,7 @@ class TimedPool:
     _spared: frozenset[str] = frozenset()
     _pinned: set[str] = field(default_factory=set)
     _copies_end_s: float = 0.0
+    _landed_s: float = 0.0  # what ended until then can be acquired
     num_copied_to_device: int = 0
     device_bytes_used: int = 0
     host_bytes_used: int = 0
@@ -79,9 +80,12 @@ class TimedPool:
     def has(self, digest: str) -> bool:
         return digest in self._host
 
+    def land_copies(self) -> None:
+        self._landed_s = time.monotonic()
+
     def acquire(self, digest: str) -> bool:
         self._host.move_to_end(digest)
-        if self._device.get(digest, float("inf")) > time.monotonic():
+        if self._device.get(digest, float("inf")) > self._landed_s:
             self.prefetch((digest,))
             return False
         self._device.move_to_end(digest)
@@ -101,7 +105,7 @@ class TimedPool:
             self.num_copied_to_device += 1
 
     def has_pending_copies(self) -> bool:
-        return self._copies_end_s > time.monotonic()
+        return self._copies_end_s > self._landed_s
 
     def wait_pending(self) -> None:
         now_s = time.monotonic()

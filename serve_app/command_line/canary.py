@@ -45,7 +45,13 @@ def start(
 
 @app.command()
 @body_in("canary")
-def promote(name: Name, url: Url = DEFAULT_URL) -> None:
+def promote(
+    name: Name,
+    version: Annotated[
+        int | None, typer.Option("--version", help="Refuse unless this version is the canary")
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
     """Make the canary what NAME means."""
 
 

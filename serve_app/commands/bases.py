@@ -110,7 +110,7 @@ def _report(url: str, name: str, wanted: str, wait: bool, timeout_s: float, word
 
 def _is_reached(url: str, name: str, wanted: str) -> bool:
     """Raises Failure where waiting is of no use."""
-    lines = [line for line in _lines(url) if line.name == name]
+    lines = [line for line in _lines(url) if name in (line.name, f"{line.name}@{line.version}")]
     if wanted == "gone":
         return not lines
     current = [line for line in lines if line.state != "draining"]

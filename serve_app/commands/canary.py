@@ -55,8 +55,9 @@ def start(
     _print_answer(call_admin(url, "POST", f"/canaries/{name}", body))
 
 
-def promote(name: str, url: str) -> None:
-    _print_answer(call_admin(url, "POST", f"/canaries/{name}/promote"))
+def promote(name: str, version: int | None, url: str) -> None:
+    body: dict[str, object] | None = None if version is None else {"version": version}
+    _print_answer(call_admin(url, "POST", f"/canaries/{name}/promote", body))
 
 
 def abort(name: str, url: str) -> None:

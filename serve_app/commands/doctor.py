@@ -223,6 +223,8 @@ def _registry() -> Iterator[Finding]:
         yield Finding(
             "version", "warn", f"{one.name} version {one.version} cannot be served: {one.reason}"
         )
+    for alias in catalog.dangling:
+        yield Finding("alias", "warn", str(alias), "move the alias to a version that can be served")
     for adapter in catalog.adapters:
         if adapter.refused:
             name = f"{adapter.name} version {adapter.version}"

@@ -21,8 +21,8 @@ def models(url: str | None, tracking_uri: str | None, json: bool) -> None:
         return
     catalog = open_registry(tracking_uri).snapshot()
     if json:
-        lists = {"bases": catalog.bases, "adapters": catalog.adapters, "rejected": catalog.rejected}
-        print_json(lists)
+        parts = ("bases", "adapters", "rejected", "dangling")
+        print_json({part: getattr(catalog, part) for part in parts})
     else:
         _print_catalog(catalog)
 
@@ -42,14 +42,9 @@ def _print_catalog(catalog: Catalog) -> None:
             line = f"{_pointer(adapter)}  rank {adapter.rank}  {targets}  {_digest(adapter)}"
             tree.add(f"{line}{_effect(adapter)}")
         console.print(tree, soft_wrap=True, highlight=False)
-    for one in catalog.rejected:
-        console.print(
-            f"cannot be served: {one.name}@{one.version}: {one.reason}",
-            style="yellow",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+    warnings = [f"cannot be served: {r.name}@{r.version}: {r.reason}" for r in catalog.rejected]
+    for words in (*warnings, *map(str, catalog.dangling)):
+        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _pointer(version: BaseVersion | AdapterVersion) -> str:

@@ -22,6 +22,7 @@ from serve_app.reports import Backlog
 from serve_app.routing.room import has_room
 from serve_app.routing.view import Ask, ReplicaViews
 from serve_app.routing.waiting_room import Applicant, Guest, Reason, Refused, WaitingRoom
+from serve_app.tasks import spawn
 
 _LOOK_AGAIN_S = 0.1  # should no frame come
 _TRIM_S = 0.5
@@ -140,7 +141,7 @@ class AdmissionQueue:
         watch: asyncio.Task[None] | None = None
         if receive is not None:
             gone = ClientGoneError()
-            watch = loop.create_task(call_when_gone(receive, lambda: _end(ticket, gone)))
+            watch = spawn(call_when_gone(receive, lambda: _end(ticket, gone)), "watch-client")
         try:
             await ticket._turn
         except BaseException:

@@ -26,6 +26,7 @@ from serve_app.routing.view import Ask, LoadSeconds, ReplicaView
 from serve_app.routing.views_registry import Meeting
 from serve_app.stream import SHUN_S, SILENCE_S, Step
 from serve_app.stream_server import StreamServer
+from serve_app.tasks import keep, spawn
 from serve_app.topology import Outcome
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Attendance:
         stream.on_stop = self._on_stop
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = keep(self._run, "attendance")
 
     def enter(
         self, app_name: str, name: str, handle: DeploymentHandle[object], limits: EngineLimits
@@ -140,10 +141,10 @@ class Attendance:
             elif now_s >= base.due_s and (base.call is None or base.call.done()):
                 base.due_s = now_s + base.pause_s
                 base.pause_s = min(_MAX_PAUSE_S, 2 * base.pause_s)
-                base.call = loop.create_task(self._call(base))
+                base.call = spawn(self._call(base), "attend-engines")
             for adapter, replica_id in base.meeting.warm_ups(self.num_ingresses):
                 if adapter not in base.warming:
-                    task = loop.create_task(self._warm(base, adapter, replica_id))
+                    task = spawn(self._warm(base, adapter, replica_id), "warm-adapter")
                     base.warming[adapter] = task
 
     async def _call(self, base: _Base) -> None:

@@ -12,6 +12,7 @@ that it was made for.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -129,12 +130,15 @@ class LoraplexRouter(RequestRouter):
     # Serve's private hooks.
 
     def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
-        """It waits; for the second time if the replica that was chosen turned it away."""
+        """It waits; for the second time if the replica that was chosen turned it away. Serve calls
+        this in the task that routes the call."""
         super()._add_pending_request_to_indices(pending_request)
         ask = _ask_of(pending_request)
         self._by_metadata[id(pending_request.metadata)] = _Waiting(pending_request, ask)
         if ask is not None:
             self._meeting.unplace(ask.call_id)
+            if (task := asyncio.current_task()) is not None:
+                task.add_done_callback(lambda ended: self._unplace_unless_routed(ask, ended))
 
     def _remove_pending_request_from_indices(self, pending_request: PendingRequest) -> None:
         super()._remove_pending_request_from_indices(pending_request)
@@ -153,6 +157,12 @@ class LoraplexRouter(RequestRouter):
         self._remove_pending_request_from_indices(pending)
         if waiting.ask is not None:
             self._chose(waiting, waiting.ask, replica.replica_id.unique_id)
+
+    def _unplace_unless_routed(self, ask: Ask, routing: asyncio.Task[object]) -> None:
+        """A call that is cancelled, or fails, between the choice of its replica and the replica's
+        answer never reaches `on_request_routed`, and no engine accepts it."""
+        if routing.cancelled() or routing.exception() is not None:
+            self._meeting.unplace(ask.call_id)
 
     def _chose(self, waiting: _Waiting, ask: Ask, replica_id: str) -> None:
         """It counts there at once, so that the next decisions reckon with it."""

@@ -166,8 +166,7 @@ class ReplicaView:
             self._placed[ask.call_id] = _Placed(uncached, ask.num_sequences, ask.adapter, now_s)
             self.placed_tokens += uncached
             self.placed_sequences += ask.num_sequences
-            while now_s - (oldest := next(iter(self._placed.items())))[1].at_s > _MAX_PLACED_S:
-                self._remove(oldest[0])
+            self._expire(now_s)
 
     def unplace(self, call_id: str) -> None:
         """The engine has it, or never will."""
@@ -186,12 +185,20 @@ class ReplicaView:
         self.updated_s = now_s
         self.is_connected = not is_stalled
         self.usual.learn_steps(load)
+        if self._placed:
+            with self._lock:
+                self._expire(now_s)
 
     def observe_load_s(self, told: LoadSeconds) -> None:
         """What its engine measured of adapters' ways into its memory."""
         if told != self.load_s:
             self.load_s = told
             self.usual.learn_load(told)
+
+    def shun(self) -> None:
+        """Nothing new is sent there until its next frame. Its connection lives, so its prefixes are
+        not sent again: they stay known."""
+        self.is_connected = False
 
     def lose(self) -> None:
         """No frames come any more. The next connection tells all of its prefixes anew."""
@@ -211,6 +218,15 @@ class ReplicaView:
         self.prefixes.update(cached)
         self.prefixes.difference_update(evicted)
 
+    def _expire(self, now_s: float) -> None:
+        """Forgets what was placed too long ago, so that no call which was lost on its way takes
+        room for ever from an engine whose frames come. The caller holds the lock."""
+        while self._placed:
+            oldest, one = next(iter(self._placed.items()))
+            if now_s - one.at_s <= _MAX_PLACED_S:
+                return
+            self._remove(oldest)
+
     def _remove(self, call_id: str) -> None:
         one = self._placed.pop(call_id, None)
         if one is not None:
@@ -223,14 +239,18 @@ class ReplicaViews:
     stream writes in the ingress's event loop, Serve's router reads in its own thread."""
 
     def __init__(
-        self, limits: EngineLimits, connected: Mapping[str, ReplicaView] | None = None
+        self,
+        limits: EngineLimits,
+        connected: Mapping[str, ReplicaView] | None = None,
+        lock: threading.Lock | None = None,
     ) -> None:
         """`connected`: views of engines whose frames come, by id; a replica that comes is looked up
-        there first, for its engine may have dialled before Serve told of it."""
+        there first, for its engine may have dialled before Serve told of it. `lock`: held by
+        everything that adds to `connected`, so that no engine gets two views."""
         self.limits = limits
         self.usual = Usual()
         self._connected = {} if connected is None else connected
-        self._lock = threading.Lock()
+        self._lock = lock or threading.Lock()
         self._replicas: dict[str, ReplicaView] = {}
         self._in_order: tuple[ReplicaView, ...] = ()
 

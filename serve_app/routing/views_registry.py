@@ -30,9 +30,12 @@ _UNKNOWN_LIMITS = EngineLimits(0, 0, 0)
 class Meeting:
     """Of one base application."""
 
-    def __init__(self, app_name: str, connected: dict[str, ReplicaView]) -> None:
+    def __init__(
+        self, app_name: str, connected: dict[str, ReplicaView], lock: threading.Lock
+    ) -> None:
+        """`connected`, `lock`: as `ReplicaViews` takes them."""
         self.app_name = app_name
-        self.views = ReplicaViews(_UNKNOWN_LIMITS, connected)
+        self.views = ReplicaViews(_UNKNOWN_LIMITS, connected, lock)
         self.decisions = Decisions()
         self.policy_name = "expected_ttft"
         self.on_placed: Callable[[str, str], None] | None = None  # (application, call)
@@ -123,19 +126,19 @@ class Registry:
         with self._lock:
             meeting = self._meetings.get(app_name)
             if meeting is None:
-                meeting = self._meetings[app_name] = Meeting(app_name, self.connected)
+                meeting = self._meetings[app_name] = Meeting(app_name, self.connected, self._lock)
             return meeting
 
     def adopt(self, engine_id: str) -> ReplicaView:
-        """The view of an engine whose first frame came, maybe before Serve told of it."""
+        """The view of an engine whose first frame came, maybe before Serve told of it. The router's
+        thread may add the replica at the same moment: the lock leaves one view for both."""
         with self._lock:
-            meetings = tuple(self._meetings.values())
-        for meeting in meetings:
-            if (view := meeting.views.get(engine_id)) is not None:
-                break
-        else:
-            view = ReplicaView(engine_id, _UNKNOWN_LIMITS)
-        return self.connected.setdefault(engine_id, view)
+            for meeting in self._meetings.values():
+                if (view := meeting.views.get(engine_id)) is not None:
+                    break
+            else:
+                view = ReplicaView(engine_id, _UNKNOWN_LIMITS)
+            return self.connected.setdefault(engine_id, view)
 
 
 _registry = Registry()
@@ -170,4 +173,4 @@ def placed_at(app_name: str, call_id: str) -> str | None:
 def shun(engine_id: str) -> None:
     """The last resort, until a frame comes from it."""
     if (view := connected.get(engine_id)) is not None:
-        view.lose()
+        view.shun()

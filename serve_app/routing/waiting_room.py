@@ -176,6 +176,8 @@ class WaitingRoom:
                 self._pace.ended(now_s - guest.entry.enqueued_s - guest.waited_s)
         self._queue.close(guest.entry)
         self.num_open -= 1
+        if self.num_open == len(self._guests):
+            self._running_cost = 0.0  # nothing runs; without what rounding left
 
     def _send_next(self, now_s: float) -> Guest:
         entry = self._queue.pop(now_s)

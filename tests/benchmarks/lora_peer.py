@@ -60,7 +60,8 @@ class OurLora:
         ]
         self._tokens = len(p.idx)
         self._max_pages = sum(max(1, len(pages)) for pages, _ in self._runs)
-        size = lora_plan_size(self._tokens, self._max_pages)
+        is_decode = self._tokens <= DECODE_ROWS
+        size = lora_plan_size(self._tokens, self._max_pages, large=not is_decode)
         self._host = torch.empty(size, dtype=torch.int32, pin_memory=p.device != "cpu")
         self._array: NDArray[np.int32] = self._host.numpy()
         self._device = torch.empty(size, dtype=torch.int32, device=p.device)

@@ -74,7 +74,7 @@ def make_plan(num_tokens: int, ranks: Sequence[int], *, decode: bool) -> tuple[L
     shares = _share(num_tokens, len(ranks))
     runs = [([next(pages) for _ in range(n)], m) for n, m in zip(pages_each, shares, strict=True)]
     limit = max(num_pages, 1024)  # of a pool such as one has
-    buffer = np.zeros(lora_plan_size(num_tokens, limit), dtype=np.int32)
+    buffer = np.zeros(lora_plan_size(num_tokens, limit, large=not decode), dtype=np.int32)
     counts = write_lora_plan(buffer, runs, num_tokens, limit, large=not decode)
     device = torch.from_numpy(buffer).cuda()
     if decode:

@@ -1,0 +1,111 @@
+"""What names without a suffix meant before, for as long as an alias is on a version that cannot be
+served: the last good meaning goes on being served, never silently another version.
+
+Pure but for the log. The memory is one process's: after a restart such a name is refused until its
+alias is on a version that can be served.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from registry.catalog import Catalog, Group
+from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, HeldMeaning
+
+logger = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 8  # meanings of a name; a later check may refuse the newest ones
+
+_Meaning = tuple[int, str]  # version and digest
+
+
+class Meanings:
+    """`follow` belongs to one thread; `hold` may be called by any."""
+
+    def __init__(self) -> None:
+        self._before: dict[Group, tuple[_Meaning, ...]] = {}  # the newest first
+        self._aliased: dict[Group, int] = {}  # the version that an alias gave the name last
+        self._told: dict[Group, str] = {}  # what the log said last
+
+    def follow(self, catalog: Catalog) -> Catalog:
+        """The catalog with the meanings that are held; remembers the others."""
+        meanings = catalog.meanings()
+        for group, found in meanings.items():
+            if not _why_bad(found):
+                assert not isinstance(found, DanglingAlias)
+                self._remember(group, (found.version, found.digest))
+                self._note_alias(found, group, catalog.default_aliases.of(found))
+        for group in self._before.keys() - meanings.keys():
+            del self._before[group]
+            self._aliased.pop(group, None)
+        completed = self.hold(catalog)
+        self._tell(completed, meanings)
+        return completed
+
+    def hold(self, catalog: Catalog) -> Catalog:
+        """The same object where every name means a version that can be served."""
+        bad = [group for group, found in catalog.meanings().items() if _why_bad(found)]
+        if not bad:
+            return catalog
+        there = {(one.name, one.version, one.digest): one for one in catalog.adapters}
+        bases = {(one.name, one.version, one.digest): one for one in catalog.bases}
+        held = []
+        for name, base_name in bad:
+            for version, digest in self._before.get((name, base_name), ()):
+                key = name, version, digest
+                found: AdapterVersion | BaseVersion | None = there.get(key) or bases.get(key)
+                if found is None:  # deleted: an even older meaning is not what anybody wants
+                    break
+                if not _why_bad(found):
+                    held.append(HeldMeaning(name, base_name, version))
+                    break
+        return replace(catalog, held=tuple(held)) if held else catalog
+
+    def _remember(self, group: Group, meaning: _Meaning) -> None:
+        known = self._before.get(group, ())
+        if known[:1] != (meaning,):
+            others = tuple(one for one in known if one != meaning)
+            self._before[group] = (meaning, *others)[:_MAX_REMEMBERED]
+
+    def _note_alias(self, found: AdapterVersion | BaseVersion, group: Group, alias: str) -> None:
+        """A name that loses its alias means its highest version, as one that never had it does."""
+        if alias in found.aliases:
+            self._aliased[group] = found.version
+        elif (before := self._aliased.pop(group, None)) is not None:
+            logger.warning(
+                "%s@%s is gone, it was version %d: the name means its highest version, %d",
+                found.name,
+                alias,
+                before,
+                found.version,
+            )
+
+    def _tell(
+        self, catalog: Catalog, meanings: dict[Group, AdapterVersion | BaseVersion | DanglingAlias]
+    ) -> None:
+        """Each once, as long as its reason lasts."""
+        held = {(one.name, one.base_name): one.version for one in catalog.held}
+        words = {}
+        for group, found in meanings.items():
+            if why := _why_bad(found):
+                version = held.get(group)
+                then = (
+                    "requests for the name without a suffix are refused"
+                    if version is None
+                    else f"version {version}, which the name meant before, goes on being served"
+                )
+                words[group] = f"{why}; {then}"
+        for group, text in words.items():
+            if self._told.get(group) != text:
+                logger.warning("%s", text)
+        self._told = words
+
+
+def _why_bad(found: AdapterVersion | BaseVersion | DanglingAlias) -> str:
+    """Empty: it can be served."""
+    if isinstance(found, DanglingAlias):
+        return str(found)
+    if isinstance(found, AdapterVersion) and found.refused:
+        return f"{found.name} is version {found.version}, which cannot be served: {found.refused}"
+    return ""

@@ -1,0 +1,79 @@
+"""A sequential test of two rates that may be looked at after every request.
+
+A canary is judged many times a second, for hours. A test made for one look would be wrong sooner or
+later: with equal arms the difference of two measured rates passes any fixed line again and again
+(Johari, Pekelis and Walsh, "Always valid inference", 2015; "Peeking at A/B tests", KDD 2017). The
+evidence here holds at every look at once: while the canary is not worse than allowed, the
+probability that it EVER reaches 1 / a is at most a, whatever the traffic and whenever one looks.
+
+For one arm with the true rate p and k hits in n requests,
+
+    M(p) = B(k + 1/2, n - k + 1/2) / B(1/2, 1/2) / (p^k (1 - p)^(n - k))
+
+is the likelihood of the counts averaged over all rates (Jeffreys' prior) over that of p. It is a
+martingale with mean 1, and by Ville's inequality it reaches 1 / a with probability a at most:
+Robbins' method of mixtures, as in Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform,
+nonparametric, nonasymptotic confidence sequences", Annals of Statistics 49(2), 2021. The product of
+both arms' martingales is one too. That the canary's rate is at most the stable version's plus the
+margin says neither rate, so the evidence against it is the smallest product that any pair of such
+rates gives (universal inference: Wasserman, Ramdas and Balakrishnan, PNAS 117(29), 2020).
+
+Assumed: requests are independent given their arm. A change of the load that meets both arms alike
+does no harm in the simulation (`tests/benchmarks/canary_judge.py`), for chance decides which arm
+meets which request; one client with much of the traffic, always in the same arm, can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, lgamma, log, log1p, pi
+
+_STEPS = 40  # halvings of the interval in which the least favourable rate lies
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    num: int
+    of: int
+
+    @property
+    def rate(self) -> float:
+        return self.num / self.of if self.of else 0.0
+
+
+def log_evidence(stable: Hits, canary: Hits, margin: float) -> float:
+    """The natural logarithm of the evidence that the canary's rate exceeds the stable version's by
+    more than `margin` (0 to 1); at most 0 where the counts do not look so. Without a request of
+    stable, its rate is taken to be 0."""
+    if canary.rate <= stable.rate + margin:
+        return 0.0
+    if not stable.of:
+        return _log_martingale(canary, margin)
+    rate = _least_favourable(stable, canary, margin)
+    return _log_martingale(stable, rate) + _log_martingale(canary, rate + margin)
+
+
+def _least_favourable(stable: Hits, canary: Hits, margin: float) -> float:
+    """The stable version's rate in the likeliest pair of rates that differ by the margin. Their
+    likelihood is concave, and falls towards either end of what was measured."""
+    low, high = stable.rate, canary.rate - margin
+    for _ in range(_STEPS):
+        rate = (low + high) / 2
+        if _slope(stable, rate) + _slope(canary, rate + margin) > 0:
+            low = rate
+        else:
+            high = rate
+    return (low + high) / 2
+
+
+def _slope(hits: Hits, rate: float) -> float:
+    """Of the log-likelihood."""
+    return hits.num / rate - (hits.of - hits.num) / (1 - rate)
+
+
+def _log_martingale(hits: Hits, rate: float) -> float:
+    num, others = hits.num, hits.of - hits.num
+    mixture = lgamma(num + 0.5) + lgamma(others + 0.5) - lgamma(hits.of + 1) - log(pi)
+    if (num and rate <= 0) or (others and rate >= 1):
+        return inf
+    return mixture - (num * log(rate) if num else 0.0) - (others * log1p(-rate) if others else 0.0)

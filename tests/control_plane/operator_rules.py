@@ -1,0 +1,132 @@
+"""Rules for what operators order of the manager: bases, adapters, canaries."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+from ray.serve.exceptions import RayServeException
+
+from registry.errors import NotFoundError, RegistryError
+from serve_app.adapter_admin import AdapterChange
+from serve_app.base_admin import BaseChange
+from serve_app.base_plan import parse_setting
+from serve_app.manager import Manager
+from serve_app.manager_call import Refusal
+from serve_app.traffic import parse_weight
+from tests.control_plane.rules import Rule, collect
+from tests.control_plane.store import PREFIX, Truth
+from tests.control_plane.wishes import SERVE, base_versions
+from tests.control_plane.world import Violation, World
+
+ORDERS: dict[str, Rule] = {}
+rule = collect(ORDERS)
+_ORDER_S = 60.0  # the longest wait for an answer
+
+
+async def order(world: World, method: str, *arguments: object) -> tuple[str, object]:
+    """What an operator orders of the manager."""
+    try:
+        async with asyncio.timeout(_ORDER_S):
+            answer = await getattr(world.managers, method).remote(*arguments)
+    except TimeoutError:
+        raise Violation(f"{method}{arguments} got no answer for {_ORDER_S:g} s") from None
+    except (RegistryError, RayServeException) as error:
+        return f"failed: {error}"[:200], error
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise Violation(f"{method} is answered with a fault of ours: {words}") from error
+    if isinstance(answer, Refusal):
+        return f"refused: {answer.error}"[:200], answer.error
+    return "", answer
+
+
+@rule
+async def base(world: World, kind: str, name: str, setting: str) -> str:
+    truth = world.truth()
+    try:
+        parse_setting(name, setting)  # as the HTTP route does first
+    except ValueError as error:
+        return f"refused: {error}"[:200]
+    if kind == "sleep":
+        world.journal.rested.add(name)
+    words, error = await order(world, "change_base", BaseChange(kind, name, setting))  # type: ignore[arg-type]
+    is_known = bool(base_versions(name, truth))
+    has_wish = name in truth and SERVE in truth[name].tags
+    is_there = (kind == "add" and is_known) or (kind == "remove" and has_wish)
+    if is_there and not world.faults.is_unlistable and isinstance(error, NotFoundError):
+        raise Violation(f"bases {kind} {name}: {words}, and the registry has it")
+    return words
+
+
+@rule
+async def adapter(world: World, kind: str, name: str, content: str, base: str) -> str:
+    if kind in ("load", "unload"):
+        world.journal.touch(name)
+        world.journal.registered.discard(name)
+    folder = str(world.database.made_folder("adapter", content, base))
+    change = AdapterChange(kind, name, folder, base, may_replace=True)  # type: ignore[arg-type]
+    return (await order(world, "change_adapter", change))[0]
+
+
+@rule
+async def start_canary(
+    world: World, name: str, version: int | None, weight: float | None, shadow: float | None
+) -> str:
+    world.journal.touch(name)
+    was = _canary(world.truth(), name)
+    seen: list[tuple[int, float]] = []
+    world.watch = lambda truth: seen.append(_canary(truth, name))
+    try:
+        words, _ = await order(world, "start_canary", name, version, weight, shadow)
+    finally:
+        world.watch = None
+    for number, share in seen:
+        is_new = number not in (0, was[0])
+        if weight is not None and is_new and share not in (0.0, weight):
+            raise Violation(f"canary {name}@{number} was started with {weight:g}, got {share:g}")
+    return words
+
+
+def _canary(truth: Truth, name: str) -> tuple[int, float]:
+    """Version and weight; 0: none."""
+    if name not in truth:
+        return 0, 0.0
+    weight = parse_weight(truth[name].tags.get(PREFIX + "canary_weight"))
+    return truth[name].aliases.get("canary", 0), weight or 0.0
+
+
+@rule
+async def promote(world: World, name: str) -> str:
+    made = world.managers.current
+    number, _ = _canary(world.truth(), name)
+    known = world.truth().get(name)
+    digest = (
+        ""
+        if known is None or not number
+        else known.versions[number].tags.get(PREFIX + "digest", "")
+    )
+    is_vetoed = made is not None and (name, digest) in made._canaries._vetoes
+    words, error = await order(world, "promote_canary", name, *_unsaid_version())
+    if is_vetoed and not isinstance(error, Exception):
+        raise Violation(f"{name}@{number} was rolled back, and promoted all the same")
+    world.journal.touch(name)
+    if not isinstance(error, Exception) and number and made is not None:
+        try:
+            now = made._read_now().resolve(name).adapter
+        except RegistryError:  # away again
+            return words
+        if now is None or now.version != number:
+            raise Violation(f"{name}@{number} was promoted, and the name means {now}")
+    return words
+
+
+def _unsaid_version() -> tuple[None, ...]:
+    """The operator takes whatever is on trial."""
+    return (None,) * ("version" in inspect.signature(Manager.promote_canary).parameters)
+
+
+@rule
+async def abort(world: World, name: str) -> str:
+    world.journal.touch(name)
+    return (await order(world, "abort_canary", name))[0]

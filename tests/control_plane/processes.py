@@ -1,0 +1,243 @@
+"""The processes of the control plane, each killed and started again as one: the manager with its
+registry reader, the ingresses, and the engines that take the manager's plans."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ray.serve.exceptions import RayServeException
+
+from registry.catalog import Catalog
+from registry.client import Registry
+from registry.entities import AdapterVersion
+from registry.errors import RegistryError
+from serve_app.activity import Activity
+from serve_app.adapter_plan import AdapterPlan
+from serve_app.arms import ArmKey
+from serve_app.cached_registry import CachedRegistry
+from serve_app.config import PlatformArgs
+from serve_app.fronts import BaseAsleepError, Front
+from serve_app.gateway import Gateway
+from serve_app.manager import Manager
+from serve_app.topology import ServedBase, Sources
+from tests.control_plane.clock import VirtualLoop, owned_by
+from tests.control_plane.faults import FakeServe, FaultyClient, RegistryFaults
+from tests.control_plane.store import Database
+from tests.registry_helpers import ADAPTER_FACTS
+
+
+class DeadError(RayServeException):
+    """The process that was called is gone."""
+
+
+class Reader(CachedRegistry):
+    """The registry as a manager or an engine reads it, its checks in this process: they would cost
+    seconds each."""
+
+    def __init__(
+        self, loop: VirtualLoop, uri: str, cache: Path, client: Any, faults: RegistryFaults
+    ) -> None:
+        super().__init__(uri, cache)
+        self._loop, self._faults = loop, faults
+        use_client(self._registry, client, loop)
+        quarantine: Any = self._cache._quarantine
+        quarantine._now_s = loop.wall_time
+
+    def snapshot(self) -> Catalog:
+        try:
+            return super().snapshot()
+        finally:
+            self._registry._adoption.wait()  # its thread is real: one seed, one run
+            self._loop.late_s = self._faults.late_s
+
+    def register_adapter(self, folder: Path, name: str, base: str, *_: object) -> None:
+        self._registry.register_adapter(folder, name, base=base, facts=ADAPTER_FACTS)
+
+    def check_adapter(self, version: AdapterVersion) -> None:
+        raise RegistryError("injected: nothing is checked here")
+
+
+def use_client(registry: Registry, client: Any, loop: VirtualLoop) -> None:
+    registry._store.__dict__["_client"] = client
+    quarantine = registry._adoption._quarantine
+    quarantine._now_s, quarantine._random_share = loop.wall_time, lambda: 0.5
+
+
+class Opener:
+    """Opens a manager's reader in this process; an engine's copy of it, which Serve pickles for
+    nobody, opens none."""
+
+    def __init__(self, open_reader: Callable[[], Reader]) -> None:
+        self._open_reader = open_reader
+
+    def __call__(self) -> Reader:
+        return self._open_reader()
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        return object, ()
+
+
+@dataclass
+class Engines:
+    """By application: the newest plan."""
+
+    plans: dict[str, AdapterPlan] = field(default_factory=dict)
+    is_away: bool = False
+
+    async def arrange(self, app_name: str, plan: AdapterPlan) -> int:
+        if self.is_away:
+            raise RayServeException("injected: no engine answers")
+        self.plans[app_name] = plan
+        return 0
+
+
+class Managers:
+    """At most one manager at a time; `remote` is Serve's handle of it."""
+
+    def __init__(
+        self, loop: VirtualLoop, args: PlatformArgs, open_reader: Callable[[], Reader]
+    ) -> None:
+        self._loop, self._args, self._opener = loop, args, Opener(open_reader)
+        self._numbers = itertools.count()
+        self.current: Manager | None = None
+        self.engines = Engines()
+        self.num_lost_reports = 0  # of the next ones
+        self._owner = ""
+
+    async def start(self) -> None:
+        self._owner = f"manager {next(self._numbers)}"
+        with owned_by(self._owner):
+            made = Manager.__new__(Manager)
+            await made.__init__(self._args, Sources(self._opener, "no:engine"))  # type: ignore[misc]
+            made._arranger._send = self.engines.arrange
+            models = [model.model_dump(mode="json") for model in self._args.models]
+            await made.reconfigure({"models": models})
+        self.current = made
+
+    async def kill(self) -> None:
+        self.current = None
+        self._loop.kill(self._owner)
+        await asyncio.sleep(0)
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *arguments: self._call(name, *arguments))
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        made = self.current
+        if made is None:
+            raise DeadError("injected: no manager")
+        if name == "report" and self.num_lost_reports:
+            self.num_lost_reports -= 1
+            raise DeadError("injected: the report is lost")
+        with owned_by(self._owner):
+            task = asyncio.ensure_future(getattr(made, name)(*arguments))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.current is made:
+                raise
+            raise DeadError("injected: the manager died") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where an ingress sent a request, or why nowhere."""
+
+    name: str
+    version: int | None = None
+    digest: str = ""
+    arm: ArmKey | None = None
+    app_name: str = ""
+    error: Exception | None = None
+
+
+class Ingress:
+    """The gateway of one, without HTTP and without the side stream."""
+
+    def __init__(
+        self,
+        name: str,
+        managers: Managers,
+        loop: VirtualLoop,
+        on_view: Callable[[Ingress], None],
+    ) -> None:
+        self.name = name
+        self._managers = managers
+        self._tasks: set[asyncio.Task[None]] = set()
+        handle: Any = managers
+        with owned_by(name):
+            self.gateway = Gateway(handle, name)
+            gateway: Any = self.gateway
+            gateway.activity = Activity(loop.time)
+            gateway.stream.listen = _do_nothing
+            gateway.attendance = SimpleNamespace(
+                start=_nothing, enter=_nothing, leave=_nothing, num_ingresses=1
+            )
+            gateway.migrations.start = _nothing
+            take = gateway._take
+            gateway._take = lambda view: (take(view), on_view(self))
+            self.gateway.start()
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        return self.gateway._tasks
+
+    def ask(self, name: str, key: str | None = None) -> Answer:
+        """As a request would; one for a base that sleeps wakes it."""
+        try:
+            route = self.gateway.route(name, key)
+        except BaseAsleepError as error:
+            with owned_by(self.name):
+                task = asyncio.ensure_future(self._wake(error.base.base.digest))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return Answer(name, error=error)
+        except Exception as error:
+            return Answer(name, error=error)
+        self.gateway.activity.enter(route.front.base.digest).leave()
+        version = route.resolution.adapter or route.resolution.base
+        return Answer(name, version.version, version.digest, route.arm, route.front.app_name)
+
+    async def _wake(self, digest: str) -> None:
+        try:
+            await self._managers.wake_base.remote(digest)
+        except RayServeException:
+            return
+
+
+def opener(serve: FakeServe) -> Any:
+    """In the place of `open_front`: the text files of a base are no part of the control plane."""
+
+    async def open_front(base: ServedBase, _: object) -> Front:
+        if not serve.runs(base.app_name):
+            raise RayServeException("injected: no engine answers")
+        described: Any = SimpleNamespace(limits=None)
+        nothing: Any = None
+        return Front(base.base, base.app_name, nothing, described, nothing, base.deployed_s)
+
+    return open_front
+
+
+def reader_of(
+    database: Database,
+    loop: VirtualLoop,
+    cache: Path,
+    faults: RegistryFaults,
+    on_write: Callable[[], None],
+) -> Reader:
+    client = FaultyClient(database.client, faults, on_write)
+    return Reader(loop, database.uri, cache, client, faults)
+
+
+async def _do_nothing(*_: object) -> None:
+    return None
+
+
+def _nothing(*_: object) -> None:
+    return None

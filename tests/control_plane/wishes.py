@@ -1,0 +1,151 @@
+"""Which bases are to be served, read out of the registry's own tables, and whether an application
+had a reason to go: the promise that no engine of a wished base is deleted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from serve_app.base_plan import app_name, parse_setting
+from serve_app.config import ModelArgs
+from tests.control_plane.store import PREFIX, Truth
+
+SERVE = PREFIX + "serve"
+DEFAULT_ALIAS = "champion"
+MISSING_S = 60.0  # a base that the registry does not show is served on for so long at least
+_APP = re.compile(r"base--(.+)--([0-9a-f]{12})-([0-9a-f]{8})")
+
+
+@dataclass
+class Wishes:
+    models: tuple[ModelArgs, ...]  # the file's
+    explained: dict[str, str] = field(default_factory=dict)  # by application: why it may go
+    refused_since_s: dict[str, float] = field(default_factory=dict)
+    restarted_s: float = 0.0  # when a manager died last
+    last_good: dict[str, ModelArgs] = field(default_factory=dict)  # by base
+    missing_since_s: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def parts(app: str) -> tuple[str, str]:
+        """The base's name and the beginning of its digest."""
+        found = _APP.fullmatch(app)
+        assert found is not None, app
+        return found[1], found[2]
+
+    def note(self, truth: Truth, apps: Iterable[str], now_s: float) -> None:
+        """Called after each write: a reason that was there for a moment may have been seen."""
+        for app in apps:
+            name, digest = self.parts(app)
+            reference = self.reference(name, truth)
+            if (model := self.model(name, truth)) is not None:
+                self.last_good[name] = model
+                self.refused_since_s.pop(app, None)
+            elif reference is not None:
+                self.refused_since_s.setdefault(app, now_s)
+            if reference is None:
+                self.explained[app] = "no one wishes for the base"
+                continue
+            version = wished_version(reference, truth)
+            if version is None and digest in {
+                truth[other].versions[number].tags[PREFIX + "digest"][:12]
+                for other, number in self.wanted(truth).items()
+            }:
+                self.explained[app] = "the same files are served by another name"
+            if version is None:
+                self.missing_since_s.setdefault(app, now_s)
+                continue
+            self.missing_since_s.pop(app, None)
+            tags = truth[name].versions[version].tags
+            if not tags.get(PREFIX + "digest", "").startswith(digest):
+                self.explained[app] = "another version is wished for"
+            elif model is not None:
+                wanted = app_name(name, tags[PREFIX + "digest"], model, "cpu")
+                if wanted != app:
+                    self.explained[app] = "other settings are wished for"
+
+    def may_go(self, app: str, now_s: float) -> bool:
+        since_s = self.missing_since_s.get(app)
+        # A manager that starts while the setting is wrong does not know what was served before.
+        if self.refused_since_s.get(app, now_s) < self.restarted_s:
+            return True
+        return app in self.explained or (since_s is not None and now_s - since_s >= MISSING_S - 3)
+
+    def reference(self, name: str, truth: Truth) -> str | None:
+        """The wish for this registered base, whether or not it can be followed."""
+        for model in self.models:
+            if model.name.partition("@")[0] == name:
+                return model.name
+        if name not in truth or SERVE not in truth[name].tags:
+            return None
+        return name
+
+    def model(self, name: str, truth: Truth) -> ModelArgs | None:
+        """None: no wish, or one that is refused."""
+        for model in self.models:
+            if model.name.partition("@")[0] == name:
+                return model
+        if name not in truth or SERVE not in truth[name].tags:
+            return None
+        try:
+            return parse_setting(name, truth[name].tags[SERVE])
+        except ValueError:
+            return None
+
+    def idle_timeout_s(self, name: str, truth: Truth) -> float | None:
+        """Of the last setting that could be followed: a wrong one leaves the base as it was."""
+        model = self.model(name, truth) or self.last_good.get(name)
+        return None if model is None else model.idle_timeout_s
+
+    def meant(self, name: str, truth: Truth) -> set[int]:
+        """Versions of an adapter that its name may mean: those with their base's default alias,
+        or, where there is none, any."""
+        model = truth[name]
+        aliased = {
+            number
+            for alias, number in model.aliases.items()
+            if number in model.versions
+            and alias == self.default_alias(model.versions[number].tags.get(PREFIX + "base", ""))
+        }
+        return aliased or set(model.versions)
+
+    def default_alias(self, base: str) -> str:
+        """What the bare name of one of its adapters means."""
+        found = next((one.alias for one in self.models if one.name == base), None)
+        return found or DEFAULT_ALIAS
+
+    def wanted(self, truth: Truth) -> dict[str, int]:
+        """Bases that must be served now, and their versions."""
+        found = {}
+        names = {model.name.partition("@")[0] for model in self.models} | set(truth)
+        for name in names:
+            reference = self.reference(name, truth)
+            if reference is None or self.model(name, truth) is None:
+                continue
+            version = wished_version(reference, truth)
+            if version is not None:
+                found[name] = version
+        return found
+
+
+def base_versions(name: str, truth: Truth) -> list[int]:
+    if name not in truth:
+        return []
+    model = truth[name]
+    return [
+        number
+        for number, version in model.versions.items()
+        if (version.tags.get(PREFIX + "kind", model.tags.get(PREFIX + "kind")) == "base")
+        and re.fullmatch("[0-9a-f]{64}", version.tags.get(PREFIX + "digest", ""))
+    ]
+
+
+def wished_version(reference: str, truth: Truth) -> int | None:
+    name, _, alias = reference.partition("@")
+    numbers = base_versions(name, truth)
+    if not numbers:
+        return None
+    aliased = truth[name].aliases.get(alias or DEFAULT_ALIAS)
+    if alias:
+        return aliased if aliased in numbers else None
+    return aliased if aliased in numbers else max(numbers)

@@ -1,0 +1,57 @@
+"""Page-locked buffers while tensors die at any moment; without a device that locks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lora import pinned_memory
+from lora.pinned_memory import PinnedMemory
+
+PAGE = 4096
+
+
+class Buffer(torch.Tensor):
+    """Calls what a garbage collection would, where its size is looked at."""
+
+    on_look: Callable[[], None] | None = None
+
+    def numel(self) -> int:
+        act, self.on_look = self.on_look, None
+        if act is not None:
+            act()
+        return super().numel()
+
+
+@pytest.fixture
+def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the buffers that went back to the system."""
+    sizes: list[int] = []
+
+    def lock(num_bytes: int) -> torch.Tensor:
+        return torch.empty(-(-num_bytes // PAGE) * PAGE, dtype=torch.uint8).as_subclass(Buffer)
+
+    def unlock(buffers: list[torch.Tensor]) -> None:
+        sizes.extend(torch.Tensor.numel(buffer) for buffer in buffers)
+
+    monkeypatch.setattr(pinned_memory, "_lock_pages", lock)
+    monkeypatch.setattr(pinned_memory, "_unlock_all", unlock)
+    return sizes
+
+
+def test_a_tensor_that_dies_while_a_buffer_is_chosen_takes_that_buffer_from_nobody(
+    unlocked: list[int],
+) -> None:
+    memory = PinnedMemory(bytes_to_keep=3 * PAGE)
+    held = [memory.allocate(2 * PAGE)]
+    small = memory.allocate(PAGE)
+    del small
+    (buffer,) = memory._unused.values()
+    memory._bytes_to_keep = 2 * PAGE  # from now on one of the two goes as soon as both are unused
+    buffer.on_look = held.clear  # type: ignore[attr-defined]
+    found = memory.allocate(PAGE)
+    assert unlocked[0] == PAGE  # the chosen one went while its size was looked at
+    assert found.numel() == PAGE
+    assert memory.num_bytes == 3 * PAGE - sum(unlocked) + PAGE

@@ -1,0 +1,59 @@
+"""Registering while the registry's answers get lost: what failed leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from registry.errors import RegistryError, RegistryUnavailableError
+from registry.store import MlflowStore
+from tests.registry_helpers import embedded, register_adapter, register_base
+
+LOST = RegistryUnavailableError("the answer was lost")
+
+
+def losing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """It takes effect, and its answer does not come."""
+
+    def call(*arguments: Any) -> Any:
+        method(*arguments)
+        raise LOST
+
+    return call
+
+
+def test_a_version_whose_answer_was_lost_is_removed_with_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the name would mean a version that is listed and has no files."""
+    registry = embedded(tmp_path)
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path, content=b"one", alias=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, "create_version", losing(MlflowStore.create_version))
+        with pytest.raises(RegistryError, match="lost"):
+            register_adapter(registry, tmp_path, content=b"two", alias=None)
+    assert [one.version for one in registry.snapshot().adapters] == [1]
+    assert register_adapter(registry, tmp_path, "other", b"three").version == 1
+
+
+def test_a_version_that_could_not_be_removed_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = embedded(tmp_path)
+    register_base(registry, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, "create_version", losing(MlflowStore.create_version))
+        patch.setattr(MlflowStore, "delete_version", _raise)
+        with pytest.raises(RegistryError, match="lost"):
+            register_adapter(registry, tmp_path)
+    (left,) = registry.snapshot().adapters
+    files = Path(left.source.removeprefix("file://"))
+    assert (files / "loraplex.json").is_file()
+
+
+def _raise(*_: object) -> None:
+    raise LOST

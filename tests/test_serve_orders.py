@@ -1,0 +1,239 @@
+"""Orders about bases and adapters: what is taken back, what is read anew, what is acted on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from registry.catalog import Catalog, DefaultAliases
+from registry.entities import AdapterVersion
+from registry.errors import NotFoundError
+from serve_app import lora_routes
+from serve_app.adapter_admin import AdapterAdmin, AdapterChange
+from serve_app.base_admin import BaseChange, change_base
+from serve_app.base_sleep import SleepKeeper
+from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
+from serve_app.fleet import Fleet
+from serve_app.manager import Manager
+from serve_app.reports import BaseActivity, IngressReport
+from serve_app.topology import BaseLine, Outcome
+from tests.fakes_registry import FolderRegistry
+from tests.hostile_registry import Reader, World, follows, make_world, stop
+
+# -- loads that the engines cannot follow ----------------------------------------------------------
+
+
+class Loads:
+    """The routes' own functions over a manager's `AdapterAdmin`; the engines are what `preload`
+    says."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, alias: str = "champion") -> None:
+        self.folder = folder
+        self.aliases = DefaultAliases(alias)
+        self.registry = FolderRegistry(folder)
+        self.registry.write(Catalog((self.registry.add_base("b"),)))
+        self.admin = AdapterAdmin()
+        self.outcomes: list[Outcome] | Exception = [Outcome("e1", True, "disk")]
+        patch.setattr(lora_routes, "change", self._change)
+        patch.setattr(lora_routes, "preload", self._preload)
+        patch.setattr(lora_routes, "find_adapter", lambda *_: (None, self.meaning("x")))
+        patch.setattr(lora_routes, "view_follows", self._nothing)
+
+    def look(self) -> Catalog:
+        return replace(self.registry.snapshot(), default_aliases=self.aliases)
+
+    def meaning(self, name: str) -> AdapterVersion:
+        found = self.look().resolve(name).adapter
+        assert found is not None
+        return found
+
+    async def load(self, folder: str, *, in_place: bool = False) -> None:
+        path = self.folder / folder
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text("{}")
+        gateway: Any = SimpleNamespace()
+        await self._change(None, AdapterChange("load", "x", str(path), "b@1", in_place))
+        undo = AdapterChange("undo_load", "x", may_replace=in_place)
+        await lora_routes._preload(gateway, "x", undo)
+
+    async def _change(self, _: object, wanted: AdapterChange) -> AdapterVersion | None:
+        return await self.admin.change(wanted, self.registry, self.look)
+
+    async def _preload(self, *_: object) -> list[Outcome]:
+        if isinstance(self.outcomes, Exception):
+            raise self.outcomes
+        return self.outcomes
+
+    async def _nothing(self, *_: object) -> None:
+        pass
+
+
+FAILURES = pytest.mark.parametrize(
+    "failure",
+    [
+        [Outcome("e1", True, "disk"), Outcome("e2", False, "no room")],
+        ServiceUnavailableError("The engines of 'b' do not answer.", 5),
+    ],
+)
+
+
+@FAILURES
+@pytest.mark.parametrize("alias", ["champion", "prod"])
+async def test_a_load_in_place_that_fails_leaves_the_name_as_it_was(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: list[Outcome] | Exception,
+    alias: str,
+) -> None:
+    loads = Loads(tmp_path, monkeypatch, alias)
+    await loads.load("one")
+    before = loads.meaning("x")
+    good, loads.outcomes = loads.outcomes, failure
+    with pytest.raises((ApiError, ServiceUnavailableError)):
+        await loads.load("two", in_place=True)
+    assert loads.meaning("x").digest == before.digest
+    assert loads.look().setting("x", "runtime") == "loaded"
+    loads.outcomes = good
+    await loads.load("three", in_place=True)
+    assert loads.meaning("x").version == 3
+
+
+@FAILURES
+async def test_a_first_load_that_fails_leaves_no_name_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: list[Outcome] | Exception
+) -> None:
+    loads = Loads(tmp_path, monkeypatch)
+    loads.outcomes = failure
+    with pytest.raises((ApiError, ServiceUnavailableError)):
+        await loads.load("one")
+    with pytest.raises(NotFoundError):
+        loads.meaning("x")
+
+
+async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads(tmp_path, monkeypatch)
+    await loads.load("one")
+    await loads.load("two", in_place=True)
+    await loads.load("three", in_place=True)
+    loads.registry.set_alias("x", "champion", 2)
+    undo = AdapterChange("undo_load", "x", may_replace=True)
+    await loads.admin.change(undo, loads.registry, loads.look)
+    assert loads.meaning("x").version == 2
+    # Another manager, which cannot know what the name meant.
+    await AdapterAdmin().change(undo, loads.registry, loads.look)
+    assert loads.meaning("x").version == 2
+
+
+# -- bases -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(tmp_path, monkeypatch)
+
+
+async def test_a_base_that_was_registered_a_moment_ago_is_added_and_removed_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def set_setting(_: Reader, name: str, key: str, value: str | None) -> None:
+        tags = {} if value is None else {f"loraplex.{key}": value}
+        world.store.tags = {**world.store.tags, name: tags}
+
+    monkeypatch.setattr(Reader, "set_setting", set_setting)
+    monkeypatch.setattr("serve_app.fleet._HANDOVER_MAX_S", 0.05)
+    made = await world.start()
+    await follows(made, world)
+    made._watcher._interval_s = 3600.0  # from now on it looks only when it is woken
+    await asyncio.sleep(0.05)
+    world.store.tags = {"pad": {}, "fresh": {}}
+    async with asyncio.timeout(30):
+        await made.change_base(BaseChange("add", "fresh"))
+        # Whoever asks next sees that it was followed.
+        (fresh,) = [one for one in await made.bases() if one.name == "fresh"]
+        assert (fresh.state, fresh.source) == ("starting", "registry")
+        assert fresh.application in world.controller.apps
+        await made.change_base(BaseChange("remove", "fresh"))
+        left = {one.state for one in await made.bases() if one.name == "fresh"}
+        assert left <= {"draining"}
+    stop(made)
+
+
+def line(version: int, state: Any = "running") -> BaseLine:
+    digest = str(version) * 64
+    return BaseLine("b", version, state, "", "file", 1, None, None, None, "wait", "", digest)
+
+
+def fleet_of(*lines: BaseLine) -> tuple[Fleet, SleepKeeper]:
+    made, keeper = Fleet.__new__(Fleet), SleepKeeper()
+    made.sleep, made.lines = keeper, lines
+    for one in lines:
+        keeper.step(one.digest, True, None, 0.0)
+    return made, keeper
+
+
+async def order(kind: Any, name: str, fleet: Fleet, folder: Path) -> None:
+    registry = FolderRegistry(folder)
+    await change_base(BaseChange(kind, name), [], Catalog(), registry, fleet)
+
+
+async def test_sleep_and_wake_act_on_every_served_version_of_a_base(tmp_path: Path) -> None:
+    first, second = line(1), line(2)
+    fleet, keeper = fleet_of(first, second, replace(line(3), state="draining"))
+    await order("sleep", "b", fleet, tmp_path)
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["drowsy", "drowsy"]
+    await order("wake", "b", fleet, tmp_path)
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "awake"]
+    await order("sleep", "b@2", fleet, tmp_path)
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "drowsy"]
+    with pytest.raises(NotFoundError, match="b@9"):
+        await order("sleep", "b@9", fleet, tmp_path)
+
+
+async def test_no_version_of_a_base_sleeps_where_one_has_open_requests(tmp_path: Path) -> None:
+    first, second = line(1), line(2)
+    fleet, keeper = fleet_of(first, second)
+    now_s = asyncio.get_running_loop().time()
+    keeper.hear(IngressReport("one", (BaseActivity(second.digest, 1, 0.0),)), now_s)
+    with pytest.raises(ConflictError, match="1 open requests"):
+        await order("sleep", "b", fleet, tmp_path)
+    assert keeper.phase(first.digest) == "awake"
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+async def test_a_name_whose_alias_goes_to_a_broken_version_is_served_on_but_not_after_a_restart(
+    world: World,
+) -> None:
+    made = await world.start()
+    await follows(made, world)
+    before = world.store.champion
+    world.store.champion = 9  # of which the listing shows no version that can be served
+    for model in ("good", "good-base:good"):
+        assert await meaning(made, model) == before
+    found = made._read_now().resolve("good").adapter
+    assert found is not None
+    assert found.version == before
+    stop(made)
+    restarted = await world.start()
+    with pytest.raises(NotFoundError, match="good@champion is version 9"):
+        await meaning(restarted, "good")
+    stop(restarted)
+
+
+async def meaning(made: Manager, model: str) -> int:
+    """By the first view that shows the alias on the broken version."""
+    revision = ""
+    async with asyncio.timeout(30):
+        while (view := await made.view(revision, 30.0)) is None or not view.catalog.dangling:
+            revision = "" if view is None else view.revision
+    found = view.catalog.resolve(model).adapter
+    assert found is not None
+    return found.version

@@ -25,6 +25,7 @@ _LASTING = (
     "Manager.",
     "Event.wait",
     "_run",
+    "_keep",  # see `serve_app.tasks`
     "RouterMetricsManager._report_cached_metrics_forever",
 )
 _OF_LOSSES = (
@@ -70,7 +71,7 @@ def _is_excused(client: Client, code: str, plan: Plan, happened: Mapping[str, in
     if code == "body_timeout":
         return bool(wish.body_s)
     if code == "engine_out_of_memory":
-        return happened["no memory"] > limit
+        return happened["no memory"] > 0 and happened["no memory"] + deaths > limit
     if code == "engine_unavailable":
         # Silence takes longer to see than such a move may take.
         is_silent = happened["hang"] + happened["freeze"] > 0

@@ -125,6 +125,11 @@ class Managers:
         self._loop.kill(self._owner)
         await asyncio.sleep(0)
 
+    def counts(self, ingress_id: str) -> bool:
+        """What this ingress counts from now on is judged: an ingress's first report to a manager
+        only says where it stands."""
+        return self.current is not None and ingress_id in self.current._canaries._trials._seen
+
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda *arguments: self._call(name, *arguments))
 

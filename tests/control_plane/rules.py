@@ -58,12 +58,13 @@ async def requests(world: World, name: str, number: int, canary: str, at: int) -
                 world.journal.asked_s[base] = world.loop.time()
             if answer.arm is None:
                 continue
+            counts = world.managers.counts(ingress.gateway._ingress_id)
             watch = ingress.gateway.arms.watch(answer.arm)
             watch.first_token()
             key = answer.arm.adapter, answer.arm.digest
             if answer.arm.arm != "canary" or canary == "ok":
                 watch.done(True, 1)
-                world.journal.num_good[key] += 1
+                world.journal.num_good[key] += counts
                 continue
             world.journal.unsound.add(answer.arm.adapter)
             if canary == "empty":
@@ -71,7 +72,7 @@ async def requests(world: World, name: str, number: int, canary: str, at: int) -
             else:
                 error = NonFiniteError() if canary == "non_finite" else EngineFailureError()
                 watch.failed(error, 0)
-            world.journal.num_bad[key] += 1
+            world.journal.num_bad[key] += counts
     check_files(world, name)
     return ", ".join(f"{count} {what}" for what, count in found.items())
 

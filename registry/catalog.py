@@ -52,7 +52,7 @@ class DefaultAliases:
         return dict(self.of_adapters).get(name, self.everywhere)
 
 
-Group = tuple[str, str]  # a name and a base's name, which is empty for a base
+Group = tuple[str, str]  # a name, and the base that its versions are for; empty: all versions
 
 
 class _Index(Generic[V]):
@@ -62,7 +62,7 @@ class _Index(Generic[V]):
         self.by_version: dict[str, dict[int, V]] = {}
         self.by_alias: dict[str, dict[str, V]] = {}
         self.default: dict[str, V | DanglingAlias] = {}
-        # The same among the versions for one base: the meaning of `base:name`.
+        # What `base:name` means; under the empty base's name, the same as `default`.
         self.of_group: dict[Group, V | DanglingAlias] = {}
         for version in versions:
             self.by_version.setdefault(version.name, {})[version.version] = version
@@ -71,18 +71,24 @@ class _Index(Generic[V]):
         dangling = {(one.name, one.alias): one for one in catalog.dangling}
         held = {(one.name, one.base_name): one.version for one in catalog.held}
         for name, numbered in self.by_version.items():
-            self.default[name] = self._meaning(name, numbered, catalog, dangling, held)
+            found = self._meanings(name, numbered, catalog, dangling)
+            for base_name, meaning in found.items():
+                last = numbered.get(held.get((name, base_name), 0))
+                is_bad = isinstance(meaning, DanglingAlias) or _is_refused(meaning)
+                self.of_group[name, base_name] = last if last and is_bad else meaning
+            self.default[name] = self.of_group[name, ""]
 
-    def _meaning(
+    def _meanings(
         self,
         name: str,
         numbered: dict[int, V],
         catalog: Catalog,
         dangling: Mapping[tuple[str, str], DanglingAlias],
-        held: Mapping[Group, int],
-    ) -> V | DanglingAlias:
-        """An alias counts before the highest version: of several bases, that of the base with the
-        highest version. An alias on a version that cannot be served is no leave to mean another."""
+    ) -> dict[str, V | DanglingAlias]:
+        """By base's name, without what is held. An alias counts before the highest version: of
+        several bases, that of the base with the highest version. An alias on a version that cannot
+        be served is no leave to mean another."""
+        meanings: dict[str, V | DanglingAlias] = {}
         groups: dict[str, list[V]] = {}
         for _, version in sorted(numbered.items(), reverse=True):
             groups.setdefault(_base_name(version), []).append(version)
@@ -96,17 +102,13 @@ class _Index(Generic[V]):
                 found = dangling.get((name, alias))
             elif _base_name(named) == base_name:
                 found = named
-            last = numbered.get(held.get((name, base_name), 0))
-            if last is not None and (isinstance(found, DanglingAlias) or _is_refused(found)):
-                found = last
             if isinstance(found, DanglingAlias):
                 blocked.append(found)
             elif found is not None:
                 aliased.append(found)
-            self.of_group[name, base_name] = _highest(members) if found is None else found
-        if aliased:
-            return aliased[0]
-        return blocked[0] if blocked else _highest(numbered.values())
+            meanings[base_name] = _highest(members) if found is None else found
+        meanings[""] = next(iter((*aliased, *blocked)), None) or _highest(numbered.values())
+        return meanings
 
     def find(self, reference: Reference) -> V:
         found: V | None
@@ -199,7 +201,7 @@ class Catalog:
         return None if isinstance(found, DanglingAlias) else found
 
     def meanings(self) -> dict[Group, AdapterVersion | BaseVersion | DanglingAlias]:
-        """Of each name without a suffix, among its versions for one base."""
+        """Of each name without a suffix, among its versions for one base and among all."""
         return {**self._bases.of_group, **self._adapters.of_group}
 
     def entries(self) -> tuple[ModelEntry, ...]:

@@ -131,7 +131,7 @@ class HeldMeaning:
     """The version that a name goes on to mean while its alias is on one that cannot be served."""
 
     name: str
-    base_name: str  # the base that the version was made for; empty for a base
+    base_name: str  # the meaning among its versions for that base; empty: among all
     version: int
 
 

@@ -26,7 +26,7 @@ class Meanings:
     def __init__(self) -> None:
         self._before: dict[Group, tuple[_Meaning, ...]] = {}  # the newest first
         self._aliased: dict[Group, int] = {}  # the version that an alias gave the name last
-        self._told: dict[Group, str] = {}  # what the log said last
+        self._told: frozenset[str] = frozenset()  # what the log said last
 
     def follow(self, catalog: Catalog) -> Catalog:
         """The catalog with the meanings that are held; remembers the others."""
@@ -35,7 +35,8 @@ class Meanings:
             if not _why_bad(found):
                 assert not isinstance(found, DanglingAlias)
                 self._remember(group, (found.version, found.digest))
-                self._note_alias(found, group, catalog.default_aliases.of(found))
+                if group[1] or isinstance(found, BaseVersion):  # once for each version
+                    self._note_alias(found, group, catalog.default_aliases.of(found))
         for group in self._before.keys() - meanings.keys():
             del self._before[group]
             self._aliased.pop(group, None)
@@ -86,7 +87,7 @@ class Meanings:
     ) -> None:
         """Each once, as long as its reason lasts."""
         held = {(one.name, one.base_name): one.version for one in catalog.held}
-        words = {}
+        words = set()
         for group, found in meanings.items():
             if why := _why_bad(found):
                 version = held.get(group)
@@ -95,11 +96,10 @@ class Meanings:
                     if version is None
                     else f"version {version}, which the name meant before, goes on being served"
                 )
-                words[group] = f"{why}; {then}"
-        for group, text in words.items():
-            if self._told.get(group) != text:
-                logger.warning("%s", text)
-        self._told = words
+                words.add(f"{why}; {then}")
+        for text in sorted(words - self._told):
+            logger.warning("%s", text)
+        self._told = frozenset(words)
 
 
 def _why_bad(found: AdapterVersion | BaseVersion | DanglingAlias) -> str:

@@ -34,6 +34,7 @@ class AdapterChange:
     folder: str = ""  # load: on the manager's machine
     base: str = ""  # load: a registered name, @version allowed
     may_replace: bool = False  # load, undo_load: another version of a name that is loaded
+    version: int = 0  # undo_load: the one that the load made
 
 
 class AdapterAdmin:
@@ -103,14 +104,14 @@ class AdapterAdmin:
         name = change.name
         catalog = await asyncio.to_thread(look)
         meant = _find(catalog, name)
+        if meant.version != change.version:
+            return meant
         loaded, before = self._loads.pop(name, (None, None))
         if before is None:
             if change.may_replace and loaded is None:
                 return meant
             await asyncio.to_thread(registry.set_setting, name, RUNTIME, UNLOADED)
             return None
-        if meant.version != loaded:
-            return meant
         alias = catalog.default_aliases.of(before)
         await asyncio.to_thread(registry.set_alias, name, alias, before.version)
         return _find(await asyncio.to_thread(look), name)

@@ -263,6 +263,8 @@ class CanaryArgs(Args):
     It must be worse by more than these margins, and the counts must make that certain: a canary
     within the margins is rolled back in less than 1 % of hours (see `rollback`). A canary that is
     far worse goes after `min_requests`; a little more than the margin takes much longer to see.
+    Beside a stable version that hardly had a request it goes only if most of its own fail; one
+    that had all the traffic from the begin on is compared with rates of 0.
     """
 
     min_requests: int = Field(default=50, ge=1)  # of the canary; of both for the latency

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, UnsupportedModelError
 from engine.types import TokenLogprobs
 from serve_app.errors import ServiceUnavailableError
 from serve_app.logprobs import CompletionLogprobs, Json, chat_entry, prompt_entries
@@ -114,9 +114,10 @@ class PartsRenderer:
             return render_part(part, self._tokenizer)
         try:
             return await self._elsewhere(part)
-        except (ServiceUnavailableError, InvalidRequestError):
-            # No worker can do it, and the pool has logged why. The answer is there and is not
-            # lost for that: a part is short, and others had their turn before it.
+        except (ServiceUnavailableError, InvalidRequestError, UnsupportedModelError):
+            # No worker can do it: it ended, or could not read the tokenizer within its memory.
+            # The answer is there and is not lost for that: a part is short, and others had their
+            # turn before it.
             return render_part(part, self._tokenizer)
 
 

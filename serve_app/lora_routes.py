@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryError
 from serve_app.adapter_admin import AdapterChange
 from serve_app.adapter_orders import change, evict, preload, view_follows
@@ -67,8 +68,10 @@ async def load_lora_adapter(request: Request) -> Response:
         wanted = AdapterChange(
             "load", name, body.lora_path, f"{base.name}@{base.version}", body.load_inplace
         )
-        await _register(gateway, wanted)
-        undo = AdapterChange("undo_load", name, may_replace=body.load_inplace)
+        loaded = await _register(gateway, wanted)
+        undo = AdapterChange(
+            "undo_load", name, may_replace=body.load_inplace, version=loaded.version
+        )
     await _preload(gateway, name, undo)
     return _text(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -95,12 +98,14 @@ async def unload_lora_adapter(request: Request) -> Response:
     return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-async def _register(gateway: Gateway, wanted: AdapterChange) -> None:
+async def _register(gateway: Gateway, wanted: AdapterChange) -> AdapterVersion:
     try:
         adapter = await change(gateway, wanted)
     except NotFoundError as error:
         raise ApiError(404, str(error), param="lora_path", code="not_found") from None
+    assert adapter is not None  # a load says what the name means now
     await view_follows(gateway, wanted.name, adapter)
+    return adapter
 
 
 async def _preload(gateway: Gateway, name: str, undo: AdapterChange | None) -> None:

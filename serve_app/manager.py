@@ -392,5 +392,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
 
 
 def _about_bases(catalog: Catalog) -> tuple[object, ...]:
-    """What `plan` reads of a catalog."""
-    return catalog.bases, *(one for one in catalog.settings if one.key == "serve")
+    """What `plan` reads of a catalog. The meaning of a base's name may change though its versions
+    are the same: an alias on a version that cannot be served comes or goes."""
+    wishes = (one for one in catalog.settings if one.key == "serve")
+    return catalog.bases, catalog.default_bases(), *wishes

@@ -4,7 +4,8 @@ A canary is rolled back when it is worse by more than the margin that the config
 the counts make that certain: a canary that is not worse than allowed is rolled back in less than
 1 % of hours (FALSE_ROLLBACKS_PER_HOUR), looked at as often as one likes; see `sequential`. The
 hour's 1 % is shared out among the spans of time that are judged (`Trial`) and the four questions
-that are asked of each: errors, empty outputs, clients that left, the first token.
+that are asked of each: errors, empty outputs, clients that left, the first token. One more is asked
+of the whole trial while the stable version has had too few requests: whether most requests fail.
 
 The first token: were the canary at most r times as slow as the stable version, then for every time
 t it would be later than r t at most as often as the stable version is later than t. That is tested
@@ -27,6 +28,9 @@ FIRST_TOKEN_QUANTILE = 0.95
 FALSE_ROLLBACKS_PER_HOUR = 0.01
 SPANS_A_WINDOW = 4  # begun at most, to be judged apart from what was before
 _NUM_QUESTIONS = 4
+# Of the requests of a stable version that hardly had any. One client with all the traffic always
+# meets the same arm, and where that is the canary nothing else can be said against it.
+_MOST_ERRORS = 0.5
 _BUCKETS_PER_DOUBLING = 2  # of ARM_SECONDS
 
 
@@ -57,11 +61,22 @@ def non_finite(canary: Tally, rule: CanaryArgs) -> str | None:
     return f"{num} of {canary.num_judged} outputs not finite, {rule.max_non_finite} allowed"
 
 
+def mostly_fails(stable: Tally, canary: Tally, rule: CanaryArgs) -> str | None:
+    """A reason to roll back before the stable version has `min_requests`: the canary's error rate
+    is certain to exceed one half by the margin. A stable version is taken to fail less often."""
+    failed = Hits(stable.count("error", "non_finite"), stable.num_judged)
+    if failed.of >= rule.min_requests or failed.rate > _MOST_ERRORS:
+        return None
+    limit = _MOST_ERRORS + rule.max_error_rate_increase
+    return _more("errors", Tally(), canary, rule, limit, "error", "non_finite")
+
+
 def needed_log_evidence(rule: CanaryArgs) -> float:
     """For one question asked of one span. In an hour at most so many spans begin, the trial's own
-    the first of them, and each question of each has its part of the error rate for all its life."""
+    the first of them, and each question of each has its part of the error rate for all its life;
+    `mostly_fails` is asked of the trial's own."""
     num_spans = 1 + 3600 * SPANS_A_WINDOW / rule.window_s
-    return math.log(num_spans * _NUM_QUESTIONS / FALSE_ROLLBACKS_PER_HOUR)
+    return math.log((num_spans * _NUM_QUESTIONS + 1) / FALSE_ROLLBACKS_PER_HOUR)
 
 
 def _more(

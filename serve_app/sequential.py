@@ -67,8 +67,9 @@ def _least_favourable(stable: Hits, canary: Hits, margin: float) -> float:
 
 
 def _slope(hits: Hits, rate: float) -> float:
-    """Of the log-likelihood."""
-    return hits.num / rate - (hits.of - hits.num) / (1 - rate)
+    """Of the log-likelihood. A rate that nears 1 from below may be rounded to it."""
+    others = hits.of - hits.num
+    return hits.num / rate - (others / (1 - rate) if others else 0.0)
 
 
 def _log_martingale(hits: Hits, rate: float) -> float:

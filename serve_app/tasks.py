@@ -76,13 +76,11 @@ async def _keep(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> Non
         try:
             await work()
             return
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError):
             this = asyncio.current_task()
             if this is None or this.cancelling():
                 raise
-            # What it awaited was cancelled, such as a call of Ray's whose far end is gone.
-            _note_failure(name)
-        except Exception:
+            # Or what it awaited was cancelled, such as a call of Ray's whose far end is gone.
             _note_failure(name)
         if time.monotonic() - began_s > _SETTLED_S:
             pause_s = _FIRST_PAUSE_S

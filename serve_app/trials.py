@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from serve_app.arms import ArmKey, Tally
 from serve_app.config import CanaryArgs
 from serve_app.reports import IngressReport
-from serve_app.rollback import SPANS_A_WINDOW, Verdict, judge, non_finite
+from serve_app.rollback import SPANS_A_WINDOW, Verdict, judge, mostly_fails, non_finite
 from serve_app.traffic import Arm, Split, Wish
 
 _FORGET_S = 600.0  # an ingress that is silent for so long does not come back
@@ -57,7 +57,7 @@ class Trial:
         self._thin(rule, now_s)
         whole = judge(*self._span(self._points[0], now), rule)
         reason = non_finite(now.canary - self._window_start(rule, now).canary, rule)
-        reason = reason or whole.reason
+        reason = reason or whole.reason or mostly_fails(now.stable, now.canary, rule)
         for then in self._points[1:]:
             has_enough = now.canary.num_seen - then.canary.num_seen >= rule.min_requests
             if reason is None and has_enough:
@@ -71,7 +71,7 @@ class Trial:
     def _span(self, then: _Point, now: _Point) -> tuple[Tally, Tally]:
         """Of stable and canary. A canary that has all the traffic is compared with what stable did
         earlier, or else with rates of 0; one beside which stable only had no request yet, not at
-        all."""
+        all (but see `mostly_fails`)."""
         stable, canary = now.stable - then.stable, now.canary - then.canary
         if stable.num_judged:
             return stable, canary

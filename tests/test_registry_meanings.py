@@ -74,6 +74,17 @@ def test_a_version_that_a_check_refuses_gives_the_name_back_to_the_one_before() 
     assert meaning(meanings.follow(catalog(adapter(1), refused))) == 1
 
 
+def test_a_name_of_two_bases_keeps_its_meaning_and_its_base() -> None:
+    first, other = adapter(1, "champion"), adapter(2, base=OTHER_BASE)
+    meanings = Meanings()
+    assert meaning(meanings.follow(catalog(first, other))) == 1
+    held = meanings.follow(catalog(adapter(1), other, dangling=(BROKEN,)))
+    assert meaning(held) == meaning(held, "base:pirate") == 1
+    assert meaning(held, "other:pirate") == 2
+    refused = replace(adapter(3, "champion", base=OTHER_BASE), refused="its rank is 512")
+    assert meaning(meanings.follow(catalog(adapter(1), other, refused))) == 1
+
+
 def test_a_held_meaning_that_is_deleted_is_not_replaced_by_an_older_one() -> None:
     meanings = Meanings()
     meanings.follow(catalog(adapter(1, "champion"), adapter(2)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from registry.catalog import Catalog
-from registry.entities import AdapterVersion, BaseVersion, Setting
+from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
 from serve_app.base_admin import BaseChange, change_base
 from serve_app.base_plan import MISSING_S, LastGood, plan, wished
 from serve_app.base_status import failure_in_words
@@ -102,6 +102,26 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     assert second is not None
     assert second.catalog.resolve("lora").adapter.version == 2  # type: ignore[union-attr]
     for task in (watching, *manager._tasks):
+        task.cancel()
+
+
+async def test_what_a_bases_name_means_changes_with_the_applications_that_serve_it(
+    tmp_path: Path,
+) -> None:
+    manager = Manager.__new__(Manager)
+    sources = Sources(partial(FolderRegistry, tmp_path), "tests.fakes_engine:open_paced_engine")
+    await manager.__init__(PlatformArgs(), sources)  # type: ignore[misc]
+    broken = DanglingAlias("a", "champion", 3, "no files")
+    for aliased in (Catalog((base(alias="champion"),)), Catalog((base(), base(version=2)))):
+        known = manager._named(replace(aliased, dangling=(broken,) * (len(aliased.bases) - 1)))
+    assert known.resolve("a").base.version == 1
+    await manager._publish(known, (), (), True, None, CanaryState())
+    manager._watcher.catalog = replace(known, dangling=(), held=())  # the alias is dropped
+    manager._publish_names(())
+    view = await manager.view("", 5)
+    assert view is not None
+    assert view.catalog.resolve("a").base.version == 1
+    for task in manager._tasks:
         task.cancel()
 
 

@@ -57,8 +57,10 @@ class Loads:
         path.mkdir(exist_ok=True)
         (path / "adapter_config.json").write_text("{}")
         gateway: Any = SimpleNamespace()
-        await self._change(None, AdapterChange("load", "x", str(path), "b@1", in_place))
-        undo = AdapterChange("undo_load", "x", may_replace=in_place)
+        wanted = AdapterChange("load", "x", str(path), "b@1", in_place)
+        loaded = await self._change(None, wanted)
+        assert loaded is not None
+        undo = AdapterChange("undo_load", "x", may_replace=in_place, version=loaded.version)
         await lora_routes._preload(gateway, "x", undo)
 
     async def _change(self, _: object, wanted: AdapterChange) -> AdapterVersion | None:
@@ -123,12 +125,24 @@ async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
     await loads.load("two", in_place=True)
     await loads.load("three", in_place=True)
     loads.registry.set_alias("x", "champion", 2)
-    undo = AdapterChange("undo_load", "x", may_replace=True)
+    undo = AdapterChange("undo_load", "x", may_replace=True, version=3)
     await loads.admin.change(undo, loads.registry, loads.look)
     assert loads.meaning("x").version == 2
     # Another manager, which cannot know what the name meant.
     await AdapterAdmin().change(undo, loads.registry, loads.look)
     assert loads.meaning("x").version == 2
+
+
+async def test_a_load_that_is_undone_late_takes_nothing_back_from_the_load_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads(tmp_path, monkeypatch)
+    await loads.load("one")
+    await loads.load("two", in_place=True)
+    late = AdapterChange("undo_load", "x", may_replace=False, version=1)
+    await loads.admin.change(late, loads.registry, loads.look)
+    assert loads.meaning("x").version == 2
+    assert loads.look().setting("x", "runtime") == "loaded"
 
 
 # -- bases -----------------------------------------------------------------------------------------

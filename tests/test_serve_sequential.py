@@ -59,3 +59,9 @@ def test_extremes_are_no_error() -> None:
     assert log_evidence(Hits(0, 0), Hits(5, 5), 1.0) == 0.0
     assert log_evidence(Hits(0, 10**9), Hits(10**9, 10**9), 0.0) > 1e8
     assert log_evidence(Hits(10**9, 10**9), Hits(10**9, 10**9), 0.02) == 0.0
+
+
+def test_a_canary_that_always_fails_beside_a_stable_version_that_nearly_does_is_no_error() -> None:
+    """The least favourable rate of the canary is then 1, up to rounding."""
+    assert log_evidence(Hits(129, 133), Hits(50, 50), 0.03) < 0
+    assert log_evidence(Hits(197, 199), Hits(50, 50), 0.01) < 0

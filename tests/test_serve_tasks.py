@@ -60,6 +60,24 @@ async def test_a_cancelled_task_and_one_that_returns_are_no_failures() -> None:
     assert num_failures("sound") == 0
 
 
+async def test_a_loop_that_fails_when_it_is_cancelled_does_not_begin_again() -> None:
+    num_begun = 0
+
+    async def loop() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ConnectionError("the far end left first") from None
+
+    task = keep(loop, "stopped")
+    await until(lambda: num_begun == 1)
+    task.cancel()
+    await until(task.done)
+    assert num_begun == 1
+
+
 async def test_a_failure_that_somebody_awaits_is_that_ones_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -222,14 +222,28 @@ async def test_a_worker_renders_log_probabilities_as_the_event_loop_does(
         num_parts += 1
         return await pool.logprobs(part, BASE, files)
 
-    async def broken(part: LogprobsPart) -> Lists:
-        raise ServiceUnavailableError("no worker", 1)
-
     ours = await answered(text, None, is_chat=is_chat, stream=stream)
     assert await answered(text, render, is_chat=is_chat, stream=stream) == ours
     assert num_parts >= 2  # of 4,096 entries each; the first one is rendered on the spot
-    # An answer that is there is not lost with the workers.
-    assert await answered(text, broken, is_chat=is_chat, stream=stream) == ours
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ServiceUnavailableError("no worker", 1),
+        InvalidRequestError("it takes too much memory"),
+        UnsupportedModelError("tokenizer.json: it takes too much memory"),
+    ],
+)
+async def test_an_answer_that_is_there_is_not_lost_with_the_workers(
+    files: dict[str, bytes], failure: Exception
+) -> None:
+    async def broken(part: LogprobsPart) -> Lists:
+        raise failure
+
+    text = BaseText.from_files(files)
+    ours = await answered(text, None, is_chat=False, stream=True)
+    assert await answered(text, broken, is_chat=False, stream=True) == ours
 
 
 async def test_no_large_answer_takes_more_than_a_part_of_the_event_loop_at_a_time(

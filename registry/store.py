@@ -108,8 +108,8 @@ class MlflowStore:
         known: Collection[Hashable],
     ) -> dict[Hashable, T]:
         """MLflow's page tokens are offsets: what is deleted, or moves to the front, between two
-        pages hides another entry. Who is missing in a listing of several pages is gone only where
-        a second one does not show him either; a first listing is always compared with another."""
+        pages hides another entry. An entry that a listing of several pages lacks is gone only where
+        a second listing lacks it too; a first listing is always compared with another."""
         pages = list(read())
         found = {key(one): one for page in pages for one in page}
         if len(pages) > 1 and (not known or any(one not in found for one in known)):

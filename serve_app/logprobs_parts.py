@@ -2,7 +2,7 @@
 
 Two million entries, the most that one answer may have, take the interpreter 3 s, in which every
 other stream of the ingress would stand still. A rendering is a generator: it asks for the JSON of
-one part after another and returns bytes. Whoever drives it decides where a part is rendered.
+one part after another and returns bytes. Its caller decides where a part is rendered.
 Ignorant of requests and of processes.
 """
 

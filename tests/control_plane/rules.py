@@ -155,7 +155,7 @@ async def delete_model(world: World, name: str) -> str:
 @rule
 async def rename(world: World, name: str, new: str) -> str:
     words = await _mlflow(world, "rename_registered_model", name, new)
-    if not words:
+    if not words and new != name:
         _forget(world, name)
         _forget(world, new)
     return words

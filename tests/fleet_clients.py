@@ -12,6 +12,7 @@ from typing import Any
 import ray.serve.context
 from starlette.types import Message
 
+from serve_app.arms import Outcome
 from tests.fleet_engine import letter
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_wishes import Wish
@@ -59,6 +60,22 @@ class Client:
         if not self.task.done():
             return f"open, status {self.status}"
         return "well" if self.has_ended_well else str(self.code)
+
+    @property
+    def request_id(self) -> str:
+        """As Serve names it in the ingress."""
+        return f"request {self.number}"
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """As which an arm has to count it; None: it left, maybe after its end."""
+        if self.has_left:
+            return None
+        if self.has_ended_well:
+            return "ok" if any(self._read()[0].values()) else "empty"
+        is_ours = self.status in (200, 503) or self.code == "adapter_unsupported"
+        is_ours = is_ours and self.code not in ("overloaded", "request_quarantined")
+        return "error" if is_ours else "refused"
 
     @property
     def reasons(self) -> list[str]:
@@ -187,7 +204,7 @@ class Client:
 
     async def _run(self) -> None:
         """As Serve's replica calls an application, and cancels what it began."""
-        request_id = f"request {self.number}"
+        request_id = self.request_id
         context = ray.serve.context._RequestContext(
             request_id=request_id, _internal_request_id=request_id
         )

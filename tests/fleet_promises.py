@@ -6,7 +6,7 @@ Each function yields the words of what does not hold.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.fleet_clients import Client
@@ -95,9 +95,7 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     gone = sum(one.has_begun and (not one.is_whole or one.status == 499) for one in own)
     if metrics._num_disconnects != gone:
         yield f"{name}: {metrics._num_disconnects} disconnects, not {gone}"
-    outcomes = ingress.outcomes
-    if outcomes.total() != ingress.num_watches:
-        yield f"{name}: {outcomes.total()} of {ingress.num_watches} watched requests are counted"
+    yield from _wrong_outcomes(ingress, own)
     codes = Counter(client.code for client in stayed)
     lost = sum(ingress.gateway.migrations.metrics._lost.values())
     # Whoever leaves its engine may be refused by all others.
@@ -108,6 +106,23 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     shed = stats.num_turned_away + sum(one.sheds.total() for one in stats._bases.values())
     if shed > codes["overloaded"] + left:
         yield f"{name}: {shed} refusals are counted, {codes['overloaded']} were told"
+
+
+def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:
+    """Each arm counts each of its requests once, as what it was."""
+    by_id = {client.request_id: client for client in clients}
+    outcomes, wanted = ingress.outcomes, defaultdict(Counter[str])
+    num_watched = Counter(key for key, _ in ingress.watched)
+    for key, request_id in ingress.watched:
+        client = by_id.get(request_id)
+        if client is not None and (outcome := client.outcome) is not None:
+            wanted[key][outcome] += 1
+    for key, number in num_watched.items():
+        arm = f"{ingress.name}: the arm {key.adapter}@{key.version} ({key.arm})"
+        if outcomes[key].total() != number:
+            yield f"{arm} counts {outcomes[key].total()} of {number} watched requests"
+        if lacking := wanted[key] - outcomes[key]:
+            yield f"{arm} counts {dict(outcomes[key])}, which lacks {dict(lacking)}"
 
 
 def leftovers(

@@ -35,14 +35,19 @@ class Client:
     is_whole: bool = False
     num_starts: int = 0
     num_ends: int = 0
+    ended_s: float = 0.0
 
     def start(self) -> None:
         self._gone = asyncio.Event()
         self._parts = self._cut_body()
         self.began_s = self.loop.time()
         self.task = self.ingress.process.task(self._run())
+        self.task.add_done_callback(self._note_end)
         if self.wish.leaving is not None:
             self.loop.at_iteration(self.loop.iteration + self.wish.leaves_after, self.leave)
+
+    def _note_end(self, task: object) -> None:
+        self.ended_s = self.loop.time()
 
     def leave(self) -> None:
         if self.task.done() or self.has_left:

@@ -35,14 +35,20 @@ _OF_LOSSES = (
     "adapter_not_loaded",
     "unavailable",
 )
+# Each costs a request its engine, though the engine does not die.
+_SOFT = ("freeze", "hang", "cut", "cut at once")
 _OF_REQUESTS = ("Generation", "TokenStream", "AdmissionQueue", "Attempt", "Timeout")
 
 
 def wrong_answers(
-    clients: Sequence[Client], seeds: dict[str, set[int]], plan: Plan, happened: Mapping[str, int]
+    clients: Sequence[Client],
+    seeds: dict[str, set[int]],
+    plan: Plan,
+    happened: Mapping[str, int],
+    died_s: Sequence[float],
 ) -> Iterator[str]:
     """Every request ended once, with its own tokens, and failed for a reason only. `happened`: how
-    often each kind of fault."""
+    often each kind of fault; `died_s`: when each of the engines died."""
     for client in clients:
         name = f"request {client.number} ({client.wish})"
         for fault in client.faults(seeds, DIGESTS):
@@ -50,6 +56,10 @@ def wrong_answers(
         if client.has_left or not client.task.done() or client.has_ended_well:
             continue
         code = client.code or "?"
+        num_deaths = sum(client.began_s < one <= client.ended_s for one in died_s)
+        is_soft = any(happened[one] for one in _SOFT)
+        if code == "request_quarantined" and num_deaths < 2 and not is_soft:
+            yield f"{name}: {code}, though {num_deaths} engines died meanwhile"
         if not _is_excused(client, code, plan, happened):
             yield f"{name}: {code} without a reason: {client.body[-200:]!r}"
 

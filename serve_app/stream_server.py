@@ -167,8 +167,8 @@ class StreamServer:
         return time.monotonic() - max(since_s) if since_s else None
 
     def has_lost(self, engine_id: str, before_s: float) -> bool:
-        """Whether this engine was connected once and never since `before_s`, on the monotonic clock:
-        no request that came later can have reached it, for an engine connects first."""
+        """Whether this engine was connected once, and never since `before_s` (monotonic clock): no
+        request that came later can have reached it, for an engine connects first."""
         lost_s = self._lost_s.get(engine_id)
         return lost_s is not None and lost_s < before_s and engine_id not in self.engines
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from engine.errors import EngineDeadError, UnknownAdapterError
 from registry.errors import CacheFullError, RegistryUnavailableError
-from serve_app.attempt import Attempt, CallCancelledError
+from serve_app.attempt import Attempt, CallCancelledError, UnconnectedError
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -196,7 +196,8 @@ def _is_loss(error: BaseException) -> bool:
     """An engine that had the request, as far as anyone knows, and has it no more."""
     if isinstance(error, EngineGoneError) and error.was_dead:
         return False
-    return isinstance(error, EngineDeadError) and not isinstance(error, CallCancelledError)
+    lives = isinstance(error, CallCancelledError | UnconnectedError)
+    return isinstance(error, EngineDeadError) and not lives
 
 
 def _passes(error: BaseException) -> bool:

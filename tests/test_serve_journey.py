@@ -14,6 +14,7 @@ from serve_app.config import MigrationArgs
 from serve_app.errors import EngineGoneError
 from serve_app.journey import Journey
 from serve_app.migrations import Migrations
+from serve_app.stream import StreamAddress, StreamError
 from serve_app.stream_server import StreamServer
 from tests.fakes_replicas import APP, Router, make_request, read_all, running_fleet, tokens
 from tests.waiting import until
@@ -39,6 +40,26 @@ async def test_engines_that_were_dead_when_a_request_came_make_it_no_suspect() -
         assert tokens(await reading) == WHOLE
         assert generation._journey.num_deaths == 0
         assert {engine for engine, _ in fleet.placed} == {"e0", "e1", "e2"}
+
+
+async def test_engines_that_cannot_reach_the_ingress_make_no_request_a_suspect() -> None:
+    async with running_fleet(3) as fleet:
+        fleet.args = MigrationArgs(limit=1, timeout_s=10.0)
+        refused: list[str] = []
+        for name, replica in fleet.replicas.items():
+            dial = replica.host._links.open
+
+            async def refuse(address: StreamAddress, name: str = name, dial: Any = dial) -> Any:
+                if len(refused) == 2:
+                    return await dial(address)
+                refused.append(name)
+                raise StreamError("cannot reach the ingress")
+
+            replica.host._links.open = refuse  # type: ignore[method-assign]
+        generation = fleet.generate(make_request(PROMPT))
+        assert tokens(await read_all(generation)) == WHOLE
+        assert len(set(refused)) == 2
+        assert generation._journey.num_deaths == 0
 
 
 async def test_a_request_that_pauses_goes_on_when_a_replica_comes(

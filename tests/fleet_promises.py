@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from serve_app.arms import ArmKey
 from tests.fleet_clients import Client
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_node import EngineNode
@@ -58,16 +59,20 @@ def wrong_answers(
         code = client.code or "?"
         num_deaths = sum(client.began_s < one <= client.ended_s for one in died_s)
         is_soft = any(happened[one] for one in _SOFT)
-        if code == "request_quarantined" and num_deaths < 2 and not is_soft:
+        most = num_deaths if plan.migration.limit and not is_soft else 99
+        if code == "request_quarantined" and most < 2:
             yield f"{name}: {code}, though {num_deaths} engines died meanwhile"
-        if not _is_excused(client, code, plan, happened):
+        if not _is_excused(client, code, plan, happened, most):
             yield f"{name}: {code} without a reason: {client.body[-200:]!r}"
 
 
-def _is_excused(client: Client, code: str, plan: Plan, happened: Mapping[str, int]) -> bool:
-    """Whether something happened in this fleet for which a request may be told this."""
+def _is_excused(
+    client: Client, code: str, plan: Plan, happened: Mapping[str, int], most: int
+) -> bool:
+    """Whether something happened in this fleet for which a request may be told this. `most`: so
+    many engines may have been lost under it."""
     wish, limit = client.wish, plan.migration.limit
-    deaths = sum(happened[one] for one in DEATHS) + 9 * bool(plan.poison)
+    deaths = min(most, sum(happened[one] for one in DEATHS) + 9 * bool(plan.poison))
     if code == "model_not_found":
         return wish.model == UNKNOWN
     if code == "adapter_unsupported":
@@ -121,7 +126,8 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
 def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:
     """Each arm counts each of its requests once, as what it was."""
     by_id = {client.request_id: client for client in clients}
-    outcomes, wanted = ingress.outcomes, defaultdict(Counter[str])
+    wanted: defaultdict[ArmKey, Counter[str]] = defaultdict(Counter)
+    outcomes = ingress.outcomes
     num_watched = Counter(key for key, _ in ingress.watched)
     for key, request_id in ingress.watched:
         client = by_id.get(request_id)

@@ -49,6 +49,10 @@ class CallCancelledError(EngineDeadError):
     """By Serve: the client left, or the replica was stopped."""
 
 
+class UnconnectedError(EngineDeadError):
+    """The engine lives and says that it has no connection to this ingress."""
+
+
 class Attempt:
     """All prompts of one HTTP request travel in one call: Serve's routers tell calls made inside
     one HTTP request apart by nothing, some of them would wait for ever."""
@@ -164,7 +168,9 @@ def _in_our_words(error: Exception) -> BaseException:
         return OverloadedError("Too many requests wait for this model.")
     if isinstance(cause, RequestCancelledError):
         return CallCancelledError("the call to the engine replica was cancelled")
-    if isinstance(cause, RayActorError | StreamError):
+    if isinstance(cause, StreamError):
+        return UnconnectedError("the engine of this request is not connected")
+    if isinstance(cause, RayActorError):
         return EngineDeadError("the engine replica of this request is gone")
     if isinstance(cause, RayServeException):  # its application was removed a moment ago
         return ServiceUnavailableError("This model is not served at the moment.")

@@ -175,9 +175,9 @@ def _call(
     route, gateway = admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
     head = _head(body, route.resolution)
-    watch = None if route.arm is None else gateway.arms.watch(route.arm)
     lane = gateway.lane(front)
     generation = Generation(gateway.migrations, lane, requests, adapter, ask)
+    watch = None if route.arm is None else gateway.arms.watch(route.arm)
     answer = Answer(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:

@@ -154,7 +154,8 @@ class Generation:
             raise
         finally:
             self._leave()
-        await self._wait(pause_s)
+        # A new replica may be the only one that can take it, and need not live as long as a pause.
+        await self._wait(pause_s, self._migrations.arrival(self._lane.app_name))
         if self._journey.is_suspect:
             await self._wait_for_turn()
         else:

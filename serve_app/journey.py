@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from engine.errors import EngineDeadError, UnknownAdapterError
 from registry.errors import CacheFullError, RegistryUnavailableError
-from serve_app.attempt import Attempt, CallCancelledError
+from serve_app.attempt import Attempt, CallCancelledError, UnconnectedError
 from serve_app.config import MigrationArgs
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -127,7 +127,7 @@ class Journey:
             raise error
         if isinstance(error, ReplicaLeavesError):
             self._begin("drain")
-        elif _is_loss(error):
+        elif _is_loss(error) and not self._was_gone(error, attempt):
             self._begin(_reason(error))
             self._suspect(error, attempt, on_probation)
             self._count(error)
@@ -157,9 +157,10 @@ class Journey:
     def _pause(self, error: BaseException) -> float:
         move = self._move
         assert move is not None
-        if time.monotonic() + move.pause_s > move.deadline_s:
+        left_s = move.deadline_s - time.monotonic()
+        if left_s < _FIRST_PAUSE_S:
             raise error
-        pause_s = move.pause_s * random.uniform(0.5, 1.0)
+        pause_s = min(move.pause_s, left_s / 2) * random.uniform(0.5, 1.0)
         move.pause_s = min(2 * move.pause_s, _LONGEST_PAUSE_S)
         return pause_s
 
@@ -176,6 +177,11 @@ class Journey:
         ):
             raise RequestQuarantinedError from error
 
+    def _was_gone(self, error: BaseException, attempt: Attempt) -> bool:
+        """Serve may send requests to a dead replica for some time: that is no second death."""
+        engine_id = self._engine_of(error, attempt)
+        return engine_id is not None and self._migrations.was_gone(attempt, engine_id)
+
     def _engine_of(self, error: BaseException, attempt: Attempt) -> str | None:
         if isinstance(error, EngineGoneError):
             return error.engine_id
@@ -190,7 +196,8 @@ def _is_loss(error: BaseException) -> bool:
     """An engine that had the request, as far as anyone knows, and has it no more."""
     if isinstance(error, EngineGoneError) and error.was_dead:
         return False
-    return isinstance(error, EngineDeadError) and not isinstance(error, CallCancelledError)
+    lives = isinstance(error, CallCancelledError | UnconnectedError)
+    return isinstance(error, EngineDeadError) and not lives
 
 
 def _passes(error: BaseException) -> bool:

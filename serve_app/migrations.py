@@ -69,6 +69,7 @@ class Migrations:
         self._live: dict[str, set[Attempt]] = {}  # by application
         self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
         self._gone: dict[str, set[str]] = {}  # that were up, and may have requests yet
+        self._arrivals: dict[str, asyncio.Future[None]] = {}  # by application, see `arrival`
         self._probations: dict[str, Probation] = {}
         # Engine id -> when it died, the attempts there without a token; the newest deaths.
         self._deaths: dict[str, tuple[float, frozenset[Attempt]]] = {}
@@ -93,6 +94,16 @@ class Migrations:
     def where(self, app_name: str, attempt: Attempt) -> str | None:
         """The engine replica that it is at, as far as that is known."""
         return attempt.engine_id or self._router.placed_at(app_name, attempt.call_id)
+
+    def was_gone(self, attempt: Attempt, engine_id: str) -> bool:
+        """The engine had left before this attempt began, and has not come back since."""
+        return self._server.has_lost(engine_id, attempt.began_s)
+
+    def arrival(self, app_name: str) -> asyncio.Future[None]:
+        """Done when Serve's router gets a replica that it does not have now."""
+        if app_name not in self._arrivals:
+            self._arrivals[app_name] = asyncio.get_running_loop().create_future()
+        return self._arrivals[app_name]
 
     def probation(self, app_name: str) -> Probation:
         return self._probations.setdefault(app_name, Probation())
@@ -132,6 +143,8 @@ class Migrations:
         gone = self._gone.setdefault(app_name, set())
         gone |= before - now
         gone -= now
+        if now - before and (arrival := self._arrivals.pop(app_name, None)) is not None:
+            arrival.set_result(None)
         self._move_on(app_name)
 
     async def _keep_looking(self) -> None:

@@ -18,6 +18,7 @@ from registry.entities import AdapterVersion
 from serve_app.answer import Answer
 from serve_app.arms import ArmKey, Arms
 from serve_app.completion import Completion
+from serve_app.errors import RequestQuarantinedError
 from serve_app.fronts import Front
 from serve_app.generation import STAY, Generation, Lane
 from serve_app.migrations import Migrations
@@ -73,13 +74,17 @@ class Shadows:
 
     async def _run(self, submitted: Submitted, version: AdapterVersion) -> None:
         key = ArmKey(version.name, "shadow", version.version, version.digest)
-        watch = self._arms.watch(key)
         requests = tuple(_copy(request, version) for request in submitted.requests)
         body = submitted.body.model_copy(update={"stream": False, "stream_options": None})
         answer = Answer(body, submitted.prompts, submitted.front.text, submitted.head)
         lane = replace(submitted.lane, migration=STAY, has_client=False)  # nobody waits for it
         ask = make_ask(requests, version, lane.limits)
-        generation = Generation(self._migrations, lane, requests, version, ask)
+        try:
+            generation = Generation(self._migrations, lane, requests, version, ask)
+        except RequestQuarantinedError:  # it killed engines when a client asked for this version
+            self.num_dropped += 1
+            return
+        watch = self._arms.watch(key)
         completion: Completion | None = None
         try:
             async with asyncio.timeout(_FIRST_TOKEN_S) as patience:

@@ -63,6 +63,7 @@ class StreamServer:
         self._connections: set[_EngineConnection] = set()
         self._strangers: dict[_EngineConnection, None] = {}  # without a hello so far, in order
         self._keys: dict[str, str] = {}  # by engine id, of those that were ever connected
+        self._lost_s: dict[str, float] = {}  # likewise: when the last connection ended
         self._servers: dict[str, tuple[_Listener, str]] = {}  # by host, with a certificate
         self._address: StreamAddress | None = None
 
@@ -165,9 +166,16 @@ class StreamServer:
         ]
         return time.monotonic() - max(since_s) if since_s else None
 
+    def has_lost(self, engine_id: str, before_s: float) -> bool:
+        """Whether this engine was connected once, and never since `before_s` (monotonic clock): no
+        request that came later can have reached it, for an engine connects first."""
+        lost_s = self._lost_s.get(engine_id)
+        return lost_s is not None and lost_s < before_s and engine_id not in self.engines
+
     def _lost(self, connection: _EngineConnection) -> None:
         self._connections.discard(connection)
         if all(other.engine_id != connection.engine_id for other in self._connections):
+            self._lost_s[connection.engine_id] = time.monotonic()
             self.loads.pop(connection.engine_id, None)
             if self.on_lost is not None:
                 self.on_lost(connection.engine_id)

@@ -12,6 +12,7 @@ from typing import Any
 import ray.serve.context
 from starlette.types import Message
 
+from serve_app.arms import Outcome
 from tests.fleet_engine import letter
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_wishes import Wish
@@ -34,14 +35,19 @@ class Client:
     is_whole: bool = False
     num_starts: int = 0
     num_ends: int = 0
+    ended_s: float = 0.0
 
     def start(self) -> None:
         self._gone = asyncio.Event()
         self._parts = self._cut_body()
         self.began_s = self.loop.time()
         self.task = self.ingress.process.task(self._run())
+        self.task.add_done_callback(self._note_end)
         if self.wish.leaving is not None:
             self.loop.at_iteration(self.loop.iteration + self.wish.leaves_after, self.leave)
+
+    def _note_end(self, task: object) -> None:
+        self.ended_s = self.loop.time()
 
     def leave(self) -> None:
         if self.task.done() or self.has_left:
@@ -59,6 +65,22 @@ class Client:
         if not self.task.done():
             return f"open, status {self.status}"
         return "well" if self.has_ended_well else str(self.code)
+
+    @property
+    def request_id(self) -> str:
+        """As Serve names it in the ingress."""
+        return f"request {self.number}"
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """As which an arm has to count it; None: it left, maybe after its end."""
+        if self.has_left:
+            return None
+        if self.has_ended_well:
+            return "ok" if any(self._read()[0].values()) else "empty"
+        is_ours = self.status in (200, 503) or self.code == "adapter_unsupported"
+        is_ours = is_ours and self.code not in ("overloaded", "request_quarantined")
+        return "error" if is_ours else "refused"
 
     @property
     def reasons(self) -> list[str]:
@@ -187,7 +209,7 @@ class Client:
 
     async def _run(self) -> None:
         """As Serve's replica calls an application, and cancels what it began."""
-        request_id = f"request {self.number}"
+        request_id = self.request_id
         context = ray.serve.context._RequestContext(
             request_id=request_id, _internal_request_id=request_id
         )

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import ray.serve.context
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.arms import OUTCOMES
+from serve_app.arms import OUTCOMES, ArmKey
 from serve_app.cold_start import ColdStarts
 from serve_app.config import FairnessArgs, IngressArgs
 from serve_app.fronts import Front
@@ -98,7 +99,7 @@ class FleetIngress:
         self.process = Process(loop, name)
         self.app_name = manager.platform.bases[0].app_name
         self.router = ServeRouter(loop, self.process, self.app_name, policy, max_queued)
-        self.num_watches = 0
+        self.watched: list[tuple[ArmKey, str]] = []  # and the request; empty: a copy of one
         self.process.run(self._open, manager, front(self.router.handle()), args, fairness)
 
     def _open(
@@ -129,7 +130,8 @@ class FleetIngress:
         watch = self.gateway.arms.watch
 
         def counted(key: Any) -> Any:
-            self.num_watches += 1
+            context = ray.serve.context._get_serve_request_context()
+            self.watched.append((key, context.request_id))
             return watch(key)
 
         self.gateway.arms.watch = counted  # type: ignore[method-assign]
@@ -218,13 +220,11 @@ class FleetIngress:
         return found
 
     @property
-    def outcomes(self) -> Counter[str]:
-        """Of all arms."""
-        counts: Counter[str] = Counter()
-        for _, tally in self.gateway.arms.tallies():
-            for name, count in zip(OUTCOMES, tally.outcomes, strict=True):
-                counts[name] += count
-        return counts
+    def outcomes(self) -> dict[ArmKey, Counter[str]]:
+        return {
+            key: +Counter(dict(zip(OUTCOMES, tally.outcomes, strict=True)))
+            for key, tally in self.gateway.arms.tallies()
+        }
 
 
 def _work(load: EngineLoad) -> tuple[int, int, int]:

@@ -80,6 +80,7 @@ class EngineNode:
         self.engine = engine
         self.is_up = True  # Serve's controller lists it
         self.is_dead = False
+        self.died_s: float | None = None  # its engine
         self.is_frozen = False
         self._loop = loop
         self.process = process = Process(loop, engine_id)
@@ -111,6 +112,7 @@ class EngineNode:
     def kill_engine(self) -> None:
         """As `kill -9` of the engine's process; its replica's follows."""
         if not self.actor.is_dead:
+            self.died_s = self._loop.time()
             for connection in self.connections:
                 connection.cut()
             self.host.stop()

@@ -6,9 +6,10 @@ Each function yields the words of what does not hold.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from serve_app.arms import ArmKey
 from tests.fleet_clients import Client
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_node import EngineNode
@@ -35,14 +36,20 @@ _OF_LOSSES = (
     "adapter_not_loaded",
     "unavailable",
 )
+# Each costs a request its engine, though the engine does not die.
+_SOFT = ("freeze", "hang", "cut", "cut at once")
 _OF_REQUESTS = ("Generation", "TokenStream", "AdmissionQueue", "Attempt", "Timeout")
 
 
 def wrong_answers(
-    clients: Sequence[Client], seeds: dict[str, set[int]], plan: Plan, happened: Mapping[str, int]
+    clients: Sequence[Client],
+    seeds: dict[str, set[int]],
+    plan: Plan,
+    happened: Mapping[str, int],
+    died_s: Sequence[float],
 ) -> Iterator[str]:
     """Every request ended once, with its own tokens, and failed for a reason only. `happened`: how
-    often each kind of fault."""
+    often each kind of fault; `died_s`: when each of the engines died."""
     for client in clients:
         name = f"request {client.number} ({client.wish})"
         for fault in client.faults(seeds, DIGESTS):
@@ -50,14 +57,22 @@ def wrong_answers(
         if client.has_left or not client.task.done() or client.has_ended_well:
             continue
         code = client.code or "?"
-        if not _is_excused(client, code, plan, happened):
+        num_deaths = sum(client.began_s < one <= client.ended_s for one in died_s)
+        is_soft = any(happened[one] for one in _SOFT)
+        most = num_deaths if plan.migration.limit and not is_soft else 99
+        if code == "request_quarantined" and most < 2:
+            yield f"{name}: {code}, though {num_deaths} engines died meanwhile"
+        if not _is_excused(client, code, plan, happened, most):
             yield f"{name}: {code} without a reason: {client.body[-200:]!r}"
 
 
-def _is_excused(client: Client, code: str, plan: Plan, happened: Mapping[str, int]) -> bool:
-    """Whether something happened in this fleet for which a request may be told this."""
+def _is_excused(
+    client: Client, code: str, plan: Plan, happened: Mapping[str, int], most: int
+) -> bool:
+    """Whether something happened in this fleet for which a request may be told this. `most`: so
+    many engines may have been lost under it."""
     wish, limit = client.wish, plan.migration.limit
-    deaths = sum(happened[one] for one in DEATHS) + 9 * bool(plan.poison)
+    deaths = min(most, sum(happened[one] for one in DEATHS) + 9 * bool(plan.poison))
     if code == "model_not_found":
         return wish.model == UNKNOWN
     if code == "adapter_unsupported":
@@ -95,9 +110,7 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     gone = sum(one.has_begun and (not one.is_whole or one.status == 499) for one in own)
     if metrics._num_disconnects != gone:
         yield f"{name}: {metrics._num_disconnects} disconnects, not {gone}"
-    outcomes = ingress.outcomes
-    if outcomes.total() != ingress.num_watches:
-        yield f"{name}: {outcomes.total()} of {ingress.num_watches} watched requests are counted"
+    yield from _wrong_outcomes(ingress, own)
     codes = Counter(client.code for client in stayed)
     lost = sum(ingress.gateway.migrations.metrics._lost.values())
     # Whoever leaves its engine may be refused by all others.
@@ -108,6 +121,24 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     shed = stats.num_turned_away + sum(one.sheds.total() for one in stats._bases.values())
     if shed > codes["overloaded"] + left:
         yield f"{name}: {shed} refusals are counted, {codes['overloaded']} were told"
+
+
+def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:
+    """Each arm counts each of its requests once, as what it was."""
+    by_id = {client.request_id: client for client in clients}
+    wanted: defaultdict[ArmKey, Counter[str]] = defaultdict(Counter)
+    outcomes = ingress.outcomes
+    num_watched = Counter(key for key, _ in ingress.watched)
+    for key, request_id in ingress.watched:
+        client = by_id.get(request_id)
+        if client is not None and (outcome := client.outcome) is not None:
+            wanted[key][outcome] += 1
+    for key, number in num_watched.items():
+        arm = f"{ingress.name}: the arm {key.adapter}@{key.version} ({key.arm})"
+        if outcomes[key].total() != number:
+            yield f"{arm} counts {outcomes[key].total()} of {number} watched requests"
+        if lacking := wanted[key] - outcomes[key]:
+            yield f"{arm} counts {dict(outcomes[key])}, which lacks {dict(lacking)}"
 
 
 def leftovers(

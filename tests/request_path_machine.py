@@ -266,7 +266,8 @@ class Fleet:
         tally = self.result.tally
         for client in self.clients:
             tally[f"ended: {client}"] += 1
-        self._violate(wrong_answers(self.clients, self.seeds, self.plan, tally))
+        died_s = [node.died_s for node in self.nodes if node.died_s is not None]
+        self._violate(wrong_answers(self.clients, self.seeds, self.plan, tally, died_s))
         for ingress in self.ingresses:
             self._violate(wrong_counts(ingress, self.clients))
 

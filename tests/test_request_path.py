@@ -60,7 +60,7 @@ def test_a_seed_gives_the_same_fleet_each_time(results: list[Result]) -> None:
 async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:
     migrations = Migrations(StreamServer(), Router(), "i0")
     journey = Journey(migrations, APP, "base", MigrationArgs())
-    attempt = cast(Any, SimpleNamespace(engine_id="e0", has_output=False))
+    attempt = cast(Any, SimpleNamespace(engine_id="e0", has_output=False, began_s=0.0))
     journey.judge(EngineDeadError("gone"), attempt, on_probation=False)
     refusal = AdapterUnsupportedError("layer 3 holds NaN")
     with pytest.raises(AdapterUnsupportedError):

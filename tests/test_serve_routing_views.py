@@ -3,7 +3,12 @@ newest decisions, and who is told of changes."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +26,9 @@ from serve_app.routing.score import expected_ttft
 from serve_app.routing.view import ReplicaView, ReplicaViews, Usual
 from serve_app.routing.views_registry import Meeting, Registry
 from serve_app.stream_server import StreamServer
+from serve_app.topology import Outcome
 from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
+from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
 
 
@@ -249,3 +256,54 @@ def test_the_way_is_expected_of_every_replica_alike_and_decides_nothing() -> Non
     after = expected_ttft(make_ask(), view)
     assert after.total_s == pytest.approx(before.total_s + 0.02)
     assert after.there_s == before.there_s
+
+
+@dataclass
+class _WarmHandle:
+    """Answers warm-ups."""
+
+    outcome: Outcome
+    began_s: list[float] = field(default_factory=list)
+
+    @property
+    def warm(self) -> _WarmHandle:
+        return self
+
+    async def remote(self, adapter: object, ask: object) -> Outcome:
+        self.began_s.append(asyncio.get_running_loop().time())
+        return self.outcome
+
+
+def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_cause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Meeting, "warm_ups", lambda *_: [("d" * 64, "e0")])
+    handle = _WarmHandle(Outcome("e0", False, "the files are gone"))
+    calls: list[list[float]] = []
+
+    async def run() -> None:
+        adapter = cast(Any, SimpleNamespace(name="pirate", rank=8))
+        attendance = Attendance(StreamServer(), lambda digest: adapter)
+        attendance.enter("app of a lost adapter", "base", cast(Any, handle), LIMITS)
+        attendance.start()
+        for outcome in ("the files are gone", "the store is down", "", "the files are gone"):
+            handle.outcome, handle.began_s = Outcome("e0", not outcome, outcome), []
+            await asyncio.sleep(600.0)
+            calls.append(handle.began_s)
+        assert attendance._task is not None
+        attendance._task.cancel()
+
+    loop = VirtualLoop(0)
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+    first, second, third, fourth = calls
+    gaps_s = [late - early for early, late in pairwise(first)]
+    assert gaps_s[0] < 3.0
+    assert 60.0 <= gaps_s[-1] < 62.0
+    assert max(len(first), len(second)) < 20
+    assert len(third) > 300  # what is wanted again and again and succeeds has no pause
+    assert len(fourth) < 20
+    warned = [record.getMessage().split(": ")[1] for record in caplog.records]
+    assert warned == ["the files are gone", "the store is down", "the files are gone"]

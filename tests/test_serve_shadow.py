@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from engine.types import EngineLoad
+from engine.types import EngineLoad, Request
 from serve_app.arms import Arms
 from serve_app.fronts import Front
 from serve_app.migrations import Migrations
@@ -15,12 +15,12 @@ from serve_app.params import Prompt
 from serve_app.protocol import parse_body
 from serve_app.protocol_completions import CompletionRequest
 from serve_app.responses import ResponseHead
-from serve_app.shadow import Shadows, Submitted, is_busy
+from serve_app.shadow import Shadows, Submitted, _copy, is_busy
 from serve_app.stream_server import StreamServer
 from serve_app.text import BaseText
 from serve_app.tokenizer import TextTokenizer
 from tests.canary_factory import CANARY
-from tests.fakes_replicas import Router, make_request, running_fleet
+from tests.fakes_replicas import Fleet, Router, make_request, running_fleet
 from tests.text_factory import byte_level_tokenizer
 from tests.waiting import until
 
@@ -61,14 +61,31 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
     assert arms.tallies() == ()
 
 
+def _given(fleet: Fleet, request: Request) -> Submitted:
+    parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
+    prompts = (Prompt(request.prompt_token_ids, None),)
+    front = cast("Front", SimpleNamespace(text=TEXT))
+    head = ResponseHead("completion", "id", "m", 0, "fp")
+    return Submitted(front, fleet.lane, parsed, prompts, (request,), head)
+
+
+async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_fleet(1) as fleet:
+        request, arms = make_request((11, 12, 13, 14), max_tokens=4), Arms()
+        fleet.migrations.quarantine.add((_copy(request, CANARY),))
+        shadows = Shadows(fleet.migrations, arms, 1)
+        caplog.clear()
+        shadows.offer(_given(fleet, request), CANARY, IDLE)
+        await until(lambda: shadows.num_open == 0)
+        assert (shadows.num_dropped, fleet.placed, arms.tallies()) == (1, [], ())
+        assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_a_copy_whose_engine_dies_is_lost_by_no_client() -> None:
     async with running_fleet(1) as fleet:
-        request = make_request((11, 12, 13, 14), max_tokens=4000)
-        parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
-        prompts = (Prompt(request.prompt_token_ids, None),)
-        front = cast("Front", SimpleNamespace(text=TEXT))
-        head = ResponseHead("completion", "id", "m", 0, "fp")
-        given = Submitted(front, fleet.lane, parsed, prompts, (request,), head)
+        given = _given(fleet, make_request((11, 12, 13, 14), max_tokens=4000))
         shadows = Shadows(fleet.migrations, Arms(), 1)
         shadows.offer(given, CANARY, IDLE)
         await until(lambda: fleet.replicas["e0"].engine.load().num_running > 0)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -21,7 +22,9 @@ from ray.serve.handle import DeploymentHandle
 from engine.admission import EngineLimits
 from registry.entities import AdapterVersion
 from serve_app.ingress_metrics import Routed
+from serve_app.ray_errors import root_cause
 from serve_app.routing import views_registry
+from serve_app.routing.recent import Recent
 from serve_app.routing.view import Ask, LoadSeconds, ReplicaView
 from serve_app.routing.views_registry import Meeting
 from serve_app.stream import SHUN_S, SILENCE_S, Step
@@ -34,8 +37,19 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _MAX_PAUSE_S = 5.0  # between two calls to engines that do not come
 _ANSWER_S = 5.0
+_WARM_PAUSES_S = (1.0, 60.0)  # the first and the longest after a warm-up that failed
+_MAX_FAILED = 1024  # warm-ups of a base that are remembered
 
 FindAdapter = Callable[[str], AdapterVersion | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A warm-up that fails again and again."""
+
+    words: str
+    pause_s: float
+    due_s: float  # on the event loop's clock
 
 
 class _Base:
@@ -49,6 +63,7 @@ class _Base:
         self.due_s = 0.0  # of the next call to engines that are not connected
         self.call: asyncio.Task[None] | None = None
         self.warming: dict[str, asyncio.Task[None]] = {}  # by adapter
+        self.failed: Recent[tuple[str, str], _Failed] = Recent(_MAX_FAILED)  # (adapter, replica)
         self.unlisten: Callable[[], None] = lambda: None
 
 
@@ -143,7 +158,8 @@ class Attendance:
                 base.pause_s = min(_MAX_PAUSE_S, 2 * base.pause_s)
                 base.call = spawn(self._call(base), "attend-engines")
             for adapter, replica_id in base.meeting.warm_ups(self.num_ingresses):
-                if adapter not in base.warming:
+                failed = base.failed.get((adapter, replica_id))
+                if adapter not in base.warming and (failed is None or now_s >= failed.due_s):
                     task = spawn(self._warm(base, adapter, replica_id), "warm-adapter")
                     base.warming[adapter] = task
 
@@ -155,23 +171,38 @@ class Attendance:
 
     async def _warm(self, base: _Base, digest: str, replica_id: str) -> None:
         """One at a time for each adapter. A failure costs its request the load, as without."""
-        name = digest[:12]
         try:
             adapter = self._find_adapter(digest)
             if adapter is None:
                 return
-            name = adapter.name
             ask = Ask(f"warm-{digest}", 0, 0, digest, adapter.rank, only=replica_id)
-            async with asyncio.timeout(60.0):
-                outcome = await base.handle.warm.remote(adapter, ask)
-            if isinstance(outcome, Outcome) and not outcome.is_done:
-                logger.warning("%s is not loaded at %s: %s", name, replica_id, outcome.words)
+            words = ""
+            try:
+                async with asyncio.timeout(60.0):
+                    outcome = await base.handle.warm.remote(adapter, ask)
+                if isinstance(outcome, Outcome) and not outcome.is_done:
+                    words = outcome.words or "no reason is given"
+            except (RayError, RayServeException, TimeoutError) as error:
+                words = str(root_cause(error)) or type(error).__name__
+            self._note_warm_up(base, adapter.name, (digest, replica_id), words)
             await asyncio.sleep(_LOOK_S)  # a frame tells what came of it
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("%s is not loaded at %s: %s", name, replica_id, error)
-            await asyncio.sleep(_MAX_PAUSE_S)
         finally:
             del base.warming[digest]
+
+    def _note_warm_up(self, base: _Base, name: str, key: tuple[str, str], words: str) -> None:
+        """`words`: why it failed; empty: it did not. Each cause is logged once, for a failure is
+        tried again as long as the adapter's requests come."""
+        failed, (first_s, longest_s) = base.failed.get(key), _WARM_PAUSES_S
+        if not words:
+            if failed is not None:
+                base.failed.put(key, _Failed("", 0.0, 0.0))
+            return
+        before_s, known = (0.0, "") if failed is None else (failed.pause_s, failed.words)
+        if words != known:
+            logger.warning("%s is not loaded at %s: %s", name, key[1], words)
+        pause_s = min(longest_s, max(first_s, 2 * before_s))
+        due_s = asyncio.get_running_loop().time() + pause_s
+        base.failed.put(key, _Failed(words, pause_s, due_s))
 
     def _on_frame(self, engine_id: str, step: Step) -> None:
         view = views_registry.connected.get(engine_id) or views_registry.adopt(engine_id)

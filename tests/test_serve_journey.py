@@ -1,0 +1,101 @@
+"""What one request goes through while replicas die and come, as Serve's router learns it late."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engine.errors import EngineDeadError
+from serve_app import journey
+from serve_app.config import MigrationArgs
+from serve_app.errors import EngineGoneError
+from serve_app.journey import Journey
+from serve_app.migrations import Migrations
+from serve_app.stream import StreamAddress, StreamError
+from serve_app.stream_server import StreamServer
+from tests.fakes_replicas import APP, Router, make_request, read_all, running_fleet, tokens
+from tests.waiting import until
+
+PROMPT = (11, 12, 13, 14)
+WHOLE = (PROMPT * 10)[:40]
+
+
+async def test_engines_that_were_dead_when_a_request_came_make_it_no_suspect() -> None:
+    async with running_fleet(2) as fleet:
+        for replica in fleet.replicas.values():
+            await replica.host.attend(fleet.server.address)
+        await until(lambda: len(fleet.server.engines) == 2)
+        for replica in fleet.replicas.values():
+            replica.kill()
+            replica.is_up = True  # as Serve's router takes it, for some time
+        await until(lambda: not fleet.server.engines)
+        fleet.args = MigrationArgs(limit=1, timeout_s=10.0)
+        generation = fleet.generate(make_request(PROMPT))
+        reading = asyncio.create_task(read_all(generation))
+        await until(lambda: len(fleet.placed) >= 2 or reading.done())
+        fleet.add()
+        assert tokens(await reading) == WHOLE
+        assert generation._journey.num_deaths == 0
+        assert {engine for engine, _ in fleet.placed} == {"e0", "e1", "e2"}
+
+
+async def test_engines_that_cannot_reach_the_ingress_make_no_request_a_suspect() -> None:
+    async with running_fleet(3) as fleet:
+        fleet.args = MigrationArgs(limit=1, timeout_s=10.0)
+        refused: list[str] = []
+        for name, replica in fleet.replicas.items():
+            dial = replica.host._links.open
+
+            async def refuse(address: StreamAddress, name: str = name, dial: Any = dial) -> Any:
+                if len(refused) == 2:
+                    return await dial(address)
+                refused.append(name)
+                raise StreamError("cannot reach the ingress")
+
+            replica.host._links.open = refuse  # type: ignore[method-assign]
+        generation = fleet.generate(make_request(PROMPT))
+        assert tokens(await read_all(generation)) == WHOLE
+        assert len(set(refused)) == 2
+        assert generation._journey.num_deaths == 0
+
+
+async def test_a_request_that_pauses_goes_on_when_a_replica_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Journey, "_pause", lambda *_: 300.0)
+    async with running_fleet(1) as fleet:
+        fleet.args = MigrationArgs(timeout_s=600.0)
+        generation = fleet.generate(make_request(PROMPT))
+        outputs = await generation.read()
+        fleet.num_refusals = 1
+        (replica,) = fleet.replicas.values()
+        replica.kill()
+        fleet.tell()
+        reading = asyncio.create_task(read_all(generation))
+        await until(lambda: fleet.num_refusals == 0)
+        await until(lambda: bool(fleet.migrations._arrivals))
+        fleet.add()
+        assert tokens(outputs + await reading) == WHOLE
+
+
+def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses grow to a second, which is no reason to give up a second early."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(journey, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    server = StreamServer()
+    moving = Journey(
+        Migrations(server, Router(), "i0"), APP, "base", MigrationArgs(limit=3, timeout_s=3.0)
+    )
+    attempt = cast(Any, SimpleNamespace(engine_id=None, call_id="c", began_s=0.0))
+    dead = EngineGoneError("it died", "e0", was_dead=True)
+    for _ in range(30):
+        try:
+            clock.now_s += moving.judge(dead, attempt, on_probation=False)
+        except EngineDeadError:
+            break
+    else:
+        pytest.fail("it is tried for ever")
+    assert 2.9 < clock.now_s <= 3.0

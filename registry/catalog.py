@@ -107,7 +107,8 @@ class _Index(Generic[V]):
             elif found is not None:
                 aliased.append(found)
             meanings[base_name] = _highest(members) if found is None else found
-        meanings[""] = next(iter((*aliased, *blocked)), None) or _highest(numbered.values())
+        first: tuple[V | DanglingAlias, ...] = (*aliased, *blocked)
+        meanings[""] = first[0] if first else _highest(numbered.values())
         return meanings
 
     def find(self, reference: Reference) -> V:

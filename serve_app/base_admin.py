@@ -62,8 +62,8 @@ async def is_followed(
     change: BaseChange, changed: asyncio.Condition, planned: Callable[[], Catalog | None]
 ) -> None:
     """Returns when a round of the manager followed what `add` or `remove` wrote, so that
-    the next list of the bases shows its outcome; or when that takes long. `planned`: the catalog that
-    the last round followed; `changed` is notified when it is another."""
+    the next list of the bases shows its outcome; or when that takes long. `planned`: the catalog
+    that the last round followed; `changed` is notified when it is another."""
     wanted = change.setting if change.kind == "add" else None
 
     def is_planned() -> bool:

@@ -107,8 +107,10 @@ class _Index(Generic[V]):
             elif found is not None:
                 aliased.append(found)
             meanings[base_name] = _highest(members) if found is None else found
-        first: tuple[V | DanglingAlias, ...] = (*aliased, *blocked)
-        meanings[""] = first[0] if first else _highest(numbered.values())
+        if aliased:
+            meanings[""] = aliased[0]
+        else:
+            meanings[""] = blocked[0] if blocked else _highest(numbered.values())
         return meanings
 
     def find(self, reference: Reference) -> V:

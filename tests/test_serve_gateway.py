@@ -36,6 +36,13 @@ def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
     assert gateway.obstacles == ["not registered: nobody"]
 
 
+def test_a_server_with_an_engine_that_is_silent_is_not_healthy() -> None:
+    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    assert gateway.is_healthy
+    gateway.migrations.has_silent_engine = True
+    assert not gateway.is_healthy
+
+
 def test_a_server_that_is_being_stopped_refuses_new_requests_and_says_so() -> None:
     gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
     gateway.view = PlatformView("1", Catalog((), ()), (), (), True, None, is_draining=True)

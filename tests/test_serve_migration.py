@@ -182,7 +182,9 @@ def test_all_answers_are_the_same_when_a_step_hangs_and_its_engine_is_replaced(
         assert running.result() == undisturbed
     assert metric(client, MOVED, result="ok", reason="silence") > moved
     assert metric(client, "loraplex_requests_lost_total") == 0
-    assert statuses == {200, 503}
+    # 503 from the moment the ingress gives the engine up until Serve has replaced it; where Serve's
+    # health check, with the same limit of 10 s, comes first, there is no such moment.
+    assert statuses <= {200, 503}
     eventually(lambda: len(before - set(processes(ENGINE))) == 1, 30)
     wait_for_replicas(client)
 

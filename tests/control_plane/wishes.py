@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from registry.names import is_legal_name
 from serve_app.base_plan import app_name, parse_setting
 from serve_app.config import ModelArgs
 from tests.control_plane.store import PREFIX, Truth
@@ -129,7 +130,8 @@ class Wishes:
 
 
 def base_versions(name: str, truth: Truth) -> list[int]:
-    if name not in truth:
+    """Those that can be served: a name that MLflow allows and loraplex does not has none."""
+    if name not in truth or not is_legal_name(name):
         return []
     model = truth[name]
     return [

@@ -61,8 +61,7 @@ class _Index(Generic[V]):
     def __init__(self, versions: Iterable[V], catalog: Catalog) -> None:
         self.by_version: dict[str, dict[int, V]] = {}
         self.by_alias: dict[str, dict[str, V]] = {}
-        self.default: dict[str, V | DanglingAlias] = {}
-        # What `base:name` means; under the empty base's name, the same as `default`.
+        # What `base:name` means; under the empty base's name, what `name` alone means.
         self.of_group: dict[Group, V | DanglingAlias] = {}
         for version in versions:
             self.by_version.setdefault(version.name, {})[version.version] = version
@@ -76,7 +75,6 @@ class _Index(Generic[V]):
                 last = numbered.get(held.get((name, base_name), 0))
                 is_bad = isinstance(meaning, DanglingAlias) or _is_refused(meaning)
                 self.of_group[name, base_name] = last if last and is_bad else meaning
-            self.default[name] = self.of_group[name, ""]
 
     def _meanings(
         self,
@@ -120,7 +118,7 @@ class _Index(Generic[V]):
         elif reference.alias is not None:
             found = self.by_alias[reference.name].get(reference.alias)
         else:
-            found = _served(self.default[reference.name])
+            found = _served(self.of_group[reference.name, ""])
         if found is None:
             raise NotFoundError(f"{reference.name!r} has no version or alias {reference}")
         return found
@@ -137,8 +135,8 @@ class _Index(Generic[V]):
         """By name, without those that mean a version that cannot be served."""
         return {
             name: found
-            for name, found in self.default.items()
-            if not isinstance(found, DanglingAlias)
+            for (name, base_name), found in self.of_group.items()
+            if not base_name and not isinstance(found, DanglingAlias)
         }
 
 
@@ -200,7 +198,7 @@ class Catalog:
 
     def default_base(self, name: str) -> BaseVersion | None:
         """The version that a registered name without suffix, or an ORGANISATION/NAME, means."""
-        found = self._bases.default.get(self._by_model_id.get(name, name))
+        found = self._bases.of_group.get((self._by_model_id.get(name, name), ""))
         return None if isinstance(found, DanglingAlias) else found
 
     def meanings(self) -> dict[Group, AdapterVersion | BaseVersion | DanglingAlias]:

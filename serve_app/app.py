@@ -12,6 +12,7 @@ from ray.serve import Application
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import HTTPOptions, ProxyLocation
 
+from serve_app.api.ingress import ingress_application
 from serve_app.config import (
     PlatformArgs,
     artifact_root,
@@ -21,10 +22,9 @@ from serve_app.config import (
     default_home,
     tracking_uri,
 )
-from serve_app.ingress import ingress_application
-from serve_app.manager import manager_application
+from serve_app.control.manager import manager_application
+from serve_app.platform_view import Sources, open_named
 from serve_app.serve_file import called_by, refusal
-from serve_app.topology import Sources, open_named
 
 
 def build(args: PlatformArgs) -> Application:
@@ -57,7 +57,7 @@ def sources(args: PlatformArgs, engine_factory: str) -> Sources:
     registry = args.registry
     open_registry = partial(
         open_named,
-        "serve_app.cached_registry:CachedRegistry",
+        "serve_app.control.cached_registry:CachedRegistry",
         tracking_uri(registry),
         cache_folder(),
         registry.cache_bytes,

@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serve_app.ingress_metrics import rendered
+from serve_app.metrics.exposition import rendered
 
 logger = logging.getLogger(__name__)
 

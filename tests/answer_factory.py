@@ -7,14 +7,14 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
-from serve_app.answer import Answer, Fed
-from serve_app.logprobs_parts import rendered_here
-from serve_app.params import Prompt
-from serve_app.protocol import parse_body
-from serve_app.protocol_chat import ChatRequest
-from serve_app.protocol_completions import CompletionRequest
-from serve_app.responses import Kind, ResponseHead
-from serve_app.text import BaseText
+from serve_app.openai.answer import Answer, Fed
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import Prompt
+from serve_app.openai.json_body import parse_body
+from serve_app.openai.logprobs_parts import rendered_here
+from serve_app.openai.responses import Kind, ResponseHead
+from serve_app.text.base_text import BaseText
 
 Model = TypeVar("Model", bound=BaseModel)
 Json = dict[str, object]

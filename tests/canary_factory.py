@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from serve_app.arms import ARM_SECONDS, OUTCOMES, ArmKey, Tally
-from serve_app.reports import IngressReport
-from serve_app.traffic import Arm
+from serve_app.messages import IngressReport
+from serve_app.tally import ARM_SECONDS, OUTCOMES, Arm, ArmKey, Tally
 
 BASE = BaseVersion("base", 1, "b" * 64, "")
 OTHER_BASE = BaseVersion("other", 1, "o" * 64, "")

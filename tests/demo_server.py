@@ -16,7 +16,7 @@ import httpx
 import psutil
 import yaml
 
-from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME
 from serve_app.network import is_loopback
 from tests.serve_rig import free_port
 

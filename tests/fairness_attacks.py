@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from serve_app.admission.tenants import Tenants
+from serve_app.admission.waiting_room import Guest, Refused, WaitingRoom
 from serve_app.config import FairnessArgs
-from serve_app.routing.tenants import Tenants
-from serve_app.routing.waiting_room import Guest, Refused, WaitingRoom
 
 CAPACITY_PER_S = 10.0  # usual requests
 ROWS = 4

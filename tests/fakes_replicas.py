@@ -15,14 +15,14 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
 from serve_app.config import MigrationArgs
-from serve_app.engine_actor import EngineHost
+from serve_app.dispatch.generation import Generation, Lane
+from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
-from serve_app.generation import Generation, Lane
-from serve_app.metrics import EngineMetrics
-from serve_app.migrations import Migrations
-from serve_app.routing.asks import make_ask
-from serve_app.stream_server import StreamServer
-from serve_app.topology import SubmitCall
+from serve_app.messages import SubmitCall
+from serve_app.metrics.engine import EngineMetrics
+from serve_app.replica.engine_actor import EngineHost
+from serve_app.routing.request import make_ask
+from serve_app.stream.server import StreamServer
 from tests.fakes_engine import PacedEngine
 
 APP = "base-app"

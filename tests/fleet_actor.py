@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from serve_app.routing.views_registry import Registry
+from serve_app.routing.state import Registry
 from tests.virtual_loop import VirtualLoop
 
 _CALL_S = (0.0002, 0.004)  # one way, between a replica and its actor

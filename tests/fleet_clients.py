@@ -12,7 +12,7 @@ from typing import Any
 import ray.serve.context
 from starlette.types import Message
 
-from serve_app.arms import Outcome
+from serve_app.tally import Outcome
 from tests.fleet_engine import letter
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_wishes import Wish

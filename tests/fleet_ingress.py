@@ -17,25 +17,26 @@ from starlette.types import ASGIApp
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.arms import OUTCOMES, ArmKey
-from serve_app.cold_start import ColdStarts
+from serve_app.admission.queue import AdmissionQueue
+from serve_app.api.ingress import Bounded, build_asgi
+from serve_app.api.state import IngressState
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.fronts import Front
-from serve_app.gateway import Gateway
-from serve_app.ingress import Bounded, build_asgi
-from serve_app.ingress_metrics import IngressMetrics
-from serve_app.params import Prompt, read_prompts
-from serve_app.protocol import parse_body
-from serve_app.queue_stats import QueueStats
-from serve_app.routing import views_registry
-from serve_app.routing.admission import AdmissionQueue
-from serve_app.routing.queues import AdmissionQueues
+from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.cold_start import ColdStarts
+from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.queues import AdmissionQueues
+from serve_app.dispatch.shadow import Shadows
+from serve_app.messages import BaseDescription
+from serve_app.metrics.ingress import IngressMetrics
+from serve_app.metrics.queue import QueueStats
+from serve_app.openai.engine_params import Prompt, read_prompts
+from serve_app.openai.json_body import parse_body
+from serve_app.platform_view import ServedBase
+from serve_app.routing import state as routing_state
 from serve_app.routing.view import ReplicaView
-from serve_app.shadow import Shadows
-from serve_app.state import IngressState
-from serve_app.text import BaseText
-from serve_app.text_pool import TextPool
-from serve_app.topology import BaseDescription, ServedBase
+from serve_app.tally import OUTCOMES, ArmKey
+from serve_app.text.base_text import BaseText
+from serve_app.text_workers.pool import TextPool
 from tests.fleet_actor import PROCESS, Process
 from tests.fleet_manager import Manager
 from tests.fleet_node import EngineNode
@@ -44,7 +45,7 @@ from tests.virtual_loop import VirtualLoop
 
 
 class _PerProcess:
-    """Stands for the state of the process in `views_registry`."""
+    """Stands for the state of the process in `routing_state`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(PROCESS.get().registry, name)
@@ -57,16 +58,16 @@ class _ConnectedPerProcess:
 
 @contextmanager
 def processes(clock: Callable[[], float]) -> Iterator[None]:
-    """The contexts of different processes see different states of `views_registry`."""
+    """The contexts of different processes see different states of `routing_state`."""
     names = {"_registry": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
-    before = {name: getattr(views_registry, name) for name in names}
+    before = {name: getattr(routing_state, name) for name in names}
     for name, value in names.items():
-        setattr(views_registry, name, value)
+        setattr(routing_state, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(views_registry, name, value)
+            setattr(routing_state, name, value)
 
 
 class _Texts(TextPool):
@@ -115,7 +116,7 @@ class FleetIngress:
             IngressMetrics(self.name),
             ColdStarts(gateway),
             Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests),
-            AdmissionQueues(gateway, fairness, stats, views_registry.of, is_proven=True),
+            AdmissionQueues(gateway, fairness, stats, routing_state.of, is_proven=True),
             _Texts(1),
         )
         gateway.attendance.on_frame = self.state.queues.wake
@@ -150,7 +151,7 @@ class FleetIngress:
     @property
     def views(self) -> tuple[ReplicaView, ...]:
         replicas: tuple[ReplicaView, ...] = self.process.run(
-            lambda: views_registry.of(self.app_name).replicas
+            lambda: routing_state.of(self.app_name).replicas
         )
         return replicas
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from serve_app.reports import IngressReport, ReportAnswer
-from serve_app.topology import PlatformView
+from serve_app.messages import IngressReport, ReportAnswer
+from serve_app.platform_view import PlatformView
 
 _START_S = 2.0  # of a base
 

@@ -12,12 +12,12 @@ from typing import Any, cast
 from engine.admission import EngineLimits
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError
-from serve_app.adapter_loads import AdapterLoads
-from serve_app.engine_actor import EngineHost
-from serve_app.metrics import EngineMetrics
-from serve_app.replica import EngineReplica
-from serve_app.scaling_stats import ScalingStats
-from serve_app.topology import RegistryReader
+from serve_app.autoscaling.stats import ScalingStats
+from serve_app.metrics.engine import EngineMetrics
+from serve_app.platform_view import RegistryReader
+from serve_app.replica.adapter_loads import AdapterLoads
+from serve_app.replica.deployment import EngineReplica
+from serve_app.replica.engine_actor import EngineHost
 from tests.fleet_actor import PROCESS, Actor, Process
 from tests.fleet_calls import ServeReplica
 from tests.fleet_engine import REFUSED, StepEngine

@@ -11,8 +11,8 @@ from pathlib import Path
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from serve_app.config import FairnessArgs, MigrationArgs
-from serve_app.text import BaseText
-from serve_app.topology import PlatformView, ServedBase
+from serve_app.platform_view import PlatformView, ServedBase
+from serve_app.text.base_text import BaseText
 from tests.fakes_registry import write_text_files
 
 APP = "base-app"

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from serve_app.arms import ArmKey
+from serve_app.tally import ArmKey
 from tests.fleet_clients import Client
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_node import EngineNode

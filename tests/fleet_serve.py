@@ -21,8 +21,8 @@ from ray.serve._private.router import AsyncioRouter, RouterMetricsManager, Singl
 from ray.serve.handle import DeploymentHandle
 from ray.util import metrics
 
-from serve_app.routing.router import LoraplexRouter
-from serve_app.topology import ENGINE
+from serve_app.messages import ENGINE
+from serve_app.routing.serve_router import LoraplexRouter
 from tests.fleet_actor import Process
 from tests.fleet_calls import WAY_S, Call, ServeReplica
 from tests.virtual_loop import VirtualLoop

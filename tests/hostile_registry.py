@@ -27,7 +27,6 @@ from registry.catalog_file import CatalogFile
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistryError, RegistryUnavailableError
-from serve_app import fleet, manager
 from serve_app.config import (
     AutoscalingArgs,
     EngineArgs,
@@ -37,8 +36,9 @@ from serve_app.config import (
     RegistryArgs,
     RouterArgs,
 )
-from serve_app.manager import Manager
-from serve_app.topology import Sources
+from serve_app.control import fleet, manager
+from serve_app.control.manager import Manager
+from serve_app.platform_view import Sources
 
 BASE_DIGEST = "b" * 64
 
@@ -251,7 +251,7 @@ def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
     patch.setattr(fleet, "serve", controller)
     patch.setattr(fleet, "_ADOPT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
-    patch.setattr("serve_app.watcher.MIN_PAUSE_S", 0.01)
+    patch.setattr("serve_app.control.watcher.MIN_PAUSE_S", 0.01)
     nodes = SimpleNamespace(cluster_resources=dict, nodes=lambda: [{"Alive": True}])
     patch.setattr(manager, "ray", nodes)
     return World(Store(), folder, controller)

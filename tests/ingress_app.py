@@ -7,17 +7,17 @@ from typing import cast
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from serve_app.cold_start import ColdStarts
+from serve_app.api.ingress import build_asgi
+from serve_app.api.state import IngressState
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.gateway import Gateway
-from serve_app.ingress import build_asgi
-from serve_app.ingress_metrics import IngressMetrics
-from serve_app.queue_stats import QueueStats
-from serve_app.routing import views_registry
-from serve_app.routing.queues import AdmissionQueues
-from serve_app.shadow import Shadows
-from serve_app.state import IngressState
-from serve_app.text_pool import TextPool
+from serve_app.dispatch.cold_start import ColdStarts
+from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.queues import AdmissionQueues
+from serve_app.dispatch.shadow import Shadows
+from serve_app.metrics.ingress import IngressMetrics
+from serve_app.metrics.queue import QueueStats
+from serve_app.routing import state as routing_state
+from serve_app.text_workers.pool import TextPool
 
 
 def make_state(args: IngressArgs | None = None, manager: object = None) -> IngressState:
@@ -30,7 +30,7 @@ def make_state(args: IngressArgs | None = None, manager: object = None) -> Ingre
         IngressMetrics("i0"),
         ColdStarts(gateway),
         Shadows(gateway.migrations, gateway.arms, 0),
-        AdmissionQueues(gateway, FairnessArgs(), stats, views_registry.of, is_proven=False),
+        AdmissionQueues(gateway, FairnessArgs(), stats, routing_state.of, is_proven=False),
         TextPool(1),
     )
 

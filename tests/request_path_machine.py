@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 import ray.serve.context
 
 from engine.admission import EngineLimits
-from serve_app.activity import Activity
-from serve_app.attempt import Attempt
+from serve_app.admission.queue import AdmissionQueue
+from serve_app.autoscaling.stats import ScalingStats
 from serve_app.config import IngressArgs
-from serve_app.engine_actor import _Call
-from serve_app.request_quarantine import RequestQuarantine
-from serve_app.routing.admission import AdmissionQueue
-from serve_app.scaling_stats import ScalingStats
-from serve_app.stream_server import TokenStream, _EngineConnection
+from serve_app.dispatch.activity import Activity
+from serve_app.dispatch.attempt import Attempt
+from serve_app.dispatch.request_quarantine import RequestQuarantine
+from serve_app.replica.engine_actor import _Call
+from serve_app.stream.server import TokenStream, _EngineConnection
 from tests.fleet_actor import PROCESS
 from tests.fleet_clients import Client
 from tests.fleet_engine import StepEngine

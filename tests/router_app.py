@@ -13,9 +13,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from serve_app.config import RouterArgs
-from serve_app.routing import views_registry
+from serve_app.messages import Ask
+from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
-from serve_app.routing.view import Ask, ReplicaView
+from serve_app.routing.view import ReplicaView
 
 APP = "fan"
 MAX_ONGOING = 3
@@ -56,7 +57,7 @@ class Fan:
         """Body: the calls, made at once; the answers are in their order."""
         calls = msgspec.json.decode(await request.body(), type=list[Call])
         answers = await asyncio.gather(*(self._say(call) for call in calls))
-        meeting = views_registry.meet(APP)
+        meeting = routing_state.meet(APP)
         return {
             "answers": answers,
             "replicas": sorted(view.replica_id for view in meeting.views.replicas),
@@ -80,7 +81,7 @@ def fan_application(router: RouterArgs) -> serve.Application:
         max_ongoing_requests=MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         request_router_config=RequestRouterConfig(
-            request_router_class="serve_app.routing.router:LoraplexRouter",  # type: ignore[arg-type]
+            request_router_class="serve_app.routing.serve_router:LoraplexRouter",  # type: ignore[arg-type]
             request_router_kwargs=router.model_dump(),
         ),
         graceful_shutdown_timeout_s=0,

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
+from serve_app.messages import Ask
 from serve_app.routing.policy import Policy
-from serve_app.routing.view import Ask, LoadSeconds, ReplicaView, ReplicaViews
+from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
 
 LIMITS = EngineLimits(
     max_model_len=4096,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from serve_app.scaling_policy import (
+from serve_app.autoscaling.policy import (
     BaseSample,
     ReplicaSample,
     ScalingArgs,

@@ -26,6 +26,7 @@ from ray.serve.config import HTTPOptions
 
 from registry.catalog import Catalog
 from serve_app.app import build_with
+from serve_app.cli.launch import SERVE_SETTINGS
 from serve_app.config import (
     ADMIN_TOKEN,
     FRONT_LIMITS,
@@ -38,8 +39,7 @@ from serve_app.config import (
     RegistryArgs,
     RouterArgs,
 )
-from serve_app.launch import SERVE_SETTINGS
-from serve_app.topology import Sources
+from serve_app.platform_view import Sources
 from tests.fakes_registry import FolderRegistry
 
 RIG_BASE = "base"

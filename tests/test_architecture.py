@@ -33,6 +33,63 @@ OWNERS = {
     "transformers": {"engine"},
     "torch": {"engine", "lora", "kernels"},
 }
+# Which folders and single files of serve_app the modules of each may import. Files at the top of
+# serve_app stand for themselves; the package's own __init__ imports nothing.
+ALLOWED_FOLDERS: dict[str, set[str]] = {
+    # leaves
+    "errors": set(),
+    "home": set(),
+    "logs": set(),
+    "network": set(),
+    "config_values": set(),
+    "cache_salt": set(),
+    "disconnects": set(),
+    "tally": set(),
+    "text": set(),
+    "messages": {"tally"},
+    "metrics": set(),
+    "ray_network": {"network"},
+    "tasks": {"metrics"},
+    "ray_calls": {"errors", "messages"},
+    # from the wire to the engine
+    "openai": {"errors", "text"},
+    "text_workers": {"errors", "openai", "text"},
+    "stream": {"messages", "network", "tasks"},
+    "routing": {"messages", "metrics", "ray_calls", "stream", "tasks"},
+    # configuration: the options of a routing policy are checked by its constructor
+    "config": {"config_values", "home", "routing"},
+    "serve_file": {"config", "network", "routing"},
+    "platform_view": {"config"},
+    "http": {"config", "errors", "network"},
+    "autoscaling": {"config", "messages"},
+    "admission": {
+        *("cache_salt", "config", "disconnects", "errors", "messages", "metrics", "routing"),
+        "tasks",
+    },
+    "canary": {"config", "errors", "messages", "metrics", "platform_view", "tally", "tasks"},
+    "dispatch": {
+        *("admission", "canary", "config", "disconnects", "errors", "messages", "metrics"),
+        *("openai", "platform_view", "ray_calls", "routing", "stream", "tally", "tasks", "text"),
+        "text_workers",
+    },
+    "replica": {
+        *("autoscaling", "config", "errors", "logs", "messages", "metrics", "platform_view"),
+        *("ray_calls", "ray_network", "stream", "tasks", "text"),
+    },
+    "control": {
+        *("autoscaling", "cache_salt", "canary", "config", "errors", "logs", "messages"),
+        *("metrics", "platform_view", "ray_calls", "ray_network", "replica", "routing", "tasks"),
+    },
+    "api": {
+        *("admission", "autoscaling", "canary", "config", "control", "disconnects", "dispatch"),
+        *("errors", "http", "logs", "messages", "metrics", "openai", "platform_view"),
+        *("ray_calls", "ray_network", "routing", "tasks", "text", "text_workers"),
+    },
+    # what starts the processes
+    "app": {"api", "config", "control", "platform_view", "serve_file"},
+    "cli": {"config", "control", "home", "logs", "ray_network", "serve_file", "text"},
+    "__main__": {"cli"},
+}
 NO_TORCH = ("types", "errors", "config", "blocks", "scheduler", "core", "service")
 FORBIDDEN_EVERYWHERE = {"pickle", "joblib", "dill", "peft"}
 MAX_FILE_LINES = 400
@@ -46,6 +103,25 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             yield node.lineno, node.module.split(".")[0]
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of our own modules: `from serve_app import tasks` names
+    `serve_app.tasks`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            joined = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if is_module(name) else node.module for name in joined]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] in ROOMS)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def sources(room: str) -> list[Path]:
@@ -92,7 +168,7 @@ def test_environment_is_read_only_in_configuration_and_launcher() -> None:
     allowed = {
         "serve_app/config.py",
         "serve_app/home.py",  # LORAPLEX_HOME
-        "serve_app/commands/serve.py",
+        "serve_app/cli/commands/serve.py",
         "registry/__init__.py",  # before mlflow is imported: no telemetry, no progress bars
         "registry/border.py",  # timeouts that MLflow reads from nowhere else
     }
@@ -137,19 +213,40 @@ def test_no_source_file_is_too_long_to_read() -> None:
     assert not {name: n for name, n in lengths.items() if n > MAX_FILE_LINES}
 
 
+def test_folders_of_serve_app_import_only_the_folders_below_them() -> None:
+    wrong = []
+    used: dict[str, set[str]] = {name: set() for name in ALLOWED_FOLDERS}
+    for path in sources("serve_app"):
+        parts = path.relative_to(ROOT / "serve_app").with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        for line, name in imported_modules(path):
+            folder = name.split(".")[1] if name.startswith("serve_app.") else parts[0]
+            if folder == parts[0]:
+                continue
+            used[parts[0]].add(folder)
+            if folder not in ALLOWED_FOLDERS[parts[0]]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {name}")
+    assert not wrong
+    unused = {name: allowed - used[name] for name, allowed in ALLOWED_FOLDERS.items()}
+    assert not {name: rest for name, rest in unused.items() if rest}, "doors that nobody uses"
+
+
+def test_the_allowed_imports_of_folders_have_no_cycle() -> None:
+    done: list[str] = []
+    while len(done) < len(ALLOWED_FOLDERS):
+        ready = [n for n, below in ALLOWED_FOLDERS.items() if n not in done and below <= set(done)]
+        assert ready, f"a cycle among {sorted(set(ALLOWED_FOLDERS) - set(done))}"
+        done += ready
+
+
 def test_rooms_have_no_import_cycles() -> None:
     """File-level cycles inside a room, found by walking imports of our own modules."""
     graph: dict[str, set[str]] = {}
     for room in ROOMS:
         for path in sources(room):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            graph[module] = {
-                node.module
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.ImportFrom)
-                and node.module
-                and node.module.split(".")[0] in ROOMS
-            }
+            graph[module.removesuffix(".__init__")] = {name for _, name in imported_modules(path)}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:

@@ -12,10 +12,11 @@ from engine.admission import EngineLimits
 from engine.blocks import BlockPool
 from engine.scheduler import Scheduler
 from engine.types import Request, Sample, SamplingParams, ScheduledBatch
+from serve_app.autoscaling.policy import ScalingArgs
+from serve_app.messages import Ask
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.view import Ask, ReplicaView
-from serve_app.scaling_policy import ScalingArgs
+from serve_app.routing.view import ReplicaView
 from tests.benchmarks.simulator.calibration import Calibration, h200
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.cluster import Cluster, ClusterArgs

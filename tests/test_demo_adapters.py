@@ -9,7 +9,7 @@ import pytest
 
 from engine.model_config import lora_sites, parse_model_config
 from lora.adapter import Adapter, read_adapter
-from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
 
 # SmolLM2-135M's shape; the weights themselves are not needed to read an adapter.
 SMOLLM2 = {

@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 
-from serve_app.demo.prepare import ADAPTERS_DIR, base_folder
+from serve_app.cli.demo.prepare import ADAPTERS_DIR, base_folder
 from tests.benchmarks.workload import Job, make_jobs
 from tests.demo_server import (
     ADAPTERS,

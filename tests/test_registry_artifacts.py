@@ -30,7 +30,7 @@ from registry.errors import (
     RegistryUnavailableError,
 )
 from registry.manifest import MAX_ADAPTER_BYTES, MAX_FILES, check_sizes, parse_manifest
-from serve_app.cached_registry import CachedRegistry
+from serve_app.control.cached_registry import CachedRegistry
 from tests.registry_helpers import (
     adapter_folder,
     embedded,

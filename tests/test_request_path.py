@@ -15,10 +15,10 @@ import pytest
 
 from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
+from serve_app.dispatch.journey import Journey
+from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import AdapterUnsupportedError
-from serve_app.journey import Journey
-from serve_app.migrations import Migrations
-from serve_app.stream_server import StreamServer
+from serve_app.stream.server import StreamServer
 from tests.fakes_replicas import APP, Router
 from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet

@@ -12,11 +12,11 @@ from ray.exceptions import ActorDiedError
 from engine.types import Request, Resident, SamplingParams
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.adapter_keeper import AdapterKeeper
-from serve_app.adapter_loads import AdapterLoads
-from serve_app.adapter_plan import AdapterPlan
-from serve_app.disk_reports import DiskReports
 from serve_app.errors import AdapterUnsupportedError
+from serve_app.messages import AdapterPlan
+from serve_app.replica.adapter_keeper import AdapterKeeper
+from serve_app.replica.adapter_loads import AdapterLoads
+from serve_app.replica.disk_reports import DiskReports
 from tests.fakes_engine import REFUSED, PacedEngine
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until

@@ -9,7 +9,8 @@ from ray.serve.exceptions import RayServeException
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from serve_app.adapter_plan import AdapterArranger, AdapterPlan, Observed, observe, plan_for
+from serve_app.control.adapter_plan import AdapterArranger, Observed, observe, plan_for
+from serve_app.messages import AdapterPlan
 
 BASE = BaseVersion("base", 1, "b" * 64, "")
 OTHER = BaseVersion("other", 1, "o" * 64, "")

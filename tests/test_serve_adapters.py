@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from registry.entities import AdapterVersion
-from serve_app import cli
+from serve_app.cli import main as cli
 from serve_app.config import ADMIN_TOKEN
 from tests.fakes_engine import REFUSED
 from tests.serve_rig import (

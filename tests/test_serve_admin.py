@@ -11,11 +11,11 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute
 
-from serve_app import admin_routes
-from serve_app.admin_auth import ensure_token, kept_token
-from serve_app.asgi import install_error_handlers
+from serve_app.api import admin_status
+from serve_app.api.ingress import Counted
+from serve_app.cli.admin_token import ensure_token, kept_token
 from serve_app.config import ADMIN_TOKEN, IngressArgs
-from serve_app.ingress import Counted
+from serve_app.http.asgi import install_error_handlers
 from tests.ingress_app import make_app
 
 PUBLIC = {
@@ -44,7 +44,7 @@ WEBHOOK = {"/v1/registry/webhook"}
 @pytest.fixture
 def client() -> TestClient:
     app = FastAPI()
-    app.include_router(admin_routes.router)
+    app.include_router(admin_status.router)
     install_error_handlers(app)
     return TestClient(app, raise_server_exceptions=False)
 

@@ -12,13 +12,14 @@ from starlette.types import Message
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
+from serve_app.admission.capacity import has_room
+from serve_app.admission.queue import AdmissionQueue, Ticket
+from serve_app.admission.waiting_room import Applicant, WaitingRoom
 from serve_app.config import FairnessArgs
 from serve_app.errors import ClientGoneError, OverloadedError
-from serve_app.queue_stats import QueueStats
-from serve_app.routing.admission import AdmissionQueue, Ticket
-from serve_app.routing.room import has_room
-from serve_app.routing.view import Ask, ReplicaView, ReplicaViews
-from serve_app.routing.waiting_room import Applicant, WaitingRoom
+from serve_app.messages import Ask
+from serve_app.metrics.queue import QueueStats
+from serve_app.routing.view import ReplicaView, ReplicaViews
 from tests.waiting import until
 
 ROWS = 4

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from pydantic import ValidationError
 
+from serve_app.admission.tenants import SHARED_ACCOUNT, Tenants
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.routing.tenants import SHARED_ACCOUNT, Tenants
 from tests.fairness_attacks import (
     HONEST,
     Score,

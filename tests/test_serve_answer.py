@@ -11,10 +11,10 @@ from openai.types.chat import ChatCompletionChunk
 
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
 from serve_app.errors import EngineFailureError, ServiceUnavailableError
-from serve_app.params import Prompt
-from serve_app.template import ChatTemplate
-from serve_app.text import BaseText
-from serve_app.tokenizer import TextTokenizer
+from serve_app.openai.engine_params import Prompt
+from serve_app.text.base_text import BaseText
+from serve_app.text.template import ChatTemplate
+from serve_app.text.tokenizer import TextTokenizer
 from tests.answer_factory import (
     EOS,
     Json,

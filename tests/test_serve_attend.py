@@ -11,9 +11,10 @@ import pytest
 from ray import serve
 
 from serve_app.app import _http_host
-from serve_app.drain import drain
-from serve_app.stream import Step, StreamAddress, StreamError
-from serve_app.stream_server import StreamServer
+from serve_app.cli.drain import drain
+from serve_app.messages import StreamAddress
+from serve_app.stream.server import StreamServer
+from serve_app.stream.wire import Step, StreamError
 from tests.fakes_engine import CRASH_TOKEN
 from tests.serve_rig import RIG_ADAPTER, RIG_BASE, RIG_TOKEN, deploy, rig_args, wait_ready
 from tests.waiting import until

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from serve_app.activity import Activity
-from serve_app.base_sleep import SleepKeeper
-from serve_app.reports import BaseActivity, IngressReport
+from serve_app.control.base_sleep import SleepKeeper
+from serve_app.dispatch.activity import Activity
+from serve_app.messages import BaseActivity, IngressReport
 
 BASE = "b" * 64
 

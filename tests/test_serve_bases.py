@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from registry.catalog import Catalog
-from serve_app import cli
+from serve_app.cli import main as cli
 from serve_app.config import ADMIN_TOKEN
 from tests import waiting
 from tests.fakes_engine import REFUSED

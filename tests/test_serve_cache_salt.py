@@ -17,18 +17,18 @@ from engine.prefix_digests import prefix_digests
 from engine.types import Request, TokenOutput
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
+from serve_app.admission.tenants import Tenants
 from serve_app.cache_salt import KEY_FILE, cache_salt, kept_key
 from serve_app.config import FairnessArgs, PlatformArgs
-from serve_app.manager import Manager
-from serve_app.params import Prompt, engine_requests
-from serve_app.progress import Progress
-from serve_app.protocol import parse_body
-from serve_app.protocol_completions import CompletionRequest
-from serve_app.routing.asks import make_ask
+from serve_app.control.manager import Manager
+from serve_app.dispatch.progress import Progress
+from serve_app.dispatch.shadow import _copy
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import Prompt, engine_requests
+from serve_app.openai.json_body import parse_body
+from serve_app.platform_view import CanaryState, PlatformView, Sources
+from serve_app.routing.request import make_ask
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.tenants import Tenants
-from serve_app.shadow import _copy
-from serve_app.topology import CanaryState, PlatformView, Sources
 from tests.fakes import make_scheduler, run_step
 from tests.fakes_registry import FolderRegistry
 from tests.routing_factory import make_view

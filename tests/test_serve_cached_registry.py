@@ -11,10 +11,11 @@ import pytest
 from registry.client import Registry
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistrationError, RegistryUnavailableError
-from serve_app import cached_registry
-from serve_app.adapter_admin import AdapterAdmin, AdapterChange
-from serve_app.cached_registry import CachedRegistry
-from serve_app.register import register_base
+from serve_app.cli.registration import register_base
+from serve_app.control import cached_registry
+from serve_app.control.adapter_admin import AdapterAdmin
+from serve_app.control.cached_registry import CachedRegistry
+from serve_app.messages import AdapterChange
 from tests.registry_helpers import embedded_uri
 from tests.serve_folders import make_adapter_folder, make_base_folder
 

@@ -13,13 +13,13 @@ import pytest
 from engine.errors import InvalidRequestError
 from registry.catalog import Catalog, DefaultAliases
 from registry.errors import InvalidNameError, NotFoundError, RegistryUnavailableError
-from serve_app import canaries as module
-from serve_app.canaries import Canaries
-from serve_app.canary_orders import Orders
+from serve_app.canary import controller as module
+from serve_app.canary.commands import Orders
+from serve_app.canary.controller import Canaries
+from serve_app.canary.split import read_traffic
 from serve_app.config import CanaryArgs
-from serve_app.reports import IngressReport
-from serve_app.topology import CanaryState
-from serve_app.traffic import read_traffic
+from serve_app.messages import IngressReport
+from serve_app.platform_view import CanaryState
 from tests.canary_factory import (
     BASE,
     CANARY,

@@ -13,9 +13,9 @@ import pytest
 
 from registry.catalog import Catalog
 from registry.entities import Setting
-from serve_app import cli
+from serve_app.canary.split import place
+from serve_app.cli import main as cli
 from serve_app.config import ADMIN_TOKEN, CanaryArgs
-from serve_app.traffic import place
 from tests.fakes_engine import FAULT
 from tests.fakes_registry import FolderRegistry
 from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, metric, rig_args, wait_ready

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from registry.errors import RegistrationError
-from serve_app import cli
-from serve_app.commands.common import print_table
+from serve_app.cli import main as cli
+from serve_app.cli.commands.common import print_table
+from serve_app.cli.sse import StreamError, StreamReader
 from serve_app.home import cause, default_home, prepare
-from serve_app.sse import StreamError, StreamReader
 from tests.openai_server import OpenAIServer, event, openai_server
 from tests.registry_helpers import embedded_uri
 from tests.serve_folders import make_adapter_folder, make_base_folder
@@ -128,7 +128,7 @@ def test_every_signature_has_a_body_with_the_same_parameters() -> None:
         if not hasattr(command, "commands"):
             signature = inspect.unwrap(command.callback)
             bodies = BODIES.get(signature.__module__.rpartition(".")[2], signature.__name__)
-            module = import_module(f"serve_app.commands.{bodies}")
+            module = import_module(f"serve_app.cli.commands.{bodies}")
             body = getattr(module, signature.__name__)
             assert list(inspect.signature(body).parameters) == list(
                 inspect.signature(signature).parameters
@@ -453,7 +453,7 @@ def test_errors_of_the_rooms_become_sentences(
 def test_command_of_an_extra_that_is_missing_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("serve_app.commands.demo", "serve_app.demo.prepare", "engine.gguf"):
+    for name in ("serve_app.cli.commands.demo", "serve_app.cli.demo.prepare", "engine.gguf"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("demo") == 1

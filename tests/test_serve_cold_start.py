@@ -15,13 +15,14 @@ from engine.admission import EngineLimits
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import NotFoundError
-from serve_app.cold_start import ColdStarts
+from serve_app.api.ingress import build_asgi
+from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.cold_start import ColdStarts
+from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
-from serve_app.fronts import Front
-from serve_app.gateway import Gateway
-from serve_app.ingress import build_asgi
-from serve_app.text import BaseText
-from serve_app.topology import BaseDescription, ColdStart, PlatformView, ServedBase
+from serve_app.messages import BaseDescription
+from serve_app.platform_view import ColdStart, PlatformView, ServedBase
+from serve_app.text.base_text import BaseText
 from tests.ingress_app import make_state
 
 BASE = BaseVersion("a", 1, "a" * 64, "")

@@ -15,13 +15,14 @@ from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord
-from serve_app import cli, effect
-from serve_app.adapter_checks import AdapterChecks
-from serve_app.cached_registry import CachedRegistry
-from serve_app.effect_plot import norms_svg
-from serve_app.probes import PROBES, tokenize
-from serve_app.register import register_adapter, register_base
-from serve_app.text import BaseText
+from serve_app.cli import effect
+from serve_app.cli import main as cli
+from serve_app.cli.effect_plot import norms_svg
+from serve_app.cli.probes import PROBES, tokenize
+from serve_app.cli.registration import register_adapter, register_base
+from serve_app.control.adapter_checks import AdapterChecks
+from serve_app.control.cached_registry import CachedRegistry
+from serve_app.text.base_text import BaseText
 from tests.registry_helpers import embedded, embedded_uri
 from tests.serve_folders import make_adapter_folder, make_base_folder
 from tests.test_registry_server import running_server

@@ -9,8 +9,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.routing.cost import price
-from serve_app.routing.fair_queue import Entry, FairQueue
+from serve_app.admission.cost import price
+from serve_app.admission.fair_queue import Entry, FairQueue
 
 LONG = 1e9  # nobody is ever overdue
 

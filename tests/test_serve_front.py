@@ -16,10 +16,10 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.asgi import SseResponse
 from serve_app.config import IngressArgs
-from serve_app.front import Front
-from serve_app.front_protocol import FrontProtocol
+from serve_app.http.asgi import SseResponse
+from serve_app.http.connection import FrontProtocol
+from serve_app.http.front import Front
 from tests.waiting import until
 
 QUICK = IngressArgs(header_timeout_s=0.4, body_timeout_s=0.4, max_header_bytes=2048)

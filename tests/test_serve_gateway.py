@@ -13,11 +13,11 @@ from ray.serve.handle import DeploymentHandle
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
-from serve_app import gateway as gateway_module
+from serve_app.api.model_list import ModelList
+from serve_app.dispatch import gateway as gateway_module
+from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
-from serve_app.gateway import Gateway
-from serve_app.model_list import ModelList
-from serve_app.topology import PlatformView, ServedBase
+from serve_app.platform_view import PlatformView, ServedBase
 
 
 def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:

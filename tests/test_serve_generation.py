@@ -19,10 +19,11 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
-from serve_app.arms import ArmKey, Arms
-from serve_app.attempt import Attempt, CallCancelledError
-from serve_app.completion import Completion
+from serve_app.canary.arm_stats import Arms
 from serve_app.config import MigrationArgs
+from serve_app.dispatch.attempt import Attempt, CallCancelledError
+from serve_app.dispatch.completion import Completion
+from serve_app.dispatch.generation import Generation
 from serve_app.errors import (
     ClientGoneError,
     NoMemoryError,
@@ -30,14 +31,14 @@ from serve_app.errors import (
     RequestQuarantinedError,
     to_api_error,
 )
-from serve_app.generation import Generation
-from serve_app.params import Prompt
-from serve_app.routing import views_registry
-from serve_app.routing.asks import make_ask
-from serve_app.routing.attendance import Attendance
-from serve_app.stream import HEARTBEAT_S
-from serve_app.stream_server import StreamServer
-from serve_app.topology import SubmitCall
+from serve_app.messages import SubmitCall
+from serve_app.openai.engine_params import Prompt
+from serve_app.routing import state as routing_state
+from serve_app.routing.connections import Attendance
+from serve_app.routing.request import make_ask
+from serve_app.stream.server import StreamServer
+from serve_app.stream.wire import HEARTBEAT_S
+from serve_app.tally import ArmKey
 from tests.answer_factory import completion
 from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN, PacedEngine
 from tests.fakes_replicas import APP, Fleet, make_request, read_all, running_fleet, tokens
@@ -134,7 +135,7 @@ async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_tha
         Attendance(fleet.server, lambda digest: None)
         generation = fleet.generate(make_request(PROMPT, 4000))
         outputs = await read_some(generation, 3)
-        view = views_registry.connected["e0"]
+        view = routing_state.connected["e0"]
         before = view.output_tokens
         generation.end_choice("r", 0)
         metrics = fleet.replicas["e0"].host._metrics
@@ -368,7 +369,7 @@ async def test_it_does_not_wait_longer_than_its_time_limit() -> None:
 async def test_a_wait_behind_a_suspect_is_not_taken_off_its_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.generation.MAX_HOLD_S", 1.5)
+    monkeypatch.setattr("serve_app.dispatch.generation.MAX_HOLD_S", 1.5)
     async with running_fleet(3) as fleet:
         fleet.args = MigrationArgs(timeout_s=1.0)
         generation = fleet.generate(make_request(PROMPT))

@@ -18,11 +18,11 @@ from registry.catalog import Catalog
 from registry.catalog_file import CatalogFile
 from registry.entities import BaseVersion, Setting
 from registry.listing import PREFIX
-from serve_app import base_plan, manager, stored_catalog
+from serve_app.canary.split import read_traffic
 from serve_app.config import ModelArgs
-from serve_app.manager import Manager
-from serve_app.topology import PlatformView
-from serve_app.traffic import read_traffic
+from serve_app.control import base_plan, manager, stored_catalog
+from serve_app.control.manager import Manager
+from serve_app.platform_view import PlatformView
 from tests.hostile_registry import TEXTS, Reader, World, follows, hostile_tags, make_world, stop
 from tests.registry_helpers import embedded, register_adapter, register_base
 
@@ -114,7 +114,7 @@ async def test_a_base_that_serve_refuses_fails_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a setting passes: the next fault of this kind stays its base's alone."""
-    from serve_app import fleet
+    from serve_app.control import fleet
 
     whole = fleet.base_application
 
@@ -206,7 +206,7 @@ async def test_a_base_that_one_look_misses_keeps_its_engines(
         world.store.tags = whole
         await follows(made, world)
         assert list(world.controller.apps) == [app]
-    monkeypatch.setattr("serve_app.fleet._HANDOVER_MAX_S", 0.05)
+    monkeypatch.setattr("serve_app.control.fleet._HANDOVER_MAX_S", 0.05)
     world.store.tags = {"pad": {}, "own": {}}  # the wish is taken back: followed at once
     await until(lambda: not world.controller.apps)
     world.store.tags = whole

@@ -20,10 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
-from serve_app.arrivals import Arrivals
-from serve_app.asgi import SseResponse
-from serve_app.browsers import guarded
+from serve_app.api.ingress import Bounded, Counted, build_asgi
+from serve_app.api.model_list import ModelList
+from serve_app.api.state import IngressState
 from serve_app.config import IngressArgs
+from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import (
     AdapterUnsupportedError,
     ApiError,
@@ -36,14 +37,13 @@ from serve_app.errors import (
     UnservableError,
     to_api_error,
 )
-from serve_app.gateway import Gateway
-from serve_app.ingress import Bounded, Counted, build_asgi
-from serve_app.ingress_metrics import IngressMetrics
-from serve_app.model_list import ModelList
-from serve_app.queue_stats import QueueStats
+from serve_app.http.arrivals import Arrivals
+from serve_app.http.asgi import SseResponse
+from serve_app.http.browsers import guarded
+from serve_app.metrics.ingress import IngressMetrics
+from serve_app.metrics.queue import QueueStats
+from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.serve_file import called_by
-from serve_app.state import IngressState
-from serve_app.topology import PlatformView, ServedBase
 
 LOCAL = "http://localhost"
 PATH = "/v1/completions"

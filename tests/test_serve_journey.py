@@ -9,13 +9,14 @@ from typing import Any, cast
 import pytest
 
 from engine.errors import EngineDeadError
-from serve_app import journey
 from serve_app.config import MigrationArgs
+from serve_app.dispatch import journey
+from serve_app.dispatch.journey import Journey
+from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
-from serve_app.journey import Journey
-from serve_app.migrations import Migrations
-from serve_app.stream import StreamAddress, StreamError
-from serve_app.stream_server import StreamServer
+from serve_app.messages import StreamAddress
+from serve_app.stream.server import StreamServer
+from serve_app.stream.wire import StreamError
 from tests.fakes_replicas import APP, Router, make_request, read_all, running_fleet, tokens
 from tests.waiting import until
 

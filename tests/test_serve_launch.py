@@ -17,11 +17,13 @@ import pytest
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import BaseVersion
-from serve_app import app, cli, launch
-from serve_app.cached_registry import stored_catalog_file
-from serve_app.commands import serve
+from serve_app import app
+from serve_app.cli import launch
+from serve_app.cli import main as cli
+from serve_app.cli.commands import serve
+from serve_app.cli.drain import drain
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
-from serve_app.drain import drain
+from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 from tests.registry_helpers import embedded_uri, register_base
 from tests.waiting import eventually
@@ -36,7 +38,7 @@ applications:
     args:
       models: [{{name: tiny}}]
 """
-PROGRAM = "from serve_app.cli import main; main()"
+PROGRAM = "from serve_app.cli.main import main; main()"
 START_S = 60
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from registry.entities import BaseVersion
 from serve_app.config import LOG_FORMAT, ModelArgs, PlatformArgs, log_format
+from serve_app.control.deployments import base_application
+from serve_app.control.manager import manager_application
 from serve_app.logs import JsonStream, RotatingOutput, backup, install
-from serve_app.manager import manager_application
-from serve_app.replica import base_application
-from serve_app.topology import BaseSpec, Sources
+from serve_app.platform_view import BaseSpec, Sources
 from tests.fakes_registry import FolderRegistry
 
 
@@ -82,10 +82,10 @@ def test_a_json_line_names_its_request_and_carries_its_traceback(
     try:
         raise RuntimeError("broken")
     except RuntimeError:
-        logging.getLogger("serve_app.asgi").exception("request %d failed", 7)
+        logging.getLogger("serve_app.http.asgi").exception("request %d failed", 7)
     line = json.loads(capsys.readouterr().err)
     assert (line["message"], line["request_id"]) == ("request 7 failed", "req-1")
-    assert (line["level"], line["logger"]) == ("ERROR", "serve_app.asgi")
+    assert (line["level"], line["logger"]) == ("ERROR", "serve_app.http.asgi")
     assert "RuntimeError: broken" in line["exception"]
 
 

@@ -11,14 +11,15 @@ import pytest
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
-from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_plan import MISSING_S, LastGood, plan, wished
-from serve_app.base_status import failure_in_words
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs, default_aliases
+from serve_app.control.base_admin import change_base
+from serve_app.control.base_plan import MISSING_S, LastGood, plan, wished
+from serve_app.control.base_status import failure_in_words
+from serve_app.control.fleet import Fleet
+from serve_app.control.manager import Manager
 from serve_app.errors import ConflictError
-from serve_app.fleet import Fleet
-from serve_app.manager import Manager
-from serve_app.topology import CanaryState, Sources
+from serve_app.messages import BaseChange
+from serve_app.platform_view import CanaryState, Sources
 from tests.fakes_registry import FolderRegistry
 
 

@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from registry.errors import NotFoundError
 from serve_app.errors import ApiError, ConflictError
-from serve_app.manager_call import ask_manager, refusing
+from serve_app.ray_calls import ask_manager, refusing
 
 
 class Manager:

@@ -19,12 +19,13 @@ from engine.types import (
     TokenOutput,
 )
 from registry.cache import CacheStats
-from serve_app.cache_metrics import cache_text
-from serve_app.gateway import Gateway
-from serve_app.histograms import GAP_SECONDS, Histogram
-from serve_app.ingress_metrics import IngressMetrics, join_texts
-from serve_app.metrics import EngineMetrics
-from serve_app.scrape import Scrape
+from serve_app.api.scrape import Scrape
+from serve_app.dispatch.gateway import Gateway
+from serve_app.metrics.cache import cache_text
+from serve_app.metrics.engine import EngineMetrics
+from serve_app.metrics.exposition import join_texts
+from serve_app.metrics.histograms import GAP_SECONDS, Histogram
+from serve_app.metrics.ingress import IngressMetrics
 from tests.ingress_app import make_state
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from ray import serve
 
-from serve_app.replica import base_application
-from serve_app.topology import BaseSpec
+from serve_app.control.deployments import base_application
+from serve_app.platform_view import BaseSpec
 from tests.fakes_engine import HANG, POISON_TOKEN
 from tests.serve_rig import (
     RIG_ADAPTER,

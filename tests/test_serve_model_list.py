@@ -11,9 +11,9 @@ from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.gateway import Gateway
-from serve_app.model_list import ModelList
-from serve_app.topology import PlatformView, ServedBase
+from serve_app.api.model_list import ModelList
+from serve_app.dispatch.gateway import Gateway
+from serve_app.platform_view import PlatformView, ServedBase
 
 BASE = BaseVersion("base", 1, "b" * 64, "")
 NUM_ADAPTERS = 3_000
@@ -67,7 +67,7 @@ async def test_a_list_that_failed_is_made_anew(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr("serve_app.model_list.asyncio.to_thread", no_thread)
+        patch.setattr("serve_app.api.model_list.asyncio.to_thread", no_thread)
         with pytest.raises(RuntimeError):
             await models.encoded(gateway, view)
     assert await ids(models, gateway, view) == ["base", "a"]

@@ -13,15 +13,15 @@ import pytest
 from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError
-from serve_app import lora_routes
-from serve_app.adapter_admin import AdapterAdmin, AdapterChange
-from serve_app.base_admin import BaseChange, change_base
-from serve_app.base_sleep import SleepKeeper
+from serve_app.api import lora
+from serve_app.control.adapter_admin import AdapterAdmin
+from serve_app.control.base_admin import change_base
+from serve_app.control.base_sleep import SleepKeeper
+from serve_app.control.fleet import Fleet
+from serve_app.control.manager import Manager
 from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
-from serve_app.fleet import Fleet
-from serve_app.manager import Manager
-from serve_app.reports import BaseActivity, IngressReport
-from serve_app.topology import BaseLine, Outcome
+from serve_app.messages import AdapterChange, BaseActivity, BaseChange, IngressReport, Outcome
+from serve_app.platform_view import BaseLine
 from tests.fakes_registry import FolderRegistry
 from tests.hostile_registry import Reader, World, follows, make_world, stop
 
@@ -39,10 +39,10 @@ class Loads:
         self.registry.write(Catalog((self.registry.add_base("b"),)))
         self.admin = AdapterAdmin()
         self.outcomes: list[Outcome] | Exception = [Outcome("e1", True, "disk")]
-        patch.setattr(lora_routes, "change", self._change)
-        patch.setattr(lora_routes, "preload", self._preload)
-        patch.setattr(lora_routes, "find_adapter", lambda *_: (None, self.meaning("x")))
-        patch.setattr(lora_routes, "view_follows", self._nothing)
+        patch.setattr(lora, "change", self._change)
+        patch.setattr(lora, "preload", self._preload)
+        patch.setattr(lora, "find_adapter", lambda *_: (None, self.meaning("x")))
+        patch.setattr(lora, "view_follows", self._nothing)
 
     def look(self) -> Catalog:
         return replace(self.registry.snapshot(), default_aliases=self.aliases)
@@ -61,7 +61,7 @@ class Loads:
         loaded = await self._change(None, wanted)
         assert loaded is not None
         undo = AdapterChange("undo_load", "x", may_replace=in_place, version=loaded.version)
-        await lora_routes._preload(gateway, "x", undo)
+        await lora._preload(gateway, "x", undo)
 
     async def _change(self, _: object, wanted: AdapterChange) -> AdapterVersion | None:
         return await self.admin.change(wanted, self.registry, self.look)
@@ -161,7 +161,7 @@ async def test_a_base_that_was_registered_a_moment_ago_is_added_and_removed_at_o
         world.store.tags = {**world.store.tags, name: tags}
 
     monkeypatch.setattr(Reader, "set_setting", set_setting)
-    monkeypatch.setattr("serve_app.fleet._HANDOVER_MAX_S", 0.05)
+    monkeypatch.setattr("serve_app.control.fleet._HANDOVER_MAX_S", 0.05)
     made = await world.start()
     await follows(made, world)
     made._watcher._interval_s = 3600.0  # from now on it looks only when it is woken

@@ -23,7 +23,9 @@ from engine.types import SamplingParams
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
-from serve_app.completion_routes import who_asks
+from serve_app.api.completions import who_asks
+from serve_app.api.ingress import build_asgi
+from serve_app.dispatch.base_handle import Front
 from serve_app.errors import (
     ApiError,
     EngineFailureError,
@@ -31,10 +33,10 @@ from serve_app.errors import (
     ServiceUnavailableError,
     to_api_error,
 )
-from serve_app.fronts import Front
-from serve_app.generation_defaults import NO_DEFAULTS, read_generation_defaults
-from serve_app.ingress import build_asgi
-from serve_app.params import (
+from serve_app.messages import BaseDescription
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import (
     Prompt,
     chat_prompt,
     check_token_ids,
@@ -44,12 +46,11 @@ from serve_app.params import (
     sampling_params,
     tokenized,
 )
-from serve_app.protocol import parse_body
-from serve_app.protocol_chat import ChatRequest
-from serve_app.protocol_completions import CompletionRequest
-from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
-from serve_app.text import BaseText
-from serve_app.topology import BaseDescription, PlatformView, ServedBase
+from serve_app.openai.generation_defaults import NO_DEFAULTS, read_generation_defaults
+from serve_app.openai.json_body import parse_body
+from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.platform_view import PlatformView, ServedBase
+from serve_app.text.base_text import BaseText
 from tests.ingress_app import make_state
 from tests.text_factory import LLAMA3, base_text
 

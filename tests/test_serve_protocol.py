@@ -6,13 +6,13 @@ import tracemalloc
 import pytest
 from pydantic import BaseModel
 
-from serve_app import protocol_fields
 from serve_app.errors import ApiError
-from serve_app.protocol import MAX_OBJECT_KEYS, parse_body
-from serve_app.protocol_chat import ChatRequest
-from serve_app.protocol_completions import CompletionRequest
-from serve_app.protocol_fields import MAX_UNKNOWN_NAMES, UnknownFields
-from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.openai import fields
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.fields import MAX_UNKNOWN_NAMES, UnknownFields
+from serve_app.openai.json_body import MAX_OBJECT_KEYS, parse_body
+from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -140,7 +140,7 @@ def test_a_field_that_chooses_the_adapter_elsewhere_is_refused_with_the_way_to_c
 def test_unknown_fields_are_logged_once_and_never_fill_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol_fields, "unknown_fields", UnknownFields())
+    monkeypatch.setattr(fields, "unknown_fields", UnknownFields())
     for _ in range(3):
         chat(something_new=1, **{"a\nb" + "x" * 1_000: 2})
     assert [record.getMessage()[:48] for record in caplog.records] == [

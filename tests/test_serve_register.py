@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from registry.cache import Cache
 from registry.client import Registry
 from registry.errors import InvalidNameError, RegistrationError
-from serve_app.register import register_adapter, register_base
+from serve_app.cli.registration import register_adapter, register_base
 from tests.registry_helpers import embedded
 from tests.serve_folders import make_adapter_folder, make_base_folder
 

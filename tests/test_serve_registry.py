@@ -18,11 +18,11 @@ from ray import serve
 
 from registry.client import Registry
 from registry.errors import RegistryError
+from serve_app.api.webhook import PATH
 from serve_app.app import build_with
-from serve_app.cached_registry import CachedRegistry
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
-from serve_app.topology import Sources
-from serve_app.webhook_routes import PATH
+from serve_app.control.cached_registry import CachedRegistry
+from serve_app.platform_view import Sources
 from tests import waiting
 from tests.fakes_registry import write_text_files
 from tests.mlflow_server import WEBHOOK_SETTINGS, MlflowServer, running_server

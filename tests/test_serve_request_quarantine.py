@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.types import Request, SamplingParams
-from serve_app.base_sleep import SleepKeeper
+from serve_app.control.base_sleep import SleepKeeper
+from serve_app.dispatch.request_quarantine import HELD_S, MAX_HELD, RequestQuarantine
 from serve_app.errors import RequestQuarantinedError
-from serve_app.reports import IngressReport
-from serve_app.request_quarantine import HELD_S, MAX_HELD, RequestQuarantine
+from serve_app.messages import IngressReport
 
 
 class Ingress:

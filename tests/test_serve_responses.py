@@ -9,9 +9,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.types import TokenOutput
 from serve_app.errors import ApiError
-from serve_app.params import Prompt
-from serve_app.responses import error_event
-from serve_app.text import BaseText
+from serve_app.openai.engine_params import Prompt
+from serve_app.openai.responses import error_event
+from serve_app.text.base_text import BaseText
 from tests.answer_factory import (
     EOS,
     body_of,

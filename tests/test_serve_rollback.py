@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.arms import ARM_SECONDS, Arms, Tally, outcome_of, quantile
+from serve_app.canary.arm_stats import Arms, outcome_of
+from serve_app.canary.split import read_traffic
+from serve_app.canary.trials import Trials
+from serve_app.canary.verdict import judge, mostly_fails, non_finite
 from serve_app.config import CanaryArgs
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -23,10 +26,8 @@ from serve_app.errors import (
     OverloadedError,
     ServiceUnavailableError,
 )
-from serve_app.histograms import Histogram
-from serve_app.rollback import judge, mostly_fails, non_finite
-from serve_app.traffic import read_traffic
-from serve_app.trials import Trials
+from serve_app.metrics.histograms import Histogram
+from serve_app.tally import ARM_SECONDS, Tally, quantile
 from tests.canary_factory import BASE, CANARY, STABLE, adapter, catalog, key, report, tally
 
 RULE = CanaryArgs()

@@ -14,8 +14,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from serve_app import cli
-from serve_app.commands.common import console
+from serve_app.cli import main as cli
+from serve_app.cli.commands.common import console
 from serve_app.config import ADMIN_TOKEN, RouterArgs
 from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, metric, rig_args, wait_ready
 from tests.waiting import eventually

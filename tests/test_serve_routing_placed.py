@@ -21,12 +21,11 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.router import AsyncioRouter
 
-from serve_app.routing import views_registry
-from serve_app.routing.room import has_room
-from serve_app.routing.router import LoraplexRouter
+from serve_app.admission.capacity import has_room
+from serve_app.messages import StreamAddress, SubmitCall
+from serve_app.routing import state as routing_state
+from serve_app.routing.serve_router import LoraplexRouter
 from serve_app.routing.view import ReplicaView
-from serve_app.stream import StreamAddress
-from serve_app.topology import SubmitCall
 from tests.routing_factory import IDLE, LIMITS, make_ask
 from tests.waiting import until
 
@@ -79,7 +78,7 @@ class Rig:
         self.router = LoraplexRouter(deployment, source, use_replica_queue_len_cache=True)
         self.router.initialize_state(policy="expected_ttft", options={})
         self.replica = Replica(deployment)
-        views = views_registry.meet(app_name).views
+        views = routing_state.meet(app_name).views
         views.set_limits(LIMITS)
         self.router.update_replicas([cast(RunningReplica, self.replica)])
         self.view = cast(ReplicaView, views.get("e0"))

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.routing.lru import Recent
 from serve_app.routing.placement import Placement, Rendezvous
-from serve_app.routing.recent import Recent
 
 ADAPTERS = [f"adapter-{i}" for i in range(200)]
 replica_sets = st.sets(st.integers(0, 99).map("r{}".format), min_size=2, max_size=40)

@@ -10,11 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.config import PlatformArgs, RouterArgs, check_routers
-from serve_app.routing.by_ttft import ExpectedTtft
-from serve_app.routing.lookout import Lookout
+from serve_app.messages import Ask
+from serve_app.routing.candidates import Lookout
+from serve_app.routing.expected_ttft import ExpectedTtft
 from serve_app.routing.policies import POLICIES, PolicyError, make_policy
 from serve_app.routing.policy import Policy, Ranked
-from serve_app.routing.view import Ask, ReplicaView
+from serve_app.routing.view import ReplicaView
 from tests.routing_factory import make_ask, make_load, make_view, make_views, order
 
 

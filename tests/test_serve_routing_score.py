@@ -6,8 +6,9 @@ import pytest
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
+from serve_app.messages import Ask
 from serve_app.routing.score import adapter_load_s, expected_ttft, work_s
-from serve_app.routing.view import Ask, LoadSeconds, ReplicaView
+from serve_app.routing.view import LoadSeconds, ReplicaView
 from tests.routing_factory import make_ask, make_view, make_views
 
 APPROX_S = 1e-9

@@ -14,19 +14,19 @@ import pytest
 
 from engine.admission import EngineLimits
 from engine.types import StepOutput
+from serve_app.api.explain import measured
 from serve_app.config import RouterArgs
-from serve_app.explain import measured
-from serve_app.ingress_links import IngressLinks
-from serve_app.migrations import Migrations
-from serve_app.routing import views_registry
-from serve_app.routing.attendance import Attendance
+from serve_app.dispatch.migrations import Migrations
+from serve_app.messages import Outcome
+from serve_app.routing import state as routing_state
+from serve_app.routing.connections import Attendance
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
+from serve_app.routing.state import Meeting, Registry
 from serve_app.routing.view import ReplicaView, ReplicaViews, Usual
-from serve_app.routing.views_registry import Meeting, Registry
-from serve_app.stream_server import StreamServer
-from serve_app.topology import Outcome
+from serve_app.stream.links import IngressLinks
+from serve_app.stream.server import StreamServer
 from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
 from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
@@ -88,7 +88,7 @@ def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
         router.join(0.2)  # or it waits until the view is there
         return ReplicaView(replica_id, limits)
 
-    monkeypatch.setattr(views_registry, "ReplicaView", slow_view)
+    monkeypatch.setattr(routing_state, "ReplicaView", slow_view)
     adopted = registry.adopt("e0")
     router.join(10)
     assert meeting.views.get("e0") is adopted
@@ -100,8 +100,8 @@ async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> Non
     server = StreamServer()
     await server.listen("127.0.0.1")
     Attendance(server, lambda digest: None)
-    migrations = Migrations(server, views_registry, "i0", 10.0, 0.05)
-    meeting = views_registry.meet("app of an engine that was silent")
+    migrations = Migrations(server, routing_state, "i0", 10.0, 0.05)
+    meeting = routing_state.meet("app of an engine that was silent")
     meeting.views.set_limits(LIMITS)
     meeting.keep(["silent"])
     view = meeting.views.get("silent")

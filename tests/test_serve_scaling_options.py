@@ -19,13 +19,13 @@ from ray.serve.schema import (
 )
 
 from registry.entities import BaseVersion
-from serve_app.base_starts import StartLog
-from serve_app.base_status import ReplicaCounts, count_replicas, lack_in_words
+from serve_app.autoscaling.options import engine_scaling, ingress_scaling
+from serve_app.autoscaling.policy import EngineScalingPolicy
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs
-from serve_app.replica import base_application
-from serve_app.scaling_options import engine_scaling, ingress_scaling
-from serve_app.scaling_policy import EngineScalingPolicy
-from serve_app.topology import BaseLine, BaseSpec, Sources
+from serve_app.control.base_starts import StartLog
+from serve_app.control.base_status import ReplicaCounts, count_replicas, lack_in_words
+from serve_app.control.deployments import base_application
+from serve_app.platform_view import BaseLine, BaseSpec, Sources
 from tests.fakes_registry import FolderRegistry
 
 SCALED = {"min_replicas": 2, "max_replicas": 5}

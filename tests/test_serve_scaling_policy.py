@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve.config import AutoscalingPolicy
 
-from serve_app.scaling_policy import (
+from serve_app.autoscaling.policy import (
     BaseSample,
     EngineScalingPolicy,
     ReplicaSample,
@@ -305,7 +305,7 @@ def test_options_that_nobody_knows_leave_the_replicas_alone() -> None:
 def test_the_policy_works_in_a_process_that_has_none_of_our_modules() -> None:
     """Serve's controller unpickles it; what it imported from here would be missing there."""
     policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
-        policy_function="serve_app.scaling_policy:EngineScalingPolicy", policy_kwargs=POLICY
+        policy_function="serve_app.autoscaling.policy:EngineScalingPolicy", policy_kwargs=POLICY
     )
     code = """
 import pickle, sys

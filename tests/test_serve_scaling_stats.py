@@ -9,11 +9,11 @@ import pytest
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
-from serve_app.activity import Activity
-from serve_app.backlogs import BacklogTeller
-from serve_app.base_sleep import SleepKeeper
-from serve_app.reports import REPORT_INTERVAL_S, Backlog, BaseActivity, IngressReport
-from serve_app.scaling_stats import ScalingStats
+from serve_app.autoscaling.stats import ScalingStats
+from serve_app.control.backlogs import BacklogTeller
+from serve_app.control.base_sleep import SleepKeeper
+from serve_app.dispatch.activity import Activity
+from serve_app.messages import REPORT_INTERVAL_S, Backlog, BaseActivity, IngressReport
 from tests.waiting import until
 
 LIMITS = EngineLimits(4096, 1000, 50_000, max_num_seqs=8, max_num_batched_tokens=512)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app import sequential
-from serve_app.sequential import Hits, log_evidence
+from serve_app.canary import sequential
+from serve_app.canary.sequential import Hits, log_evidence
 
 COUNTS = st.integers(0, 400)
 

@@ -8,17 +8,17 @@ from typing import cast
 import pytest
 
 from engine.types import EngineLoad, Request
-from serve_app.arms import Arms
-from serve_app.fronts import Front
-from serve_app.migrations import Migrations
-from serve_app.params import Prompt
-from serve_app.protocol import parse_body
-from serve_app.protocol_completions import CompletionRequest
-from serve_app.responses import ResponseHead
-from serve_app.shadow import Shadows, Submitted, _copy, is_busy
-from serve_app.stream_server import StreamServer
-from serve_app.text import BaseText
-from serve_app.tokenizer import TextTokenizer
+from serve_app.canary.arm_stats import Arms
+from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.migrations import Migrations
+from serve_app.dispatch.shadow import Shadows, Submitted, _copy, is_busy
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import Prompt
+from serve_app.openai.json_body import parse_body
+from serve_app.openai.responses import ResponseHead
+from serve_app.stream.server import StreamServer
+from serve_app.text.base_text import BaseText
+from serve_app.text.tokenizer import TextTokenizer
 from tests.canary_factory import CANARY
 from tests.fakes_replicas import Fleet, Router, make_request, running_fleet
 from tests.text_factory import byte_level_tokenizer

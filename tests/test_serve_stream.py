@@ -19,11 +19,14 @@ from engine.types import (
     TokenLogprobs,
     TokenOutput,
 )
-from serve_app.engine_actor import EngineHost
-from serve_app.engine_news import EngineNews
-from serve_app.metrics import EngineMetrics
-from serve_app.params import MAX_LOGPROB_ENTRIES
-from serve_app.stream import (
+from serve_app.messages import StreamAddress
+from serve_app.metrics.engine import EngineMetrics
+from serve_app.openai.engine_params import MAX_LOGPROB_ENTRIES
+from serve_app.replica.engine_actor import EngineHost
+from serve_app.stream.client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
+from serve_app.stream.server import StreamServer, TokenStream
+from serve_app.stream.snapshot import EngineNews
+from serve_app.stream.wire import (
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
     Abort,
@@ -32,13 +35,10 @@ from serve_app.stream import (
     FrameSplitter,
     Hello,
     Step,
-    StreamAddress,
     StreamError,
     decode_frame,
     encode_frame,
 )
-from serve_app.stream_client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
-from serve_app.stream_server import StreamServer, TokenStream
 from tests.fakes_engine import PacedEngine
 
 
@@ -426,7 +426,7 @@ async def test_what_leaves_this_machine_is_encrypted_and_the_rest_is_not(
     await server.listen("127.0.0.1")
     assert server.address.certificate == ""
     server.close()
-    monkeypatch.setattr("serve_app.stream_server.is_loopback", lambda host: False)
+    monkeypatch.setattr("serve_app.stream.server.is_loopback", lambda host: False)
     other = StreamServer()
     await other.listen("127.0.0.1")
     assert "BEGIN CERTIFICATE" in other.address.certificate
@@ -447,7 +447,7 @@ async def test_tokens_arrive_over_tls_and_aborts_go_back() -> None:
 async def test_a_connection_without_a_handshake_is_closed_as_one_without_a_hello(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.stream_server._HELLO_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("serve_app.stream.server._HELLO_TIMEOUT_S", 1.0)
     async with running_rig(encrypt=True) as rig:
         port = rig.server.address.port
         silent, wrong = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
@@ -670,7 +670,7 @@ async def test_the_first_frame_has_the_whole_and_the_next_ones_the_changes() -> 
 @pytest.fixture
 def max_frame_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
     """Small, so that outputs of a few KiB are large."""
-    monkeypatch.setattr("serve_app.stream_client.MAX_FRAME_BYTES", 16 * 1024)
+    monkeypatch.setattr("serve_app.stream.client.MAX_FRAME_BYTES", 16 * 1024)
     return 16 * 1024
 
 
@@ -754,7 +754,7 @@ def test_the_largest_output_that_a_request_may_ask_for_fits_into_a_frame(num_top
 async def test_a_burst_of_large_outputs_beside_a_slow_ingress_costs_no_other_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.stream_server.MAX_STEP_BYTES", 3 * MAX_FRAME_BYTES)
+    monkeypatch.setattr("serve_app.stream.server.MAX_STEP_BYTES", 3 * MAX_FRAME_BYTES)
     async with running_rig(rate=20) as rig:
         stream = rig.server.open(["r"])
         bursts = rig.server.open(["burst"])
@@ -783,7 +783,7 @@ async def test_a_burst_of_large_outputs_beside_a_slow_ingress_costs_no_other_str
 async def test_an_ingress_that_never_reads_loses_its_own_streams_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.stream_client.MAX_WAITING_BYTES", 4000)
+    monkeypatch.setattr("serve_app.stream.client.MAX_WAITING_BYTES", 4000)
     async with running_rig() as rig:
         other = StreamServer()
         await other.listen("127.0.0.1")
@@ -806,7 +806,7 @@ async def test_an_ingress_that_never_reads_loses_its_own_streams_and_no_others(
 async def test_an_ingress_that_never_reads_is_cut_off_at_the_bound_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.stream_client.MAX_WAITING_BYTES", 12 * 1024)
+    monkeypatch.setattr("serve_app.stream.client.MAX_WAITING_BYTES", 12 * 1024)
     link, transport, news = await stuck_link()
     link.pause_writing()
     news.observe(step())

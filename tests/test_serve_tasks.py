@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.handle import DeploymentHandle
 
 from engine.types import StepOutput
-from serve_app import engine_actor, tasks
-from serve_app.arms import Arms
-from serve_app.engine_actor import EngineHost
-from serve_app.gateway import Gateway
-from serve_app.metrics import EngineMetrics
+from serve_app import tasks
+from serve_app.canary.arm_stats import Arms
+from serve_app.dispatch.gateway import Gateway
+from serve_app.metrics.engine import EngineMetrics
+from serve_app.replica import engine_actor
+from serve_app.replica.engine_actor import EngineHost
 from serve_app.tasks import check_running, failures_text, keep, share, spawn
 from tests.fakes_engine import PacedEngine
 from tests.waiting import until

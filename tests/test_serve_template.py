@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
-from serve_app.template import ChatTemplate
-from serve_app.template_guard import TooDearError
-from serve_app.text import BaseText
+from serve_app.text.base_text import BaseText
+from serve_app.text.template import ChatTemplate
+from serve_app.text.template_guard import TooDearError
 from tests.text_factory import MISTRAL, SMOLLM, TEMPLATES, base_text, write_folder
 
 CHATS: dict[str, list[dict[str, str]]] = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from engine.errors import UnsupportedModelError
-from serve_app.detokenize import MAX_HELD_BYTES, Detokenizer, StopMatcher, build_stop_table
-from serve_app.tokenizer import TextTokenizer
+from serve_app.text.detokenize import MAX_HELD_BYTES, Detokenizer, StopMatcher, build_stop_table
+from serve_app.text.tokenizer import TextTokenizer
 from tests.text_factory import byte_level_tokenizer, sentencepiece_tokenizer
 
 BYTE_LEVEL = TextTokenizer(byte_level_tokenizer(), "<s>")

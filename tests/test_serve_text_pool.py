@@ -14,19 +14,19 @@ import pytest
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from engine.types import Request, SamplingParams, TokenLogprobs, TokenOutput
-from serve_app import text_pool
-from serve_app.answer import Answer
-from serve_app.completion import Completion
+from serve_app.dispatch.completion import Completion
+from serve_app.dispatch.generation import Generation
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
-from serve_app.generation import Generation
-from serve_app.logprobs_parts import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
-from serve_app.params import Prompt, read_prompts
-from serve_app.protocol import parse_body
-from serve_app.protocol_chat import ChatRequest
-from serve_app.protocol_completions import CompletionRequest
-from serve_app.protocol_tokenize import DetokenizeRequest, TokenizeRequest
-from serve_app.text import TEXT_FILES, BaseText
-from serve_app.text_pool import TextPool
+from serve_app.openai.answer import Answer
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import Prompt, read_prompts
+from serve_app.openai.json_body import parse_body
+from serve_app.openai.logprobs_parts import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
+from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.text.base_text import TEXT_FILES, BaseText
+from serve_app.text_workers import pool as text_pool
+from serve_app.text_workers.pool import TextPool
 from tests import answer_factory
 from tests.text_factory import LLAMA3, write_folder
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry.catalog import Catalog
-from serve_app.traffic import Split, parse_weight, place, read_traffic, sticky_key
+from serve_app.canary.split import Split, parse_weight, place, read_traffic, sticky_key
 from tests.canary_factory import BASE, CANARY, OTHER_BASE, STABLE, adapter, catalog
 
 RUNNING = {BASE.digest}

@@ -15,9 +15,9 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import AliasMoved, Change
-from serve_app import watcher as module
-from serve_app.registry_metrics import RegistryMetrics
-from serve_app.watcher import Watcher
+from serve_app.control import watcher as module
+from serve_app.control.registry_metrics import RegistryMetrics
+from serve_app.control.watcher import Watcher
 
 NEVER_S = 1000.0  # what is not woken does not look again
 BASE = BaseVersion("tiny", 1, "base-1", "uri")

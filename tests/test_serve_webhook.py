@@ -18,10 +18,10 @@ from mlflow.webhooks.constants import (
 from ray.exceptions import RayError
 
 from registry import webhooks
-from serve_app import webhook_routes
-from serve_app.asgi import install_error_handlers
+from serve_app.api import webhook
+from serve_app.api.webhook import PATH
 from serve_app.config import WEBHOOK_SECRET
-from serve_app.webhook_routes import PATH
+from serve_app.http.asgi import install_error_handlers
 
 SECRET = "a secret of ours"
 BODY = b'{"entity": "model_version_alias", "action": "created", "data": {"name": "\xc3\xa9"}}'
@@ -53,7 +53,7 @@ def client(manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     app.state.ingress = SimpleNamespace(
         gateway=SimpleNamespace(manager=manager), deliveries=webhooks.SeenDeliveries()
     )
-    app.include_router(webhook_routes.router)
+    app.include_router(webhook.router)
     install_error_handlers(app)
     return TestClient(app, raise_server_exceptions=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from serve_app.text import BaseText
+from serve_app.text.base_text import BaseText
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the capital of France is Paris.",

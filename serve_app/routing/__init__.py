@@ -1,1 +1,1 @@
-"""Where a request goes: what an ingress knows of each engine, the score, policies, the queue."""
+"""The engine replica that a request goes to: views, scores, policies, Serve's router."""

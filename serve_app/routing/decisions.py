@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from serve_app.messages import Ask
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import Terms
-from serve_app.routing.view import Ask
 
 _MAX_DECISIONS = 1024
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from serve_app.routing.recent import Recent
+from serve_app.routing.lru import Recent
 
 _PRIME = (1 << 61) - 1
 _SHORT_ORDER = 16  # of a rendezvous order, as long as nobody asks for more

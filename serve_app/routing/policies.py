@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Protocol, cast, get_args, get_type_hints
 
-from serve_app.routing.by_ttft import ExpectedTtft
-from serve_app.routing.manners import Mannered
-from serve_app.routing.policy import Policy, Ranked
+from serve_app.messages import Ask
+from serve_app.routing.expected_ttft import ExpectedTtft
+from serve_app.routing.policy import Mannered, Policy, Ranked
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.view import Ask
 
 Option = bool | int | float | str
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from serve_app.routing.view import Ask, ReplicaView
+from serve_app.messages import Ask
+from serve_app.routing.view import ReplicaView
 
 # Until an engine has measured its own steps and loads; of the first requests after a start only.
 _UNKNOWN_STEP_S = 0.01

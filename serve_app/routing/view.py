@@ -13,28 +13,13 @@ from dataclasses import dataclass, field
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
+from serve_app.messages import Ask
 
 _MAX_PLACED_S = 30.0  # a request that its engine never took over, and whose call told nothing
 _USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
 _OUTPUT_WEIGHT = 0.05  # of a newly ended one in the mean
 _LOAD_WEIGHT = 0.2  # of a replica's new measurement in what is usual
 _WAY_STEP, _LEAST_WAY_S = 0.05, 0.001  # by so much a first token moves the usual way
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A submit call as a router sees it."""
-
-    call_id: str
-    num_tokens: int  # of all its prompts, and of the tokens that a resumed choice recomputes
-    num_sequences: int = 1
-    adapter: str | None = None  # content digest
-    adapter_rank: int = 0
-    prefixes: tuple[int, ...] = ()  # `engine.prefix_digests` of its first prompt
-    session: str | None = None  # requests of one session like to meet the same replica
-    avoid: frozenset[str] = frozenset()  # replicas that it left or that died under it
-    only: str | None = None  # this replica and no other: a warm-up
-    is_dry: bool = False  # only asked: nothing is sent, nobody learns from it
 
 
 @dataclass(frozen=True, slots=True)

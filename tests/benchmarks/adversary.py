@@ -25,12 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from registry.cache import Cache
-from serve_app import launch
-from serve_app.commands.store import open_registry
+from serve_app.cli import launch
+from serve_app.cli.commands.store import open_registry
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME
+from serve_app.cli.demo.prepare import prepare as prepare_demo
+from serve_app.cli.registration import register_adapter, register_base
 from serve_app.config import ADMIN_TOKEN as ADMIN_TOKEN_VARIABLE
-from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
-from serve_app.demo.prepare import prepare as prepare_demo
-from serve_app.register import register_adapter, register_base
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.adversary_attacks import (
     CONNECTION_ATTACKS,

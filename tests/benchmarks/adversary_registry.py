@@ -16,8 +16,8 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from registry.listing import PREFIX, SETTINGS
-from serve_app.commands.store import open_registry
-from serve_app.register import register_base
+from serve_app.cli.commands.store import open_registry
+from serve_app.cli.registration import register_base
 from tests.benchmarks.adversary_attacks import QUICK_S, Attack, Damage, Target
 from tests.benchmarks.adversary_client import Reply, chat, get, post, send
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from notebooks.demo_adapters import extract, pirate, sql
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, convert_base
 from serve_app.config import default_home
-from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, convert_base
 from tests.benchmarks.agreement import Answer, NextBest, write_answers
 from tests.benchmarks.workload import make_jobs
 from tests.hf_reference import HuggingFaceReference

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from engine.model_config import read_model_config
 from engine.weights import SINGLE_FILE, expected_shapes
 from registry.entities import BaseFacts
-from serve_app.commands.store import open_registry
+from serve_app.cli.commands.store import open_registry
 from tests.benchmarks.report import Report, percentile, print_table, spread
 from tests.benchmarks.serve_base import write_tokenizer
 from tests.benchmarks.serve_client import Stream, connect, make_request

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from serve_app.arms import ARM_SECONDS, Tally, quantile
+from serve_app.canary.trials import Trial
 from serve_app.config import CanaryArgs
-from serve_app.trials import Trial
+from serve_app.tally import ARM_SECONDS, Tally, quantile
 from tests.benchmarks.report import Report
 
 HOUR_S = 3600

@@ -29,9 +29,9 @@ from pathlib import Path
 import httpx
 
 from registry.cache import Cache
-from serve_app.commands.store import open_registry
-from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
-from serve_app.register import register_adapter
+from serve_app.cli.commands.store import open_registry
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
+from serve_app.cli.registration import register_adapter
 from tests.benchmarks import flips
 from tests.benchmarks.chaos_faults import PROCESSES, num_engines, process_platform, wait
 from tests.benchmarks.chaos_nodes import NODES, node_platform

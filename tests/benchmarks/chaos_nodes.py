@@ -25,8 +25,8 @@ from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions
 
 from serve_app.app import build
+from serve_app.cli.launch import SERVE_SETTINGS
 from serve_app.config import PlatformArgs
-from serve_app.launch import SERVE_SETTINGS
 from tests.benchmarks.chaos_faults import ENGINE, INGRESS, Faults, num_engines, wait
 from tests.benchmarks.report import Report
 from tests.serve_rig import processes

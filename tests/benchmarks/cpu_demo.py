@@ -29,8 +29,8 @@ from engine.config import EngineConfig
 from engine.factory import open_engine
 from engine.service import AsyncEngine
 from engine.types import Request, SamplingParams
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, base_folder, prepare
 from serve_app.config import default_home
-from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, base_folder, prepare
 from tests.benchmarks.report import emit, emit_machine, spread
 from tests.benchmarks.workload import Job, make_jobs
 

@@ -23,9 +23,9 @@ from engine.types import Request, SamplingParams
 from notebooks.demo_adapters import extract, pirate, sql
 from notebooks.demo_adapters.common import Example
 from notebooks.demo_adapters.score import mark_extract, mark_pirate, mark_sql
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, convert_base
 from serve_app.config import default_home
-from serve_app.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, convert_base
-from serve_app.text import BaseText
+from serve_app.text.base_text import BaseText
 from tests.benchmarks.report import emit, emit_machine
 
 SEED = 99  # of the held-out prompts; training has another

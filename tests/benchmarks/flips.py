@@ -27,10 +27,10 @@ from mlflow import MlflowClient
 from safetensors.torch import save_file
 
 from registry.cache import Cache
-from serve_app.commands.store import open_registry
+from serve_app.api.webhook import PATH
+from serve_app.cli.commands.store import open_registry
+from serve_app.cli.registration import register_adapter, register_base
 from serve_app.config import WEBHOOK_SECRET
-from serve_app.register import register_adapter, register_base
-from serve_app.webhook_routes import PATH
 from tests.benchmarks.flips_load import (
     Client,
     Expected,

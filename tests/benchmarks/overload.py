@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from serve_app.launch import Child
+from serve_app.cli.launch import Child
 from tests.benchmarks.overload_client import Clients, Flow, Load, Outcome, send, split
 from tests.benchmarks.overload_server import (
     Served,

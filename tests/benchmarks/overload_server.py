@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 
-from serve_app import launch
-from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME
-from serve_app.demo.prepare import prepare as prepare_demo
+from serve_app.cli import launch
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME
+from serve_app.cli.demo.prepare import prepare as prepare_demo
 from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_base import BASE, prepare_home
 from tests.benchmarks.serve_home import write_serve_file

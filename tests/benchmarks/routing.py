@@ -31,7 +31,7 @@ from engine.admission import EngineLimits
 from registry.catalog import Catalog
 from serve_app.app import build_with
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RouterArgs
-from serve_app.topology import Sources
+from serve_app.platform_view import Sources
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.routing_client import ask_one, run_in_processes
 from tests.benchmarks.simulator.agreement import Plan, compare, predict

@@ -28,8 +28,8 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME, prepare
 from serve_app.config import AutoscalingArgs, ModelArgs, default_home
-from serve_app.demo.prepare import ADAPTER_NAMES, BASE_NAME, prepare
 from tests.benchmarks.children import module
 from tests.benchmarks.report import Report, print_table, spread
 from tests.benchmarks.scale_client import Phase, take_texts

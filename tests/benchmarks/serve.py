@@ -23,7 +23,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app import launch
+from serve_app.cli import launch
 from serve_app.config import ADMIN_TOKEN
 from tests.benchmarks.children import module, relay
 from tests.benchmarks.report import Report, print_table

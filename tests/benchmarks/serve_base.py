@@ -21,8 +21,8 @@ from engine.model_config import read_model_config
 from engine.weights import SINGLE_FILE, expected_shapes
 from registry.cache import Cache
 from registry.entities import BaseFacts
-from serve_app.commands.store import open_registry
-from serve_app.register import register_adapter, register_base
+from serve_app.cli.commands.store import open_registry
+from serve_app.cli.registration import register_adapter, register_base
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.memory_adapters import pool_bytes
 from tests.benchmarks.serve_home import write_serve_file

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from serve_app.launch import SERVE_SETTINGS
+from serve_app.cli.launch import SERVE_SETTINGS
 from tests.benchmarks.report import emit, emit_machine, spread
 from tests.serve_rig import RIG_BASE, Rig, start_rig
 

@@ -20,8 +20,8 @@ import time
 import uvloop
 
 from engine.types import EngineLoad, StepOutput, TokenOutput
-from serve_app.ingress_links import IngressLinks
-from serve_app.stream import StreamAddress
+from serve_app.messages import StreamAddress
+from serve_app.stream.links import IngressLinks
 from tests.benchmarks.report import emit, emit_machine
 
 NUM_ADAPTERS = 200

@@ -23,7 +23,7 @@ from registry.manifest import MAX_ADAPTER_BYTES, no_progress, scan_folder
 from registry.publish import Publication, publish
 from registry.store import MlflowStore
 from serve_app import config
-from serve_app.register import register_base
+from serve_app.cli.registration import register_base
 from tests.benchmarks.serve_base import write_tokenizer, write_weights
 from tests.benchmarks.shapes import ModelShape
 

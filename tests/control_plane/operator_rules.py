@@ -8,12 +8,11 @@ import inspect
 from ray.serve.exceptions import RayServeException
 
 from registry.errors import NotFoundError, RegistryError
-from serve_app.adapter_admin import AdapterChange
-from serve_app.base_admin import BaseChange
-from serve_app.base_plan import parse_setting
-from serve_app.manager import Manager
-from serve_app.manager_call import Refusal
-from serve_app.traffic import parse_weight
+from serve_app.canary.split import parse_weight
+from serve_app.control.base_plan import parse_setting
+from serve_app.control.manager import Manager
+from serve_app.messages import AdapterChange, BaseChange
+from serve_app.ray_calls import Refusal
 from tests.control_plane.rules import Rule, collect
 from tests.control_plane.store import PREFIX, Truth
 from tests.control_plane.wishes import SERVE, base_versions

@@ -17,15 +17,15 @@ from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
-from serve_app.activity import Activity
-from serve_app.adapter_plan import AdapterPlan
-from serve_app.arms import ArmKey
-from serve_app.cached_registry import CachedRegistry
 from serve_app.config import PlatformArgs
-from serve_app.fronts import BaseAsleepError, Front
-from serve_app.gateway import Gateway
-from serve_app.manager import Manager
-from serve_app.topology import ServedBase, Sources
+from serve_app.control.cached_registry import CachedRegistry
+from serve_app.control.manager import Manager
+from serve_app.dispatch.activity import Activity
+from serve_app.dispatch.base_handle import BaseAsleepError, Front
+from serve_app.dispatch.gateway import Gateway
+from serve_app.messages import AdapterPlan
+from serve_app.platform_view import ServedBase, Sources
+from serve_app.tally import ArmKey
 from tests.control_plane.clock import VirtualLoop, owned_by
 from tests.control_plane.faults import FakeServe, FaultyClient, RegistryFaults
 from tests.control_plane.store import Database

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from serve_app.manager import Manager
+from serve_app.control.manager import Manager
 from tests.control_plane.processes import Ingress
 from tests.control_plane.settled import unsettled
 from tests.control_plane.store import CALM

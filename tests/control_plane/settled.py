@@ -9,8 +9,8 @@ from registry.entities import AdapterVersion, content_digest
 from registry.errors import RegistryError
 from registry.manifest import MAX_BASE_BYTES, scan_folder
 from registry.names import is_legal_name
-from serve_app.manager import Manager
-from serve_app.topology import PlatformView
+from serve_app.control.manager import Manager
+from serve_app.platform_view import PlatformView
 from tests.control_plane.processes import use_client
 from tests.control_plane.store import PREFIX, TrueModel, Truth
 from tests.control_plane.world import MIN_REQUESTS, World

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from registry.names import is_legal_name
-from serve_app.base_plan import app_name, parse_setting
 from serve_app.config import ModelArgs
+from serve_app.control.base_plan import app_name, parse_setting
 from tests.control_plane.store import PREFIX, Truth
 
 SERVE = PREFIX + "serve"

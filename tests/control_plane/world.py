@@ -17,8 +17,9 @@ import pytest
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.sqlite_changes import Marker
-from serve_app import fleet, gateway, manager
 from serve_app.config import CanaryArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.control import fleet, manager
+from serve_app.dispatch import gateway
 from tests.control_plane.clock import VirtualLoop
 from tests.control_plane.faults import FakeServe, FaultyClient, RegistryFaults
 from tests.control_plane.journal import Journal, Tracebacks
@@ -170,7 +171,7 @@ def fake_world(database: Database, models: tuple[ModelArgs, ...], seed: int) -> 
         patch.setattr(manager, "install_in_replica", lambda _: None)
         patch.setattr(fleet, "serve", world.serve)
         patch.setattr(gateway, "open_front", opener(world.serve))
-        patch.setattr("serve_app.watcher.time", clock)
+        patch.setattr("serve_app.control.watcher.time", clock)
         patch.setattr("registry.adoption.time", clock)
         patch.setattr("registry.border.time", clock)
         patch.setattr("os.fsync", lambda _: None)

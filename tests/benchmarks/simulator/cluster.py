@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from serve_app.routing.by_ttft import ExpectedTtft
+from serve_app.routing.expected_ttft import ExpectedTtft
 from serve_app.routing.policy import Policy
 from tests.benchmarks.simulator.calibration import Calibration
 from tests.benchmarks.simulator.calls import Call

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.routing.by_ttft import ExpectedTtft
+from serve_app.routing.expected_ttft import ExpectedTtft
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.simulator.cluster import Cluster
 from tests.benchmarks.simulator.pictures import Curve, Panel, bars, panels

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.stream import Accepted, Step
+from serve_app.stream.wire import Accepted, Step
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.events import Loop
 from tests.benchmarks.simulator.line import Line

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.scaling_policy import ScalingArgs
+from serve_app.autoscaling.policy import ScalingArgs
 from tests.benchmarks.report import Report
 from tests.benchmarks.simulator.pictures import Curve, Panel, panels
 from tests.benchmarks.simulator.records import TIERS, Records, over_time, quantiles_ms, summary

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.admission import EngineLimits
+from serve_app.messages import Ask
 from serve_app.routing.policy import Policy, Ranked
-from serve_app.routing.view import Ask, LoadSeconds, ReplicaView, ReplicaViews
+from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.engine import Engine, Frame
 from tests.benchmarks.simulator.events import Loop

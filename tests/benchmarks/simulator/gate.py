@@ -1,5 +1,5 @@
 """Where requests wait before the engines: the real waiting room, the real rule of when one may go.
-What stands here for `serve_app.routing.admission` are its coroutines.
+What stands here for `serve_app.admission.queue` are its coroutines.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.routing.room import has_room
+from serve_app.admission.capacity import has_room
+from serve_app.admission.waiting_room import Applicant, Guest, Reason, Refused, WaitingRoom
 from serve_app.routing.view import ReplicaViews
-from serve_app.routing.waiting_room import Applicant, Guest, Reason, Refused, WaitingRoom
 from tests.benchmarks.simulator.calls import Call
 
 _TRIM_S = 0.5  # as AdmissionQueue

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from math import exp
 
 from engine.types import EngineLoad
-from serve_app.reports import Backlog
-from serve_app.scaling_policy import (
+from serve_app.autoscaling.policy import (
     BaseSample,
     ReplicaSample,
     ScalingArgs,
     ScalingState,
     wanted_replicas,
 )
+from serve_app.messages import Backlog
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.cluster import Cluster
 from tests.benchmarks.simulator.engine import Engine

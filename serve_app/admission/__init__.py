@@ -1,0 +1,1 @@
+"""The order in which waiting requests go to the engines of a base, and which are refused."""

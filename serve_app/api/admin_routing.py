@@ -1,0 +1,103 @@
+"""/admin/route: where a request would go and why, without sending it; /admin/decisions: where the
+newest ones went, and what came of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from serve_app.api.admin_auth import require_admin
+from serve_app.api.completions import who_asks
+from serve_app.api.state import IngressState, state_of
+from serve_app.dispatch.base_handle import Front
+from serve_app.http.asgi import json_response, read_body
+from serve_app.messages import Ask
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import engine_requests, read_prompts
+from serve_app.openai.json_body import parse_body
+from serve_app.routing import state as routing_state
+from serve_app.routing.policy import Ranked
+from serve_app.routing.request import make_ask
+from serve_app.routing.score import Terms
+
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
+
+
+@router.post("/route")
+async def route(request: Request) -> Response:
+    """Body: of a chat or of a completion. The replicas in the policy's order."""
+    state = state_of(request)
+    raw = await read_body(request, state.args.max_body_bytes)
+    is_chat = b'"messages"' in raw  # inside a text its quotes would be escaped
+    body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
+    tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
+    front, ask = _ask(state, body, who_asks(request, body), tenant)
+    meeting = routing_state.meet(front.app_name)
+    ranked = meeting.rank(ask) if meeting.views.replicas else []
+    return json_response(
+        {
+            "base": f"{front.base.name}@{front.base.version}",
+            "policy": meeting.policy_name,
+            "tokens": ask.num_tokens,
+            "adapter": ask.adapter,
+            "replicas": [_line(ask, one) for one in ranked],
+        }
+    )
+
+
+@router.get("/decisions")
+async def decisions(request: Request) -> Response:
+    """Of this ingress, the newest first."""
+    lines = [
+        {"application": meeting.app_name, "age_s": time.time() - one.chosen_s, **asdict(one)}
+        for meeting in state_of(request).gateway.attendance.meetings
+        for one in reversed(meeting.decisions.newest)
+    ]
+    return json_response({"decisions": lines})
+
+
+def _ask(
+    state: IngressState, body: ChatRequest | CompletionRequest, session: str | None, tenant: str
+) -> tuple[Front, Ask]:
+    """As of a real request: the same prompts, the same session, the same prefix cache."""
+    found = state.gateway.resolve(body.model)
+    front, adapter = found[0], found[1].adapter
+    limits = front.description.limits
+    prompts = read_prompts(body, front.text, limits)
+    salt = state.queues.cache_salt(tenant, body.cache_salt)
+    requests = engine_requests(
+        body, prompts, adapter, limits, defaults=front.defaults, cache_salt=salt
+    )
+    return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
+
+
+def _line(ask: Ask, ranked: Ranked) -> dict[str, object]:
+    view = ranked.replica
+    return {
+        "replica": view.replica_id,
+        "reason": ranked.reason,
+        "expected_ms": _in_ms(ranked.terms),
+        "adapter_tier": _tier(ask, ranked),
+        "cached_tokens": view.num_cached_tokens(ask.prefixes),
+        "queued_tokens": view.queued_tokens,
+        "sequences": view.num_sequences,
+        "kv_usage": round(view.kv_usage, 4),
+        "is_connected": view.is_connected,
+        "is_draining": view.is_draining,
+    }
+
+
+def _in_ms(terms: Terms) -> dict[str, float]:
+    parts = {**asdict(terms), "total_s": terms.total_s}
+    return {name.removesuffix("_s"): round(1000 * s, 2) for name, s in parts.items()}
+
+
+def _tier(ask: Ask, ranked: Ranked) -> str:
+    view, adapter = ranked.replica, ask.adapter
+    if adapter is None:
+        return ""
+    tiers = (("device", view.on_device), ("host", view.on_host), ("disk", view.on_disk))
+    return next((name for name, digests in tiers if adapter in digests), "registry")

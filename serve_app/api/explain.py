@@ -1,0 +1,92 @@
+"""Why an answer's first token took as long as it did, in headers: what each part took, which sum to
+the whole, and beside them what the router had expected. Only for the bearer of the admin token:
+replicas, queues and what is in whose cache are not a client's to see.
+
+    prepare  reading, resolving the model, tokenizing
+    fair     in the fair queue
+    route    in Serve's router: until a replica was chosen
+    adapter  until the adapter was in the engine's memory
+    queue    in the engine, until its first step
+    prefill  its steps to the first token, and the ways to the engine and back
+    deliver  from the token's arrival here to the response
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from serve_app.api.admin_auth import is_admin
+from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.completion import Completion
+from serve_app.routing import state as routing_state
+from serve_app.routing.decisions import Decision
+
+HEADER = "x-loraplex-explain"
+_NOT_TOLD = {HEADER: "needs the admin token"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds. They sum to the time to first token."""
+
+    prepare: float
+    fair: float
+    route: float
+    adapter: float
+    queue: float
+    prefill: float
+    deliver: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(s for _, s in self.items())
+
+    def items(self) -> tuple[tuple[str, float], ...]:
+        return tuple((name, getattr(self, name)) for name in self.__slots__)
+
+
+def measured(decision: Decision, arrival_s: float, fair_s: float, first_s: float) -> Parts:
+    """`first_s`: when the response had its first token. Clocks of two machines are in none of it:
+    what the engine told are durations."""
+    arrived_s = min(decision.first_token_s or first_s, first_s)
+    adapter_s, queue_s = decision.adapter_wait_s, decision.engine_queue_s
+    return Parts(
+        prepare=decision.asked_s - arrival_s - fair_s,
+        fair=fair_s,
+        route=decision.chosen_s - decision.asked_s,
+        adapter=adapter_s,
+        queue=queue_s,
+        prefill=arrived_s - decision.chosen_s - adapter_s - queue_s,
+        deliver=first_s - arrived_s,
+    )
+
+
+def is_wanted(http: Request) -> bool:
+    return http.headers.get(HEADER) == "1"
+
+
+def explain_headers(
+    http: Request, front: Front, completion: Completion, arrival_s: float
+) -> dict[str, str]:
+    """Empty where the decision is not remembered any more: a whole answer may take long."""
+    if not is_admin(http):
+        return _NOT_TOLD
+    decision = routing_state.meet(front.app_name).decisions.get(completion.call_id)
+    if decision is None or not completion.first_token_s:
+        return {}
+    parts = measured(decision, arrival_s, completion.waited_s, completion.first_token_s)
+    times = [*parts.items(), ("total", parts.total_s)]
+    if (expected := decision.expected) is not None:
+        times += [
+            ("expected-queue", expected.queue_s),
+            ("expected-adapter", expected.adapter_s),
+            ("expected-prefill", expected.prefill_s),
+            ("expected-way", expected.way_s),
+        ]
+    return {
+        "x-loraplex-replica": decision.replica_id,
+        "x-loraplex-router": f"{decision.policy}; reason={decision.reason}",
+        "server-timing": ", ".join(f"{name};dur={1000 * s:.2f}" for name, s in times),
+    }

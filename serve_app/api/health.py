@@ -1,0 +1,85 @@
+"""Routes for whoever operates the server: liveness, readiness, metrics. They tell nothing about
+models beyond their names and what keeps them from being ready.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request, Response
+
+from serve_app.api.state import IngressState, state_of
+from serve_app.canary.metrics import ArmNumbers, arms_text
+from serve_app.http.asgi import json_response
+from serve_app.metrics.exposition import join_texts
+from serve_app.tasks import failures_text
+
+router = APIRouter()
+_METHODS = ["GET", "HEAD"]
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@router.api_route("/live", methods=_METHODS)
+async def live() -> Response:
+    """This process answers."""
+    return _status(True, "alive")
+
+
+@router.api_route("/health", methods=_METHODS)
+async def health(request: Request) -> Response:
+    """No engine that worked is gone or stuck."""
+    is_healthy = state_of(request).gateway.is_healthy
+    return _status(is_healthy, "healthy" if is_healthy else "an engine is down")
+
+
+@router.api_route("/ready", methods=_METHODS)
+async def ready(request: Request) -> Response:
+    """Every base model of the file answers, or sleeps. What is added later holds up nobody."""
+    gateway = state_of(request).gateway
+    if gateway.is_ready:
+        return _status(True, "ready")
+    return _status(False, "; ".join(gateway.obstacles) or "models are loading")
+
+
+@router.api_route("/metrics", methods=_METHODS)
+async def metrics(request: Request) -> Response:
+    """The metrics of all ingresses, engines and the manager, in Prometheus' text format."""
+    state = state_of(request)
+    text = await state.scrape.text(state.gateway, state.args.metrics_max_age_s)
+    return Response(text, media_type=_METRICS_TYPE)
+
+
+@router.get("/version")
+async def get_version() -> Response:
+    return json_response({"version": version("loraplex")})
+
+
+def own_metrics(state: IngressState) -> bytes:
+    """The metrics of this ingress replica."""
+    gateway = state.gateway
+    own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
+    tasks = failures_text({"process": "ingress", "ingress": state.metrics.ingress})
+    return join_texts(
+        (own, gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text(), tasks)
+    )
+
+
+def _arms(state: IngressState) -> bytes:
+    gateway, shadows = state.gateway, state.shadows
+    return arms_text(
+        ArmNumbers(
+            state.metrics.ingress,
+            gateway.arms.tallies(),
+            () if gateway.view is None else gateway.view.canary.num_rollbacks,
+            shadows.num_open,
+            shadows.num_dropped,
+        )
+    )
+
+
+def _status(is_good: bool, word: str) -> Response:
+    response = json_response({"status": word})
+    if not is_good:
+        response.status_code = 503
+        response.headers["retry-after"] = "1"
+    return response

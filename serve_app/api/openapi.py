@@ -1,0 +1,239 @@
+"""/openapi.json: the public routes with their bodies, answers and errors.
+
+The administration's routes are not in it, nor the ones for vLLM's adapter scripts where the
+configuration leaves these off. Bodies are validated by `protocol`, not by FastAPI, so their schemas
+are added here. /docs shows the document as a page.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
+
+from serve_app.api import lora
+from serve_app.api.docs_page import docs_page
+from serve_app.api.state import state_of
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
+
+Schema = dict[str, object]
+
+PATH = "/openapi.json"
+router = APIRouter()
+
+_REFERENCES = "#/components/schemas/"
+_BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+_LORA_BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/load_lora_adapter": lora.LoadBody,
+    "/v1/unload_lora_adapter": lora.UnloadBody,
+}
+
+
+def _object(properties: Mapping[str, object], optional: Sequence[str] = ()) -> Schema:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
+
+
+def _nullable(kind: str) -> Schema:
+    return {"type": [kind, "null"]}
+
+
+def _list(items: Mapping[str, object]) -> Schema:
+    return {"type": "array", "items": dict(items)}
+
+
+_TEXT: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_LOGPROBS = _nullable("object")
+_STATUS = _object({"status": _TEXT})
+_ERROR = _object(
+    {
+        "error": _object(
+            {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": _nullable("string"),
+                "code": _nullable("string"),
+            }
+        )
+    }
+)
+_USAGE = _object(
+    {
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+    }
+)
+_MODEL = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "created": _COUNT,
+        "owned_by": _TEXT,
+        "root": _TEXT,
+        "parent": _nullable("string"),
+        "max_model_len": _nullable("integer"),
+    }
+)
+
+
+def _generated(kind: str, content: Mapping[str, object]) -> Schema:
+    choice = _object(
+        {
+            "index": _COUNT,
+            **content,
+            "logprobs": _LOGPROBS,
+            "finish_reason": _nullable("string"),
+            "stop_reason": {"type": ["string", "integer", "null"]},
+        }
+    )
+    return _object(
+        {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _TEXT,
+            "system_fingerprint": _TEXT,
+            "choices": _list(choice),
+            "usage": _USAGE,
+        }
+    )
+
+
+_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": _TEXT, "refusal": _nullable("string")}
+)
+_SCHEMAS: Mapping[str, Schema] = {
+    "Error": _ERROR,
+    "ChatCompletion": _generated("chat.completion", {"message": _MESSAGE}),
+    "Completion": _generated("text_completion", {"text": _TEXT}),
+    "Model": _MODEL,
+    "ModelList": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
+    "Tokens": _object(
+        {
+            "count": _COUNT,
+            "max_model_len": _COUNT,
+            "tokens": _list(_COUNT),
+            "token_strs": {"type": ["array", "null"], "items": _TEXT},
+        }
+    ),
+    "Detokenized": _object({"prompt": _TEXT}),
+    "TokenizerInfo": {"type": "object"},
+    "Status": _STATUS,
+    "Version": _object({"version": _TEXT}),
+}
+# Path -> name of the schema of a successful JSON answer.
+_ANSWERS: Mapping[str, str] = {
+    "/v1/chat/completions": "ChatCompletion",
+    "/v1/completions": "Completion",
+    "/v1/models": "ModelList",
+    "/v1/models/{model}": "Model",
+    "/tokenize": "Tokens",
+    "/detokenize": "Detokenized",
+    "/tokenizer_info": "TokenizerInfo",
+    "/live": "Status",
+    "/health": "Status",
+    "/ready": "Status",
+    "/version": "Version",
+}
+_EVENTS = "With stream true: server-sent events, each a JSON chunk, then [DONE]."
+
+
+@router.get(PATH, include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    return Response(msgspec.json.encode(_document_of(request)), media_type="application/json")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return HTMLResponse(docs_page(_document_of(request)))
+
+
+def _document_of(request: Request) -> Schema:
+    has_lora = state_of(request).args.allow_runtime_lora_updating
+    app: FastAPI = request.app
+    if app.openapi_schema is None:  # made once: 20 ms
+        app.openapi_schema = document(app, has_lora=has_lora)
+    return app.openapi_schema
+
+
+def document(app: FastAPI, *, has_lora: bool) -> Schema:
+    """The document of the routes that are in the schema. `has_lora`: the adapter routes of vLLM are
+    on."""
+    with warnings.catch_warnings():
+        # A route with GET and HEAD has one id for both; each operation gets its own below.
+        warnings.filterwarnings("ignore", message="Duplicate Operation ID")
+        made = get_openapi(title="loraplex", version=version("loraplex"), routes=app.routes)
+    schemas: dict[str, object] = dict(_SCHEMAS)
+    paths: dict[str, dict[str, Schema]] = made["paths"]
+    for path in _LORA_BODIES if not has_lora else ():
+        del paths[path]
+    for path, operations in paths.items():
+        body = _body(path, schemas)
+        for method, operation in operations.items():
+            operation["operationId"] = f"{method} {path}"
+            operation["responses"] = _responses(path)
+            if body is not None:
+                operation["requestBody"] = {"required": True, "content": _json(body)}
+            if path in _LORA_BODIES:
+                operation["security"] = [{"admin_token": []}]
+    made["components"] = {"schemas": schemas}
+    if has_lora:
+        scheme = {"type": "http", "scheme": "bearer"}
+        made["components"]["securitySchemes"] = {"admin_token": scheme}
+    return made
+
+
+def _body(path: str, schemas: dict[str, object]) -> str | None:
+    """The name of the body's schema, which comes into `schemas`."""
+    if (model := _BODIES.get(path)) is not None:
+        schema = model.model_json_schema(ref_template=_REFERENCES + "{model}")
+        schemas |= schema.pop("$defs", {})
+        for field in schema["properties"].values():
+            field.pop("default", None)  # some are what the field is parsed to, and no JSON of it
+        schemas[model.__name__] = schema
+        return model.__name__
+    if (struct := _LORA_BODIES.get(path)) is not None:
+        _, components = msgspec.json.schema_components(
+            (struct,), ref_template=_REFERENCES + "{name}"
+        )
+        schemas |= components
+        return struct.__name__
+    return None
+
+
+def _responses(path: str) -> Schema:
+    failed = {"description": "Refused or failed.", "content": _json("Error")}
+    if path in ("/live", "/health", "/ready"):
+        return {
+            "200": {"description": "Yes.", "content": _json("Status")},
+            "503": {"description": "No.", "content": _json("Status")},
+            "default": failed,
+        }
+    name = _ANSWERS.get(path)
+    if name is None:
+        content: Schema = {"text/plain": {"schema": _TEXT}}
+    else:
+        content = _json(name)
+    if name in ("ChatCompletion", "Completion"):
+        content["text/event-stream"] = {"schema": {**_TEXT, "description": _EVENTS}}
+    return {"200": {"description": "Done.", "content": content}, "default": failed}
+
+
+def _json(name: str) -> Schema:
+    return {"application/json": {"schema": {"$ref": _REFERENCES + name}}}

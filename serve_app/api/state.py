@@ -1,0 +1,37 @@
+"""What every route of one ingress replica shares. Set once on the FastAPI application's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from registry.webhooks import SeenDeliveries
+from serve_app.api.model_list import ModelList
+from serve_app.api.scrape import Scrape
+from serve_app.config import IngressArgs
+from serve_app.dispatch.cold_start import ColdStarts
+from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.queues import AdmissionQueues
+from serve_app.dispatch.shadow import Shadows
+from serve_app.metrics.ingress import IngressMetrics
+from serve_app.text_workers.pool import TextPool
+
+
+@dataclass(frozen=True, slots=True)
+class IngressState:
+    args: IngressArgs
+    gateway: Gateway
+    metrics: IngressMetrics
+    cold_starts: ColdStarts
+    shadows: Shadows
+    queues: AdmissionQueues
+    texts: TextPool  # long bodies are read and tokenized there
+    deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
+    model_list: ModelList = field(default_factory=ModelList)
+    scrape: Scrape = field(default_factory=Scrape)
+
+
+def state_of(request: Request) -> IngressState:
+    state: IngressState = request.app.state.ingress
+    return state

@@ -1,0 +1,1 @@
+"""Two versions of an adapter side by side: counted at ingresses, judged by the manager."""

@@ -1,0 +1,111 @@
+"""What each version of a split adapter does to its requests, counted at an ingress.
+
+Cumulative, by adapter, arm and version: the manager judges canaries by it, /metrics shows it.
+Ignorant of how a request got to its arm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
+from serve_app.metrics.histograms import Histogram
+from serve_app.tally import ARM_SECONDS, OUTCOMES, PLACES, ArmKey, Outcome, Tally
+
+
+class Arms:
+    """Of one ingress replica. All methods belong to its event loop."""
+
+    def __init__(self) -> None:
+        self._counts: dict[ArmKey, _Counts] = {}
+
+    def watch(self, key: ArmKey) -> Watch:
+        """From the arrival of a request on."""
+        return Watch(self._counts.setdefault(key, _Counts()))
+
+    def tallies(self) -> tuple[tuple[ArmKey, Tally], ...]:
+        return tuple((key, counts.tally()) for key, counts in self._counts.items())
+
+    def keep(self, versions: Collection[tuple[str, str]]) -> None:
+        """(name, digest) of what is registered; the others are forgotten."""
+        for key in [key for key in self._counts if (key.adapter, key.digest) not in versions]:
+            del self._counts[key]
+
+
+class Watch:
+    """One request of an arm. The first end counts."""
+
+    __slots__ = ("_counts", "_first_token_s", "_is_ended", "_is_warm", "_start_s", "_time")
+
+    def __init__(self, counts: _Counts) -> None:
+        self._counts = counts
+        self._time = asyncio.get_running_loop().time
+        self._start_s = self._time()
+        self._first_token_s: float | None = None
+        self._is_ended = False
+        self._is_warm = False
+
+    def warm(self) -> None:
+        """An engine took the request, and had its adapter on the device."""
+        self._is_warm = True
+
+    def first_token(self) -> None:
+        self._first_token_s = self._time() - self._start_s
+
+    def done(self, has_text: bool, num_tokens: int) -> None:
+        self._end("ok" if has_text else "empty", num_tokens)
+
+    def failed(self, error: BaseException, num_tokens: int) -> None:
+        self._end(outcome_of(error), num_tokens)
+
+    def left(self, num_tokens: int) -> None:
+        self._end("left", num_tokens)
+
+    def _end(self, outcome: Outcome, num_tokens: int) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        counts = self._counts
+        counts.outcomes[PLACES[outcome]] += 1
+        counts.output_tokens += num_tokens
+        if self._first_token_s is not None:
+            counts.first_token.observe(self._first_token_s)
+            if self._is_warm:
+                counts.warm_first_token.observe(self._first_token_s)
+        if outcome == "left" and self._is_warm:
+            counts.num_warm_left += 1
+        if outcome in ("ok", "empty"):
+            counts.latency.observe(self._time() - self._start_s)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, ClientGoneError | asyncio.CancelledError):
+        return "left"
+    if isinstance(error, NonFiniteError):
+        return "non_finite"
+    is_ours = isinstance(error, AdapterUnsupportedError)  # the version's fault, not the client's
+    return "error" if is_ours or to_api_error(error).status >= 500 else "refused"
+
+
+@dataclass(slots=True)
+class _Counts:
+    outcomes: list[int] = field(default_factory=lambda: [0] * len(OUTCOMES))
+    output_tokens: int = 0
+    first_token: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
+    latency: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
+    warm_first_token: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
+    num_warm_left: int = 0
+
+    def tally(self) -> Tally:
+        return Tally(
+            tuple(self.outcomes),
+            self.output_tokens,
+            tuple(self.first_token.counts),
+            self.first_token.total,
+            tuple(self.latency.counts),
+            self.latency.total,
+            tuple(self.warm_first_token.counts),
+            self.num_warm_left,
+        )

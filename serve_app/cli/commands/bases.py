@@ -1,0 +1,152 @@
+"""`loraplex bases list|add|remove|sleep|wake`: base models of a running server."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.common import Failure, console, print_json, print_table
+
+_POLL_S = 0.3
+
+
+class _Line(msgspec.Struct):
+    name: str
+    version: int | None
+    state: str
+    message: str
+    source: str
+    replicas: int
+    wanted_replicas: int
+    draining_replicas: int
+    min_replicas: int
+    max_replicas: int
+    idle_s: float | None
+    start_s: float | None
+
+
+class _Lines(msgspec.Struct):
+    bases: list[_Line]
+
+
+def list_bases(url: str, json: bool) -> None:
+    lines = _lines(url)
+    if json:
+        print_json({"bases": lines})
+        return
+    table = Table(
+        "base", "version", "state", "replicas", "named by", "idle", "last start", box=None
+    )
+    for line in lines:
+        version = "" if line.version is None else str(line.version)
+        table.add_row(
+            line.name,
+            version,
+            line.state,
+            _replicas(line),
+            line.source,
+            _seconds(line.idle_s),
+            _seconds(line.start_s),
+        )
+    print_table(table)
+    for line in lines:
+        if line.message:
+            words = Text(f"{line.name}: {line.message}")
+            console.print(words, style="yellow", highlight=False, soft_wrap=True)
+
+
+def add(
+    name: str,
+    replicas: int | None,
+    idle_timeout_s: float | None,
+    cold_start: str | None,
+    engine: list[str] | None,
+    wait: bool,
+    timeout_s: float,
+    url: str,
+) -> None:
+    settings: dict[str, object] = {
+        "replicas": replicas,
+        "idle_timeout_s": idle_timeout_s,
+        "cold_start": cold_start,
+        "engine": _engine(engine) if engine else None,
+    }
+    given = {key: value for key, value in settings.items() if value is not None}
+    call_admin(url, "POST", "/bases", {"name": name, **given})
+    _report(url, name, "running", wait, timeout_s, f"{name} is being started")
+
+
+def remove(name: str, wait: bool, timeout_s: float, url: str) -> None:
+    call_admin(url, "DELETE", f"/bases/{name}")
+    _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
+
+
+def sleep(name: str, wait: bool, timeout_s: float, url: str) -> None:
+    call_admin(url, "POST", f"/bases/{name}/sleep")
+    _report(url, name, "asleep", wait, timeout_s, f"{name} goes to sleep")
+
+
+def wake(name: str, wait: bool, timeout_s: float, url: str) -> None:
+    call_admin(url, "POST", f"/bases/{name}/wake")
+    _report(url, name, "running", wait, timeout_s, f"{name} wakes")
+
+
+def _report(url: str, name: str, wanted: str, wait: bool, timeout_s: float, words: str) -> None:
+    if not wait:
+        console.print(words)
+        return
+    began_s = time.monotonic()
+    with console.status(words):
+        while not _is_reached(url, name, wanted):
+            if time.monotonic() - began_s > timeout_s:
+                raise Failure(f"{name} is not {wanted} after {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+    console.print(f"{name} is {wanted} after {time.monotonic() - began_s:.1f} s")
+
+
+def _is_reached(url: str, name: str, wanted: str) -> bool:
+    """Raises Failure where waiting is of no use."""
+    lines = [line for line in _lines(url) if name in (line.name, f"{line.name}@{line.version}")]
+    if wanted == "gone":
+        return not lines
+    current = [line for line in lines if line.state != "draining"]
+    if failed := [line for line in current if line.state == "failed"]:
+        raise Failure(f"{name} does not start: {failed[0].message}")
+    # While the version before stands in, both are there.
+    return bool(current) and all(line.state == wanted for line in current)
+
+
+def _lines(url: str) -> list[_Line]:
+    return msgspec.convert(call_admin(url, "GET", "/bases"), _Lines).bases
+
+
+def _replicas(line: _Line) -> str:
+    """2 (1 starting, 1 draining) of 1-3"""
+    starting = max(0, line.wanted_replicas - line.replicas)
+    parts = ((starting, "starting"), (line.draining_replicas, "draining"))
+    told = ", ".join(f"{count} {word}" for count, word in parts if count)
+    text = f"{line.replicas} ({told})" if told else str(line.replicas)
+    is_scaled = line.max_replicas > line.min_replicas
+    return f"{text} of {line.min_replicas}-{line.max_replicas}" if is_scaled else text
+
+
+def _engine(pairs: list[str]) -> dict[str, object]:
+    """Values as JSON where they are, else as words: the server checks them."""
+    settings: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise Failure(f"--engine {pair}: write KEY=VALUE")
+        try:
+            settings[key] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            settings[key] = value
+    return settings
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"

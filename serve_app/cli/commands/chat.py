@@ -1,0 +1,165 @@
+"""`loraplex chat`: a conversation in the terminal, streamed; `/adapter NAME` changes who."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from serve_app.cli.commands.common import Failure, console, list_served, refusal, server_errors
+from serve_app.cli.sse import StreamError, StreamReader
+
+_HELP = """/adapter NAME  answer with this adapter (none: the base model)
+/models        what the server serves
+/system TEXT   instructions for the model (empty: none)
+/reset         forget the conversation
+/quit          leave; Ctrl-D does too, Ctrl-C stops an answer"""
+# What a model writes must not steer the terminal.
+_NO_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+Message = dict[str, str]
+
+
+@dataclass(slots=True)
+class Session:
+    client: httpx.Client
+    url: str
+    base: str
+    model: str
+    max_tokens: int
+    temperature: float
+    system: str = ""
+    history: list[Message] = field(default_factory=list)
+
+    def messages(self, text: str) -> list[Message]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.history, {"role": "user", "content": text}]
+
+
+def chat(model: str | None, url: str, max_tokens: int, temperature: float) -> None:
+    url = url.rstrip("/")
+    # No read timeout: a queued request may wait long for its first token.
+    with httpx.Client(timeout=httpx.Timeout(10, read=None)) as client:
+        base, chosen = _choose(list_served(client, url), model)
+        session = Session(client, url, base, chosen, max_tokens, temperature)
+        console.print(f"Talking to [bold]{chosen}[/]. /help lists the commands.")
+        for line in _lines(session):
+            if line.startswith("/"):
+                if not _command(session, line):
+                    return
+            else:
+                _answer(session, line)
+
+
+def _choose(served: list[tuple[str, str | None]], model: str | None) -> tuple[str, str]:
+    """(base, model) to talk to."""
+    bases = [name for name, parent in served if parent is None]
+    if model is None:
+        if not bases:
+            raise Failure("The server serves no model")
+        return bases[0], bases[0]
+    first, _, second = model.partition(":")
+    name = (second or first).partition("@")[0]
+    parents = dict(served)
+    if name not in parents:
+        known = ", ".join(sorted(parents)) or "none"
+        raise Failure(f"The server does not serve {model!r}; it serves: {known}")
+    return parents[name] or name, model
+
+
+def _lines(session: Session) -> Iterator[str]:
+    while True:
+        try:
+            line = console.input(f"[bold cyan]{session.model}>[/] ").strip()
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print("  (/quit leaves)")
+            continue
+        if line:
+            yield line
+
+
+def _command(session: Session, line: str) -> bool:
+    """False when it was the last."""
+    word, _, rest = line.partition(" ")
+    rest = rest.strip()
+    try:
+        if word == "/quit":
+            return False
+        if word == "/adapter":
+            _switch(session, rest)
+        elif word == "/models":
+            for name, parent in list_served(session.client, session.url):
+                console.print(name if parent is None else f"  {parent}:{name}", highlight=False)
+        elif word == "/system":
+            session.system = rest
+            console.print("Instructions set." if rest else "No instructions.")
+        elif word == "/reset":
+            session.history.clear()
+            console.print("Conversation forgotten.")
+        else:
+            console.print(_HELP, markup=False, highlight=False)
+    except Failure as failure:
+        console.print(str(failure), style="red", markup=False)
+    return True
+
+
+def _switch(session: Session, name: str) -> None:
+    if name in ("", "none"):
+        session.model = session.base
+    else:
+        served = list_served(session.client, session.url)
+        session.base, session.model = _choose(served, name)
+    console.print(f"Now talking to [bold]{session.model}[/].")
+
+
+def _answer(session: Session, text: str) -> None:
+    """One turn. A failed one is not kept; one that Ctrl-C stopped is, as far as it came."""
+    parts: list[str] = []
+    try:
+        with server_errors(session.url):
+            _stream(session, text, parts)
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/]")
+    except (Failure, StreamError) as error:
+        console.print()
+        console.print(str(error), style="red", markup=False)
+        return
+    else:
+        console.print()
+    if parts:
+        session.history += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "".join(parts)},
+        ]
+
+
+def _stream(session: Session, text: str, parts: list[str]) -> None:
+    body = {
+        "model": session.model,
+        "messages": session.messages(text),
+        "max_tokens": session.max_tokens,
+        "temperature": session.temperature,
+        "stream": True,
+    }
+    reader = StreamReader()
+    with _post(session, body) as answer:
+        if answer.status_code != 200:
+            raise Failure(refusal(answer.status_code, answer.read()))
+        for line in answer.iter_lines():
+            if piece := reader.read(line):
+                parts.append(piece)
+                shown = piece.translate(_NO_CONTROLS)
+                console.print(shown, end="", markup=False, highlight=False, soft_wrap=True)
+    reader.finish()
+
+
+@contextmanager
+def _post(session: Session, body: dict[str, object]) -> Iterator[httpx.Response]:
+    """Leaving early closes the connection, which makes the server abort the request."""
+    address = f"{session.url}/v1/chat/completions"
+    with session.client.stream("POST", address, json=body) as answer:
+        yield answer

@@ -1,0 +1,74 @@
+"""`loraplex check`: what a registered adapter changes, measured now and kept with the version."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from engine.effect import Device
+from registry.entities import EffectRecord
+from serve_app.cli import effect
+from serve_app.cli.commands.common import Failure, console
+from serve_app.cli.commands.effect_table import print_effect
+from serve_app.cli.commands.store import open_cache, open_registry
+from serve_app.cli.probes import PROBES
+
+_DEVICES: dict[str, Device] = {"auto": "auto", "cpu": "cpu", "cuda": "cuda"}
+
+
+def check(
+    name: str,
+    json: bool,
+    prompt: list[str] | None,
+    device: str,
+    out: Path | None,
+    store: bool,
+    if_quick: bool,
+    tracking_uri: str | None,
+) -> None:
+    if device not in _DEVICES:
+        raise Failure(f"--device is {device!r}; it can be {', '.join(_DEVICES)}")
+    registry = open_registry(tracking_uri)
+    found = registry.snapshot().resolve(name)
+    if found.adapter is None:
+        raise Failure(f"{name!r} is a base model; check takes an adapter")
+    adapter, base = found.adapter, found.base
+    prompts = tuple(prompt) if prompt else PROBES
+    words = f"Running {base.name} with and without {adapter.name}@{adapter.version}"
+    with nullcontext() if json else console.status(words):
+        report = effect.prove_registered(
+            registry,
+            adapter,
+            base,
+            cache=open_cache(),
+            prompts=prompts,
+            device=_DEVICES[device],
+            wish="auto" if if_quick else "always",
+        )
+    record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts)
+    if json:
+        typer.echo(dict(record.files)[effect.REPORT_FILE].decode(), nl=False)
+    else:
+        pair = f"Adapter [bold]{adapter.name}@{adapter.version}[/] on {base.name}@{base.version}"
+        console.print(pair, highlight=False)
+        print_effect(report)
+        for warning in report.warnings:
+            console.print("[yellow]warning:[/]", Text(warning))
+    if out is not None:
+        _write(record, out)
+    if store:
+        registry.attach_effect(adapter, record)
+        if not json:
+            files = " and ".join(name for name, _ in record.files)
+            console.print(f"Kept with the version in MLflow: tags, {files} in the folder effect")
+    if report.verdict != "changes":
+        raise Failure(f"adapter {adapter.name}@{adapter.version}: {report.reason}")
+
+
+def _write(record: EffectRecord, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in record.files:
+        (folder / name).write_bytes(content)

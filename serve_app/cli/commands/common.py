@@ -1,0 +1,123 @@
+"""What the commands share: terminal, one kind of failure, progress bars, questions to a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from registry import manifest
+from serve_app.cli.commands.failure import Failure as Failure
+
+# In a pipe nothing is wrapped, and a table is as wide as its longest cells.
+_PIPE_COLUMNS = 100_000
+console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+
+
+class ModelLine(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ModelLine]
+
+
+class _ErrorText(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorText
+
+
+class _Status(msgspec.Struct):
+    status: str = ""
+
+
+def print_table(table: Table) -> None:
+    """A terminal that is too narrow folds the cells; no name is ever cut."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """For --json: the fields are those of the structs and dataclasses in `value`."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def ready_status(client: httpx.Client, url: str) -> str | None:
+    """None when ready, else what is being waited for."""
+    try:
+        answer = client.get(f"{url}/ready")
+    except httpx.TransportError:
+        return "Starting Ray"
+    if answer.status_code == 200:
+        return None
+    try:
+        words = msgspec.json.decode(answer.content, type=_Status).status
+    except msgspec.DecodeError:
+        return "Starting Serve"
+    return f"Waiting: {words}" if words else "Starting Serve"
+
+
+def served_models(client: httpx.Client, url: str) -> list[ModelLine]:
+    with server_errors(url):
+        answer = client.get(f"{url}/v1/models")
+        if answer.status_code != 200:
+            raise Failure(refusal(answer.status_code, answer.content))
+        try:
+            return msgspec.json.decode(answer.content, type=_ModelList).data
+        except msgspec.DecodeError as error:
+            raise Failure(f"{url}/v1/models did not answer with a model list: {error}") from error
+
+
+def list_served(client: httpx.Client, url: str) -> list[tuple[str, str | None]]:
+    """(name, base or None) of all that the server serves."""
+    return [(line.id, line.parent) for line in served_models(client, url)]
+
+
+def refusal(status: int, body: bytes) -> str:
+    """An OpenAI error body in one sentence."""
+    try:
+        message = msgspec.json.decode(body, type=_ErrorBody).error.message
+    except msgspec.DecodeError:
+        message = body.decode(errors="replace").strip()[:200]
+    return f"The server answered {status}: {message}"
+
+
+@contextmanager
+def server_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except httpx.ConnectError as error:
+        raise Failure(f"Nothing answers at {url}; start it with: loraplex serve CONFIG") from error
+    except httpx.InvalidURL as error:
+        raise Failure(f"{url} is not a URL: {error}") from error
+    except httpx.HTTPError as error:
+        raise Failure(f"The connection to {url} failed: {error or type(error).__name__}") from error
+
+
+@contextmanager
+def byte_progress() -> Iterator[manifest.Progress]:
+    """A bar for each stage of work that is counted in bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {}
+
+        def show(stage: str, done_bytes: int, total_bytes: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total_bytes)
+            bars.update(tasks[stage], completed=done_bytes, total=total_bytes)
+
+        yield show

@@ -1,0 +1,252 @@
+"""`loraplex doctor`: what this machine lacks to serve, in words, each with its remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from rich.table import Table
+
+from engine.devices import describe_devices
+from registry.catalog import Catalog
+from registry.errors import RegistryError
+from registry.store import shown_uri
+from serve_app import config
+from serve_app.cli import launch
+from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.cli.commands.store import open_registry
+from serve_app.control.base_plan import SERVE, parse_setting
+from serve_app.home import NAME, HomeError, is_open_to_others, prepare
+
+_GIB = 1024**3
+_DEMO_BASE = "smollm2-135m-instruct"
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    state: Literal["ok", "warn", "fail"]
+    words: str
+    remedy: str = ""
+
+
+def doctor(port: int, json: bool) -> None:
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    failed = 0
+    findings = []
+    with console.status("Looking"):
+        for finding in _findings(port):
+            findings.append(finding)
+            failed += finding.state == "fail"
+            colour = _COLOURS[finding.state]
+            remedy = f"\n[bold]->[/] {finding.remedy}" if finding.remedy else ""
+            table.add_row(f"[{colour}]{finding.state}[/]", finding.what, f"{finding.words}{remedy}")
+    if json:
+        print_json({"findings": findings})
+    else:
+        print_table(table)
+    if failed:
+        raise Failure(f"{failed} of these must be put right before loraplex can serve here")
+
+
+def _findings(port: int) -> Iterator[Finding]:
+    yield _python()
+    yield from _packages()
+    yield _kernels_package()
+    yield _cores()
+    yield _memory()
+    yield _device()
+    yield _home(config.default_home())
+    yield _disk(config.default_home())
+    yield _port(port)
+    yield _network()
+    yield from _registry()
+
+
+def _python() -> Finding:
+    """Before 3.11 the packages do not install, so that nothing of ours could run to say it."""
+    words = ".".join(str(part) for part in sys.version_info[:3])
+    if sys.platform != "linux":
+        return Finding("Python", "fail", f"{words} on {sys.platform}", "use Linux")
+    return Finding("Python", "ok", words)
+
+
+def _packages() -> Iterator[Finding]:
+    """Those that loraplex itself requires, as its metadata says."""
+    try:
+        wanted = [Requirement(line) for line in requires("loraplex") or ()]
+    except PackageNotFoundError:
+        yield Finding("packages", "fail", "loraplex is not installed", "pip install -e '.[demo]'")
+        return
+    missing = 0
+    for requirement in wanted:
+        is_demo = requirement.marker is not None and requirement.marker.evaluate({"extra": "demo"})
+        if requirement.marker is not None and not is_demo:
+            continue
+        is_needed = requirement.marker is None
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            missing += 1
+            extra = "" if is_needed else "[demo]"
+            words = "is not installed" if is_needed else "is not installed (the demo needs it)"
+            yield Finding(
+                requirement.name,
+                "fail" if is_needed else "warn",
+                words,
+                f"pip install 'loraplex{extra}'",
+            )
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            missing += 1
+            yield Finding(
+                requirement.name,
+                "fail" if is_needed else "warn",
+                f"{found} is installed, {requirement.specifier} is needed",
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+    if not missing:
+        names = ("ray", "torch", "mlflow", "fastapi")
+        shown = ", ".join(f"{name} {version(name)}" for name in names)
+        yield Finding("packages", "ok", f"loraplex {version('loraplex')}, {shown}")
+
+
+def _kernels_package() -> Finding:
+    """Hugging Face publishes a package `kernels`; with it installed ours could be shadowed."""
+    try:
+        path = str(distribution("kernels").locate_file("kernels"))
+    except PackageNotFoundError:
+        return Finding("kernels", "ok", "no other package of this name")
+    if importlib.util.find_spec("kernels.paged_attention") is not None:
+        return Finding("kernels", "warn", f"Hugging Face's package is installed too, in {path}")
+    return Finding(
+        "kernels", "fail", f"{path} hides loraplex's own folder", "pip uninstall kernels"
+    )
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Finding("cores", "warn", f"{cores}", "2 or more keep HTTP and engine apart")
+    return Finding("cores", "ok", str(cores))
+
+
+def _memory() -> Finding:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    values = {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in lines}
+    total, free = values["MemTotal"] / _GIB, values["MemAvailable"] / _GIB
+    words = f"{total:.1f} GiB, {free:.1f} GiB available"
+    # Ray with the demo takes about 4 GiB: 2.5 for Ray's processes, the rest the engine's.
+    if free < 4:
+        return Finding("memory", "warn", words, "the demo wants 4 GiB")
+    return Finding("memory", "ok", words)
+
+
+def _device() -> Finding:
+    found = describe_devices()
+    words = f"torch {found.torch_version}"
+    if found.cuda:
+        names = ", ".join(f"{one.name} ({one.memory_bytes / _GIB:.0f} GiB)" for one in found.cuda)
+        words += f", CUDA {found.cuda_build}, driver {found.driver or 'unknown'}: {names}"
+        if not found.has_triton:
+            return Finding("device", "warn", words, "pip install 'loraplex[gpu]' for Triton")
+        return Finding("device", "ok", words)
+    if found.driver is not None:
+        why = found.cuda_error or "torch is a CPU build"
+        return Finding(
+            "device",
+            "warn",
+            f"{words}; NVIDIA driver {found.driver} is loaded, but torch cannot use it: {why}",
+            "install the torch build for your driver's CUDA, see pytorch.org",
+        )
+    return Finding("device", "ok", f"{words}, CPU with {found.num_threads} threads; no NVIDIA GPU")
+
+
+def _home(home: Path) -> Finding:
+    try:
+        prepare(home)
+    except HomeError as error:
+        return Finding("home", "fail", str(error), f"set {NAME} to a folder of yours")
+    if is_open_to_others(home):
+        return Finding("home", "warn", f"{home} is open to other users", f"chmod 700 {home}")
+    return Finding("home", "ok", f"{home} is writable")
+
+
+def _disk(home: Path) -> Finding:
+    folder = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(folder).free / _GIB
+    words = f"{free:.1f} GiB free for {home}"
+    if free < 2:
+        return Finding("disk", "warn", words, "the demo takes 1 GiB, a base model its size twice")
+    return Finding("disk", "ok", words)
+
+
+def _port(port: int) -> Finding:
+    try:
+        launch.check_port("127.0.0.1", port)
+    except launch.LaunchError:
+        return Finding(
+            "port", "warn", f"{port} is taken", "stop that server or change http_options.port"
+        )
+    return Finding("port", "ok", f"{port} is free")
+
+
+def _network() -> Finding:
+    """The finding for `serve run`; `loraplex serve` keeps Ray to 127.0.0.1, with its own token."""
+    from serve_app.ray_network import warning_of_machine  # a second, that of Ray
+
+    words = warning_of_machine()
+    if words is None:
+        return Finding("network", "ok", "a Ray of this machine is closed to strangers")
+    return Finding("network", "warn", f"with serve run, {words}", "or use loraplex serve")
+
+
+def _registry() -> Iterator[Finding]:
+    uri = shown_uri(config.tracking_uri(config.RegistryArgs()))
+    try:
+        catalog = open_registry(None).snapshot()
+    except (RegistryError, HomeError) as error:
+        remedy = "start it, or set MLFLOW_TRACKING_URI"
+        yield Finding("registry", "fail", f"{uri}: {error}", remedy)
+        return
+    words = f"{uri}: {len(catalog.bases)} base and {len(catalog.adapters)} adapter versions"
+    yield Finding("registry", "ok", words)
+    for one in catalog.rejected:
+        yield Finding(
+            "version", "warn", f"{one.name} version {one.version} cannot be served: {one.reason}"
+        )
+    for alias in catalog.dangling:
+        yield Finding("alias", "warn", str(alias), "move the alias to a version that can be served")
+    for adapter in catalog.adapters:
+        if adapter.refused:
+            name = f"{adapter.name} version {adapter.version}"
+            yield Finding("version", "warn", f"{name} cannot be served: {adapter.refused}")
+    yield from _settings(catalog)
+    yield _demo(catalog)
+
+
+def _settings(catalog: Catalog) -> Iterator[Finding]:
+    """Those that a server does not follow."""
+    for setting in catalog.settings:
+        if setting.key == SERVE:
+            try:
+                parse_setting(setting.name, setting.value)
+            except ValueError as error:
+                words = f"the tag loraplex.{SERVE} of {setting.name} is not followed: {error}"
+                yield Finding("setting", "warn", words, "loraplex bases remove or add it anew")
+
+
+def _demo(catalog: Catalog) -> Finding:
+    if any(base.name == _DEMO_BASE for base in catalog.bases):
+        own = {one.name for one in catalog.adapters if one.base_name == _DEMO_BASE}
+        return Finding("demo", "ok", f"{_DEMO_BASE} with {', '.join(sorted(own)) or 'no adapter'}")
+    return Finding("demo", "warn", "the demo model is not registered", "loraplex demo")

@@ -1,0 +1,78 @@
+"""`loraplex models`: what the registry knows, or what a running server serves."""
+
+from __future__ import annotations
+
+import httpx
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app.cli.commands.common import console, print_json, print_table, served_models
+from serve_app.cli.commands.store import open_registry
+
+_DIGEST_CHARS = 12
+
+
+def models(url: str | None, tracking_uri: str | None, json: bool) -> None:
+    if url is not None:
+        _print_served(url.rstrip("/"), json)
+        return
+    catalog = open_registry(tracking_uri).snapshot()
+    if json:
+        parts = ("bases", "adapters", "rejected", "dangling")
+        print_json({part: getattr(catalog, part) for part in parts})
+    else:
+        _print_catalog(catalog)
+
+
+def _print_catalog(catalog: Catalog) -> None:
+    if not catalog.bases and not catalog.rejected:
+        console.print("The registry is empty; try: loraplex demo, or loraplex register base")
+    for base in catalog.bases:
+        tree = Tree(f"[bold]{_pointer(base)}[/]  {base.architecture}  {_digest(base)}")
+        own = [
+            adapter
+            for adapter in catalog.adapters
+            if (adapter.base_name, adapter.base_digest) == (base.name, base.digest)
+        ]
+        for adapter in own:
+            targets = ",".join(adapter.targets)
+            line = f"{_pointer(adapter)}  rank {adapter.rank}  {targets}  {_digest(adapter)}"
+            tree.add(f"{line}{_effect(adapter)}")
+        console.print(tree, soft_wrap=True, highlight=False)
+    warnings = [f"cannot be served: {r.name}@{r.version}: {r.reason}" for r in catalog.rejected]
+    for words in (*warnings, *map(str, catalog.dangling)):
+        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _pointer(version: BaseVersion | AdapterVersion) -> str:
+    aliases = "".join(f" @{alias}" for alias in version.aliases)
+    return f"{version.name}@{version.version}{aliases}"
+
+
+def _effect(adapter: AdapterVersion) -> str:
+    """Only where something is amiss: most have an effect."""
+    if adapter.is_noop or adapter.effect == "none":
+        return "  [yellow]changes nothing[/]"
+    if adapter.refused:
+        return f"  [yellow]cannot be served: {escape(adapter.refused)}[/]"
+    return "  [yellow]non_finite[/]" if adapter.effect == "non_finite" else ""
+
+
+def _digest(version: BaseVersion | AdapterVersion) -> str:
+    return f"[dim]{version.digest[:_DIGEST_CHARS]}[/]"
+
+
+def _print_served(url: str, json: bool) -> None:
+    with httpx.Client(timeout=10) as client:
+        served = served_models(client, url)
+    if json:
+        print_json({"models": served})
+        return
+    table = Table("model", "base", "version", "context", box=None)
+    for line in served:
+        name = line.id if line.parent is None else f"{line.parent}:{line.id}"
+        table.add_row(name, line.parent or "", line.root or "", str(line.max_model_len or ""))
+    print_table(table)

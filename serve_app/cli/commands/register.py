@@ -1,0 +1,95 @@
+"""`loraplex register base|adapter`: check a folder and put it into the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from registry.entities import AdapterVersion, BaseVersion
+from serve_app.cli.commands.common import byte_progress, console, print_table
+from serve_app.cli.commands.effect_table import print_effect
+from serve_app.cli.commands.store import open_cache, open_registry
+from serve_app.cli.effect import Wish
+from serve_app.cli.registration import register_adapter, register_base
+
+_WISHES: dict[bool | None, Wish] = {None: "auto", True: "always", False: "never"}
+
+
+def base(folder: Path, name: str, alias: str, model_id: str, tracking_uri: str | None) -> None:
+    registry = open_registry(tracking_uri)
+    with byte_progress() as progress:
+        registered = register_base(
+            registry, folder, name, alias=alias, model_id=model_id, progress=progress
+        )
+    version = registered.version
+    _print_version(
+        "Base model",
+        version,
+        {
+            "architecture": version.architecture,
+            "parameters": f"{version.num_parameters:,}",
+            "context": f"{version.max_model_len or 'unknown'} tokens",
+            **({"model id": version.model_id} if version.model_id else {}),
+        },
+    )
+    _print_warnings(registered.warnings)
+
+
+def adapter(
+    folder: Path,
+    name: str,
+    base: str,
+    alias: str,
+    probe: bool | None,
+    allow_noop: bool,
+    force: bool,
+    tracking_uri: str | None,
+) -> None:
+    registry = open_registry(tracking_uri)
+    cache = open_cache()
+    with byte_progress() as progress:
+        registered = register_adapter(
+            registry,
+            folder,
+            name,
+            base,
+            cache=cache,
+            alias=alias,
+            probe=_WISHES[probe],
+            allow_noop=allow_noop,
+            force=force,
+            progress=progress,
+        )
+    version = registered.version
+    _print_version(
+        "Adapter",
+        version,
+        {
+            "base": version.base_name,
+            "rank": str(version.rank),
+            "targets": ", ".join(version.targets),
+            "parameters": f"{version.num_parameters:,}",
+        },
+    )
+    assert registered.effect is not None
+    print_effect(registered.effect)
+    if registered.effect.verdict == "unprobed":
+        check = f"loraplex check {version.name}@{version.version}"
+        console.print(f"To see what it changes: {check}", highlight=False)
+    _print_warnings(registered.warnings)
+
+
+def _print_version(kind: str, version: BaseVersion | AdapterVersion, facts: dict[str, str]) -> None:
+    console.print(f"{kind} [bold]{version.name}[/] version {version.version} is registered")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    aliases = ", ".join(version.aliases) or "none"
+    for key, value in {"digest": version.digest, "aliases": aliases, **facts}.items():
+        table.add_row(f"[dim]{key}[/]", value)
+    print_table(table)
+
+
+def _print_warnings(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        console.print("[yellow]warning:[/]", Text(warning))

@@ -1,0 +1,66 @@
+"""`loraplex route MODEL PROMPT`: where a running server would send it and why, without sending."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.table import Table
+
+from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.common import Failure, console, print_json, print_table
+
+
+class _Expected(msgspec.Struct):
+    queue: float
+    adapter: float
+    prefill: float
+    way: float
+    total: float
+
+
+class _Line(msgspec.Struct):
+    replica: str
+    reason: str
+    expected_ms: _Expected
+    adapter_tier: str
+    cached_tokens: int
+    queued_tokens: int
+    sequences: int
+    kv_usage: float
+
+
+class _Route(msgspec.Struct):
+    base: str
+    policy: str
+    tokens: int
+    replicas: list[_Line]
+
+
+def route(model: str, prompt: str, url: str, json: bool) -> None:
+    body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+    try:
+        found = msgspec.convert(call_admin(url, "POST", "/route", body), _Route)
+    except msgspec.ValidationError as error:
+        raise Failure(f"{url} did not answer as loraplex does: {error}") from error
+    if json:
+        print_json(found)
+        return
+    numbers = ("queue ms", "adapter ms", "prefill ms", "way ms", "total ms")
+    table = Table("replica", *numbers, "adapter in", "cached", "queued", "running", "kv", box=None)
+    for one in found.replicas:
+        ms = one.expected_ms
+        table.add_row(
+            one.replica,
+            *(f"{value:.1f}" for value in (ms.queue, ms.adapter, ms.prefill, ms.way, ms.total)),
+            one.adapter_tier,
+            str(one.cached_tokens),
+            str(one.queued_tokens),
+            str(one.sequences),
+            f"{one.kv_usage:.0%}",
+        )
+    print_table(table)
+    if not found.replicas:
+        raise Failure(f"No engine replica of {found.base} is known yet")
+    console.print(
+        f"{found.tokens} tokens go to the first one ({found.policy}: {found.replicas[0].reason})",
+        highlight=False,
+    )

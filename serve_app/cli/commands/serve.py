@@ -1,0 +1,262 @@
+"""`loraplex serve CONFIG`: `serve run` with a check before, a wait until ready, and a clean end.
+
+The environment is read here only to be handed on to the child.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import msgspec
+from rich.text import Text
+
+from engine.errors import EngineMemoryError
+from engine.host_memory import total_bytes
+from engine.memory_plan import check_asked
+from registry.catalog import Catalog
+from registry.errors import RegistryError, RegistryUnavailableError
+from serve_app import config, logs
+from serve_app.cli import launch
+from serve_app.cli.admin_token import ensure_token
+from serve_app.cli.commands.common import Failure, console, list_served, ready_status
+from serve_app.cli.commands.store import open_configured
+from serve_app.cli.demo.examples import EXAMPLES
+from serve_app.cli.drain import drain
+from serve_app.cli.signatures.options import LogFormat
+from serve_app.control.cached_registry import stored_catalog_file
+from serve_app.home import prepare
+from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
+
+_POLL_S = 0.3
+_SHORT_S = 8.0  # Serve needs 5.5 without requests
+_SHOWN_LOG_LINES = 25
+# A new SQLite registry takes its migrations' seconds, a loaded machine some more.
+_REGISTRY_WAIT_S = 10.0
+_KEPT_LOGS = 10
+_QUESTION = "What is the capital of France?"
+
+
+class _Signals:
+    """Counts Ctrl-C, SIGTERM and SIGHUP: the first asks for an end, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def serve(
+    file: Path, timeout_s: float, haproxy: bool, drain_s: float, log_format: LogFormat
+) -> None:
+    home = prepare(config.default_home())
+    try:
+        wanted = read_serve_file(file)
+        with launch.only_one(home, wanted.url), _signals() as signals:
+            launch.check_port(wanted.host, wanted.port)
+            _check_memory(wanted)
+            _check_bases(wanted)
+            token = ensure_token(home)
+            environment = {
+                **os.environ,
+                config.ADMIN_TOKEN: token,
+                config.FRONT_LIMITS: wanted.args.ingress.model_dump_json(),
+                config.LOG_FORMAT: log_format.value,
+            }
+            log = _new_log(home / "logs")
+            child = launch.start(
+                file, log, environment, haproxy=haproxy, log_format=log_format.value
+            )
+            gentle_s = launch.GENTLE_S
+            try:
+                if _run(wanted, child, signals, timeout_s):
+                    gentle_s = _drain(wanted.url, token, drain_s, signals)
+            finally:
+                with console.status("Stopping (again Ctrl-C to stop at once)"):
+                    launch.stop(child, lambda: signals.count > 1, gentle_s)
+                console.print("Stopped; nothing is left running.")
+    except (ServeFileError, launch.LaunchError) as error:
+        raise Failure(str(error)) from error
+
+
+def _check_bases(wanted: ServeFile) -> None:
+    """Raises Failure for a base of the file that is not registered. A registry that does not answer
+    is no refusal: the server starts with its stored catalog, or waits."""
+    with console.status("Looking into the registry"):
+        try:
+            catalog: Catalog | None = _look_briefly(wanted.args.registry)
+        except RegistryError as error:
+            catalog = _stored(wanted.args.registry)
+            then = (
+                "the server waits for it: no catalog of it is stored here"
+                if catalog is None
+                else "the server starts with the last catalog that was stored here"
+            )
+            words = f"the registry does not answer, {then} ({error})"
+            console.print("[yellow]warning:[/]", Text(words), soft_wrap=True)
+    if catalog is None:
+        return
+    for model in wanted.args.models:
+        try:
+            catalog.resolve_base(model.name)
+        except RegistryError as error:
+            name = model.name.partition("@")[0]
+            raise Failure(
+                f"{wanted.path}: args.models: {error}. Register it first: "
+                f"loraplex register base FOLDER --name {name} (the demo's: loraplex demo)"
+            ) from error
+
+
+def _check_memory(wanted: ServeFile) -> None:
+    """Raises Failure for sizes that an engine on this machine would refuse, or die of."""
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    for number, model in enumerate(wanted.args.models):
+        engine = model.engine
+        asked = {"adapter_host_bytes": engine.adapter_host_bytes}
+        if engine.device == "cpu" or (engine.device == "auto" and not has_gpu):
+            asked["adapter_pool_bytes"] = engine.adapter_pool_bytes
+            asked["kv_cache_bytes"] = None if engine.num_blocks else engine.kv_cache_bytes
+        try:
+            check_asked(asked, total_bytes(), "this machine")
+        except EngineMemoryError as error:
+            raise Failure(f"{wanted.path}: args.models.{number}.engine: {error}") from error
+
+
+def _look_briefly(args: config.RegistryArgs) -> Catalog:
+    """Raises RegistryUnavailableError after `_REGISTRY_WAIT_S`: the thread that still waits for an
+    answer does not keep the process."""
+    answers: queue.Queue[Catalog | Exception] = queue.Queue()
+
+    def look() -> None:
+        try:
+            answers.put(open_configured(args).snapshot(adopt="no"))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        found = answers.get(timeout=_REGISTRY_WAIT_S)
+    except queue.Empty:
+        raise RegistryUnavailableError(f"no answer within {_REGISTRY_WAIT_S:g} s") from None
+    if isinstance(found, RegistryError):
+        raise found
+    if isinstance(found, Exception):  # a file that may not be read, say
+        raise RegistryUnavailableError(f"{type(found).__name__}: {found}") from found
+    return found
+
+
+def _stored(args: config.RegistryArgs) -> Catalog | None:
+    return stored_catalog_file(config.cache_folder(), config.tracking_uri(args)).read()
+
+
+def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> bool:
+    """Until a signal comes; whether the server was ready before."""
+    started_s = time.monotonic()
+    with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
+        while not signals.count:
+            _check_alive(child)
+            _check_deployed(child)
+            words = ready_status(client, wanted.url)
+            if words is None:
+                break
+            waited_s = time.monotonic() - started_s
+            if waited_s > timeout_s:
+                _fail(child, f"Not ready after {timeout_s:.0f} s ({words})")
+            status.update(f"{words} ({waited_s:.0f} s; log: {child.log})")
+            time.sleep(_POLL_S)
+    if signals.count:
+        return False
+    console.print(f"[green]Ready[/] at {wanted.url} after {time.monotonic() - started_s:.1f} s")
+    with httpx.Client(timeout=30) as client:
+        _print_examples(wanted.url, list_served(client, wanted.url))
+    console.print(f"Log: {child.log}. Ctrl-C stops everything.")
+    while not signals.count:
+        _check_alive(child)
+        time.sleep(_POLL_S)
+    return True
+
+
+def _drain(url: str, token: str, limit_s: float, signals: _Signals) -> float:
+    """Seconds that Serve has to stop afterwards: few for what did not end in time."""
+    if not limit_s:
+        return launch.GENTLE_S
+    words = f"Waiting up to {limit_s:.0f} s for open requests (again Ctrl-C to stop at once)"
+    with console.status(words), httpx.Client(timeout=5) as client:
+        is_empty = drain(client, url, token, limit_s, lambda: signals.count > 1)
+    return launch.GENTLE_S if is_empty else _SHORT_S
+
+
+def _check_alive(child: launch.Child) -> None:
+    if child.has_ended():
+        _fail(child, f"The server ended with exit code {child.process.returncode}")
+
+
+def _check_deployed(child: launch.Child) -> None:
+    if (name := launch.failed_application(launch.log_text(child))) is not None:
+        _fail(child, f"Ray Serve could not deploy the application {name!r}")
+
+
+def _fail(child: launch.Child, reason: str) -> None:
+    for line in launch.log_text(child).splitlines()[-_SHOWN_LOG_LINES:]:
+        console.print(line, markup=False, highlight=False, style="dim", soft_wrap=True)
+    raise Failure(f"{reason}. The end of its log is above, all of it in {child.log}")
+
+
+def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
+    """Three lines to paste, with names that this server has; the last one streams."""
+    bases = [(name, _QUESTION) for name, parent in served if parent is None]
+    adapters = [(f"{parent}:{name}", name) for name, parent in served if parent is not None]
+    adapters.sort(key=lambda adapter: adapter[1] not in EXAMPLES)  # the demo's go first
+    asked = bases[:1] + [(model, EXAMPLES.get(name, _QUESTION)) for model, name in adapters]
+    for number, (model, question) in enumerate((asked * 3)[:3]):
+        body: dict[str, object] = {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 64,
+            "temperature": 0,
+        }
+        if is_stream := number == 2:
+            body["stream"] = True
+        console.print(f"[dim]# {model}{', streaming' if is_stream else ''}[/]")
+        data = shlex.quote(msgspec.json.encode(body).decode())
+        console.print(
+            f"curl -s{'N' if is_stream else ''} {url}/v1/chat/completions "
+            f"-H 'content-type: application/json' -d {data}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _new_log(folder: Path) -> Path:
+    """Named by the moment; the oldest of many go."""
+    for old in sorted(folder.glob("serve-*.log"))[: 1 - _KEPT_LOGS]:
+        for path in (old, *(logs.backup(old, n) for n in range(1, logs.LOG_FILES))):
+            path.unlink(missing_ok=True)
+    return folder / f"serve-{datetime.now(UTC):%Y%m%d-%H%M%S}.log"
+
+
+@contextmanager
+def _signals() -> Iterator[_Signals]:
+    """A handler of ours also gives the child the default one: a shell's `&` would ignore SIGINT."""
+    counter = _Signals()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before: list[Callable[[int, FrameType | None], object] | int | None] = [
+        signal.signal(number, counter) for number in numbers
+    ]
+    try:
+        yield counter
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,101 @@
+"""Makes the demo once: converts the base into HOME/demo, registers it and its three adapters.
+
+A second call finds everything and changes nothing; two calls at the same time wait for each other.
+Ignorant of Ray and HTTP.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.gguf import convert_gguf
+from engine.random_base import RandomShape, write_random_base
+from registry.cache import Cache
+from registry.catalog import Catalog
+from registry.entities import content_digest
+from registry.manifest import MAX_ADAPTER_BYTES, Progress, no_progress, scan_folder
+from serve_app.cli.commands.store import open_registry
+from serve_app.cli.demo.source import GGUF_NAME, obtain_gguf
+from serve_app.cli.registration import register_adapter, register_base
+
+BASE_NAME = "smollm2-135m-instruct"
+ADAPTER_NAMES = ("pirate", "sql", "extract")
+ADAPTERS_DIR = Path(__file__).with_name("adapters")
+RANDOM_BASE_NAME = "tiny-qwen3"
+RANDOM_SHAPE = RandomShape(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+CONVERTED_BYTES = 269_060_552  # of model.safetensors
+
+
+def base_folder(home: Path) -> Path:
+    """Where the converted base lies once it is prepared."""
+    return home / "demo" / BASE_NAME
+
+
+def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = None) -> None:
+    """Registers at `uri`; None: where serving looks by default."""
+    convert_base(home, progress)
+    registry = open_registry(uri)
+    cache = Cache(home / "cache")
+    catalog = registry.snapshot()
+    if all(base.name != BASE_NAME for base in catalog.bases):
+        folder = base_folder(home)
+        register_base(registry, folder, BASE_NAME, link=True, progress=progress)
+    for name in ADAPTER_NAMES:
+        if not _is_registered(catalog, name):
+            folder = ADAPTERS_DIR / name
+            # Their effect is measured before a release; the start is not to wait for it.
+            register_adapter(
+                registry, folder, name, BASE_NAME, cache=cache, probe="never", progress=progress
+            )
+
+
+def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
+    """A second, tiny base beside the demo's, its weights random: for a server of two bases."""
+    folder = home / "demo" / RANDOM_BASE_NAME
+    with _one_at_a_time(folder.parent / ".lock"):
+        if not folder.exists():
+            write_random_base(RANDOM_SHAPE, base_folder(home), folder)
+    registry = open_registry(uri)
+    if all(base.name != RANDOM_BASE_NAME for base in registry.snapshot().bases):
+        register_base(registry, folder, RANDOM_BASE_NAME, link=True)
+
+
+def convert_base(home: Path, progress: Progress = no_progress) -> Path:
+    """The converted base's folder; made if it is not there, whole or not at all."""
+    folder = base_folder(home)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(folder.parent / ".lock"):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(prefix=".gguf.", dir=folder.parent) as scratch:
+                gguf = Path(scratch) / GGUF_NAME
+                obtain_gguf(gguf, progress)
+                convert_gguf(gguf, folder, lambda stage: progress(stage, 0, CONVERTED_BYTES))
+                progress("converted the base model", CONVERTED_BYTES, CONVERTED_BYTES)
+    return folder
+
+
+def _is_registered(catalog: Catalog, name: str) -> bool:
+    """With the content that this release ships; another content becomes a new version."""
+    digest = content_digest(
+        scan_folder(ADAPTERS_DIR / name, "adapter_config.json", MAX_ADAPTER_BYTES)
+    )
+    return any((a.name, a.digest) == (name, digest) for a in catalog.adapters)
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

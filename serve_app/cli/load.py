@@ -1,0 +1,206 @@
+"""A load on an OpenAI endpoint and what came of it: the client of `loraplex bench`.
+
+Closed loop: `concurrency` requests are under way at any time. Ignorant of how results are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import httpx
+import msgspec
+
+from serve_app.cli.commands.common import refusal
+from serve_app.cli.sse import StreamError, StreamReader
+
+_WORDS = [
+    "river",
+    "stone",
+    "cloud",
+    "paper",
+    "light",
+    "garden",
+    "winter",
+    "music",
+    "table",
+    "road",
+    "letter",
+    "ocean",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    url: str
+    models: tuple[str, ...]  # request i asks models[i % len]
+    num_requests: int
+    concurrency: int
+    max_tokens: int
+    prompt_tokens: int  # about: words of a common vocabulary are one token each
+    stream: bool
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    model: str
+    error: str | None
+    duration_s: float
+    first_token_s: float | None = None  # streams only
+    gaps_s: tuple[float, ...] = ()  # between the events of one stream
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of the requests that did not fail; times in milliseconds."""
+
+    model: str
+    requests: int
+    failures: int
+    output_tokens: int
+    tokens_per_s: float
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage
+
+
+async def run_load(load: Load, on_outcome: Callable[[Outcome], None]) -> float:
+    """Seconds from the first request to the end of the last."""
+    waiting = iter(range(load.num_requests))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.concurrency)
+    timeout = httpx.Timeout(30, read=None)  # a queued request may wait long
+    started_s = time.perf_counter()
+    async with httpx.AsyncClient(limits=limits, timeout=timeout) as client:
+
+        async def work() -> None:
+            for number in waiting:
+                on_outcome(await _request(client, load, number))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(load.concurrency, load.num_requests)):
+                group.create_task(work())
+    return time.perf_counter() - started_s
+
+
+def summarize(model: str, outcomes: Sequence[Outcome], wall_s: float) -> Summary:
+    good = [one for one in outcomes if one.error is None]
+    first = [one.first_token_s for one in good if one.first_token_s is not None]
+    gaps = [gap for one in good for gap in one.gaps_s]
+    output_tokens = sum(one.output_tokens for one in good)
+    return Summary(
+        model=model,
+        requests=len(outcomes),
+        failures=len(outcomes) - len(good),
+        output_tokens=output_tokens,
+        tokens_per_s=round(output_tokens / wall_s, 1),
+        ttft_p50_ms=_percentile_ms(first, 50),
+        ttft_p99_ms=_percentile_ms(first, 99),
+        itl_p50_ms=_percentile_ms(gaps, 50),
+        itl_p99_ms=_percentile_ms(gaps, 99),
+    )
+
+
+async def _request(client: httpx.AsyncClient, load: Load, number: int) -> Outcome:
+    model = load.models[number % len(load.models)]
+    body: dict[str, object] = {
+        "model": model,
+        "messages": [{"role": "user", "content": _prompt(load, number)}],
+        "max_tokens": load.max_tokens,
+        "stream": load.stream,
+    }
+    if load.stream:
+        body["stream_options"] = {"include_usage": True}
+    started_s = time.perf_counter()
+    try:
+        if load.stream:
+            return await _streamed(client, load.url, model, body)
+        return await _whole(client, load.url, model, body)
+    except (httpx.HTTPError, httpx.InvalidURL, StreamError) as error:
+        text = str(error) or type(error).__name__
+        return Outcome(model, text, time.perf_counter() - started_s)
+
+
+async def _streamed(
+    client: httpx.AsyncClient, url: str, model: str, body: dict[str, object]
+) -> Outcome:
+    reader = StreamReader()
+    started_s = time.perf_counter()
+    times: list[float] = []
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise StreamError(refusal(answer.status_code, await answer.aread()))
+        async for line in answer.aiter_lines():
+            if reader.read(line):
+                times.append(time.perf_counter())
+    reader.finish()
+    return Outcome(
+        model,
+        None,
+        time.perf_counter() - started_s,
+        first_token_s=times[0] - started_s if times else None,
+        gaps_s=tuple(later - earlier for earlier, later in pairwise(times)),
+        prompt_tokens=reader.prompt_tokens,
+        # A server that sends no usage sends, as a rule, an event a token.
+        output_tokens=reader.completion_tokens or len(times),
+    )
+
+
+async def _whole(
+    client: httpx.AsyncClient, url: str, model: str, body: dict[str, object]
+) -> Outcome:
+    started_s = time.perf_counter()
+    answer = await client.post(f"{url}/v1/chat/completions", json=body)
+    duration_s = time.perf_counter() - started_s
+    if answer.status_code != 200:
+        raise StreamError(refusal(answer.status_code, answer.content))
+    try:
+        content = msgspec.json.decode(answer.content, type=_Answer)
+    except msgspec.DecodeError as error:
+        raise StreamError(f"the answer is no chat completion: {error}") from error
+    if any(choice.finish_reason in (None, "error") for choice in content.choices):
+        raise StreamError("the answer has no good finish reason")
+    usage = content.usage
+    return Outcome(
+        model,
+        None,
+        duration_s,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+    )
+
+
+def _prompt(load: Load, number: int) -> str:
+    """Different from the first word on, so that no prefix cache answers for the engine."""
+    draw = random.Random(f"{load.seed} {number}")
+    return " ".join([str(number), *draw.choices(_WORDS, k=max(load.prompt_tokens - 1, 1))])
+
+
+def _percentile_ms(values_s: Sequence[float], percent: int) -> float | None:
+    """Nearest rank: always a value that was measured."""
+    if not values_s:
+        return None
+    rank = max(math.ceil(len(values_s) * percent / 100), 1)
+    return round(sorted(values_s)[rank - 1] * 1000, 2)

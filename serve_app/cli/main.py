@@ -1,0 +1,82 @@
+"""`loraplex`: the command line. The signatures of the commands are in `serve_app/command_line/`,
+their bodies in `serve_app/commands/`; here they meet, and a failure becomes one sentence on stderr
+and exit code 1.
+
+Only the body of the command that is called is imported: torch, MLflow and Ray take seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from engine.errors import EngineError
+from registry.errors import RegistryError
+from serve_app import home
+from serve_app.cli.commands.failure import Failure
+from serve_app.cli.signatures import adapters, bases, canary, clients, local, register
+from serve_app.cli.signatures.body import Group
+
+_GROUPS = {"register": register, "bases": bases, "adapters": adapters, "canary": canary}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "serve": local.serve,
+    "demo": local.demo,
+    "check": local.check,
+    "models": local.models,
+    "route": clients.route,
+    "chat": clients.chat,
+    "bench": clients.bench,
+    "doctor": local.doctor,
+}
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        name="loraplex",
+        cls=Group,
+        help="Many LoRA adapters on few base models, behind one OpenAI-compatible endpoint.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
+    for name, group in _GROUPS.items():
+        app.add_typer(group.app, name=name)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        build()(words, prog_name="loraplex")
+    except (Failure, RegistryError, EngineError, OSError) as error:
+        cause = home.cause(error) if isinstance(error, RegistryError | OSError) else ""
+        Console(stderr=True).print("[red]error:[/]", Text(f"{error}{cause}"), soft_wrap=True)
+        sys.exit(1)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"loraplex {version('loraplex')}")
+        raise typer.Exit
+
+
+def _root(
+    is_version_wanted: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Many LoRA adapters on few base models, behind one OpenAI-compatible endpoint."""

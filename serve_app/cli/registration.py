@@ -1,0 +1,165 @@
+"""Registration as every caller does it: the engine room judges the files, then the registry keeps
+them. What is refused leaves nothing behind; an adapter without effect is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from engine.effect_report import EffectReport
+from engine.refusals import REFUSALS
+from engine.validation import check_adapter, check_base
+from registry.cache import Cache
+from registry.catalog import DEFAULT_ALIAS
+from registry.client import Registry
+from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion
+from registry.errors import NotFoundError, RegistrationError
+from registry.manifest import Progress, no_progress
+from registry.names import check_alias, check_model_id, check_name, model_key
+from registry.plain import check_trained_on
+from serve_app.cli import effect
+from serve_app.text.base_text import BaseText
+
+_REMEDY = ". An untrained adapter? To register it all the same: --allow-noop"
+
+_REFUSED: tuple[type[Exception], ...] = (*REFUSALS, RegistrationError)
+
+V = TypeVar("V", BaseVersion, AdapterVersion)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(Generic[V]):
+    version: V
+    warnings: tuple[str, ...]  # what a user should know, in words
+    effect: EffectReport | None = None  # of an adapter
+
+
+def register_base(
+    registry: Registry,
+    folder: Path,
+    name: str,
+    *,
+    alias: str | None = DEFAULT_ALIAS,
+    link: bool = False,
+    model_id: str = "",
+    progress: Progress = no_progress,
+) -> Registered[BaseVersion]:
+    """`link`: a local store takes the files by hardlink; the folder must never change again.
+    `model_id`: ORGANISATION/NAME, by which clients may call the base too. A `name` of that form is
+    the id, and its last part the registered name."""
+    if "/" in name:
+        name, model_id = name.rpartition("/")[2], model_id or name
+    if model_id:
+        check_model_id(model_id)
+    _check_request(folder, "config.json", name, alias)
+    with _refused(f"base model {name!r}"):
+        BaseText.from_folder(folder)  # tokenizer and template, as a front will open them
+        report = check_base(folder)
+    facts = BaseFacts(
+        report.architecture, report.num_parameters, report.max_model_len, _known_as(folder)
+    )
+    version = registry.register_base(
+        folder, name, facts=facts, alias=alias, link=link, model_id=model_id, progress=progress
+    )
+    return Registered(version, report.warnings)
+
+
+def register_adapter(
+    registry: Registry,
+    folder: Path,
+    name: str,
+    base: str,
+    *,
+    cache: Cache,
+    alias: str | None = DEFAULT_ALIAS,
+    probe: effect.Wish = "auto",
+    allow_noop: bool = False,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Registered[AdapterVersion]:
+    """`base`: `name`, `name@alias` or `name@version`; its files come through the cache. `probe`:
+    whether the base is run to see what the adapter changes. `force`: the adapter is accepted
+    though its configuration names another base."""
+    _check_request(folder, "adapter_config.json", name, alias)
+    try:
+        found = registry.snapshot().resolve_base(base)
+    except NotFoundError as error:
+        raise RegistrationError(
+            f"adapter {name!r}: {error}; register the base first: loraplex register base"
+        ) from error
+    if not force:
+        with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
+            check_trained_on(_trained_on(folder), found, "to register it all the same: --force")
+    base_folder = registry.fetch(found, cache, progress=progress)
+    with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
+        report = check_adapter(folder, base_folder)
+        if report.is_noop and not allow_noop:  # known before a base is loaded
+            raise RegistrationError(f"adapter {name!r} is refused: {report.warnings[0]}{_REMEDY}")
+        found_out = effect.prove(folder, name, base_folder, wish=probe)
+    _check_effect(name, found_out, allow_noop)
+    facts = AdapterFacts(report.rank, report.targets, report.num_parameters, report.is_noop)
+    # The version that was checked, whatever an alias says by now.
+    pinned = f"{found.name}@{found.version}"
+    version = registry.register_adapter(
+        folder,
+        name,
+        base=pinned,
+        facts=facts,
+        alias=alias,
+        effect=effect.record(found_out, name, found),
+        progress=progress,
+    )
+    return Registered(version, (*report.warnings, *found_out.warnings), found_out)
+
+
+def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
+    match found_out.verdict:
+        case "refused" | "non_finite":
+            raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}")
+        case "none" if not allow_noop:
+            raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}{_REMEDY}")
+
+
+def _check_request(folder: Path, required: str, name: str, alias: str | None) -> None:
+    """What is cheap to refuse, before gigabytes are read."""
+    check_name(name)
+    if alias is not None:
+        check_alias(alias)
+    if not folder.is_dir():
+        raise RegistrationError(f"{folder} is not a folder")
+    if not (folder / required).is_file():
+        raise RegistrationError(f"{folder} holds no {required}")
+
+
+def _known_as(folder: Path) -> tuple[str, ...]:
+    """Names of the weights beside the registered one: of the folder, and as its files say."""
+    named = _field(folder / "config.json", "_name_or_path")
+    keys = dict.fromkeys(model_key(name) for name in (str(folder.resolve()), named))
+    return tuple(key for key in keys if key and "," not in key)
+
+
+def _trained_on(folder: Path) -> str:
+    return _field(folder / "adapter_config.json", "base_model_name_or_path")
+
+
+def _field(path: Path, name: str) -> str:
+    """Empty where the file has no such text; other faults of the file are found later."""
+    try:
+        value = msgspec.json.decode(path.read_bytes(), type=dict[str, object]).get(name)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except _REFUSED as error:
+        raise RegistrationError(f"{what} is refused: {error}") from error

@@ -1,0 +1,54 @@
+"""How a command's signature finds its body: the module is imported when the command is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any, ParamSpec
+
+from typer.core import TyperGroup
+
+from serve_app.cli.commands.failure import Failure
+
+_ROOMS = frozenset({"serve_app", "engine", "lora", "kernels", "registry"})
+
+P = ParamSpec("P")
+
+
+class Group(TyperGroup):
+    """A group whose own --help is False, not None, while a command below it is parsed: typer would
+    import pydantic to convert the None."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
+
+
+def body_in(module: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """The function below is only a signature: the function of its name in
+    serve_app/commands/MODULE.py takes the same arguments and does the work."""
+
+    def decorate(signature: Callable[P, None]) -> Callable[P, None]:
+        @wraps(signature)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            _load(module, signature.__name__)(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def _load(module: str, name: str) -> Callable[..., None]:
+    try:
+        found: Callable[..., None] = getattr(
+            import_module(f"serve_app.cli.commands.{module}"), name
+        )
+    except ModuleNotFoundError as error:  # an extra that is not installed
+        if error.name is None or error.name.partition(".")[0] in _ROOMS:
+            raise
+        words = f"This command needs the package {error.name}: pip install 'loraplex[demo]'"
+        raise Failure(words) from error
+    return found

@@ -1,0 +1,80 @@
+"""Commands that work on this machine and its registry: serve, demo, check, models, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serve_app.cli.signatures.body import body_in
+from serve_app.cli.signatures.options import Json, LogFormat, Uri
+
+
+@body_in("serve")
+def serve(
+    file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
+    haproxy: Annotated[bool, typer.Option(help="HAProxy in front: for many streams")] = False,
+    drain_s: Annotated[
+        float,
+        typer.Option(
+            "--drain",
+            min=0,
+            help="Seconds that open requests have to end after Ctrl-C or SIGTERM; new ones get 503",
+        ),
+    ] = 30.0,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option("--log-format", help="Form of the log's lines, in $LORAPLEX_HOME/logs"),
+    ] = LogFormat.text,
+) -> None:
+    """Start the server, wait until it is ready, stay until Ctrl-C."""
+
+
+@body_in("demo")
+def demo(
+    two_bases: Annotated[
+        bool, typer.Option("--two-bases", help="Also a tiny base of random weights")
+    ] = False,
+) -> None:
+    """Prepare and register the demo: one small base model, three adapters."""
+
+
+@body_in("check")
+def check(
+    name: Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@N of an adapter")],
+    json: Annotated[bool, typer.Option("--json", help="The whole report, on stdout")] = False,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Ask this instead; may be repeated")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the report and its plot here")
+    ] = None,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Keep the report with the version")
+    ] = True,
+    if_quick: Annotated[
+        bool, typer.Option("--if-quick", help="Run the base only where it takes seconds")
+    ] = False,
+    tracking_uri: Uri = None,
+) -> None:
+    """Run an adapter against its base and say what it changes; exit code 1 if nothing."""
+
+
+@body_in("models")
+def models(
+    url: Annotated[str | None, typer.Option("--url", help="Ask this running server")] = None,
+    tracking_uri: Uri = None,
+    json: Json = False,
+) -> None:
+    """List base models and their adapters."""
+
+
+@body_in("doctor")
+def doctor(
+    port: Annotated[int, typer.Option("--port", help="Where you want to serve")] = 8000,
+    json: Json = False,
+) -> None:
+    """Check this machine and say what is missing."""

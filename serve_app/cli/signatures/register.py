@@ -1,0 +1,57 @@
+"""`loraplex register base|adapter`: the signatures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from registry.catalog import DEFAULT_ALIAS
+from serve_app.cli.signatures.body import Group, body_in
+from serve_app.cli.signatures.options import Uri
+
+app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True, cls=Group)
+
+Folder = Annotated[Path, typer.Argument(help="Folder with the files")]
+Name = Annotated[str, typer.Option("--name", help="Name to register it under")]
+Alias = Annotated[str, typer.Option("--alias", help="Alias that points to this version")]
+
+
+@app.command()
+@body_in("register")
+def base(
+    folder: Folder,
+    name: Name,
+    alias: Alias = DEFAULT_ALIAS,
+    model_id: Annotated[
+        str, typer.Option("--model-id", help="ORGANISATION/NAME, by which clients may call it too")
+    ] = "",
+    tracking_uri: Uri = None,
+) -> None:
+    """Register a base model: a Hugging Face folder with config.json and safetensors."""
+
+
+@app.command()
+@body_in("register")
+def adapter(
+    folder: Folder,
+    name: Name,
+    base: Annotated[str, typer.Option("--base", help="Registered NAME, NAME@ALIAS or NAME@N")],
+    alias: Alias = DEFAULT_ALIAS,
+    probe: Annotated[
+        bool | None,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Run the base to see what the adapter changes; default: where it takes seconds",
+        ),
+    ] = None,
+    allow_noop: Annotated[
+        bool, typer.Option("--allow-noop", help="Even if it changes nothing")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if its configuration names another base model")
+    ] = False,
+    tracking_uri: Uri = None,
+) -> None:
+    """Register a LoRA adapter: a PEFT folder with adapter_config.json and safetensors."""

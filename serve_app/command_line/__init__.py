@@ -1,3 +1,0 @@
-"""The signatures of `loraplex`'s commands: names, options, help. Nothing here imports more than
-typer, so that --help answers at once; the bodies are in `serve_app/commands/`.
-"""

@@ -1,0 +1,1 @@
+"""The manager process: it makes the fleet of base applications match the registry."""

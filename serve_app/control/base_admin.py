@@ -1,0 +1,100 @@
+"""What an operator may ask of a base: serve it, serve it no more, let it sleep, wake it.
+
+The first two are written into the registry, where every manager finds them; the others are of the
+moment. A base that the file names is the file's: only sleep and wake are for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from registry.catalog import Catalog
+from registry.errors import NotFoundError
+from serve_app.config import ModelArgs
+from serve_app.control.base_plan import SERVE, file_names, parse_setting, resolved
+from serve_app.control.fleet import Fleet
+from serve_app.errors import ConflictError
+from serve_app.messages import BaseChange
+from serve_app.platform_view import BaseLine, RegistryReader
+
+_FOLLOW_S = 10.0
+
+
+async def change_base(
+    change: BaseChange,
+    models: Sequence[ModelArgs],
+    catalog: Catalog,
+    registry: RegistryReader,
+    fleet: Fleet,
+) -> None:
+    """Raises NotFoundError, ConflictError or a RegistryError."""
+    if change.kind in ("add", "remove"):
+        await _write(change, models, catalog, registry)
+        return
+    now_s = asyncio.get_running_loop().time()
+    lines = _lines(change.name, fleet)
+    if change.kind == "wake":
+        for line in lines:
+            fleet.sleep.wake(line.digest, now_s)
+        return
+    for line in lines:
+        if line.state not in ("running", "asleep"):
+            raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
+        if num_open := fleet.sleep.num_open(line.digest, now_s):
+            raise ConflictError(
+                f"{change.name!r} has {num_open} open requests: it cannot sleep now"
+            )
+    for line in lines:
+        fleet.sleep.rest(line.digest, now_s)
+
+
+async def is_followed(
+    change: BaseChange, changed: asyncio.Condition, planned: Callable[[], Catalog | None]
+) -> None:
+    """Returns when a round of the manager followed what `add` or `remove` wrote, so that
+    the next list of the bases shows its outcome; or when that takes long. `planned`: the catalog
+    that the last round followed; `changed` is notified when it is another."""
+    wanted = change.setting if change.kind == "add" else None
+
+    def is_planned() -> bool:
+        catalog = planned()
+        return catalog is not None and catalog.setting(change.name, SERVE) == wanted
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FOLLOW_S), changed:
+            await changed.wait_for(is_planned)
+
+
+async def _write(
+    change: BaseChange,
+    models: Sequence[ModelArgs],
+    catalog: Catalog,
+    registry: RegistryReader,
+) -> None:
+    name = change.name
+    if name in file_names(resolved(models, catalog)):
+        raise ConflictError(
+            f"{name!r} is named by the configuration file's models: change it there"
+        )
+    if change.kind == "remove":
+        if catalog.setting(name, SERVE) is None:
+            raise NotFoundError(f"no admin call asked to serve a base {name!r}")
+        await asyncio.to_thread(registry.set_setting, name, SERVE, None)
+        return
+    parse_setting(name, change.setting)  # the caller has checked it: nothing else gets in
+    catalog.resolve_base(name)
+    await asyncio.to_thread(registry.set_setting, name, SERVE, change.setting)
+
+
+def _lines(name: str, fleet: Fleet) -> list[BaseLine]:
+    """Of all its versions that are served; `name@version`: of that one."""
+    lines = [
+        line
+        for line in fleet.lines
+        if name in (line.name, f"{line.name}@{line.version}") and line.state != "draining"
+    ]
+    if not lines or not all(line.digest for line in lines):
+        raise NotFoundError(f"no base {name!r} is served here")
+    return lines

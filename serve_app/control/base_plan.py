@@ -1,0 +1,263 @@
+"""Which base applications the wishes mean, given what the registry holds. Pure.
+
+Wishes come from two places: the file's `models`, and the setting `serve` of a base's registered
+model, which an admin call writes. Where both name a base the file wins. A wish that cannot be
+followed is set aside with its reason and holds up no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pydantic import ValidationError
+
+from registry.catalog import Catalog
+from registry.errors import InvalidNameError, NotFoundError
+from registry.names import parse_reference
+from serve_app.config import FRONT_SETTINGS, ModelArgs, in_words
+from serve_app.platform_view import BaseSource, BaseSpec
+from serve_app.routing.policies import POLICIES
+
+logger = logging.getLogger(__name__)
+
+APP_PREFIX = "base--"
+SERVE = "serve"  # the setting's key
+# Of a base that the registry adds: on CPUs nothing else bounds the processes that it starts.
+_MAX_ADDED_REPLICAS = 64
+_MAX_REASON_CHARS = 1000
+# A base that the registry does not show any more is served on for so long: a page of a listing
+# that changed meanwhile, or an alias that is deleted and set again, hides one for a look.
+MISSING_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedBase:
+    """A base whose setting cannot be followed."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    specs: tuple[BaseSpec, ...]
+    missing: tuple[str, ...]  # named by the file, not in the registry
+    refused: tuple[RefusedBase, ...] = ()
+
+
+def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -> Plan:
+    models = resolved(models, catalog)
+    specs: dict[str, BaseSpec] = {}
+    missing: list[str] = []
+    wishes: list[tuple[ModelArgs, BaseSource]] = [(model, "file") for model in models]
+    added, refused = _settings(catalog, file_names(models))
+    wishes += [(model, "registry") for model in added]
+    for model, source in wishes:
+        try:
+            base = catalog.resolve_base(model.name)
+        except (NotFoundError, InvalidNameError) as error:
+            if source == "file":
+                missing.append(model.name)
+            else:
+                refused.append(RefusedBase(model.name, str(error)))
+            continue
+        if (other := specs.get(base.digest)) is not None:
+            if source == "registry":
+                why = f"its files are those of {other.base.name!r}, which is served already"
+                refused.append(RefusedBase(model.name, why))
+            else:
+                logger.error("model %s is %s, which is already served", model.name, base.name)
+            continue
+        device = model.engine.device
+        if device == "auto":
+            device = "cuda" if cluster_has_gpu else "cpu"
+        specs[base.digest] = BaseSpec(
+            base, model, device, app_name(base.name, base.digest, model, device), source
+        )
+    return Plan(tuple(specs.values()), tuple(missing), tuple(refused))
+
+
+def wished(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
+    """The file's, and those that the registry adds; each by its registered name."""
+    models = resolved(models, catalog)
+    return [*models, *_settings(catalog, file_names(models))[0]]
+
+
+def resolved(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
+    """With the registered name in the place of ORGANISATION/NAME, so that a base is the same
+    whichever of them the file writes. An id that no base has stays as it is."""
+    found = []
+    for model in models:
+        try:
+            name = catalog.registered(model.name)
+        except NotFoundError:
+            name = model.name
+        found.append(model if name == model.name else model.model_copy(update={"name": name}))
+    return found
+
+
+def parse_setting(name: str, text: str) -> ModelArgs:
+    """The setting's JSON. Whatever the text is, only ValueError comes out, with the reason in
+    words, and nothing is imported: everybody who may tag a model writes it."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    if "name" in fields:
+        raise ValueError("name: is the registered model's and cannot be set")
+    try:
+        model = ModelArgs.model_validate({**fields, "name": name})
+    except ValidationError as error:
+        raise ValueError(in_words(error)[:_MAX_REASON_CHARS]) from None
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair, which is no text") from None
+    except Exception as error:  # a fault of ours must stay this model's alone
+        logger.exception("checking the setting %r of %s failed", SERVE, name)
+        raise ValueError(f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]) from None
+    check_added(model)
+    return model
+
+
+def check_added(model: ModelArgs) -> None:
+    """Raises ValueError for what only the configuration file may ask of a base."""
+    if model.router.policy not in POLICIES:
+        raise ValueError(
+            f"router.policy: {model.router.policy[:100]!r} is none of {', '.join(POLICIES)}; "
+            "only the configuration file may name a class of its own"
+        )
+    scaling = model.autoscaling
+    most = model.replicas if scaling is None else scaling.max_replicas
+    if most > _MAX_ADDED_REPLICAS:
+        raise ValueError(
+            f"replicas: {most} are more than the {_MAX_ADDED_REPLICAS} that a base may have "
+            "which the configuration file does not name"
+        )
+
+
+class LastGood:
+    """Plans completed by what ran before, where a look does not explain why it should go.
+
+    A setting that becomes wrong leaves its base as it was. A base that is away from the registry is
+    served on for `MISSING_S`. Who takes the wish back, in the file or by its setting, is followed
+    at once, and so is who replaces it.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[str, BaseSpec] = {}  # by the wish's name, its suffix included
+        self._missing_since_s: dict[str, float] = {}
+        self._by_id: dict[str, ModelArgs] = {}  # by the file's ORGANISATION/NAME, as last resolved
+
+    def complete(
+        self, wanted: Plan, models: Sequence[ModelArgs], catalog: Catalog, now_s: float
+    ) -> Plan:
+        for spec in wanted.specs:
+            self._specs[spec.model.name] = spec
+            self._missing_since_s.pop(spec.model.name, None)
+        served = {spec.base.digest for spec in wanted.specs}
+        refused = {one.name for one in wanted.refused}
+        there = {base.name for base in catalog.bases}
+        models = self._resolved(models, catalog)
+        in_file = file_names(models)
+        wished = {model.name for model in models} | {
+            one.name for one in catalog.settings if one.key == SERVE and one.name not in in_file
+        }
+        kept = []
+        for name, spec in tuple(self._specs.items()):
+            if spec in wanted.specs:
+                continue
+            is_there = spec.base.name in there
+            is_replaced = spec.base.digest in served or (
+                spec.base.name in in_file and name not in wished
+            )
+            since_s = self._missing_since_s.setdefault(name, now_s)
+            is_refused = is_there and name in refused
+            is_over = now_s - since_s > MISSING_S and not is_refused
+            if is_replaced or is_over or (is_there and name not in wished):
+                del self._specs[name], self._missing_since_s[name]
+                continue
+            kept.append(spec)
+        names = {spec.model.name for spec in kept}
+        return replace(
+            wanted,
+            specs=(*wanted.specs, *kept),
+            missing=tuple(name for name in wanted.missing if self._name_of(name) not in names),
+        )
+
+    def _resolved(self, models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
+        """An id that no base has any more stands for the name that it stood for before."""
+        found = []
+        for model, now in zip(models, resolved(models, catalog), strict=True):
+            if now.name != model.name:
+                self._by_id[model.name] = now
+            found.append(self._by_id.get(model.name, now))
+        return found
+
+    def _name_of(self, name: str) -> str:
+        known = self._by_id.get(name)
+        return name if known is None else known.name
+
+
+def file_names(models: Sequence[ModelArgs]) -> set[str]:
+    """Of registered models, without alias or version. `models`: as `resolved` returns them."""
+    names = set()
+    for model in models:
+        try:
+            names.add(parse_reference(model.name).name)
+        except InvalidNameError:
+            continue
+    return names
+
+
+def app_name(name: str, digest: str, model: ModelArgs, device: str) -> str:
+    """Says content and settings: another of either is another application."""
+    text = model.model_dump_json(exclude=set(FRONT_SETTINGS)) + device
+    settings = hashlib.sha256(text.encode()).hexdigest()
+    return f"{APP_PREFIX}{_in_app_name(name)}--{digest[:12]}-{settings[:8]}"
+
+
+def is_application_of(app: str, name: str, digest: str) -> bool:
+    """With whatever settings."""
+    return app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--{digest[:12]}-")
+
+
+def is_application_of_any(app: str, plan: Plan) -> bool:
+    """Whether it is one of a base that is wished for, and that the plan has no version of."""
+    names = [name.partition("@")[0] for name in plan.missing]
+    names += [one.name for one in plan.refused]
+    return any(app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--") for name in names)
+
+
+def _settings(catalog: Catalog, in_file: set[str]) -> tuple[list[ModelArgs], list[RefusedBase]]:
+    added: list[ModelArgs] = []
+    refused: list[RefusedBase] = []
+    for setting in catalog.settings:
+        if setting.key != SERVE or setting.name in in_file:
+            continue
+        found = _parsed(setting.name, setting.value)
+        if isinstance(found, RefusedBase):
+            refused.append(found)
+        else:
+            added.append(found)
+    return added, refused
+
+
+@lru_cache(maxsize=4096)
+def _parsed(name: str, text: str) -> ModelArgs | RefusedBase:
+    """Kept: every round of the manager asks for all of them."""
+    try:
+        return parse_setting(name, text)
+    except ValueError as error:
+        words = "".join(char if char.isprintable() else "?" for char in str(error))
+        return RefusedBase(name, f"its setting {SERVE!r} is wrong: {words}")
+
+
+def _in_app_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)

@@ -1,0 +1,58 @@
+"""The Serve application of one base model: its engine replicas and, behind HAProxy, their door."""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.autoscaling.options import engine_scaling
+from serve_app.messages import DOOR, ENGINE
+from serve_app.platform_view import BaseSpec, Sources
+from serve_app.ray_network import keep_to_loopback
+from serve_app.replica.deployment import EngineReplica
+
+
+def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
+    model = spec.model
+    bundle = {"CPU": 0.01, "GPU": 1.0}  # replica and actor share a node, hence its cache
+    scaling = engine_scaling(model)
+    deployment = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]
+        name=ENGINE,
+        num_replicas=model.replicas if scaling is None else None,
+        autoscaling_config=scaling,
+        max_ongoing_requests=model.max_ongoing_requests,
+        max_queued_requests=model.max_queued_requests,
+        request_router_config=RequestRouterConfig(
+            request_router_class="serve_app.routing.serve_router:LoraplexRouter",  # type: ignore[arg-type]
+            request_router_kwargs=model.router.model_dump(),
+        ),
+        health_check_period_s=model.health_check_period_s,
+        graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        # What does not start twice is told to who waits for it; the manager tries again later.
+        max_constructor_retry_count=max(2, model.replicas),
+        ray_actor_options={"num_cpus": 0.01 if spec.device == "cuda" else 0},
+        # An application of its own does not inherit the file's logging_config: a line a request.
+        logging_config={"enable_access_log": False},
+        placement_group_bundles=[bundle] if spec.device == "cuda" else None,
+    )
+    application: serve.Application = deployment.bind(spec, sources)
+    return _behind_door(application) if RAY_SERVE_ENABLE_HA_PROXY else application
+
+
+class Door:
+    """Does nothing. With HAProxy, Serve refuses a router of one's own on the deployment that an
+    application is entered by, though nobody enters this one over HTTP."""
+
+    def __init__(self, engine: DeploymentHandle[object]) -> None:
+        keep_to_loopback()
+
+
+def _behind_door(engine: serve.Application) -> serve.Application:
+    door = serve.deployment(Door).options(  # type: ignore[attr-defined]
+        name=DOOR, num_replicas=1, ray_actor_options={"num_cpus": 0}
+    )
+    application: serve.Application = door.bind(engine)
+    return application

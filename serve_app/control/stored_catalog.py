@@ -1,0 +1,79 @@
+"""The last good catalog on a node's disk: a manager starts with it while the registry is away.
+
+One event loop; the disk is read and written in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from registry.catalog import Catalog
+from serve_app.control.watcher import Watcher
+from serve_app.platform_view import RegistryReader
+from serve_app.tasks import spawn
+
+logger = logging.getLogger(__name__)
+
+# For a first answer of the registry, once it is open; then the stored catalog is taken.
+REGISTRY_WAIT_S = 5.0
+_AGAIN_S = 30.0  # after a catalog that could not be written
+
+
+class StoredCatalog:
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._opened_s: float | None = None  # when the registry was opened, the loop's clock
+        self._has_read = False
+        self._stored: Catalog | None = None  # what the disk has
+        self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def is_current(self) -> bool:
+        return self._stored is self._watcher.catalog and self._writing is None
+
+    async def start(self, registry: RegistryReader) -> None:
+        """Gives the watcher the stored catalog where the registry fails or stays silent. Called
+        until the watcher has one."""
+        if self._has_read:
+            return
+        watcher, now_s = self._watcher, asyncio.get_running_loop().time()
+        if self._opened_s is None:
+            self._opened_s = now_s
+        if watcher.error is None and now_s - self._opened_s < REGISTRY_WAIT_S:
+            return
+        self._has_read = True
+        stored = await asyncio.to_thread(registry.stored_catalog)
+        why = watcher.error or f"no answer for {REGISTRY_WAIT_S:g} s"
+        if stored is None:
+            logger.error(
+                "the registry does not answer, and this node has stored no catalog of it: nothing "
+                "is served until it does (%s)",
+                why,
+            )
+        elif watcher.catalog is None:
+            logger.warning(
+                "the registry does not answer: starting with the stored catalog: %s", why
+            )
+            self._stored = stored
+            watcher.start_with(stored)
+
+    def keep(self, registry: RegistryReader) -> None:
+        """Writes the watcher's catalog, each good one once, one at a time. Returns at once."""
+        catalog = self._watcher.catalog
+        is_news = catalog is not self._stored and self._watcher.error is None
+        # Without a base nothing could be served with it.
+        if catalog is None or not catalog.bases or not is_news or self._writing is not None:
+            return
+        self._stored = catalog
+        self._writing = spawn(self._write(registry, catalog), "store-catalog")
+
+    async def _write(self, registry: RegistryReader, catalog: Catalog) -> None:
+        try:
+            await asyncio.to_thread(registry.store_catalog, catalog)
+        except Exception:  # a full disk, say: once more later, and not in each round
+            logger.exception("the catalog was not stored")
+            await asyncio.sleep(_AGAIN_S)
+            self._stored = None
+        finally:
+            self._writing = None

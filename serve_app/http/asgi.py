@@ -1,0 +1,146 @@
+"""HTTP below the routes: bodies with a limit, clients that leave, SSE in as few writes as possible,
+and the shape of every error. Ignorant of models and engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.errors import ApiError, ClientGoneError, to_api_error
+
+logger = logging.getLogger(__name__)
+
+_JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The raw body; 415 for another type than JSON, 413 as soon as it is too long.
+
+    A web page of another origin can send a request that has neither a content type nor an
+    authorization without asking the server first, so that such a request is refused too.
+    """
+    content_type = request.headers.get("content-type")
+    if content_type is None:
+        is_json = "authorization" in request.headers
+    else:
+        is_json = _JSON_TYPE.match(content_type) is not None
+    if not is_json:
+        raise ApiError(
+            415,
+            "The body must be application/json, and the content-type header must say so.",
+            code="unsupported_media_type",
+        )
+    declared = request.headers.get("content-length", "0")
+    body = bytearray()
+    if not declared.isdecimal() or int(declared) <= max_bytes:
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    break
+            else:
+                return bytes(body)
+        except ClientDisconnect:
+            raise ClientGoneError from None
+    raise ApiError(413, f"The body is longer than {max_bytes} bytes.", code="body_too_large")
+
+
+class SseResponse(Response):
+    """Server-sent events, already encoded; each item of `chunks` is one write.
+
+    The first one exists before the response does, so that a refusal still has its status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, chunks: AsyncIterator[bytes], close: Callable[[], None]
+    ) -> None:
+        """`close` is called at the end, however it comes."""
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._first = first
+        self._chunks = chunks
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGoneError, OSError):
+            return  # nobody is there to be told
+        finally:
+            self._close()
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """What msgspec can encode."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class HeadAsGet:
+    """Answers HEAD as GET without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                scope["route"] = as_get.get("route")
+            elif message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app(as_get, receive, send_head)
+
+
+def error_response(error: BaseException) -> Response:
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    answer = to_api_error(error)
+    if answer.status == 500:
+        logger.error("request failed", exc_info=error)
+    return Response(answer.body(), answer.status, answer.headers(), "application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Everything that a route lets through comes out in OpenAI's shape."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def answer_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        shown = f"{request.method} {request.url.path[:128]}"
+        words = {404: f"No such endpoint: {shown}.", 405: f"Not allowed: {shown}."}
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        status = error.status_code
+        message = words.get(status, "The request cannot be answered.")
+        response = error_response(ApiError(status, message, code=codes.get(status)))
+        response.headers.update(error.headers or {})
+        return response
+
+    handler: Callable[[Request, Exception], Awaitable[Response]] = answer
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(Exception, handler)

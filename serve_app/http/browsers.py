@@ -1,0 +1,109 @@
+"""Which web pages may use the server: by the name that they call it by, and by their own origin.
+
+A page that a browser shows may send requests to the loopback address of the same machine. It reads
+the answers only if its origin is allowed (CORS), unless the name of the page's own host resolves to
+the loopback address (DNS rebinding): then the Host header names that host, and is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.config import IngressArgs
+from serve_app.errors import ApiError, shown
+from serve_app.http.asgi import error_response
+from serve_app.network import is_loopback
+
+# Probes, scrapers and the command line call a replica by its address, whatever its clients call it.
+_PROBED = frozenset({"/live", "/ready", "/health"})
+_SCRAPED = frozenset({"/metrics"})
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+?)\.?(?::\d{1,5})?")
+_METHODS = ("GET", "HEAD", "POST")
+_PREFLIGHT_S = 600
+_EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "x-loraplex-version", "x-loraplex-arm")
+
+
+def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
+    if args.cors_origins:
+        app = _Answered(app)
+        # Never with credentials: a key travels in the authorization header, which is none here.
+        app = CORSMiddleware(
+            app,
+            allow_origins=args.cors_origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+            max_age=_PREFLIGHT_S,
+        )
+    is_behind_gateway = args.trusted_gateway is not None
+    if "*" in args.allowed_hosts or (is_behind_gateway and not args.allowed_hosts):
+        return app
+    # Without a gateway the server listens on this machine alone. Scrapers call it by a local name,
+    # and the names of tenants and models are kept from a page that has rebound its own.
+    open_paths = _PROBED | _SCRAPED if is_behind_gateway else _PROBED
+    return _HostCheck(app, frozenset(args.allowed_hosts), open_paths)
+
+
+class _Answered:
+    """Answers exceptions where the answer still gets the headers without which a page of another
+    origin may not read it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception as error:
+            if is_started or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
+
+
+class _HostCheck:
+    """Refuses requests that name another host than `hosts` and this machine's own names. Browsers
+    always name one; a request without a name passes, and so does a look at one of `open_paths`."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._is_open(scope):
+            for name, value in scope["headers"]:
+                if name == b"host" and not self._is_allowed(value.decode("latin-1")):
+                    await self._refuse(value)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, value: str) -> bool:
+        found = _HOST.fullmatch(value)
+        if found is None:
+            return False
+        name = found[1].lower()
+        return name in self._hosts or is_loopback(name.strip("[]"))
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["path"] in self._open_paths and scope.get("method") in ("GET", "HEAD")
+
+    @staticmethod
+    def _refuse(value: bytes) -> ASGIApp:
+        return error_response(
+            ApiError(
+                403,
+                f"The server is not called {shown(value.decode('latin-1'))}; "
+                "args.ingress.allowed_hosts lists further names.",
+                code="host_not_allowed",
+            )
+        )

@@ -1,0 +1,1 @@
+"""Every metric family, in Prometheus' text format."""

@@ -1,0 +1,320 @@
+"""One HTTP request's answer, streamed or whole: the engine's outputs in, bytes for the client out.
+
+Holds the choices of all prompts (index = prompt * n + choice), echo, logprobs and the usage. Pure:
+the ingress feeds it, sends what comes back and aborts in the engine what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.types import TokenLogprobs, TokenOutput
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.choice import ChoiceRules, ChoiceState, Delta
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import Prompt
+from serve_app.openai.logprobs import CompletionLogprobs, chat_entry
+from serve_app.openai.logprobs_parts import (
+    Position,
+    Rendering,
+    chat_lists,
+    completion_lists,
+    prompt_list,
+    rendered_here,
+)
+from serve_app.openai.responses import (
+    DONE,
+    ChoiceBody,
+    ChunkWriter,
+    Json,
+    ResponseHead,
+    Usage,
+    encode,
+    full_body,
+    usage_chunk,
+)
+from serve_app.text.base_text import BaseText
+from serve_app.text.detokenize import build_stop_table
+from serve_app.text.tokenizer import TextTokenizer
+
+_LONG_CHUNK_ENTRIES = 512  # 0.6 ms; a hundred of them may come together
+
+
+@dataclass(slots=True)
+class Fed:
+    """What one engine output leads to."""
+
+    data: bytes = b""  # for the stream; always empty for a whole answer
+    abort: bool = False  # a stop string ended this choice: the engine may drop it
+    rendering: Rendering[bytes] | None = None  # of a chunk with many log-probabilities, else None
+
+
+NOTHING = Fed()
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    index: int
+    prompt: int
+    state: ChoiceState
+    writer: ChunkWriter
+    deltas: list[Delta]  # whole answers only
+    is_started: bool = False
+
+
+class Answer:
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompts: Sequence[Prompt],
+        text: BaseText,
+        head: ResponseHead,
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._text = text
+        self._head = head
+        self._is_chat = isinstance(request, ChatRequest)
+        self._echoes = isinstance(request, CompletionRequest) and bool(request.echo)
+        self._num_logprobs = request.output_logprobs
+        options = request.stream_options
+        self._shows_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = self._shows_usage and bool(
+            options is not None and options.continuous_usage_stats
+        )
+        # Without any of these a chunk is text and nothing else.
+        self._is_plain = not (
+            self._continuous_usage or self._num_logprobs is not None or request.return_token_ids
+        )
+        self._cached_tokens = [0] * len(prompts)
+        self._prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
+        self._num_tokens = 0
+        self.has_text = request.requested_tokens == 0  # visible, in any choice; then none is asked
+        self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
+        self._choices = self._make_choices()
+        self._num_open = len(self._choices)
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, in all choices."""
+        return self._num_tokens
+
+    def feed(self, prompt: int, output: TokenOutput) -> Fed:
+        """`prompt`: the index of the prompt whose engine request this output belongs to.
+
+        Raises EngineFailureError or ServiceUnavailableError when the engine gave the choice up;
+        the answer is then void.
+        """
+        choice = self._choices[prompt * self._request.num_choices + output.choice]
+        state = choice.state
+        num_before = state.num_tokens
+        delta = state.feed(output)
+        self._num_tokens += state.num_tokens - num_before
+        if output.choice == 0:  # the other choices find this one's prompt in the cache
+            self._cached_tokens[prompt] = output.num_cached_tokens
+        if output.prompt_logprobs:
+            self._prompt_logprobs[prompt] = output.prompt_logprobs
+        if delta is None:
+            return NOTHING
+        if not self.has_text:
+            self.has_text = bool(delta.text) and not delta.text.isspace()
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+        if not self._request.stream:
+            choice.deltas.append(delta)
+            return Fed(b"", state.stopped_by_text)
+        is_first, choice.is_started = not choice.is_started, True
+        if self._is_long(choice, delta, is_first):
+            return Fed(b"", state.stopped_by_text, self._long_chunk(choice, delta, is_first))
+        return Fed(self._chunk(choice, delta, is_first), state.stopped_by_text)
+
+    def usage(self) -> Usage:
+        return Usage(
+            sum(len(prompt.token_ids) for prompt in self._prompts),
+            self._num_tokens,
+            sum(self._cached_tokens),
+        )
+
+    def stream_end(self) -> bytes:
+        """After the last chunk of the last choice."""
+        assert self.is_done
+        return (usage_chunk(self._head, self.usage()) if self._shows_usage else b"") + DONE
+
+    def body(self) -> bytes:
+        """Blocks, with many log-probabilities for seconds."""
+        return rendered_here(self.rendering(), self.tokenizer)
+
+    def rendering(self) -> Rendering[bytes]:
+        """Ends with the whole body."""
+        assert self.is_done
+        extras: Json = {}
+        if self._is_chat:
+            extras = yield from self._prompt_extras(self._choices[0])
+        choices = []
+        for choice in self._choices:
+            choices.append((yield from self._choice_body(choice)))
+        return full_body(self._head, choices, self.usage(), extras)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return self._text.tokenizer
+
+    def _make_choices(self) -> list[_Choice]:
+        request = self._request
+        rules = ChoiceRules(
+            stop_table=build_stop_table(request.stop) if request.stop else None,
+            include_stop=bool(request.include_stop_str_in_output),
+            min_tokens=request.min_tokens or 0,
+            eos_token_ids=frozenset() if request.ignore_eos else self._text.eos_token_ids,
+            has_no_output=request.requested_tokens == 0,
+        )
+        skip = request.skip_special_tokens is not False
+        # A completion goes on from its prompt, and so does a chat whose last message the client
+        # began: a first space there is a real one.
+        at_start = isinstance(request, ChatRequest) and not request.continue_final_message
+        choices = []
+        for index in range(len(self._prompts) * request.num_choices):
+            detokenizer = self._text.tokenizer.detokenizer(
+                skip_special_tokens=skip, at_start=at_start
+            )
+            choices.append(
+                _Choice(
+                    index,
+                    index // request.num_choices,
+                    ChoiceState(rules, detokenizer),
+                    ChunkWriter(self._head, index, shows_usage=self._shows_usage),
+                    [],
+                )
+            )
+        return choices
+
+    def _echo_text(self, prompt: Prompt) -> str:
+        if not self._echoes:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        return self._text.tokenizer.decode(prompt.token_ids)
+
+    def _is_long(self, choice: _Choice, delta: Delta, is_first: bool) -> bool:
+        """The chunk has many log-probabilities, mostly because it repeats a prompt with its own."""
+        if self._num_logprobs is None:
+            return False
+        num_positions = len(delta.logprobs)
+        if is_first and self._echoes:
+            num_positions += len(self._prompts[choice.prompt].token_ids)
+        return num_positions * (self._num_logprobs + 1) > _LONG_CHUNK_ENTRIES
+
+    def _chunk(self, choice: _Choice, delta: Delta, is_first: bool) -> bytes:
+        if self._is_plain and delta.finish_reason is None:
+            text = self._echo_texts[choice.prompt] + delta.text if is_first else delta.text
+            return choice.writer.plain(text)
+        before, after = self._around(choice, delta, is_first)
+        logprobs = self._logprobs(choice, delta, with_prompt=is_first)
+        return b"".join((before, encode(logprobs), after))
+
+    def _long_chunk(self, choice: _Choice, delta: Delta, is_first: bool) -> Rendering[bytes]:
+        before, after = self._around(choice, delta, is_first)  # now, whenever it is rendered
+
+        def rendering() -> Rendering[bytes]:
+            lists = yield from self._lists(choice, [delta], with_prompt=is_first)
+            return b"".join((before, encode(lists), after))
+
+        return rendering()
+
+    def _around(self, choice: _Choice, delta: Delta, is_first: bool) -> tuple[bytes, bytes]:
+        text = delta.text
+        if is_first:
+            text = self._echo_texts[choice.prompt] + text
+        extras: Json = {}
+        if delta.finish_reason is not None:
+            extras["stop_reason"] = delta.stop_reason
+        if self._request.return_token_ids:
+            extras["token_ids"] = delta.token_ids
+            if is_first:
+                extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
+        usage = self.usage() if self._continuous_usage else None
+        return choice.writer.around(text, delta.finish_reason, extras, usage)
+
+    def _choice_body(self, choice: _Choice) -> Rendering[ChoiceBody]:
+        last = choice.deltas[-1]
+        assert last.finish_reason is not None
+        text = "".join(delta.text for delta in choice.deltas)
+        extras: Json = {}
+        if self._request.return_token_ids:
+            extras["token_ids"] = [i for delta in choice.deltas for i in delta.token_ids]
+        if not self._is_chat:
+            extras.update((yield from self._prompt_extras(choice)))
+        return ChoiceBody(
+            choice.index,
+            self._echo_texts[choice.prompt] + text,
+            (yield from self._lists(choice, choice.deltas, with_prompt=True)),
+            last.finish_reason,
+            last.stop_reason,
+            extras,
+        )
+
+    def _prompt_extras(self, choice: _Choice) -> Rendering[Json]:
+        extras: Json = {}
+        if self._request.return_token_ids:
+            extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
+        num_top = self._request.prompt_logprobs
+        if num_top is not None:
+            entries = self._prompt_logprobs[choice.prompt]
+            extras["prompt_logprobs"] = yield from prompt_list(entries, num_top)
+        return extras
+
+    def _logprobs(self, choice: _Choice, delta: Delta, *, with_prompt: bool) -> Json | None:
+        """Of a chunk with few."""
+        num_top, tokenizer = self._num_logprobs, self._text.tokenizer
+        if num_top is None:
+            return None
+        if self._is_chat:
+            content = [chat_entry(entry, num_top, tokenizer) for entry, _ in delta.logprobs]
+            return {"content": content, "refusal": None}
+        lists = CompletionLogprobs()
+        positions = self._positions(choice, [delta], with_prompt=with_prompt)
+        lists.extend(positions, num_top, tokenizer)
+        return lists.to_json()
+
+    def _lists(
+        self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
+    ) -> Rendering[Json | None]:
+        num_top = self._num_logprobs
+        if num_top is None:
+            return None
+        positions = self._positions(choice, deltas, with_prompt=with_prompt)
+        lists = chat_lists if self._is_chat else completion_lists
+        return (yield from lists(positions, num_top))
+
+    def _positions(
+        self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
+    ) -> Iterator[Position]:
+        if with_prompt and self._echoes:
+            prompt = self._prompts[choice.prompt]
+            entries, offsets = self._prompt_logprobs[choice.prompt], self._prompt_offsets(prompt)
+            yield from zip(prompt.token_ids, entries, offsets, strict=True)
+        num_echoed = len(self._echo_texts[choice.prompt])
+        for delta in deltas:
+            for entry, offset in delta.logprobs:
+                yield entry.token_id, entry, num_echoed + offset
+
+    def _prompt_offsets(self, prompt: Prompt) -> Iterator[int]:
+        """Where each token of the prompt begins in the echoed text. A special token has a place
+        there if the client wrote it, and none if the tokenizer added it."""
+        tokenizer, text = self._text.tokenizer, prompt.text
+        stream = tokenizer.detokenizer(skip_special_tokens=text is None)
+        offset = 0
+        for token_id in prompt.token_ids:
+            yield offset
+            is_added = (
+                text is not None
+                and tokenizer.is_special(token_id)
+                and not text.startswith(tokenizer.token_text(token_id), offset)
+            )
+            if not is_added:
+                offset += len(stream.push(token_id))

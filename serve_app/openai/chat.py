@@ -1,0 +1,155 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import Field, PlainValidator, model_validator
+
+from serve_app.errors import shown
+from serve_app.openai.fields import MAX_LOGPROBS, MAX_TOKENS, GenerationFields
+from serve_app.openai.json_body import FieldError
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+MAX_TEMPLATE_VARIABLES = 16
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Message = dict[str, str]
+Variable = str | int | float | bool
+
+_ROLES = frozenset(get_args(Role))
+_UNSUPPORTED_IN_MESSAGE = ("tool_calls", "function_call", "audio")
+_OPTIONAL_IN_MESSAGE = ("name", "tool_call_id", "reasoning_content")
+# What render sets itself; a client must not.
+_TAKEN_VARIABLES = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "self", "loop")
+)
+_VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+
+def check_messages(value: object) -> tuple[Message, ...]:
+    """Plain dictionaries for the template: text parts joined, empty fields left out."""
+    if not isinstance(value, list) or not value:
+        raise FieldError(f"messages: must be a non-empty list, got {shown(value)}.")
+    if len(value) > MAX_MESSAGES:
+        raise FieldError(f"messages: at most {MAX_MESSAGES}, got {len(value)}.")
+    return tuple(_check_message(message, index) for index, message in enumerate(value))
+
+
+def _check_message(value: object, index: int) -> Message:
+    if not isinstance(value, dict):
+        raise FieldError(f"messages.{index}: must be an object, got {shown(value)}.", str(index))
+    role = value.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        known = ", ".join(get_args(Role))
+        raise FieldError(
+            f"messages.{index}.role: one of {known}, got {shown(role)}.", f"{index}.role"
+        )
+    for name in _UNSUPPORTED_IN_MESSAGE:
+        if value.get(name):
+            where = f"{index}.{name}"
+            raise FieldError(f"messages.{where}: not supported, got {shown(value[name])}.", where)
+    message = {"role": role, "content": _check_content(value.get("content"), role, index)}
+    for name in _OPTIONAL_IN_MESSAGE:
+        extra = value.get(name)
+        if extra is None:
+            continue
+        if not isinstance(extra, str):
+            where = f"{index}.{name}"
+            raise FieldError(f"messages.{where}: must be a string, got {shown(extra)}.", where)
+        message[name] = extra
+    return message
+
+
+def _check_content(content: object, role: str, index: int) -> str:
+    where = f"{index}.content"
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":  # what our own answers may hold
+        return ""
+    if not isinstance(content, list):
+        raise FieldError(
+            f"messages.{where}: must be a string or a list of text parts, got {shown(content)}.",
+            where,
+        )
+    if not 1 <= len(content) <= MAX_PARTS:
+        raise FieldError(f"messages.{where}: 1 to {MAX_PARTS} parts, got {len(content)}.", where)
+    texts = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise FieldError(
+                f'messages.{where}.{number}: only {{"type": "text", "text": "..."}} parts are '
+                f"supported, got {shown(kind)}.",
+                f"{where}.{number}",
+            )
+        texts.append(text)
+    return "\n".join(texts)  # as vLLM: chat templates of text models take one string
+
+
+def check_template_variables(value: object) -> Mapping[str, Variable]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise FieldError(f"chat_template_kwargs: must be an object, got {shown(value)}.")
+    if len(value) > MAX_TEMPLATE_VARIABLES:
+        raise FieldError(
+            f"chat_template_kwargs: at most {MAX_TEMPLATE_VARIABLES} entries, got {len(value)}."
+        )
+    for name, item in value.items():
+        is_free = name not in _TAKEN_VARIABLES and not name.endswith("_token")
+        if not _VARIABLE_NAME.fullmatch(name) or not is_free:
+            raise FieldError(f"chat_template_kwargs: {shown(name)} cannot be set.")
+        if not isinstance(item, str | int | float | bool):
+            raise FieldError(
+                f"chat_template_kwargs: strings, numbers and booleans only, got {shown(item)}."
+            )
+    return dict(value)
+
+
+class ChatRequest(GenerationFields):
+    refused: ClassVar[frozenset[str]] = frozenset(("echo", "prompt"))
+
+    messages: Annotated[
+        tuple[Message, ...],
+        PlainValidator(check_messages, json_schema_input_type=list[dict[str, object]]),
+    ]
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Variable],
+        PlainValidator(check_template_variables, json_schema_input_type=dict[str, object] | None),
+    ] = {}
+
+    @model_validator(mode="after")
+    def _agree_in_chat(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs: only with logprobs true.", "top_logprobs")
+        if self.continue_final_message and self.adds_generation_prompt:
+            raise FieldError(
+                "continue_final_message: only with add_generation_prompt false.",
+                "continue_final_message",
+            )
+        return self
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        return self.add_generation_prompt is not False
+
+    @property
+    def requested_tokens(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def output_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,78 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PlainValidator, model_validator
+
+from serve_app.errors import shown
+from serve_app.openai.fields import MAX_LOGPROBS, MAX_TOKENS, GenerationFields, check_token_ids
+from serve_app.openai.json_body import FieldError
+
+MAX_PROMPTS = 128
+MAX_SEQUENCES = 256
+DEFAULT_MAX_TOKENS = 16
+
+Prompt = str | tuple[int, ...]
+
+
+def _check_prompts(value: object) -> tuple[Prompt, ...]:
+    """A string, token ids, or a list of either (not mixed) -> always a tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise FieldError(
+            f"prompt: must be a string, token ids, or a list of them, got {shown(value)}."
+        )
+    if type(value[0]) is not str and not isinstance(value[0], list):
+        return (tuple(check_token_ids(value, "prompt")),)
+    if len(value) > MAX_PROMPTS:
+        raise FieldError(f"prompt: at most {MAX_PROMPTS} prompts, got {len(value)}.")
+    if isinstance(value[0], list):
+        return tuple(_check_id_prompt(ids) for ids in value)
+    for text in value:
+        if not isinstance(text, str):
+            raise FieldError(f"prompt: must hold strings only, got {shown(text)}.")
+    return tuple(value)
+
+
+def _check_id_prompt(value: object) -> tuple[int, ...]:
+    ids = tuple(check_token_ids(value, "prompt"))
+    if not ids:
+        raise FieldError("prompt: a list of token ids must not be empty.")
+    return ids
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        PlainValidator(
+            _check_prompts,
+            json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+        ),
+    ]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _agree_in_completions(self) -> CompletionRequest:
+        num_sequences = len(self.prompt) * self.num_choices
+        if num_sequences > MAX_SEQUENCES:
+            raise FieldError(
+                f"n: {len(self.prompt)} prompts times n {self.num_choices} is {num_sequences}, at "
+                f"most {MAX_SEQUENCES} sequences a request.",
+                "n",
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("max_tokens: 0 only with echo true.", "max_tokens")
+        return self
+
+    @property
+    def requested_tokens(self) -> int | None:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def output_logprobs(self) -> int | None:
+        return self.logprobs

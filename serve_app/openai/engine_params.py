@@ -1,0 +1,266 @@
+"""From a checked body to what the engine and the text side need: prompts, sampling and text rules.
+
+`read_prompts` tokenizes: call it in a worker thread. Limits are the engine's; ids are compared with
+the vocabulary here, before anything reaches a device.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.admission import EngineLimits
+from engine.errors import ContextLengthError, InvalidRequestError
+from engine.types import Request, SamplingParams
+from registry.entities import AdapterVersion
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.text.base_text import BaseText
+
+N = TypeVar("N", int, float)
+
+MAX_LOGPROB_ENTRIES = 1 << 21  # of one whole answer: 47,000 tokens with 20 alternatives and one n
+MAX_PROMPT_TOKENS = 1 << 20  # of all prompts of a request: 40 MB as Python's integers
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    text: str | None  # as the client wrote it; None for token ids
+
+
+def read_prompts(
+    body: ChatRequest | CompletionRequest, text: BaseText, limits: EngineLimits
+) -> tuple[Prompt, ...]:
+    if isinstance(body, ChatRequest):
+        return (chat_prompt(body, text, limits),)
+    return completion_prompts(body, text, limits)
+
+
+def engine_requests(
+    body: ChatRequest | CompletionRequest,
+    prompts: Sequence[Prompt],
+    adapter: AdapterVersion | None,
+    limits: EngineLimits,
+    arrival_s: float = 0.0,
+    *,
+    defaults: GenerationDefaults = NO_DEFAULTS,
+    cache_salt: str,
+) -> tuple[Request, ...]:
+    """One a prompt, of one submit call. `cache_salt`: of tenant and client, see `Tenants`.
+
+    Raises InvalidRequestError, of which ContextLengthError is one, for what goes beyond a limit.
+    """
+    _check_prompt_logprobs(body, sum(len(prompt.token_ids) for prompt in prompts))
+    return tuple(
+        Request(
+            uuid.uuid4().hex,
+            prompt.token_ids,
+            sampling_params(body, prompt, limits, defaults, len(prompts)),
+            None if adapter is None else adapter.digest,
+            cache_salt,
+            arrival_s,
+        )
+        for prompt in prompts
+    )
+
+
+def chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:
+    rendered = text.render_chat(
+        request.messages,
+        add_generation_prompt=request.adds_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself, so the tokenizer must not add its own.
+    ids = _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+    return Prompt(ids, None)
+
+
+def completion_prompts(
+    request: CompletionRequest, text: BaseText, limits: EngineLimits
+) -> tuple[Prompt, ...]:
+    add_special_tokens = request.add_special_tokens is not False
+    prompts: list[Prompt] = []
+    num_tokens = 0
+    for prompt in request.prompt:
+        if isinstance(prompt, str):
+            ids = _encode(prompt, add_special_tokens, text, limits, "prompt")
+            prompts.append(Prompt(ids, prompt))
+        else:
+            _check_vocabulary(prompt, limits.vocab_size, "prompt")
+            prompts.append(Prompt(prompt, None))
+        if not prompts[-1].token_ids:
+            raise InvalidRequestError("prompt: has no tokens.", "prompt")
+        num_tokens += len(prompts[-1].token_ids)
+        if num_tokens > max(MAX_PROMPT_TOKENS, limits.max_request_tokens):
+            raise InvalidRequestError(
+                f"prompt: {len(prompts)} of {len(request.prompt)} prompts have {num_tokens} tokens "
+                f"together, at most {MAX_PROMPT_TOKENS} are allowed in a request.",
+                "prompt",
+            )
+    return tuple(prompts)
+
+
+def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) -> tuple[int, ...]:
+    """For /tokenize, with the limit of a prompt."""
+    if request.messages is None:
+        assert request.prompt is not None
+        adds = request.add_special_tokens is not False
+        return _encode(request.prompt, adds, text, limits, "prompt")
+    rendered = text.render_chat(
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs,
+    )
+    return _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+
+
+def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
+    """For /detokenize, with the limit of a prompt."""
+    check_token_ids(request.tokens, text)
+    if len(request.tokens) > limits.max_request_tokens:
+        raise ContextLengthError(
+            f"tokens: at most {limits.max_request_tokens}, this model's maximum context length, "
+            f"got {len(request.tokens)}.",
+            "tokens",
+        )
+    return text.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest,
+    prompt: Prompt,
+    limits: EngineLimits,
+    defaults: GenerationDefaults = NO_DEFAULTS,
+    num_prompts: int = 1,
+) -> SamplingParams:
+    """For one prompt: what is left of the context depends on its length. `defaults`: the model's,
+    for what the request leaves out; `num_prompts`: of the request."""
+    max_tokens = _max_tokens(request, len(prompt.token_ids), limits, defaults)
+    _check_vocabulary([i for i, _ in request.logit_bias], limits.vocab_size, "logit_bias")
+    _check_vocabulary(request.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    return SamplingParams(
+        max_tokens=_bounded_by_logprobs(request, max_tokens, num_prompts),
+        min_tokens=request.min_tokens or 0,
+        temperature=_given(request.temperature, defaults.temperature, 1.0),
+        top_k=max(0, _given(request.top_k, defaults.top_k, 0)),  # vLLM's -1 is off, too
+        top_p=_given(request.top_p, defaults.top_p, 1.0),
+        min_p=_given(request.min_p, defaults.min_p, 0.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=request.logit_bias,
+        seed=None if request.seed is None else request.seed % 2**64,
+        n=request.num_choices,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=request.output_logprobs,
+        prompt_logprobs=_prompt_logprobs(request, echo),
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], text: BaseText) -> None:
+    """For /detokenize."""
+    _check_vocabulary(token_ids, text.tokenizer.vocab_size, "tokens")
+
+
+def _given(value: N | None, default: N | None, otherwise: N) -> N:
+    if value is not None:
+        return value
+    return otherwise if default is None else default
+
+
+def _prompt_logprobs(request: ChatRequest | CompletionRequest, echo: bool) -> int | None:
+    wanted = [request.prompt_logprobs, request.output_logprobs if echo else None]
+    return max((k for k in wanted if k is not None), default=None)
+
+
+def _check_prompt_logprobs(request: ChatRequest | CompletionRequest, num_tokens: int) -> None:
+    """All entries of the prompts exist at once, in the engine's one output for each of them and in
+    the answer, where every choice of a completion repeats them. `num_tokens`: of all prompts."""
+    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
+    lists = [request.prompt_logprobs, request.output_logprobs if echoed else None]
+    each = sum(k + 1 for k in lists if k is not None)
+    copies = 1 if isinstance(request, ChatRequest) else request.num_choices
+    if num_tokens * copies * each <= MAX_LOGPROB_ENTRIES:
+        return
+    param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    field = "logprobs with echo" if request.prompt_logprobs is None else param
+    raise InvalidRequestError(
+        f"{field}: {num_tokens} tokens in the prompts, {each} log-probabilities for each and "
+        f"{copies} copies in the answer make {num_tokens * copies * each}, at most "
+        f"{MAX_LOGPROB_ENTRIES} are allowed in a request.",
+        param,
+    )
+
+
+def _bounded_by_logprobs(
+    request: ChatRequest | CompletionRequest, max_tokens: int, num_prompts: int
+) -> int:
+    """A whole answer keeps every log-probability until its end: about 150 bytes each. What the
+    client asks for must fit; where it leaves the length open, the length is what fits."""
+    if request.stream or request.output_logprobs is None:
+        return max_tokens
+    each = num_prompts * request.num_choices * (request.output_logprobs + 1)
+    if max_tokens * each <= MAX_LOGPROB_ENTRIES:
+        return max_tokens
+    fitting = MAX_LOGPROB_ENTRIES // each
+    if request.requested_tokens is None and (request.min_tokens or 0) <= fitting:
+        return fitting
+    raise InvalidRequestError(
+        f"logprobs: {max_tokens} tokens, {num_prompts * request.num_choices} sequences and "
+        f"{request.output_logprobs} log-probabilities beside each token's own make "
+        f"{max_tokens * each} in one answer, at most {MAX_LOGPROB_ENTRIES} without stream true.",
+        "logprobs",
+    )
+
+
+def _max_tokens(
+    request: ChatRequest | CompletionRequest,
+    num_prompt_tokens: int,
+    limits: EngineLimits,
+    defaults: GenerationDefaults,
+) -> int:
+    room = limits.max_request_tokens - num_prompt_tokens
+    wanted = request.requested_tokens
+    if room < 1 or (wanted or 0) > room:
+        asked = f" and {wanted} for the output" if wanted else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {limits.max_request_tokens} tokens, but the "
+            f"request has {num_prompt_tokens} in the prompt{asked}.",
+            "messages" if isinstance(request, ChatRequest) else "prompt",
+        )
+    # 0 is echo alone: the engine draws one token and the answer leaves it out.
+    if wanted is None:
+        return min(room, max(defaults.max_new_tokens or room, request.min_tokens or 0))
+    return max(1, wanted)
+
+
+def _encode(
+    value: str, add_special_tokens: bool, text: BaseText, limits: EngineLimits, param: str
+) -> tuple[int, ...]:
+    most = limits.max_request_tokens
+    at_least = text.tokenizer.min_tokens(value)
+    if at_least <= most:
+        at_least = text.tokenizer.min_tokens_of_beginnings(value, most)
+    if at_least > most:
+        raise ContextLengthError(
+            f"This model's maximum context length is {limits.max_request_tokens} tokens, but the "
+            f"prompt of {len(value)} characters has at least {at_least}.",
+            param,
+        )
+    return tuple(text.encode(value, add_special_tokens=add_special_tokens))
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"{param}: token id {max(token_ids)} is outside the vocabulary of {vocab_size}.", param
+        )

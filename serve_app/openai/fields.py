@@ -1,0 +1,282 @@
+"""What the two generating endpoints share: sampling fields, their bounds, and what is refused.
+
+Every optional field takes null. Unknown fields are ignored, except those that would change the
+output and that we do not serve: ignoring such a field would answer another question.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from engine.admission import MIN_REPETITION_PENALTY
+from serve_app.errors import shown
+from serve_app.openai.json_body import FieldError
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_PRIORITY = 2**31 - 1
+MAX_SESSION_CHARS = 256  # of what names a user or a conversation
+MAX_UNKNOWN_NAMES = 64
+
+
+def check_token_ids(value: object, name: str) -> list[int]:
+    """Cheap for a long list: two passes at the speed of C."""
+    if not isinstance(value, list):
+        raise FieldError(f"{name}: must be a list of token ids, got {shown(value)}.")
+    if not set(map(type, value)) <= {int}:
+        wrong = next(item for item in value if type(item) is not int)
+        raise FieldError(f"{name}: must hold integers only, got {shown(wrong)}.")
+    if value and not (min(value) >= 0 and max(value) <= MAX_TOKEN_ID):
+        wrong = next(item for item in value if not 0 <= item <= MAX_TOKEN_ID)
+        raise FieldError(f"{name}: {shown(wrong)} is not a token id.")
+    return value
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, list):
+        raise FieldError(f"stop: must be a string or a list of strings, got {shown(value)}.")
+    if len(stops) > MAX_STOPS:
+        raise FieldError(f"stop: at most {MAX_STOPS} strings, got {len(stops)}.")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise FieldError(
+                f"stop: strings of 1 to {MAX_STOP_CHARS} characters, got {shown(stop)}."
+            )
+    return tuple(dict.fromkeys(stops))
+
+
+def _check_stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
+        raise FieldError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, got {len(value)}.")
+    return tuple(dict.fromkeys(check_token_ids(value, "stop_token_ids")))
+
+
+def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise FieldError(f"logit_bias: must map token ids to numbers, got {shown(value)}.")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise FieldError(f"logit_bias: at most {MAX_LOGIT_BIAS} tokens, got {len(value)}.")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+            raise FieldError(f"logit_bias: {shown(key)} is not a token id.")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise FieldError(f"logit_bias: must lie in [-100, 100], got {shown(bias)}.")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value == [] or value == {} or value == ""
+
+
+def _is(*neutral: object) -> Callable[[object], bool]:
+    # By type too: True == 1 in Python.
+    return lambda value: (
+        value is None or any(type(value) is type(item) and value == item for item in neutral)
+    )
+
+
+def _is_text_format(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and value.get("type") == "text")
+
+
+# Field -> whether its value asks for nothing special.
+UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
+    "tools": _is_empty,
+    "tool_choice": _is("none", "auto"),  # without tools, which are refused, both call none
+    "functions": _is_empty,
+    "function_call": _is("none"),
+    "response_format": _is_text_format,
+    "structured_outputs": _is_empty,
+    "suffix": _is_empty,
+    "audio": _is_empty,
+    "modalities": _is(["text"], []),
+    "chat_template": _is_empty,
+    "documents": _is_empty,
+    "logits_processors": _is_empty,
+    "logit_processors": _is_empty,
+    "bad_words": _is_empty,
+    "allowed_token_ids": _is_empty,
+    "use_beam_search": _is(False),
+    "length_penalty": _is(1, 1.0),
+    "early_stopping": _is(False),
+    "prompt_embeds": _is_empty,
+    "truncate_prompt_tokens": _is_empty,
+    "return_tokens_as_token_ids": _is(False),
+    "reasoning_effort": _is_empty,
+    "verbosity": _is("medium"),
+    "web_search_options": _is_empty,
+    "thinking_token_budget": _is_empty,
+    "include_reasoning": _is(True),
+    "logprob_token_ids": _is_empty,
+    "repetition_detection": _is_empty,
+    "return_prompt_text": _is(False),
+    "spaces_between_special_tokens": _is(True),
+    "truncation_side": _is_empty,
+    "vllm_xargs": _is_empty,
+    "watermarking": _is(False),
+}
+_UNSUPPORTED_PREFIX = "guided_"
+# Other servers choose the adapter by a field of its own: SGLang, LoRAX and TGI, llama.cpp.
+_OTHER_MODEL_FIELDS = frozenset(
+    ("lora_path", "adapter_id", "adapter_source", "adapters", "merged_adapters", "lora")
+)
+
+
+class UnknownFields:
+    """Logs the name of each unknown field once, so that an ignored field leaves a trace.
+
+    Clients choose the names: at most MAX_UNKNOWN_NAMES of them are remembered and logged.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, name: str) -> None:
+        short = shown(name)
+        if short in self._seen or len(self._seen) >= MAX_UNKNOWN_NAMES:
+            return
+        self._seen.add(short)
+        logger.warning("requests carry the unknown field %s, which is ignored", short)
+        if len(self._seen) == MAX_UNKNOWN_NAMES:
+            logger.warning("further unknown fields are not logged")
+
+
+unknown_fields = UnknownFields()  # of this process
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    refused: ClassVar[frozenset[str]] = frozenset()  # unsupported at this endpoint only, if truthy
+
+    model: str = Field(min_length=1, max_length=256)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=2)
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...],
+        PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float] | None),
+    ] = ()
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stop: Annotated[
+        tuple[str, ...],
+        PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        PlainValidator(_check_stop_token_ids, json_schema_input_type=list[int] | None),
+    ] = ()
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is earlier
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=MAX_SESSION_CHARS)
+    safety_identifier: str | None = Field(None, max_length=MAX_SESSION_CHARS)
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)
+    metadata: dict[str, object] | None = None
+    # The answer's id is made of it; it need not be unique.
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: object) -> object:
+        if isinstance(body, dict):
+            known = cls.model_fields
+            for name, value in body.items():
+                if name not in known:
+                    cls._check_other(name, value)
+        return body
+
+    @classmethod
+    def _check_other(cls, name: str, value: object) -> None:
+        """Refuses, passes or logs a field that is not in this model."""
+        is_neutral = UNSUPPORTED.get(name)
+        if is_neutral is None:
+            if name in _OTHER_MODEL_FIELDS:
+                if not _is_empty(value):
+                    raise FieldError(
+                        f"{name}: not supported, got {shown(value)}. The field model names the "
+                        'adapter: "model": "<base>:<adapter>".',
+                        name,
+                    )
+                return
+            if not (name.startswith(_UNSUPPORTED_PREFIX) or name in cls.refused):
+                unknown_fields.note(name)
+                return
+            if _is_empty(value):
+                return
+            is_neutral = _is(False)
+        if not is_neutral(value):
+            short = shown(name)[1:-1]
+            raise FieldError(f"{short}: not supported, got {shown(value)}.", short)
+
+    @model_validator(mode="after")
+    def _agree(self) -> GenerationFields:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise FieldError(
+                f"best_of: must equal n ({self.num_choices}), got {self.best_of}.", "best_of"
+            )
+        limit = self.requested_tokens
+        if limit is not None and (self.min_tokens or 0) > limit:
+            raise FieldError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens, {limit}.", "min_tokens"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options: only with stream true.", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs: not with stream true.", "prompt_logprobs")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """The most tokens the client wants; None: as many as fit, or the endpoint's default."""
+        raise NotImplementedError
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """How many alternatives to report a position; None: no logprobs."""
+        raise NotImplementedError

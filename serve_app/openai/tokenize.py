@@ -1,0 +1,63 @@
+"""The bodies of POST /tokenize and /detokenize, in vLLM's shape (lm-eval uses them)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from serve_app.openai.chat import Message, Variable, check_messages, check_template_variables
+from serve_app.openai.fields import check_token_ids
+from serve_app.openai.json_body import FieldError
+
+
+def _check_optional_messages(value: object) -> tuple[Message, ...] | None:
+    return None if value is None else check_messages(value)
+
+
+def _check_tokens(value: object) -> tuple[int, ...]:
+    return tuple(check_token_ids(value, "tokens"))
+
+
+class TokenizeRequest(BaseModel):
+    """Either `prompt` or `messages`. Without a model the server's only base is meant."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = Field(None, min_length=1, max_length=256)
+    prompt: str | None = None
+    messages: Annotated[
+        tuple[Message, ...] | None,
+        PlainValidator(
+            _check_optional_messages, json_schema_input_type=list[dict[str, object]] | None
+        ),
+    ] = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Variable],
+        PlainValidator(check_template_variables, json_schema_input_type=dict[str, object] | None),
+    ] = {}
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt: give either prompt or messages.", "prompt")
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise FieldError(
+                "continue_final_message: only with add_generation_prompt false.",
+                "continue_final_message",
+            )
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = Field(None, min_length=1, max_length=256)
+    tokens: Annotated[
+        tuple[int, ...], PlainValidator(_check_tokens, json_schema_input_type=list[int])
+    ]

@@ -1,0 +1,1 @@
+"""The engine replica: a Serve deployment around one engine process, and its adapters."""

@@ -1,0 +1,1 @@
+"""The text side of a base model: tokenizer, chat template, incremental detokenization."""

@@ -1,0 +1,231 @@
+"""A model's chat template: messages to one string, exactly as transformers' apply_chat_template.
+
+The template comes with the model, so it runs in jinja's immutable sandbox, without attributes that
+lead out of it, with bounded output. A client never sends one. On the event loop its work is counted
+and bounded, too (`template_guard`); only a worker process whose time and memory the kernel limits
+renders without the count. Ignorant of tokens and of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TypeAlias, TypeVar
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from engine.errors import InvalidRequestError, UnsupportedModelError
+from serve_app.text.template_guard import (
+    BUDGET,
+    FREE_WORK,
+    MAX_SOURCE_CHARS,
+    WORK_PER_CHARACTER,
+    GuardedSandbox,
+    refuse,
+)
+
+Message: TypeAlias = dict[str, str]
+TemplateValue: TypeAlias = str | int | float | bool
+T = TypeVar("T")
+
+# A template may repeat what it was given, not blow it up: 1 MiB beside twice the messages.
+FREE_OUTPUT_CHARS = 1 << 20
+MAX_PRODUCT = 1 << 20
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, is_guarded: bool = True
+    ) -> None:
+        """`special_tokens`: bos_token and the like, as the template names them. `is_guarded`: work
+        beyond the budget raises TooDearError; false only where the process may be killed."""
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self._is_guarded = is_guarded
+        if is_guarded and len(source) > MAX_SOURCE_CHARS:
+            source = ""  # `render` refuses it unread
+        try:
+            self._template = _environment(is_guarded=is_guarded).from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise UnsupportedModelError(f"chat template: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, TemplateValue] | None = None,
+    ) -> str:
+        if self._is_guarded and len(self._source) > MAX_SOURCE_CHARS:
+            refuse(f"it has more than {MAX_SOURCE_CHARS} characters")
+        # Copies: the template may write into them, and the tag below does.
+        chat = [dict(message) for message in messages]
+        final = ""
+        if continue_final_message:
+            final = chat[-1]["content"]
+            chat[-1]["content"] = final + _CONTINUE_TAG
+        num_chars = sum(len(part) for message in chat for part in message.values())
+        BUDGET.left = FREE_WORK + WORK_PER_CHARACTER * num_chars
+        text = self._run(
+            {
+                **self._special_tokens,
+                **(variables or {}),
+                "messages": chat,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            FREE_OUTPUT_CHARS + 2 * num_chars,
+        )
+        return _cut_at_tag(text, final) if continue_final_message else text
+
+    def _run(self, context: dict[str, object], max_chars: int) -> str:
+        parts: list[str] = []
+        num_chars = 0
+        try:
+            for part in self._template.generate(context):
+                parts.append(part)
+                num_chars += len(part)
+                if num_chars > max_chars:
+                    refuse(f"it writes more than {max_chars} characters")
+        # A template is code: whatever it raises on these messages is about these messages.
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise _refusal(str(error)) from error
+        except (AttributeError, RecursionError) as error:
+            raise _refusal(str(error)) from error
+        return "".join(parts)
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    """The rendered chat up to the end of its last message."""
+    tag = _CONTINUE_TAG.strip()
+    if final.strip() not in text or tag not in text:
+        raise _refusal("it drops parts of the final message, which cannot be continued")
+    end = text.rindex(tag)
+    if text.startswith(_CONTINUE_TAG, end):
+        return text[:end]
+    return text[:end].rstrip()  # the template trimmed the message, and the tag's space with it
+
+
+def _refusal(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The model's chat template does not take these messages: {reason}", "messages"
+    )
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks assistant text for training; in serving the block is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it as an instance variable)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_body", [])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+    _body.is_cheap = True  # type: ignore[attr-defined]
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Without a count of its work, which the process that runs it must bound."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
+        limit = 64 if operator == "**" else MAX_PRODUCT
+        for number, other in ((left, right), (right, left)):
+            if isinstance(number, int) and isinstance(other, str | list | tuple):
+                if number * len(other) > MAX_PRODUCT:
+                    raise SecurityError("repeats a value too often")
+            elif operator == "**" and isinstance(number, int) and abs(number) > limit:
+                raise SecurityError("a power too large")
+        return super().call_binop(context, operator, left, right)
+
+
+class _TemplateDict:
+    """`dict` for templates, without the attributes of a class."""
+
+    is_cheap = True
+
+    def __call__(self, *args: Mapping[str, T], **kwargs: T) -> dict[str, T]:
+        return dict(*args, **kwargs)
+
+
+class _TemplateNamespace(Namespace):
+    """jinja's namespace, refusing names that begin with an underscore."""
+
+    is_cheap = True
+
+    def __init__(*args: object, **kwargs: object) -> None:  # `namespace(self=...)` is legal
+        namespace, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(namespace, attributes)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _environment(*, is_guarded: bool) -> ImmutableSandboxedEnvironment:
+    # Not optimized: the compiler would run filters on constants.
+    environment = (GuardedSandbox if is_guarded else _Sandbox)(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=[_GenerationBlocks, loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _TemplateDict()
+    environment.globals["namespace"] = _TemplateNamespace
+    if isinstance(environment, GuardedSandbox):
+        environment.guard_filters()
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    if len(format) > 64 or any(character.isdigit() for character in format):
+        raise SecurityError("a time in more than 64 characters, or with a width")
+    return datetime.now().strftime(format)
+
+
+_raise_exception.is_cheap = _strftime_now.is_cheap = True  # type: ignore[attr-defined]

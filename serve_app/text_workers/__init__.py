@@ -1,0 +1,1 @@
+"""Worker processes for the text work of large requests, apart from the event loop."""

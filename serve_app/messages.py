@@ -11,17 +11,17 @@ from typing import Literal
 from engine.admission import EngineLimits
 from engine.types import Request, Resident
 from registry.entities import AdapterVersion
-from serve_app.tally import ArmKey, Tally
+from serve_app.tally import ArmCounts, ArmKey
 
 ENGINE, DOOR = "engine", "door"  # names of deployments in a base's application
 REPORT_INTERVAL_S = 1.0
 PIN = "pin"
 
-Held = tuple[bytes, float]  # fingerprint, seconds that are left
+QuarantinedRequest = tuple[bytes, float]  # fingerprint, seconds that are left
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingRequest:
     """A submit call as a router sees it."""
 
     call_id: str
@@ -33,7 +33,7 @@ class Ask:
     session: str | None = None  # requests of one session like to meet the same replica
     avoid: frozenset[str] = frozenset()  # replicas that it left or that died under it
     only: str | None = None  # this replica and no other: a warm-up
-    is_dry: bool = False  # only asked: nothing is sent, nobody learns from it
+    dry_run: bool = False  # only asked: nothing is sent, nobody learns from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SubmitCall:
     requests: tuple[Request, ...]
     adapter: AdapterVersion | None
     reply_to: StreamAddress
-    ask: Ask  # for the router
+    ask: RoutingRequest  # for the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class BaseDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EngineOutcome:
     """What became of an order at one engine replica."""
 
     engine: str
@@ -162,8 +162,8 @@ class IngressReport:
     fronts: tuple[str, ...] = ()  # applications that it sends requests to
     # (digest, rest_id) of the bases that it sends nothing to any more
     asleep: tuple[tuple[str, float], ...] = ()
-    arms: tuple[tuple[ArmKey, Tally], ...] = ()  # since this ingress started
-    quarantined: tuple[Held, ...] = ()
+    arms: tuple[tuple[ArmKey, ArmCounts], ...] = ()  # since this ingress started
+    quarantined: tuple[QuarantinedRequest, ...] = ()
     is_draining: bool = False  # it takes no new requests
     counts: IngressCounts | None = None
 
@@ -173,4 +173,4 @@ class ReportAnswer:
     """What an ingress learns of the others."""
 
     num_ingresses: int  # itself included: what they share, each of them sees a part of
-    quarantined: tuple[Held, ...] = ()
+    quarantined: tuple[QuarantinedRequest, ...] = ()

@@ -12,9 +12,9 @@ Arm = Literal["stable", "canary", "shadow"]
 
 # ok: ended with text. empty: ended without. error: we failed. non_finite: the model gave NaN or
 # infinity. refused: the client's fault, or too many requests. left: the client went away.
-Outcome = Literal["ok", "empty", "error", "non_finite", "refused", "left"]
+ArmOutcome = Literal["ok", "empty", "error", "non_finite", "refused", "left"]
 
-OUTCOMES: tuple[Outcome, ...] = ("ok", "empty", "error", "non_finite", "refused", "left")
+OUTCOMES: tuple[ArmOutcome, ...] = ("ok", "empty", "error", "non_finite", "refused", "left")
 
 _NUM_JUDGED = 4  # of these say something of the version
 
@@ -36,7 +36,7 @@ class ArmKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class ArmCounts:
     """The counts of one arm. The tuples go by OUTCOMES and by ARM_SECONDS with what is above."""
 
     outcomes: tuple[int, ...] = (0,) * len(OUTCOMES)
@@ -50,13 +50,13 @@ class Tally:
     warm_first_token: tuple[int, ...] = _NO_SECONDS
     num_warm_left: int = 0
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: ArmCounts) -> ArmCounts:
         return _combined(self, other, operator.add)
 
-    def __sub__(self, other: Tally) -> Tally:
+    def __sub__(self, other: ArmCounts) -> ArmCounts:
         return _combined(self, other, operator.sub)
 
-    def count(self, *outcomes: Outcome) -> int:
+    def count(self, *outcomes: ArmOutcome) -> int:
         counted = self.outcomes
         return sum([counted[PLACES[outcome]] for outcome in outcomes])
 
@@ -88,13 +88,13 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     return ARM_SECONDS[-1]
 
 
-def _combined(one: Tally, other: Tally, with_: Callable[..., Any]) -> Tally:
+def _combined(one: ArmCounts, other: ArmCounts, with_: Callable[..., Any]) -> ArmCounts:
     """`with_`: of two numbers."""
 
     def counts(mine: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(map(with_, mine, others))
 
-    return Tally(
+    return ArmCounts(
         counts(one.outcomes, other.outcomes),
         with_(one.output_tokens, other.output_tokens),
         counts(one.first_token, other.first_token),

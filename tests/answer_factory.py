@@ -7,7 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
-from serve_app.openai.answer import Answer, Fed
+from serve_app.openai.answer import FeedResult, ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
@@ -25,16 +25,16 @@ def head(kind: Kind) -> ResponseHead:
     return ResponseHead(kind, "id-1", 'base:"adapter"', 1_700_000_000, "fp_1")
 
 
-def chat(text: BaseText, **fields: object) -> Answer:
+def chat(text: BaseText, **fields: object) -> ResponseBuilder:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
     request = parse_body(ChatRequest, json.dumps(body).encode())
-    return Answer(request, [Prompt((5, 6), None)], text, head("chat"))
+    return ResponseBuilder(request, [Prompt((5, 6), None)], text, head("chat"))
 
 
-def completion(text: BaseText, prompts: Sequence[Prompt], **fields: object) -> Answer:
+def completion(text: BaseText, prompts: Sequence[Prompt], **fields: object) -> ResponseBuilder:
     body = {"model": "m", "prompt": "x", **fields}
     request = parse_body(CompletionRequest, json.dumps(body).encode())
-    return Answer(request, prompts, text, head("completion"))
+    return ResponseBuilder(request, prompts, text, head("completion"))
 
 
 def outputs(
@@ -68,11 +68,11 @@ def ids_of(text: BaseText, value: str) -> list[int]:
     return text.encode(value, add_special_tokens=False)
 
 
-def data_of(answer: Answer, fed: Fed) -> bytes:
+def data_of(answer: ResponseBuilder, fed: FeedResult) -> bytes:
     return fed.data if fed.rendering is None else rendered_here(fed.rendering, answer.tokenizer)
 
 
-def stream_of(answer: Answer, fed: Iterable[TokenOutput], prompt: int = 0) -> list[Json]:
+def stream_of(answer: ResponseBuilder, fed: Iterable[TokenOutput], prompt: int = 0) -> list[Json]:
     data = b"".join(data_of(answer, answer.feed(prompt, output)) for output in fed)
     data += answer.stream_end()
     events = data.decode().split("\n\n")
@@ -82,7 +82,7 @@ def stream_of(answer: Answer, fed: Iterable[TokenOutput], prompt: int = 0) -> li
     return [json.loads(event[len("data: ") :]) for event in events]
 
 
-def body_of(answer: Answer, fed: Iterable[TokenOutput], prompt: int = 0) -> Json:
+def body_of(answer: ResponseBuilder, fed: Iterable[TokenOutput], prompt: int = 0) -> Json:
     for output in fed:
         assert answer.feed(prompt, output).data == b""
     body: Json = json.loads(answer.body())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from serve_app.messages import IngressReport
-from serve_app.tally import ARM_SECONDS, OUTCOMES, Arm, ArmKey, Tally
+from serve_app.tally import ARM_SECONDS, OUTCOMES, Arm, ArmCounts, ArmKey
 
 BASE = BaseVersion("base", 1, "b" * 64, "")
 OTHER_BASE = BaseVersion("other", 1, "o" * 64, "")
@@ -31,14 +31,14 @@ def catalog(*adapters: AdapterVersion, **settings: str) -> Catalog:
     return Catalog((BASE, OTHER_BASE), adapters or (STABLE, CANARY), settings=wished)
 
 
-def tally(first_token_s: float = 0.05, **outcomes: int) -> Tally:
+def tally(first_token_s: float = 0.05, **outcomes: int) -> ArmCounts:
     """All with the same time to first token, and with their adapter on the device."""
     assert outcomes.keys() <= set(OUTCOMES)
     seconds = [0] * (len(ARM_SECONDS) + 1)
     seconds[bisect_left(ARM_SECONDS, first_token_s)] = sum(outcomes.values())
     counts = tuple(outcomes.get(outcome, 0) for outcome in OUTCOMES)
     return replace(
-        Tally(),
+        ArmCounts(),
         outcomes=counts,
         first_token=tuple(seconds),
         warm_first_token=tuple(seconds),
@@ -50,7 +50,7 @@ def key(arm: Arm, version: AdapterVersion) -> ArmKey:
     return ArmKey(version.name, arm, version.version, version.digest)
 
 
-def report(ingress: str = "one", **arms: Tally) -> IngressReport:
+def report(ingress: str = "one", **arms: ArmCounts) -> IngressReport:
     """Of `stable` and `canary`."""
     versions: dict[str, tuple[Arm, AdapterVersion]] = {
         "stable": ("stable", STABLE),

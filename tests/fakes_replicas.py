@@ -15,13 +15,13 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.generation import Generation, Lane
+from serve_app.dispatch.generation import CallParameters, Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
 from serve_app.messages import SubmitCall
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.replica.engine_actor import EngineHost
-from serve_app.routing.request import make_ask
+from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import StreamServer
 from tests.fakes_engine import PacedEngine
 
@@ -134,10 +134,10 @@ class Fleet:
         return self
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> CallParameters:
         handle = cast(DeploymentHandle[object], self)
         limits = PacedEngine().model_limits
-        return Lane(self.server, handle, limits, APP, "base", self.args)
+        return CallParameters(self.server, handle, limits, APP, "base", self.args)
 
     @property
     def placed(self) -> list[tuple[str, SubmitCall]]:
@@ -177,7 +177,7 @@ class Fleet:
         self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        ask = make_ask(requests, None, self.lane.limits, session)
+        ask = make_routing_request(requests, None, self.lane.limits, session)
         return Generation(self.migrations, self.lane, requests, None, ask)
 
     async def _run(self, call: SubmitCall) -> None:

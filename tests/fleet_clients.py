@@ -12,7 +12,7 @@ from typing import Any
 import ray.serve.context
 from starlette.types import Message
 
-from serve_app.tally import Outcome
+from serve_app.tally import ArmOutcome
 from tests.fleet_engine import letter
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_wishes import Wish
@@ -72,7 +72,7 @@ class Client:
         return f"request {self.number}"
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> ArmOutcome | None:
         """As which an arm has to count it; None: it left, maybe after its end."""
         if self.has_left:
             return None

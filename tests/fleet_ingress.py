@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.admission.queue import AdmissionQueue
-from serve_app.api.ingress import Bounded, build_asgi
+from serve_app.api.ingress import ConcurrencyLimitMiddleware, build_asgi
 from serve_app.api.state import IngressState
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.queues import AdmissionQueues
@@ -90,7 +90,7 @@ class FleetIngress:
         loop: VirtualLoop,
         name: str,
         manager: Manager,
-        front: Callable[[DeploymentHandle[object]], Front],
+        front: Callable[[DeploymentHandle[object]], BaseHandle],
         args: IngressArgs,
         fairness: FairnessArgs,
         policy: str,
@@ -104,7 +104,7 @@ class FleetIngress:
         self.process.run(self._open, manager, front(self.router.handle()), args, fairness)
 
     def _open(
-        self, manager: Manager, front: Front, args: IngressArgs, fairness: FairnessArgs
+        self, manager: Manager, front: BaseHandle, args: IngressArgs, fairness: FairnessArgs
     ) -> None:
         """As `Ingress.__init__` puts it together."""
         self.gateway = gateway = Gateway(cast("DeploymentHandle[object]", manager), self.name)
@@ -138,9 +138,9 @@ class FleetIngress:
         self.gateway.arms.watch = counted  # type: ignore[method-assign]
 
     @property
-    def bounded(self) -> Bounded:
+    def bounded(self) -> ConcurrencyLimitMiddleware:
         app: Any = self.app
-        while not isinstance(app, Bounded):
+        while not isinstance(app, ConcurrencyLimitMiddleware):
             app = app._app
         return app
 
@@ -235,10 +235,10 @@ def _work(load: EngineLoad) -> tuple[int, int, int]:
 
 def make_front(
     base: ServedBase, files: dict[str, bytes], limits: EngineLimits, text: BaseText
-) -> Callable[[DeploymentHandle[object]], Front]:
+) -> Callable[[DeploymentHandle[object]], BaseHandle]:
     description = BaseDescription(files, limits)
 
-    def front(handle: DeploymentHandle[object]) -> Front:
-        return Front(base.base, base.app_name, handle, description, text, base.deployed_s)
+    def front(handle: DeploymentHandle[object]) -> BaseHandle:
+        return BaseHandle(base.base, base.app_name, handle, description, text, base.deployed_s)
 
     return front

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from serve_app.config import RouterArgs
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
 from serve_app.routing.view import ReplicaView
@@ -36,7 +36,9 @@ class Call(msgspec.Struct):
 class Broken:
     """A user's policy that fails."""
 
-    def rank(self, ask: Ask, replicas: Sequence[ReplicaView], now_s: float) -> list[Ranked]:
+    def rank(
+        self, ask: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
+    ) -> list[Ranked]:
         raise RuntimeError("no idea")
 
     def changed(self, replica_ids: Sequence[str]) -> None:
@@ -44,7 +46,7 @@ class Broken:
 
 
 class Echo:
-    async def say(self, ask: Ask | None, hold_s: float, call_id: str) -> tuple[str, str]:
+    async def say(self, ask: RoutingRequest | None, hold_s: float, call_id: str) -> tuple[str, str]:
         await asyncio.sleep(hold_s)
         return call_id, serve.get_replica_context().replica_id.unique_id
 
@@ -70,7 +72,7 @@ class Fan:
         ask = None
         if call.has_ask:
             avoid = frozenset(call.avoid)
-            ask = Ask(call.id, 10, adapter=call.adapter, avoid=avoid, only=call.only)
+            ask = RoutingRequest(call.id, 10, adapter=call.adapter, avoid=avoid, only=call.only)
         return await self._echo.say.remote(ask, call.hold_s, call.id)
 
 

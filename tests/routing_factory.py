@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Policy
 from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
 
@@ -62,9 +62,11 @@ def make_views(count: int, **load: object) -> ReplicaViews:
     return views
 
 
-def make_ask(call_id: str = "call", num_tokens: int = 100, **fields: object) -> Ask:
-    return Ask(call_id, num_tokens, **fields)  # type: ignore[arg-type]
+def make_ask(call_id: str = "call", num_tokens: int = 100, **fields: object) -> RoutingRequest:
+    return RoutingRequest(call_id, num_tokens, **fields)  # type: ignore[arg-type]
 
 
-def order(policy: Policy, ask: Ask, views: Sequence[ReplicaView], now_s: float = 1.0) -> list[str]:
+def order(
+    policy: Policy, ask: RoutingRequest, views: Sequence[ReplicaView], now_s: float = 1.0
+) -> list[str]:
     return [one.replica.replica_id for one in policy.rank(ask, views, now_s)]

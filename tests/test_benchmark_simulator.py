@@ -13,7 +13,7 @@ from engine.blocks import BlockPool
 from engine.scheduler import Scheduler
 from engine.types import Request, Sample, SamplingParams, ScheduledBatch
 from serve_app.autoscaling.policy import ScalingArgs
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
 from serve_app.routing.view import ReplicaView
@@ -32,7 +32,9 @@ from tests.fakes import FakePool, make_config
 class Shortest:
     """A policy of the tests' own: the fewest sequences, whatever else."""
 
-    def rank(self, ask: Ask, replicas: Sequence[ReplicaView], now_s: float) -> list[Ranked]:
+    def rank(
+        self, ask: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
+    ) -> list[Ranked]:
         best = sorted(replicas, key=lambda one: one.num_sequences)[:2]
         return [Ranked(one, expected_ttft(ask, one)) for one in best]
 

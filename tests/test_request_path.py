@@ -15,7 +15,7 @@ import pytest
 
 from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.journey import Journey
+from serve_app.dispatch.journey import MigrationState
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.stream.server import StreamServer
@@ -59,7 +59,7 @@ def test_a_seed_gives_the_same_fleet_each_time(results: list[Result]) -> None:
 
 async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:
     migrations = Migrations(StreamServer(), Router(), "i0")
-    journey = Journey(migrations, APP, "base", MigrationArgs())
+    journey = MigrationState(migrations, APP, "base", MigrationArgs())
     attempt = cast(Any, SimpleNamespace(engine_id="e0", has_output=False, began_s=0.0))
     journey.judge(EngineDeadError("gone"), attempt, on_probation=False)
     refusal = AdapterUnsupportedError("layer 3 holds NaN")

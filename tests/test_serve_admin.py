@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute
 
 from serve_app.api import admin_status
-from serve_app.api.ingress import Counted
+from serve_app.api.ingress import MetricsMiddleware
 from serve_app.cli.admin_token import ensure_token, kept_token
 from serve_app.config import ADMIN_TOKEN, IngressArgs
 from serve_app.http.asgi import install_error_handlers
@@ -82,21 +82,21 @@ def routes_of(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> Counted:
+def whole(monkeypatch: pytest.MonkeyPatch) -> MetricsMiddleware:
     monkeypatch.setenv(ADMIN_TOKEN, "right")
     app = make_app(IngressArgs(allow_runtime_lora_updating=True))
-    assert isinstance(app, Counted)
+    assert isinstance(app, MetricsMiddleware)
     return app
 
 
-def all_routes(whole: Counted) -> list[APIRoute]:
+def all_routes(whole: MetricsMiddleware) -> list[APIRoute]:
     app: object = whole
     while not isinstance(app, FastAPI):
         app = app._app  # type: ignore[attr-defined]  # the layers around it
     return list(routes_of(app.routes))
 
 
-def test_every_route_is_known_as_public_or_as_guarded(whole: Counted) -> None:
+def test_every_route_is_known_as_public_or_as_guarded(whole: MetricsMiddleware) -> None:
     """Whoever adds a route says here which of them it is."""
     paths = {route.path for route in all_routes(whole)}
     assert paths == PUBLIC | ADMIN | LORA_ADMIN | WEBHOOK
@@ -104,7 +104,7 @@ def test_every_route_is_known_as_public_or_as_guarded(whole: Counted) -> None:
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong"])
 def test_no_route_of_the_administration_answers_without_the_token(
-    whole: Counted, header: str | None
+    whole: MetricsMiddleware, header: str | None
 ) -> None:
     client = TestClient(whole)
     headers = {} if header is None else {"authorization": header}

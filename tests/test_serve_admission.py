@@ -17,7 +17,7 @@ from serve_app.admission.queue import AdmissionQueue, Ticket
 from serve_app.admission.waiting_room import Applicant, WaitingRoom
 from serve_app.config import FairnessArgs
 from serve_app.errors import ClientGoneError, OverloadedError
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.metrics.queue import QueueStats
 from serve_app.routing.view import ReplicaView, ReplicaViews
 from tests.waiting import until
@@ -29,8 +29,8 @@ FULL = EngineLoad(num_running=ROWS + AHEAD, step_fixed_s=0.001, step_token_s=0.0
 _numbers = count()
 
 
-def new_ask(num_tokens: int = 10, num_sequences: int = 1) -> Ask:
-    return Ask(f"call {next(_numbers)}", num_tokens, num_sequences)
+def new_ask(num_tokens: int = 10, num_sequences: int = 1) -> RoutingRequest:
+    return RoutingRequest(f"call {next(_numbers)}", num_tokens, num_sequences)
 
 
 def running(number: int, *, waiting: int = 0, queued: int = 0) -> EngineLoad:
@@ -52,7 +52,7 @@ class World:
     now_s: float = 0.0
     views: ReplicaViews = field(default_factory=lambda: ReplicaViews(LIMITS))
     stats: QueueStats = field(default_factory=lambda: QueueStats("ingress", ("named",)))
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[RoutingRequest] = field(default_factory=list)
     queue: AdmissionQueue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class World:
     def enter(self, tenant: str = "", **fields: object) -> asyncio.Task[Ticket]:
         who = Applicant(tenant, priority=int(str(fields.get("priority", 0))))
         ask = fields.get("ask", new_ask())
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, RoutingRequest)
         self.asks.append(ask)
         return asyncio.create_task(self.queue.enter(who, ask, 16))
 
@@ -384,7 +384,7 @@ def test_an_engine_has_room_while_little_waits_there(load: EngineLoad, has: bool
 
 def test_replicas_that_said_nothing_yet_get_what_their_rows_hold() -> None:
     unseen = [ReplicaView(name, LIMITS) for name in ("a", "b")]
-    sent = [Ask(f"call-{i}", 10) for i in range(2 * LIMITS.max_num_seqs)]
+    sent = [RoutingRequest(f"call-{i}", 10) for i in range(2 * LIMITS.max_num_seqs)]
     assert has_room(unseen, sent[:-1], 0.5)
     assert not has_room(unseen, sent, 0.5)
     unseen[0].place(sent[0], 0.0)

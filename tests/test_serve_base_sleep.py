@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.control.base_sleep import SleepKeeper
+from serve_app.control.base_sleep import ScaleToZero
 from serve_app.dispatch.activity import Activity
 from serve_app.messages import BaseActivity, IngressReport
 
@@ -13,7 +13,7 @@ class World:
     """One keeper and its ingresses; time passes only when it is told to."""
 
     def __init__(self, idle_timeout_s: float | None = 10.0) -> None:
-        self.keeper = SleepKeeper()
+        self.keeper = ScaleToZero()
         self.idle_timeout_s = idle_timeout_s
         self.now_s = 100.0
         self.is_running = True
@@ -150,7 +150,7 @@ def test_an_engine_that_dies_is_not_asleep() -> None:
 
 
 def test_a_new_manager_leaves_asleep_what_slept() -> None:
-    keeper = SleepKeeper()
+    keeper = ScaleToZero()
     keeper.hear(IngressReport("one", (), (), ((BASE, 7.0),)), 1.0)
     keeper.adopt(1.1)
     assert keeper.phase(BASE) == "asleep"
@@ -170,7 +170,7 @@ def test_an_ingress_counts_what_is_open_and_how_long_nothing_was() -> None:
 
 
 def test_open_requests_count_once_every_ingress_refuses_new_ones() -> None:
-    keeper = SleepKeeper()
+    keeper = ScaleToZero()
     assert keeper.num_open_when_draining(1.0) is None  # a manager that started a moment ago
     open_here = (BaseActivity(BASE, 2, 0.0),)
     keeper.hear(IngressReport("one", open_here, is_draining=True), 1.0)

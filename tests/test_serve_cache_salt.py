@@ -27,7 +27,7 @@ from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, engine_requests
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import CanaryState, PlatformView, Sources
-from serve_app.routing.request import make_ask
+from serve_app.routing.request import make_routing_request
 from serve_app.routing.score import expected_ttft
 from tests.fakes import make_scheduler, run_step
 from tests.fakes_registry import FolderRegistry
@@ -104,10 +104,10 @@ def test_the_router_finds_a_tenants_own_prefixes_and_explains_nothing_of_others(
     mine = ask_for("hospital")
     engine_side = prefix_digests(PROMPT, None, mine.cache_salt, LIMITS.prefix_chunk)
     holder, empty = make_view(prefixes=engine_side), make_view()
-    own_ask = make_ask([mine], None, LIMITS)
+    own_ask = make_routing_request([mine], None, LIMITS)
     assert holder.num_cached_tokens(own_ask.prefixes) == len(PROMPT)
     assert expected_ttft(own_ask, holder).prefill_s < expected_ttft(own_ask, empty).prefill_s
-    foreign_ask = make_ask([ask_for("attacker")], None, LIMITS)
+    foreign_ask = make_routing_request([ask_for("attacker")], None, LIMITS)
     assert holder.num_cached_tokens(foreign_ask.prefixes) == 0
     assert expected_ttft(foreign_ask, holder) == expected_ttft(foreign_ask, empty)
 

@@ -16,7 +16,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import NotFoundError
 from serve_app.api.ingress import build_asgi
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
@@ -56,7 +56,7 @@ class World:
         description = BaseDescription({}, EngineLimits(64, 64, 64))
         handle = cast("DeploymentHandle[object]", None)
         text = cast("BaseText", None)
-        self.gateway._resting[BASE.digest] = Front(BASE, "app", handle, description, text, 2.0)
+        self.gateway._resting[BASE.digest] = BaseHandle(BASE, "app", handle, description, text, 2.0)
         self.see(running)
 
     async def receive(self) -> Message:
@@ -230,7 +230,7 @@ async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
     world = World()
     description = BaseDescription({}, EngineLimits(64, 64, 64))
     handle, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
-    front = Front(old, "old", handle, description, text, 0.0)
+    front = BaseHandle(old, "old", handle, description, text, 0.0)
     world.gateway._fronts[old.digest] = front
     new = replace(BASE, version=2)
     starts = ServedBase(new, "app", False, is_awaited=False)

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
-from serve_app.canary.arm_stats import Arms
+from serve_app.canary.arm_stats import ArmStats
 from serve_app.config import MigrationArgs
 from serve_app.dispatch.attempt import Attempt, CallCancelledError
 from serve_app.dispatch.completion import Completion
@@ -34,8 +34,8 @@ from serve_app.errors import (
 from serve_app.messages import SubmitCall
 from serve_app.openai.engine_params import Prompt
 from serve_app.routing import state as routing_state
-from serve_app.routing.connections import Attendance
-from serve_app.routing.request import make_ask
+from serve_app.routing.connections import EngineConnections
+from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import HEARTBEAT_S
 from serve_app.tally import ArmKey
@@ -132,7 +132,7 @@ async def test_choices_that_ended_are_not_sent_again() -> None:
 
 async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_that_stopped() -> None:
     async with running_fleet(1) as fleet:
-        Attendance(fleet.server, lambda digest: None)
+        EngineConnections(fleet.server, lambda digest: None)
         generation = fleet.generate(make_request(PROMPT, 4000))
         outputs = await read_some(generation, 3)
         view = routing_state.connected["e0"]
@@ -151,7 +151,7 @@ async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
     found_in: str | None, num_warm: int, tmp_path: Path
 ) -> None:
     text = base_text(tmp_path)
-    arms, key = Arms(), ArmKey("pirate", "canary", 2, "d2")
+    arms, key = ArmStats(), ArmKey("pirate", "canary", 2, "d2")
 
     async with running_fleet(1) as fleet:
         engine = fleet.replicas["e0"]
@@ -428,7 +428,7 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
     server = StreamServer()
     await server.listen("127.0.0.1")
     request = make_request(PROMPT)
-    ask = make_ask([request], None, PacedEngine().model_limits)
+    ask = make_routing_request([request], None, PacedEngine().model_limits)
     handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
     call = SubmitCall((request,), None, server.address, ask)
     attempt = Attempt(server, cast(DeploymentHandle[object], handle), call)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
-from serve_app.api.ingress import Bounded, Counted, build_asgi
+from serve_app.api.ingress import ConcurrencyLimitMiddleware, MetricsMiddleware, build_asgi
 from serve_app.api.model_list import ModelList
 from serve_app.api.state import IngressState
 from serve_app.config import IngressArgs
@@ -218,7 +218,7 @@ def test_a_page_of_an_allowed_origin_may_read_every_refusal(
     answer = TestClient(app, base_url=LOCAL).post(PATH, headers=headers, **sent)
     assert answer.status_code == status
     assert answer.headers["access-control-allow-origin"] == "https://chat.example"
-    text = cast(Counted, app)._metrics.text(0).decode()
+    text = cast(MetricsMiddleware, app)._metrics.text(0).decode()
     counted = [x for x in text.splitlines() if f'"{status}"' in x]
     assert [line.split()[-1] for line in counted] == ["1.0"]
 
@@ -420,7 +420,7 @@ async def test_a_request_is_open_only_once_its_body_is_whole() -> None:
         await is_over.wait()
 
     stats = QueueStats("i", {})
-    bounded = Bounded(app, IngressArgs(max_ongoing_requests=1), stats)
+    bounded = ConcurrencyLimitMiddleware(app, IngressArgs(max_ongoing_requests=1), stats)
     slow, quick, late = Sender(), Sender(), Sender()
 
     def ask(sender: Sender) -> asyncio.Task[None]:
@@ -449,7 +449,7 @@ Leaving = Callable[[Scope, Receive, Send], Awaitable[None]]
 async def disconnects_of(app: Leaving, *, is_cancelled: bool = False) -> tuple[float, Sink]:
     metrics, sink, sender = IngressMetrics("i"), Sink(), Sender()
     task = asyncio.create_task(
-        cast(Any, Counted(app, metrics)(http_scope(), sender.receive, sink.send))
+        cast(Any, MetricsMiddleware(app, metrics)(http_scope(), sender.receive, sink.send))
     )
     await settle()
     if is_cancelled:

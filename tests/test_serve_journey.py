@@ -11,7 +11,7 @@ import pytest
 from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
 from serve_app.dispatch import journey
-from serve_app.dispatch.journey import Journey
+from serve_app.dispatch.journey import MigrationState
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
 from serve_app.messages import StreamAddress
@@ -66,7 +66,7 @@ async def test_engines_that_cannot_reach_the_ingress_make_no_request_a_suspect()
 async def test_a_request_that_pauses_goes_on_when_a_replica_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Journey, "_pause", lambda *_: 300.0)
+    monkeypatch.setattr(MigrationState, "_pause", lambda *_: 300.0)
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(timeout_s=600.0)
         generation = fleet.generate(make_request(PROMPT))
@@ -87,7 +87,7 @@ def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPa
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(journey, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     server = StreamServer()
-    moving = Journey(
+    moving = MigrationState(
         Migrations(server, Router(), "i0"), APP, "base", MigrationArgs(limit=3, timeout_s=3.0)
     )
     attempt = cast(Any, SimpleNamespace(engine_id=None, call_id="c", began_s=0.0))

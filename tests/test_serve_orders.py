@@ -16,11 +16,11 @@ from registry.errors import NotFoundError
 from serve_app.api import lora
 from serve_app.control.adapter_admin import AdapterAdmin
 from serve_app.control.base_admin import change_base
-from serve_app.control.base_sleep import SleepKeeper
+from serve_app.control.base_sleep import ScaleToZero
 from serve_app.control.fleet import Fleet
 from serve_app.control.manager import Manager
 from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
-from serve_app.messages import AdapterChange, BaseActivity, BaseChange, IngressReport, Outcome
+from serve_app.messages import AdapterChange, BaseActivity, BaseChange, EngineOutcome, IngressReport
 from serve_app.platform_view import BaseLine
 from tests.fakes_registry import FolderRegistry
 from tests.hostile_registry import Reader, World, follows, make_world, stop
@@ -38,7 +38,7 @@ class Loads:
         self.registry = FolderRegistry(folder)
         self.registry.write(Catalog((self.registry.add_base("b"),)))
         self.admin = AdapterAdmin()
-        self.outcomes: list[Outcome] | Exception = [Outcome("e1", True, "disk")]
+        self.outcomes: list[EngineOutcome] | Exception = [EngineOutcome("e1", True, "disk")]
         patch.setattr(lora, "change", self._change)
         patch.setattr(lora, "preload", self._preload)
         patch.setattr(lora, "find_adapter", lambda *_: (None, self.meaning("x")))
@@ -66,7 +66,7 @@ class Loads:
     async def _change(self, _: object, wanted: AdapterChange) -> AdapterVersion | None:
         return await self.admin.change(wanted, self.registry, self.look)
 
-    async def _preload(self, *_: object) -> list[Outcome]:
+    async def _preload(self, *_: object) -> list[EngineOutcome]:
         if isinstance(self.outcomes, Exception):
             raise self.outcomes
         return self.outcomes
@@ -78,7 +78,7 @@ class Loads:
 FAILURES = pytest.mark.parametrize(
     "failure",
     [
-        [Outcome("e1", True, "disk"), Outcome("e2", False, "no room")],
+        [EngineOutcome("e1", True, "disk"), EngineOutcome("e2", False, "no room")],
         ServiceUnavailableError("The engines of 'b' do not answer.", 5),
     ],
 )
@@ -89,7 +89,7 @@ FAILURES = pytest.mark.parametrize(
 async def test_a_load_in_place_that_fails_leaves_the_name_as_it_was(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    failure: list[Outcome] | Exception,
+    failure: list[EngineOutcome] | Exception,
     alias: str,
 ) -> None:
     loads = Loads(tmp_path, monkeypatch, alias)
@@ -107,7 +107,7 @@ async def test_a_load_in_place_that_fails_leaves_the_name_as_it_was(
 
 @FAILURES
 async def test_a_first_load_that_fails_leaves_no_name_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: list[Outcome] | Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: list[EngineOutcome] | Exception
 ) -> None:
     loads = Loads(tmp_path, monkeypatch)
     loads.outcomes = failure
@@ -184,8 +184,8 @@ def line(version: int, state: Any = "running") -> BaseLine:
     return BaseLine("b", version, state, "", "file", 1, None, None, None, "wait", "", digest)
 
 
-def fleet_of(*lines: BaseLine) -> tuple[Fleet, SleepKeeper]:
-    made, keeper = Fleet.__new__(Fleet), SleepKeeper()
+def fleet_of(*lines: BaseLine) -> tuple[Fleet, ScaleToZero]:
+    made, keeper = Fleet.__new__(Fleet), ScaleToZero()
     made.sleep, made.lines = keeper, lines
     for one in lines:
         keeper.step(one.digest, True, None, 0.0)

@@ -25,7 +25,7 @@ from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.completions import who_asks
 from serve_app.api.ingress import build_asgi
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import (
     ApiError,
     EngineFailureError,
@@ -251,7 +251,7 @@ async def test_clients_are_told_the_length_that_a_request_may_have(text: BaseTex
     )
     handle = cast("DeploymentHandle[object]", None)
     description = BaseDescription({}, SMALL_CACHE)
-    state.gateway._fronts[base.digest] = Front(base, "app", handle, description, text, 0.0)
+    state.gateway._fronts[base.digest] = BaseHandle(base, "app", handle, description, text, 0.0)
     client = TestClient(build_asgi(state))
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 400
     assert client.get("/v1/models/base").json()["max_model_len"] == 400

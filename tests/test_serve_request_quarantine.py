@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.types import Request, SamplingParams
-from serve_app.control.base_sleep import SleepKeeper
+from serve_app.control.base_sleep import ScaleToZero
 from serve_app.dispatch.request_quarantine import HELD_S, MAX_HELD, RequestQuarantine
 from serve_app.errors import RequestQuarantinedError
 from serve_app.messages import IngressReport
@@ -52,7 +52,7 @@ def test_so_many_are_held_and_the_oldest_go_first() -> None:
 
 def test_the_other_ingresses_hold_it_too_and_no_longer() -> None:
     one, two = Ingress(), Ingress()
-    keeper = SleepKeeper()
+    keeper = ScaleToZero()
     one.quarantine.add([request(1, 2)])
     one.now_s += 400
     for ingress, name in ((one, "one"), (two, "two")):

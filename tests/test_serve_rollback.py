@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.canary.arm_stats import Arms, outcome_of
+from serve_app.canary.arm_stats import ArmStats, outcome_of
 from serve_app.canary.split import read_traffic
 from serve_app.canary.trials import Trials
 from serve_app.canary.verdict import judge, mostly_fails, non_finite
@@ -27,7 +27,7 @@ from serve_app.errors import (
     ServiceUnavailableError,
 )
 from serve_app.metrics.histograms import Histogram
-from serve_app.tally import ARM_SECONDS, Tally, quantile
+from serve_app.tally import ARM_SECONDS, ArmCounts, quantile
 from tests.canary_factory import BASE, CANARY, STABLE, adapter, catalog, key, report, tally
 
 RULE = CanaryArgs()
@@ -44,7 +44,7 @@ RULE = CanaryArgs()
         (tally(ok=500), tally(error=49), None),  # too few
         (tally(ok=9000, error=1000), tally(ok=880, error=120), None),  # 2 points
         (tally(ok=90_000, error=10_000), tally(ok=8300, error=1700), "more than 2 points"),
-        (Tally(), tally(ok=35, error=15), "against 0 in 0"),  # all the traffic is the canary's
+        (ArmCounts(), tally(ok=35, error=15), "against 0 in 0"),  # all the traffic is the canary's
         (tally(ok=500), tally(ok=95, empty=5), None),
         (tally(ok=500), tally(ok=60, empty=40), "40 empty outputs in 100 requests"),
         (tally(ok=400, empty=100), tally(ok=78, empty=22), None),
@@ -58,7 +58,7 @@ RULE = CanaryArgs()
         (tally(0.5, ok=500), tally(0.05, ok=50), None),
     ],
 )
-def test_the_rule(stable: Tally, canary: Tally, words: str | None) -> None:
+def test_the_rule(stable: ArmCounts, canary: ArmCounts, words: str | None) -> None:
     reason = judge(stable, canary, RULE).reason
     assert (reason is None) == (words is None)
     assert words is None or (reason is not None and words in reason)
@@ -87,7 +87,7 @@ def test_the_rules_numbers_are_the_operators() -> None:
     ],
 )
 def test_outputs_that_are_not_finite_count_from_the_first_on(
-    canary: Tally, allowed: int, words: str | None
+    canary: ArmCounts, allowed: int, words: str | None
 ) -> None:
     found = non_finite(canary, CanaryArgs(max_non_finite=allowed))
     assert (found is None) == (words is None)
@@ -136,7 +136,7 @@ def test_whose_fault_an_end_is(error: BaseException, outcome: str) -> None:
 
 
 async def test_a_request_ends_once_and_in_its_arm() -> None:
-    arms = Arms()
+    arms = ArmStats()
     watch = arms.watch(key("canary", CANARY))
     watch.first_token()
     watch.done(has_text=True, num_tokens=7)
@@ -152,7 +152,7 @@ async def test_a_request_ends_once_and_in_its_arm() -> None:
 
 
 async def test_a_wait_for_the_adapters_load_is_not_charged_to_the_version() -> None:
-    arms = Arms()
+    arms = ArmStats()
     for is_warm in (False, True):
         answered, given_up = (arms.watch(key("canary", CANARY)) for _ in range(2))
         if is_warm:
@@ -165,7 +165,7 @@ async def test_a_wait_for_the_adapters_load_is_not_charged_to_the_version() -> N
     assert (sum(counted.first_token), counted.count("left")) == (2, 2)  # as /metrics shows them
     assert (sum(counted.warm_first_token), counted.num_warm_left) == (1, 1)
     assert counted + counted - counted == counted
-    cold = replace(tally(9.0, ok=500), warm_first_token=Tally().warm_first_token)
+    cold = replace(tally(9.0, ok=500), warm_first_token=ArmCounts().warm_first_token)
     assert judge(tally(0.05, ok=500), cold, RULE).reason is None
 
 
@@ -237,8 +237,10 @@ def test_an_alias_that_moves_is_a_new_trial_and_the_old_ones_stragglers_are_not_
     assert known.by_name["pirate"].tally("canary").num_judged == 0
 
 
-@pytest.mark.parametrize("stable", [Tally(), tally(ok=1), tally(ok=1, error=1)])
-def test_a_canary_that_mostly_fails_goes_though_stable_had_hardly_a_request(stable: Tally) -> None:
+@pytest.mark.parametrize("stable", [ArmCounts(), tally(ok=1), tally(ok=1, error=1)])
+def test_a_canary_that_mostly_fails_goes_though_stable_had_hardly_a_request(
+    stable: ArmCounts,
+) -> None:
     """As with one client whose requests are all the canary's."""
     known = trials(canary_weight="0.5")
     known.take(report(stable=stable, canary=tally(error=49)), 1.0)
@@ -250,13 +252,15 @@ def test_a_canary_that_mostly_fails_goes_though_stable_had_hardly_a_request(stab
 @pytest.mark.parametrize(
     ("stable", "canary"),
     [
-        (Tally(), tally(ok=500, error=500)),  # stable may be as bad, for all that is known
-        (Tally(), tally(ok=20, error=35)),  # by chance?
-        (Tally(), tally(empty=500)),  # the client may ask for as much
+        (ArmCounts(), tally(ok=500, error=500)),  # stable may be as bad, for all that is known
+        (ArmCounts(), tally(ok=20, error=35)),  # by chance?
+        (ArmCounts(), tally(empty=500)),  # the client may ask for as much
         (tally(error=20), tally(error=500)),  # no version's fault
     ],
 )
-def test_a_canary_without_comparison_stays_for_lesser_reasons(stable: Tally, canary: Tally) -> None:
+def test_a_canary_without_comparison_stays_for_lesser_reasons(
+    stable: ArmCounts, canary: ArmCounts
+) -> None:
     known = trials(canary_weight="0.5")
     known.take(report(stable=stable, canary=canary), 1.0)
     assert reason(known, 1.0) is None
@@ -269,7 +273,7 @@ def test_a_canary_is_rarely_condemned_without_comparison_where_half_of_all_fails
     for _ in range(200):
         errors = list(accumulate(draw() < 0.5 for _ in range(1000)))
         num_condemned += any(
-            mostly_fails(Tally(), tally(ok=num - bad, error=bad), RULE) is not None
+            mostly_fails(ArmCounts(), tally(ok=num - bad, error=bad), RULE) is not None
             for num, bad in enumerate(errors, 1)
             if bad > 0.52 * num
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.routing.lru import Recent
+from serve_app.routing.lru import LruDict
 from serve_app.routing.placement import Placement, Rendezvous
 
 ADAPTERS = [f"adapter-{i}" for i in range(200)]
@@ -115,7 +115,7 @@ def test_an_ingress_reckons_with_the_others_traffic() -> None:
 
 
 def test_nothing_is_remembered_without_bound() -> None:
-    recent: Recent[int, int] = Recent(3)
+    recent: LruDict[int, int] = LruDict(3)
     for key in range(10):
         recent.put(key, key)
         recent.put(0, -1)  # used again and again: stays

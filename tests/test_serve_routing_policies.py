@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.config import PlatformArgs, RouterArgs, check_routers
-from serve_app.messages import Ask
-from serve_app.routing.candidates import Lookout
+from serve_app.messages import RoutingRequest
+from serve_app.routing.candidates import CandidateSampler
 from serve_app.routing.expected_ttft import ExpectedTtft
 from serve_app.routing.policies import POLICIES, PolicyError, make_policy
 from serve_app.routing.policy import Policy, Ranked
@@ -25,7 +25,9 @@ class Alphabetical:
     def __init__(self, backwards: bool = False) -> None:
         self._backwards = backwards
 
-    def rank(self, ask: Ask, replicas: Sequence[ReplicaView], now_s: float) -> list[Ranked]:
+    def rank(
+        self, ask: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
+    ) -> list[Ranked]:
         raise NotImplementedError
 
     def changed(self, replica_ids: Sequence[str]) -> None:
@@ -92,7 +94,7 @@ def test_cold_adapters_stay_where_they_are() -> None:
 
 
 def test_a_remembered_session_takes_16_bytes_whatever_its_length() -> None:
-    lookout = Lookout(random.Random(0), 2)
+    lookout = CandidateSampler(random.Random(0), 2)
     for number in range(70_000):
         lookout.went(make_ask(session=f"{number}" + "x" * 256), "r0")
     assert len(lookout._sessions) == 65_536
@@ -150,7 +152,7 @@ def test_a_dry_run_changes_no_later_decision(name: str) -> None:
     views, policy = make_views(3).replicas, _policy(name, seed=5)
     twin = _policy(name, seed=5)
     real = make_ask("real", adapter="a", session="s")
-    dry = make_ask("dry", adapter="b", session="s", is_dry=True)
+    dry = make_ask("dry", adapter="b", session="s", dry_run=True)
     if name == "round_robin":
         for _ in range(5):
             order(policy, dry, views)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.score import adapter_load_s, expected_ttft, work_s
 from serve_app.routing.view import LoadSeconds, ReplicaView
 from tests.routing_factory import make_ask, make_view, make_views
@@ -110,7 +110,7 @@ def test_a_request_that_needs_more_work_is_told_so() -> None:
 
 def test_an_engine_that_measured_nothing_yet_can_be_scored() -> None:
     view = ReplicaView("r0", EngineLimits(0, 0, 0, 0, 0))
-    terms = expected_ttft(Ask("call", 0), view)
+    terms = expected_ttft(RoutingRequest("call", 0), view)
     assert terms.total_s > 0
 
 

@@ -17,14 +17,14 @@ from engine.types import StepOutput
 from serve_app.api.explain import measured
 from serve_app.config import RouterArgs
 from serve_app.dispatch.migrations import Migrations
-from serve_app.messages import Outcome
+from serve_app.messages import EngineOutcome
 from serve_app.routing import state as routing_state
-from serve_app.routing.connections import Attendance
+from serve_app.routing.connections import EngineConnections
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.state import Meeting, Registry
-from serve_app.routing.view import ReplicaView, ReplicaViews, Usual
+from serve_app.routing.state import Registry, RoutingState
+from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
 from serve_app.stream.links import IngressLinks
 from serve_app.stream.server import StreamServer
 from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
@@ -32,7 +32,7 @@ from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
 
 
-def _meeting(*replica_ids: str) -> Meeting:
+def _meeting(*replica_ids: str) -> RoutingState:
     meeting = Registry().meet("app")
     meeting.views.set_limits(LIMITS)
     meeting.keep(replica_ids)
@@ -99,7 +99,7 @@ def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
 async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> None:
     server = StreamServer()
     await server.listen("127.0.0.1")
-    Attendance(server, lambda digest: None)
+    EngineConnections(server, lambda digest: None)
     migrations = Migrations(server, routing_state, "i0", 10.0, 0.05)
     meeting = routing_state.meet("app of an engine that was silent")
     meeting.views.set_limits(LIMITS)
@@ -240,7 +240,7 @@ def test_the_parts_of_a_first_token_sum_to_its_time() -> None:
 
 
 def test_the_usual_way_is_learned_and_a_few_that_took_long_move_it_little() -> None:
-    usual = Usual()
+    usual = BaseEstimates()
     for number in range(400):
         usual.learn_way(9.0 if number % 10 == 0 else 0.03)
     assert usual.way_s == pytest.approx(0.03, rel=0.15)
@@ -262,14 +262,14 @@ def test_the_way_is_expected_of_every_replica_alike_and_decides_nothing() -> Non
 class _WarmHandle:
     """Answers warm-ups."""
 
-    outcome: Outcome
+    outcome: EngineOutcome
     began_s: list[float] = field(default_factory=list)
 
     @property
     def warm(self) -> _WarmHandle:
         return self
 
-    async def remote(self, adapter: object, ask: object) -> Outcome:
+    async def remote(self, adapter: object, ask: object) -> EngineOutcome:
         self.began_s.append(asyncio.get_running_loop().time())
         return self.outcome
 
@@ -277,17 +277,17 @@ class _WarmHandle:
 def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_cause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Meeting, "warm_ups", lambda *_: [("d" * 64, "e0")])
-    handle = _WarmHandle(Outcome("e0", False, "the files are gone"))
+    monkeypatch.setattr(RoutingState, "warm_ups", lambda *_: [("d" * 64, "e0")])
+    handle = _WarmHandle(EngineOutcome("e0", False, "the files are gone"))
     calls: list[list[float]] = []
 
     async def run() -> None:
         adapter = cast(Any, SimpleNamespace(name="pirate", rank=8))
-        attendance = Attendance(StreamServer(), lambda digest: adapter)
+        attendance = EngineConnections(StreamServer(), lambda digest: adapter)
         attendance.enter("app of a lost adapter", "base", cast(Any, handle), LIMITS)
         attendance.start()
         for outcome in ("the files are gone", "the store is down", "", "the files are gone"):
-            handle.outcome, handle.began_s = Outcome("e0", not outcome, outcome), []
+            handle.outcome, handle.began_s = EngineOutcome("e0", not outcome, outcome), []
             await asyncio.sleep(600.0)
             calls.append(handle.began_s)
         assert attendance._task is not None

@@ -11,7 +11,7 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
 from serve_app.autoscaling.stats import ScalingStats
 from serve_app.control.backlogs import BacklogTeller
-from serve_app.control.base_sleep import SleepKeeper
+from serve_app.control.base_sleep import ScaleToZero
 from serve_app.dispatch.activity import Activity
 from serve_app.messages import REPORT_INTERVAL_S, Backlog, BaseActivity, IngressReport
 from tests.waiting import until
@@ -72,7 +72,7 @@ def test_a_backlog_is_reported_until_nobody_tells_of_it_any_more() -> None:
 
 
 def test_the_manager_adds_up_what_waits_in_all_ingresses() -> None:
-    keeper = SleepKeeper()
+    keeper = ScaleToZero()
     for name, count in (("one", 3), ("two", 4)):
         activity = BaseActivity("b" * 64, count, 0.0, Backlog(count, 100 * count))
         keeper.hear(IngressReport(name, (activity,)), 10.0)

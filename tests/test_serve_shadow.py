@@ -8,8 +8,7 @@ from typing import cast
 import pytest
 
 from engine.types import EngineLoad, Request
-from serve_app.canary.arm_stats import Arms
-from serve_app.dispatch.base_handle import Front
+from serve_app.canary.arm_stats import ArmStats
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.shadow import Shadows, Submitted, _copy, is_busy
 from serve_app.openai.completions import CompletionRequest
@@ -54,7 +53,7 @@ def test_an_engine_is_busy_when_somebody_waits_for_room(load: EngineLoad, busy: 
 async def test_a_copy_that_others_would_feel_is_not_begun(
     limit: int, load: EngineLoad | None, submitted: Submitted
 ) -> None:
-    arms = Arms()
+    arms = ArmStats()
     shadows = Shadows(Migrations(StreamServer(), Router(), "i0"), arms, limit)
     shadows.offer(submitted, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
@@ -64,7 +63,7 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
 def _given(fleet: Fleet, request: Request) -> Submitted:
     parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
     prompts = (Prompt(request.prompt_token_ids, None),)
-    front = cast("Front", SimpleNamespace(text=TEXT))
+    front = cast("BaseHandle", SimpleNamespace(text=TEXT))
     head = ResponseHead("completion", "id", "m", 0, "fp")
     return Submitted(front, fleet.lane, parsed, prompts, (request,), head)
 
@@ -73,7 +72,7 @@ async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running_fleet(1) as fleet:
-        request, arms = make_request((11, 12, 13, 14), max_tokens=4), Arms()
+        request, arms = make_request((11, 12, 13, 14), max_tokens=4), ArmStats()
         fleet.migrations.quarantine.add((_copy(request, CANARY),))
         shadows = Shadows(fleet.migrations, arms, 1)
         caplog.clear()
@@ -86,7 +85,7 @@ async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
 async def test_a_copy_whose_engine_dies_is_lost_by_no_client() -> None:
     async with running_fleet(1) as fleet:
         given = _given(fleet, make_request((11, 12, 13, 14), max_tokens=4000))
-        shadows = Shadows(fleet.migrations, Arms(), 1)
+        shadows = Shadows(fleet.migrations, ArmStats(), 1)
         shadows.offer(given, CANARY, IDLE)
         await until(lambda: fleet.replicas["e0"].engine.load().num_running > 0)
         fleet.replicas["e0"].kill()

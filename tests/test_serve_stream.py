@@ -25,7 +25,7 @@ from serve_app.openai.engine_params import MAX_LOGPROB_ENTRIES
 from serve_app.replica.engine_actor import EngineHost
 from serve_app.stream.client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
 from serve_app.stream.server import StreamServer, TokenStream
-from serve_app.stream.snapshot import EngineNews
+from serve_app.stream.snapshot import EngineSnapshot
 from serve_app.stream.wire import (
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
@@ -569,10 +569,10 @@ class StuckTransport(asyncio.Transport):
         self.is_aborted = True
 
 
-async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineNews]:
+async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineSnapshot]:
     server = StreamServer()
     await server.listen("127.0.0.1")
-    news = EngineNews()
+    news = EngineSnapshot()
     link = IngressLink(server.address, "e0", "key", news, lambda *_: None, lambda _: None)
     transport = StuckTransport()
     link.connection_made(transport)

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.types import StepOutput
 from serve_app import tasks
-from serve_app.canary.arm_stats import Arms
+from serve_app.canary.arm_stats import ArmStats
 from serve_app.dispatch.gateway import Gateway
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.replica import engine_actor
@@ -133,7 +133,7 @@ class FakeManager:
 async def test_an_ingress_whose_report_cannot_be_made_reports_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class FailingArms(Arms):
+    class FailingArms(ArmStats):
         num_calls = 0
 
         def tallies(self) -> tuple[()]:

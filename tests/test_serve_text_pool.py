@@ -17,7 +17,7 @@ from engine.types import Request, SamplingParams, TokenLogprobs, TokenOutput
 from serve_app.dispatch.completion import Completion
 from serve_app.dispatch.generation import Generation
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
-from serve_app.openai.answer import Answer
+from serve_app.openai.answer import ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, read_prompts
@@ -184,7 +184,9 @@ class Arrived:
         return outputs
 
 
-def large_answer(text: BaseText, *, is_chat: bool, stream: bool) -> tuple[Answer, TokenOutput]:
+def large_answer(
+    text: BaseText, *, is_chat: bool, stream: bool
+) -> tuple[ResponseBuilder, TokenOutput]:
     """400 tokens in prompt and output with 20 alternatives each: 8,400 entries in every list."""
     top = tuple((one, -1.5 - one / 7) for one in range(20, 40))
     numbers = tuple(TokenLogprobs(one, -0.5, 3, top) for one in TOKENS)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.score import expected_ttft, prompt_token_s
 from serve_app.routing.view import ReplicaView
 
 # Rows ahead of those that are free, as a part of all: a sequence that ends is known here and has a
 # successor there some 20 ms later, in which a full batch of half a second's answers ends by 1/25.
 _ROWS_AHEAD = 1 / 16
-_NOTHING = Ask("", 0)
+_NOTHING = RoutingRequest("", 0)
 
 
-def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queue_s: float) -> bool:
+def has_room(
+    replicas: Sequence[ReplicaView], under_way: Iterable[RoutingRequest], max_queue_s: float
+) -> bool:
     """Whether one more request may go. `under_way`: sent, but not counted by any replica yet.
     True where no replica is known: then others decide."""
     rows, seconds, is_any_known = 0, 0.0, False
@@ -38,7 +40,7 @@ def has_room(replicas: Sequence[ReplicaView], under_way: Iterable[Ask], max_queu
     return not is_any_known and _may_go_unseen(replicas, under_way)
 
 
-def _may_go_unseen(replicas: Sequence[ReplicaView], under_way: Iterable[Ask]) -> bool:
+def _may_go_unseen(replicas: Sequence[ReplicaView], under_way: Iterable[RoutingRequest]) -> bool:
     """Replicas that said nothing yet get what their rows hold: all that waited for the start would
     else sit in the first one's queue when the others come."""
     staying = [one for one in replicas if not one.is_draining]

@@ -23,7 +23,7 @@ _OUTPUT_RANK = 0.16 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class TokenCost:
     """Of one token. What the prefix cache saves is nobody's merit: prompts count whole."""
 
     prompt: float = 1.0
@@ -33,6 +33,6 @@ class Price:
         return self.prompt * num_prompt_tokens + self.output * num_output_tokens
 
 
-def price(rank: int) -> Price:
+def price(rank: int) -> TokenCost:
     """`rank`: of the adapter; 0 without one."""
-    return Price(1.0 + _PROMPT_RANK * rank, _OUTPUT_TOKEN * (1.0 + _OUTPUT_RANK * rank))
+    return TokenCost(1.0 + _PROMPT_RANK * rank, _OUTPUT_TOKEN * (1.0 + _OUTPUT_RANK * rank))

@@ -10,7 +10,7 @@ _MIN_DEPARTURES = 8  # below it they tell nothing
 _SERVICE_WEIGHT = 1 / 16  # of a newly ended request in the mean
 
 
-class Pace:
+class DrainRate:
     def __init__(self) -> None:
         self._cost = 0.0
         self._seconds = 0.0

@@ -19,7 +19,7 @@ from serve_app.admission.waiting_room import Applicant, Guest, Reason, Refused, 
 from serve_app.config import FairnessArgs
 from serve_app.disconnects import call_when_gone
 from serve_app.errors import ClientGoneError, OverloadedError
-from serve_app.messages import Ask, Backlog
+from serve_app.messages import Backlog, RoutingRequest
 from serve_app.metrics.queue import QueueStats
 from serve_app.routing.view import ReplicaViews
 from serve_app.tasks import spawn
@@ -32,7 +32,7 @@ _MAX_RETRY_AFTER_S = 60  # clients of OpenAI's library do not wait longer
 class Ticket:
     """One HTTP request that may go to an engine, or waits for it, until `leave`."""
 
-    def __init__(self, queue: AdmissionQueue, guest: Guest, ask: Ask) -> None:
+    def __init__(self, queue: AdmissionQueue, guest: Guest, ask: RoutingRequest) -> None:
         self._queue = queue
         self._guest = guest
         self._ask = ask
@@ -76,7 +76,7 @@ class AdmissionQueue:
             settings.weights, settings.max_wait_s, settings.max_queue_s, max_waiting
         )
         self._waiting: dict[Guest, Ticket] = {}
-        self._under_way: dict[str, Ask] = {}  # by call, until a replica counts it
+        self._under_way: dict[str, RoutingRequest] = {}  # by call, until a replica counts it
         self._trimmed_s = 0.0
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
@@ -103,7 +103,7 @@ class AdmissionQueue:
             raise self._overloaded(refused) from None
 
     async def enter(
-        self, who: Applicant, ask: Ask, max_tokens: int, receive: Receive | None = None
+        self, who: Applicant, ask: RoutingRequest, max_tokens: int, receive: Receive | None = None
     ) -> Ticket:
         """Returns when the request may go. `max_tokens`: of all its choices; `receive`: tells when
         the client leaves, the body must have been read. Raises OverloadedError, ClientGoneError."""

@@ -28,7 +28,7 @@ class _Rate:
         return self.per_s * exp(-(now_s - self.at_s) / _OVER_S)
 
 
-class Demand:
+class RequestRates:
     def __init__(self) -> None:
         self._sent = _Rate()
         self._refused = _Rate()

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.admission.cost import Price, price
+from serve_app.admission.cost import TokenCost, price
 from serve_app.admission.fair_queue import Entry, FairQueue
-from serve_app.admission.pace import Pace
-from serve_app.admission.rates import Demand
+from serve_app.admission.pace import DrainRate
+from serve_app.admission.rates import RequestRates
 
 Reason = Literal["full", "expected_wait", "waited"]
 
@@ -55,7 +55,7 @@ class Guest:
     )
 
     def __init__(
-        self, entry: Entry, num_tokens: int, num_sequences: int, price: Price, num_charged: int
+        self, entry: Entry, num_tokens: int, num_sequences: int, price: TokenCost, num_charged: int
     ) -> None:
         self.entry = entry
         self.num_tokens = num_tokens  # of its prompts
@@ -79,13 +79,13 @@ class WaitingRoom:
         max_waiting: int,
     ) -> None:
         """`max_wait_s`: see `FairQueue`."""
-        self.demand = Demand()
+        self.demand = RequestRates()
         self.waiting_tokens = 0  # of the prompts that wait
         self.num_open = 0  # those that wait, and those whose answer is still to be charged
         self._max_queue_s = max_queue_s
         self._max_waiting = max_waiting
         self._queue = FairQueue(weights, max_wait_s)
-        self._pace = Pace()
+        self._pace = DrainRate()
         self._guests: dict[Entry, Guest] = {}  # those that wait
         self._mean_output = _USUAL_OUTPUT_TOKENS
         self._running_cost = 0.0

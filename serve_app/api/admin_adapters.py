@@ -18,11 +18,11 @@ from registry.names import parse_reference
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.engine_calls import change, evict, list_replicas, preload
 from serve_app.api.state import state_of
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import SERVER_ERROR, ApiError, ServiceUnavailableError
 from serve_app.http.asgi import json_response
-from serve_app.messages import PIN, AdapterChange, Outcome, ReplicaAdapters
+from serve_app.messages import PIN, AdapterChange, EngineOutcome, ReplicaAdapters
 from serve_app.platform_view import PlatformView
 
 router = APIRouter(
@@ -82,14 +82,14 @@ async def evict_adapter(request: Request, name: str) -> Response:
     return _done(adapter, outcomes)
 
 
-def find_adapter(gateway: Gateway, name: str) -> tuple[Front, AdapterVersion]:
+def find_adapter(gateway: Gateway, name: str) -> tuple[BaseHandle, AdapterVersion]:
     front, resolution = gateway.resolve(name)
     if resolution.adapter is None:
         raise InvalidNameError(f"{name!r} is a base model, not an adapter")
     return front, resolution.adapter
 
 
-def check_outcomes(name: str, verdict: str, outcomes: Sequence[Outcome], status: int) -> None:
+def check_outcomes(name: str, verdict: str, outcomes: Sequence[EngineOutcome], status: int) -> None:
     """Raises with the words of every engine that failed."""
     failed = [one for one in outcomes if not one.is_done]
     if failed:
@@ -143,6 +143,6 @@ def _view(gateway: Gateway) -> PlatformView:
     return gateway.view
 
 
-def _done(adapter: AdapterVersion, outcomes: Sequence[Outcome]) -> Response:
+def _done(adapter: AdapterVersion, outcomes: Sequence[EngineOutcome]) -> Response:
     engines = [{"engine": one.engine, "outcome": one.words} for one in outcomes]
     return json_response({"name": adapter.name, "version": adapter.version, "engines": engines})

@@ -11,16 +11,16 @@ from fastapi import APIRouter, Depends, Request, Response
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.completions import who_asks
 from serve_app.api.state import IngressState, state_of
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.http.asgi import json_response, read_body
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import engine_requests, read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
-from serve_app.routing.request import make_ask
+from serve_app.routing.request import make_routing_request
 from serve_app.routing.score import Terms
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -61,7 +61,7 @@ async def decisions(request: Request) -> Response:
 
 def _ask(
     state: IngressState, body: ChatRequest | CompletionRequest, session: str | None, tenant: str
-) -> tuple[Front, Ask]:
+) -> tuple[BaseHandle, RoutingRequest]:
     """As of a real request: the same prompts, the same session, the same prefix cache."""
     found = state.gateway.resolve(body.model)
     front, adapter = found[0], found[1].adapter
@@ -71,10 +71,10 @@ def _ask(
     requests = engine_requests(
         body, prompts, adapter, limits, defaults=front.defaults, cache_salt=salt
     )
-    return front, replace(make_ask(requests, adapter, limits, session), is_dry=True)
+    return front, replace(make_routing_request(requests, adapter, limits, session), dry_run=True)
 
 
-def _line(ask: Ask, ranked: Ranked) -> dict[str, object]:
+def _line(ask: RoutingRequest, ranked: Ranked) -> dict[str, object]:
     view = ranked.replica
     return {
         "replica": view.replica_id,
@@ -95,7 +95,7 @@ def _in_ms(terms: Terms) -> dict[str, float]:
     return {name.removesuffix("_s"): round(1000 * s, 2) for name, s in parts.items()}
 
 
-def _tier(ask: Ask, ranked: Ranked) -> str:
+def _tier(ask: RoutingRequest, ranked: Ranked) -> str:
     view, adapter = ranked.replica, ask.adapter
     if adapter is None:
         return ""

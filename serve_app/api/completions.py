@@ -1,8 +1,8 @@
 """/v1/chat/completions and /v1/completions: one body in, one answer out, streamed or whole.
 
 Parse, resolve the model (its base may have to be woken), tokenize, wait for an engine with room,
-submit, read the side stream into an `Answer`. The first token is awaited before the response
-begins, so that every refusal has a status. A client that goes away ends its requests in the engine.
+submit, read the side stream into a `ResponseBuilder`. The first token is awaited before the
+response begins, so that every refusal has a status. A client that goes away ends its requests in the engine.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from serve_app.api.explain import explain_headers, is_wanted
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
 from serve_app.disconnects import call_when_gone
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.cold_start import Admission
 from serve_app.dispatch.completion import Completion, OnFirstToken
 from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.shadow import Submitted
 from serve_app.errors import ApiError, ClientGoneError
 from serve_app.http.asgi import SseResponse, error_response, read_body
-from serve_app.messages import Ask
-from serve_app.openai.answer import Answer
+from serve_app.messages import RoutingRequest
+from serve_app.openai.answer import ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
 from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.responses import ResponseHead
-from serve_app.routing.request import make_ask
+from serve_app.routing.request import make_routing_request
 from serve_app.tasks import spawn
 from serve_app.text.template_guard import TooDearError
 
@@ -121,7 +121,7 @@ async def _read(
     return await state.texts.parse(kind, raw), raw
 
 
-async def _prompts(state: IngressState, asked: _Asked, front: Front) -> tuple[Prompt, ...]:
+async def _prompts(state: IngressState, asked: _Asked, front: BaseHandle) -> tuple[Prompt, ...]:
     """The prompts; a worker reads a long body, and a chat whose template has much to do."""
     raw, asked.raw = asked.raw, b""
     limits, files = front.description.limits, front.description.files
@@ -154,7 +154,7 @@ async def _begin(
         defaults=front.defaults,
         cache_salt=salt,
     )
-    ask = make_ask(requests, adapter, limits, asked.session)
+    ask = make_routing_request(requests, adapter, limits, asked.session)
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
     ticket = await queue.enter(who, ask, max_tokens, receive)
     try:
@@ -170,7 +170,7 @@ def _call(
     admission: Admission,
     prompts: tuple[Prompt, ...],
     requests: tuple[Request, ...],
-    ask: Ask,
+    ask: RoutingRequest,
     ticket: Ticket,
 ) -> Completion:
     route, gateway = admission.route, state.gateway
@@ -179,7 +179,7 @@ def _call(
     lane = gateway.lane(front)
     generation = Generation(gateway.migrations, lane, requests, adapter, ask)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
-    answer = Answer(body, prompts, front.text, head)
+    answer = ResponseBuilder(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:
         submitted = Submitted(front, lane, body, prompts, requests, head)

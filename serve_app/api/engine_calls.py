@@ -10,10 +10,10 @@ from ray.serve.exceptions import RayServeException
 
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ServiceUnavailableError
-from serve_app.messages import AdapterChange, Outcome, ReplicaAdapters
+from serve_app.messages import AdapterChange, EngineOutcome, ReplicaAdapters
 from serve_app.ray_calls import ask_manager, root_cause
 
 _ORDER_TIMEOUT_S = 110.0  # a preload may fetch first
@@ -21,16 +21,16 @@ _LIST_TIMEOUT_S = 5.0
 _VIEW_TIMEOUT_S = 15.0
 
 
-async def preload(front: Front, adapter: AdapterVersion) -> list[Outcome]:
+async def preload(front: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
     """One for each replica of the base."""
     return await _order(front, "preload", adapter)
 
 
-async def evict(front: Front, adapter: AdapterVersion) -> list[Outcome]:
+async def evict(front: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
     return await _order(front, "evict", adapter)
 
 
-async def list_replicas(front: Front) -> list[ReplicaAdapters]:
+async def list_replicas(front: BaseHandle) -> list[ReplicaAdapters]:
     """Of those that answer in time."""
     try:
         results = await front.handle.broadcast("adapters").results_async(
@@ -67,7 +67,7 @@ def _meaning(gateway: Gateway, name: str) -> str | None:
     return None if adapter is None else adapter.digest
 
 
-async def _order(front: Front, method: str, adapter: AdapterVersion) -> list[Outcome]:
+async def _order(front: BaseHandle, method: str, adapter: AdapterVersion) -> list[EngineOutcome]:
     try:
         results = await front.handle.broadcast(method, adapter).results_async(
             timeout_s=_ORDER_TIMEOUT_S, return_exceptions=True
@@ -79,7 +79,7 @@ async def _order(front: Front, method: str, adapter: AdapterVersion) -> list[Out
     if not results:
         raise ServiceUnavailableError(f"No engine of {front.base.name!r} is up.", 5)
     return [
-        result if isinstance(result, Outcome) else Outcome("", False, _words(result))
+        result if isinstance(result, EngineOutcome) else EngineOutcome("", False, _words(result))
         for result in results
     ]
 

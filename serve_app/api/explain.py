@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from serve_app.api.admin_auth import is_admin
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.completion import Completion
 from serve_app.routing import state as routing_state
 from serve_app.routing.decisions import Decision
@@ -68,7 +68,7 @@ def is_wanted(http: Request) -> bool:
 
 
 def explain_headers(
-    http: Request, front: Front, completion: Completion, arrival_s: float
+    http: Request, front: BaseHandle, completion: Completion, arrival_s: float
 ) -> dict[str, str]:
     """Empty where the decision is not remembered any more: a whole answer may take long."""
     if not is_admin(http):

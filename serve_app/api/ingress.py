@@ -60,7 +60,7 @@ _RESERVED_REQUESTS = 128
 _BOUNDED_PATHS = frozenset((*completions.PATHS, *tokenize.PATHS))
 
 
-class Counted:
+class MetricsMiddleware:
     """Outermost: counts answers by route and clients that leave, and answers every exception."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
@@ -104,7 +104,7 @@ def _say_whether_to_retry(message: Message) -> None:
         headers[SHOULD_RETRY] = "true" if should_retry_of(message["status"]) else "false"
 
 
-class Bounded:
+class ConcurrencyLimitMiddleware:
     """Lets a request in when its header is of a sane size and its body whole, and at most `limit`
     generating requests at once; beyond it 429, before the body is read if it is clear by then.
     Serve's own limit is higher, so that health checks have an answer then, too."""
@@ -164,8 +164,8 @@ def build_asgi(state: IngressState) -> ASGIApp:
     ):
         app.include_router(routes.router)
     install_error_handlers(app)
-    bounded = Bounded(HeadAsGet(app), state.args, state.queues.stats)
-    return Counted(guarded(bounded, state.args), state.metrics)
+    bounded = ConcurrencyLimitMiddleware(HeadAsGet(app), state.args, state.queues.stats)
+    return MetricsMiddleware(guarded(bounded, state.args), state.metrics)
 
 
 @serve.ingress()

@@ -19,7 +19,7 @@ from serve_app.api.admin_adapters import check_outcomes, find_adapter
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.engine_calls import change, evict, preload, view_follows
 from serve_app.api.state import state_of
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.http.asgi import read_body
@@ -127,7 +127,7 @@ async def _undo(gateway: Gateway, undo: AdapterChange) -> None:
         logger.warning("the load of %s was not undone: %s", undo.name, error)
 
 
-def _base(gateway: Gateway, name: str | None) -> Front:
+def _base(gateway: Gateway, name: str | None) -> BaseHandle:
     if name is not None:
         return gateway.resolve(name)[0]
     fronts = gateway.fronts

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from serve_app.api.completions import INLINE_BODY_BYTES
 from serve_app.api.state import IngressState, state_of
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
 from serve_app.openai.engine_params import detokenized, tokenized
@@ -92,7 +92,7 @@ async def _read(
 
 
 async def _tokenized(
-    state: IngressState, front: Front, body: TokenizeRequest, raw: bytes
+    state: IngressState, front: BaseHandle, body: TokenizeRequest, raw: bytes
 ) -> tuple[Sequence[int], Sequence[str | None]]:
     """Ids, and their texts where the body asks for them."""
     limits, files = front.description.limits, front.description.files
@@ -107,7 +107,7 @@ async def _tokenized(
     return await state.texts.tokenize(TokenizeRequest, raw, front.base.digest, files, limits)
 
 
-async def _front(request: Request, model: str | None) -> Front:
+async def _front(request: Request, model: str | None) -> BaseHandle:
     """Harnesses that know one model only do not name it."""
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
 from serve_app.metrics.histograms import Histogram
-from serve_app.tally import ARM_SECONDS, OUTCOMES, PLACES, ArmKey, Outcome, Tally
+from serve_app.tally import ARM_SECONDS, OUTCOMES, PLACES, ArmCounts, ArmKey, ArmOutcome
 
 
-class Arms:
+class ArmStats:
     """Of one ingress replica. All methods belong to its event loop."""
 
     def __init__(self) -> None:
         self._counts: dict[ArmKey, _Counts] = {}
 
-    def watch(self, key: ArmKey) -> Watch:
+    def watch(self, key: ArmKey) -> ArmRequest:
         """From the arrival of a request on."""
-        return Watch(self._counts.setdefault(key, _Counts()))
+        return ArmRequest(self._counts.setdefault(key, _Counts()))
 
-    def tallies(self) -> tuple[tuple[ArmKey, Tally], ...]:
+    def tallies(self) -> tuple[tuple[ArmKey, ArmCounts], ...]:
         return tuple((key, counts.tally()) for key, counts in self._counts.items())
 
     def keep(self, versions: Collection[tuple[str, str]]) -> None:
@@ -34,7 +34,7 @@ class Arms:
             del self._counts[key]
 
 
-class Watch:
+class ArmRequest:
     """One request of an arm. The first end counts."""
 
     __slots__ = ("_counts", "_first_token_s", "_is_ended", "_is_warm", "_start_s", "_time")
@@ -63,7 +63,7 @@ class Watch:
     def left(self, num_tokens: int) -> None:
         self._end("left", num_tokens)
 
-    def _end(self, outcome: Outcome, num_tokens: int) -> None:
+    def _end(self, outcome: ArmOutcome, num_tokens: int) -> None:
         if self._is_ended:
             return
         self._is_ended = True
@@ -80,7 +80,7 @@ class Watch:
             counts.latency.observe(self._time() - self._start_s)
 
 
-def outcome_of(error: BaseException) -> Outcome:
+def outcome_of(error: BaseException) -> ArmOutcome:
     if isinstance(error, ClientGoneError | asyncio.CancelledError):
         return "left"
     if isinstance(error, NonFiniteError):
@@ -98,8 +98,8 @@ class _Counts:
     warm_first_token: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
     num_warm_left: int = 0
 
-    def tally(self) -> Tally:
-        return Tally(
+    def tally(self) -> ArmCounts:
+        return ArmCounts(
             tuple(self.outcomes),
             self.output_tokens,
             tuple(self.first_token.counts),

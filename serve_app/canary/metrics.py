@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_app.metrics.exposition import rendered
-from serve_app.tally import ARM_SECONDS, OUTCOMES, ArmKey, Tally
+from serve_app.tally import ARM_SECONDS, OUTCOMES, ArmCounts, ArmKey
 
 _LABELS = ("ingress", "adapter", "arm", "version")
 
@@ -24,7 +24,7 @@ class ArmNumbers:
     """Of one ingress at one moment."""
 
     ingress: str
-    tallies: Sequence[tuple[ArmKey, Tally]]
+    tallies: Sequence[tuple[ArmKey, ArmCounts]]
     num_rollbacks: Sequence[tuple[str, int]]  # by adapter
     num_shadows: int
     num_shadows_dropped: int

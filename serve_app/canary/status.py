@@ -8,7 +8,7 @@ from serve_app.canary.split import Split, Wish
 from serve_app.canary.trials import Trial
 from serve_app.canary.verdict import FIRST_TOKEN_QUANTILE
 from serve_app.config import CanaryArgs
-from serve_app.tally import OUTCOMES, Arm, Tally, quantile
+from serve_app.tally import OUTCOMES, Arm, ArmCounts, quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _arm(arm: Arm, wish: Wish, trial: Trial | None) -> ArmStatus:
     version = wish.version
     assert version is not None
     is_of_trial = trial is not None and version.digest in trial.versions
-    tally = trial.tally(arm) if trial is not None and is_of_trial else Tally()
+    tally = trial.tally(arm) if trial is not None and is_of_trial else ArmCounts()
     return ArmStatus(
         arm,
         version.version,

@@ -13,7 +13,7 @@ from serve_app.canary.split import Split, Wish
 from serve_app.canary.verdict import SPANS_A_WINDOW, Verdict, judge, mostly_fails, non_finite
 from serve_app.config import CanaryArgs
 from serve_app.messages import IngressReport
-from serve_app.tally import Arm, ArmKey, Tally
+from serve_app.tally import Arm, ArmCounts, ArmKey
 
 _FORGET_S = 600.0  # an ingress that is silent for so long does not come back
 
@@ -25,8 +25,8 @@ class _Point:
     """Both arms' counts at one moment of a trial."""
 
     at_s: float
-    stable: Tally
-    canary: Tally
+    stable: ArmCounts
+    canary: ArmCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -36,16 +36,16 @@ class Trial:
     begun_s: float
     is_running: bool = True
     is_all_canary: bool = False  # no request goes to the stable version
-    tallies: dict[Arm, Tally] = field(default_factory=dict)
+    tallies: dict[Arm, ArmCounts] = field(default_factory=dict)
     _points: list[_Point] = field(init=False)  # the oldest first
 
     def __post_init__(self) -> None:
-        self._points = [_Point(self.begun_s, Tally(), Tally())]
+        self._points = [_Point(self.begun_s, ArmCounts(), ArmCounts())]
 
-    def tally(self, arm: Arm) -> Tally:
-        return self.tallies.get(arm, Tally())
+    def tally(self, arm: Arm) -> ArmCounts:
+        return self.tallies.get(arm, ArmCounts())
 
-    def add(self, key: ArmKey, new: Tally) -> None:
+    def add(self, key: ArmKey, new: ArmCounts) -> None:
         arms: tuple[Arm, ...] = ("stable", "canary", "shadow")
         if dict(zip(arms, self.versions, strict=True))[key.arm] == key.digest:
             self.tallies[key.arm] = self.tally(key.arm) + new
@@ -68,14 +68,14 @@ class Trial:
             self._points.append(now)
         return Verdict(reason, whole.has_enough)
 
-    def _span(self, then: _Point, now: _Point) -> tuple[Tally, Tally]:
+    def _span(self, then: _Point, now: _Point) -> tuple[ArmCounts, ArmCounts]:
         """Of stable and canary. A canary that has all the traffic is compared with what stable did
         earlier, or else with rates of 0; one beside which stable only had no request yet, not at
         all (but see `mostly_fails`)."""
         stable, canary = now.stable - then.stable, now.canary - then.canary
         if stable.num_judged:
             return stable, canary
-        return now.stable, canary if self.is_all_canary else Tally()
+        return now.stable, canary if self.is_all_canary else ArmCounts()
 
     def _window_start(self, rule: CanaryArgs, now: _Point) -> _Point:
         """The last point before the window, or an older one for the sake of `min_requests`."""
@@ -101,7 +101,9 @@ class Trials:
     def __init__(self, rule: CanaryArgs) -> None:
         self.by_name: dict[str, Trial] = {}  # the last one of each adapter, ended or not
         self._rule = rule
-        self._seen: dict[str, tuple[float, dict[ArmKey, Tally]]] = {}  # by ingress: when and what
+        self._seen: dict[
+            str, tuple[float, dict[ArmKey, ArmCounts]]
+        ] = {}  # by ingress: when and what
 
     def take(self, report: IngressReport, now_s: float) -> None:
         """Adds what is new since this ingress's last report. Its first one only says where it
@@ -111,9 +113,9 @@ class Trials:
         self._seen[report.ingress_id] = (now_s, arms)
         for key, tally in arms.items():
             trial = self.by_name.get(key.adapter)
-            before = known.get(key, Tally())
+            before = known.get(key, ArmCounts())
             if sum(tally.outcomes) < sum(before.outcomes):  # forgotten there, and new again
-                before = Tally()
+                before = ArmCounts()
             if trial is not None and trial.is_running and tally != before:
                 trial.add(key, tally - before)
         for ingress_id in [i for i, (at_s, _) in self._seen.items() if at_s < now_s - _FORGET_S]:

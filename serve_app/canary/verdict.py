@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from serve_app.canary.sequential import Hits, log_evidence
 from serve_app.config import CanaryArgs
-from serve_app.tally import ARM_SECONDS, Outcome, Tally, quantile
+from serve_app.tally import ARM_SECONDS, ArmCounts, ArmOutcome, quantile
 
 FIRST_TOKEN_QUANTILE = 0.95
 FALSE_ROLLBACKS_PER_HOUR = 0.01
@@ -40,7 +40,7 @@ class Verdict:
     has_enough: bool  # requests, for all of the rule
 
 
-def judge(stable: Tally, canary: Tally, rule: CanaryArgs) -> Verdict:
+def judge(stable: ArmCounts, canary: ArmCounts, rule: CanaryArgs) -> Verdict:
     """Rates count once the canary has `min_requests`; the latency once both have. Where stable saw
     nothing its rates count as 0."""
     has_enough = min(canary.num_judged, stable.num_judged) >= rule.min_requests
@@ -53,7 +53,7 @@ def judge(stable: Tally, canary: Tally, rule: CanaryArgs) -> Verdict:
     return Verdict(reason, has_enough)
 
 
-def non_finite(canary: Tally, rule: CanaryArgs) -> str | None:
+def non_finite(canary: ArmCounts, rule: CanaryArgs) -> str | None:
     """A reason to roll back from the first one on that is too many."""
     num = canary.count("non_finite")
     if num <= rule.max_non_finite:
@@ -61,14 +61,14 @@ def non_finite(canary: Tally, rule: CanaryArgs) -> str | None:
     return f"{num} of {canary.num_judged} outputs not finite, {rule.max_non_finite} allowed"
 
 
-def mostly_fails(stable: Tally, canary: Tally, rule: CanaryArgs) -> str | None:
+def mostly_fails(stable: ArmCounts, canary: ArmCounts, rule: CanaryArgs) -> str | None:
     """A reason to roll back before the stable version has `min_requests`: the canary's error rate
     is certain to exceed one half by the margin. A stable version is taken to fail less often."""
     failed = Hits(stable.count("error", "non_finite"), stable.num_judged)
     if failed.of >= rule.min_requests or failed.rate > _MOST_ERRORS:
         return None
     limit = _MOST_ERRORS + rule.max_error_rate_increase
-    return _more("errors", Tally(), canary, rule, limit, "error", "non_finite")
+    return _more("errors", ArmCounts(), canary, rule, limit, "error", "non_finite")
 
 
 def needed_log_evidence(rule: CanaryArgs) -> float:
@@ -80,7 +80,12 @@ def needed_log_evidence(rule: CanaryArgs) -> float:
 
 
 def _more(
-    what: str, stable: Tally, canary: Tally, rule: CanaryArgs, limit: float, *outcomes: Outcome
+    what: str,
+    stable: ArmCounts,
+    canary: ArmCounts,
+    rule: CanaryArgs,
+    limit: float,
+    *outcomes: ArmOutcome,
 ) -> str | None:
     return _increase(
         what,
@@ -91,7 +96,7 @@ def _more(
     )
 
 
-def _more_left(stable: Tally, canary: Tally, rule: CanaryArgs) -> str | None:
+def _more_left(stable: ArmCounts, canary: ArmCounts, rule: CanaryArgs) -> str | None:
     """Clients leave a version that hangs or talks nonsense, but also one that is only being loaded:
     those who left then are not counted."""
     return _increase(
@@ -114,7 +119,7 @@ def _increase(what: str, stable: Hits, canary: Hits, rule: CanaryArgs, limit: fl
     )
 
 
-def _slowness(stable: Tally, canary: Tally, rule: CanaryArgs) -> str | None:
+def _slowness(stable: ArmCounts, canary: ArmCounts, rule: CanaryArgs) -> str | None:
     slow, slower = stable.warm_first_token, canary.warm_first_token
     num, num_canary = sum(slow), sum(slower)
     if min(num, num_canary) < rule.min_requests:

@@ -40,7 +40,7 @@ class _Sleeper:
     rest_id: float = 0.0  # of its last falling asleep
 
 
-class SleepKeeper:
+class ScaleToZero:
     """By base digest. A base that it never heard of is awake."""
 
     def __init__(self) -> None:

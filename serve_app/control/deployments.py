@@ -42,7 +42,7 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     return _behind_door(application) if RAY_SERVE_ENABLE_HA_PROXY else application
 
 
-class Door:
+class Placeholder:
     """Does nothing. With HAProxy, Serve refuses a router of one's own on the deployment that an
     application is entered by, though nobody enters this one over HTTP."""
 
@@ -51,7 +51,7 @@ class Door:
 
 
 def _behind_door(engine: serve.Application) -> serve.Application:
-    door = serve.deployment(Door).options(  # type: ignore[attr-defined]
+    door = serve.deployment(Placeholder).options(  # type: ignore[attr-defined]
         name=DOOR, num_replicas=1, ray_actor_options={"num_cpus": 0}
     )
     application: serve.Application = door.bind(engine)

@@ -28,7 +28,7 @@ from serve_app.control.base_plan import (
     is_application_of,
     is_application_of_any,
 )
-from serve_app.control.base_sleep import SleepKeeper
+from serve_app.control.base_sleep import ScaleToZero
 from serve_app.control.base_starts import StartLog
 from serve_app.control.base_status import (
     ReplicaCounts,
@@ -64,7 +64,7 @@ class Fleet:
     """All methods belong to one event loop."""
 
     def __init__(self, sources: Sources) -> None:
-        self.sleep = SleepKeeper()
+        self.sleep = ScaleToZero()
         self.starts = StartLog()
         self.lines: tuple[BaseLine, ...] = ()  # as of the last round
         self.progress_s = 0.0  # when a call of Serve's controller last came back, the loop's clock

@@ -62,7 +62,7 @@ def _none(_: str) -> Backlog:
     return Backlog()
 
 
-class CountsTeller:
+class CountsReporter:
     """Makes the counts of one ingress."""
 
     def __init__(self, ingress_id: str) -> None:

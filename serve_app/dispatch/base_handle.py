@@ -27,7 +27,7 @@ _UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class BaseHandle:
     """One base that can be called."""
 
     base: BaseVersion
@@ -54,7 +54,7 @@ class BaseAsleepError(ServiceUnavailableError):
 class Route:
     """Where one request goes."""
 
-    front: Front
+    front: BaseHandle
     resolution: Resolution
     arm: ArmKey | None = None  # None: the adapter is not split
     shadow: AdapterVersion | None = None  # gets a copy
@@ -68,13 +68,15 @@ class Route:
         return told if self.arm is None else told | {"x-loraplex-arm": self.arm.arm}
 
 
-async def open_front(base: ServedBase, texts: TextPool | None) -> Front:
+async def open_front(base: ServedBase, texts: TextPool | None) -> BaseHandle:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
     text = await open_text(description.files, base.base.digest, texts)
     is_off = description.generation_config == "vllm"
     defaults = read_generation_defaults({} if is_off else description.files, base.base.name)
-    return Front(base.base, base.app_name, handle, description, text, base.deployed_s, defaults)
+    return BaseHandle(
+        base.base, base.app_name, handle, description, text, base.deployed_s, defaults
+    )
 
 
 def not_yet(base: ServedBase) -> ServiceUnavailableError:

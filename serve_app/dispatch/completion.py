@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine.types import EngineLoad, Request, TokenOutput
 from serve_app.admission.queue import Ticket
-from serve_app.canary.arm_stats import Watch
+from serve_app.canary.arm_stats import ArmRequest
 from serve_app.dispatch.activity import Visit
 from serve_app.dispatch.generation import Generation
 from serve_app.errors import ClientGoneError, to_api_error
-from serve_app.openai.answer import Answer, Fed
+from serve_app.openai.answer import FeedResult, ResponseBuilder
 from serve_app.openai.logprobs_parts import PartsRenderer, Render
 from serve_app.openai.responses import error_event
 
@@ -25,9 +25,9 @@ class Completion:
     def __init__(
         self,
         generation: Generation,
-        answer: Answer,
+        answer: ResponseBuilder,
         requests: tuple[Request, ...],
-        watch: Watch | None = None,
+        watch: ArmRequest | None = None,
         on_first_token: OnFirstToken | None = None,
         visit: Visit | None = None,
         ticket: Ticket | None = None,
@@ -119,7 +119,7 @@ class Completion:
             return await self._rendered(feds)
         return [fed.data for fed in feds if fed.data]
 
-    async def _rendered(self, feds: Sequence[Fed]) -> list[bytes]:
+    async def _rendered(self, feds: Sequence[FeedResult]) -> list[bytes]:
         renderer = self._renderer()
         parts = [
             fed.data if fed.rendering is None else await renderer.run(fed.rendering) for fed in feds
@@ -138,11 +138,11 @@ class Completion:
         if self._on_first_token is not None:
             self._on_first_token(self._generation.engine_load)
 
-    def _note_warm(self, watch: Watch) -> None:
+    def _note_warm(self, watch: ArmRequest) -> None:
         if self._generation.is_warm:
             watch.warm()
 
-    def _feed_one(self, output: TokenOutput) -> Fed:
+    def _feed_one(self, output: TokenOutput) -> FeedResult:
         fed = self._answer.feed(self._prompt_of[output.request_id], output)
         if fed.abort:
             self._generation.end_choice(output.request_id, output.choice)

@@ -24,17 +24,17 @@ from registry.catalog import Resolution
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
-from serve_app.canary.arm_stats import Arms
+from serve_app.canary.arm_stats import ArmStats
 from serve_app.canary.split import Traffic, read_traffic
-from serve_app.dispatch.activity import Activity, CountsTeller
-from serve_app.dispatch.base_handle import Front, Route, check_supported, not_yet, open_front
-from serve_app.dispatch.generation import STAY, Lane
+from serve_app.dispatch.activity import Activity, CountsReporter
+from serve_app.dispatch.base_handle import BaseHandle, Route, check_supported, not_yet, open_front
+from serve_app.dispatch.generation import STAY, CallParameters
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.messages import REPORT_INTERVAL_S, IngressReport
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.routing import state as routing_state
-from serve_app.routing.connections import Attendance
+from serve_app.routing.connections import EngineConnections
 from serve_app.stream.server import StreamServer
 from serve_app.tally import ArmKey
 from serve_app.tasks import check_running, keep, spawn
@@ -51,22 +51,22 @@ _COUNTS_EVERY = 3  # reports: an ingress that is killed takes with it what it co
 class Gateway:
     def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
         self.stream = StreamServer()
-        self.attendance = Attendance(self.stream, self._find_adapter)
+        self.attendance = EngineConnections(self.stream, self._find_adapter)
         self.migrations = Migrations(self.stream, routing_state, ingress_id)
         self.attendance.on_replicas = self.migrations.replicas_changed
         self.view: PlatformView | None = None
         self.manager = manager
-        self.arms = Arms()
+        self.arms = ArmStats()
         self._traffic = Traffic()
         self._draw = random.random
         self._ingress_id = ingress_id
         self.activity = Activity()
         self.texts: TextPool | None = None  # set by the ingress; tries the templates of new bases
-        self.counts = CountsTeller(ingress_id)
+        self.counts = CountsReporter(ingress_id)
         self._changed = asyncio.Event()
         self._revision = ""  # of the last view that came
-        self._fronts: dict[str, Front] = {}  # by base digest
-        self._resting: dict[str, Front] = {}  # of bases that sleep, or are about to
+        self._fronts: dict[str, BaseHandle] = {}  # by base digest
+        self._resting: dict[str, BaseHandle] = {}  # of bases that sleep, or are about to
         self._once_ready: set[str] = set()  # base digests
         self._unusable: dict[str, str] = {}  # base digest -> why its text files cannot be used
         # By application and deployment.
@@ -143,7 +143,7 @@ class Gateway:
         is_asleep = missed is not None and missed.state == "asleep"
         return Route(front, resolution, key_of_arm, shadow, missed if is_asleep else None)
 
-    def resolve(self, model: str) -> tuple[Front, Resolution]:
+    def resolve(self, model: str) -> tuple[BaseHandle, Resolution]:
         """Pure look-ups. NotFoundError or InvalidNameError is the client's, the others are ours."""
         view = self.view
         if view is None:
@@ -172,13 +172,13 @@ class Gateway:
         )
 
     @property
-    def fronts(self) -> tuple[Front, ...]:
+    def fronts(self) -> tuple[BaseHandle, ...]:
         """Of all bases that can be called now."""
         return tuple(self._fronts.values())
 
-    def lane(self, front: Front) -> Lane:
+    def lane(self, front: BaseHandle) -> CallParameters:
         base = self.served(front.base.digest)
-        return Lane(
+        return CallParameters(
             self.stream,
             front.handle,
             front.description.limits,
@@ -187,7 +187,7 @@ class Gateway:
             STAY if base is None else base.migration,
         )
 
-    def stand_in(self, digest: str) -> Front | None:
+    def stand_in(self, digest: str) -> BaseHandle | None:
         """The front of the version before, while this one only starts."""
         assert self.view is not None
         for base in self.view.bases:
@@ -302,7 +302,7 @@ class Gateway:
                 self._opening[key] = spawn(self._open(base), "open-base")
         self._tell()
 
-    def _admit(self, front: Front) -> None:
+    def _admit(self, front: BaseHandle) -> None:
         self._fronts[front.base.digest] = front
         limits = front.description.limits
         self.attendance.enter(front.app_name, front.base.name, front.handle, limits)

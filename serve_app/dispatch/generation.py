@@ -21,13 +21,13 @@ from engine.types import NO_MEMORY, EngineLoad, Request, TokenOutput
 from registry.entities import AdapterVersion
 from serve_app.config import MigrationArgs
 from serve_app.dispatch.attempt import Attempt
-from serve_app.dispatch.journey import Journey, NotTakenError
+from serve_app.dispatch.journey import MigrationState, NotTakenError
 from serve_app.dispatch.migrations import Migrations
-from serve_app.dispatch.probation import Turn
+from serve_app.dispatch.probation import SuspectTurn
 from serve_app.dispatch.progress import Progress
 from serve_app.errors import NoMemoryError, RequestQuarantinedError
-from serve_app.messages import Ask, SubmitCall
-from serve_app.routing.request import make_ask
+from serve_app.messages import RoutingRequest, SubmitCall
+from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import StreamServer
 
 STAY = MigrationArgs(limit=0)
@@ -38,7 +38,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class CallParameters:
     """To the replicas of one base."""
 
     server: StreamServer
@@ -56,10 +56,10 @@ class Generation:
     def __init__(
         self,
         migrations: Migrations,
-        lane: Lane,
+        lane: CallParameters,
         requests: tuple[Request, ...],
         adapter: AdapterVersion | None,
-        ask: Ask,
+        ask: RoutingRequest,
     ) -> None:
         """`ask`: the requests as a router sees them. Raises RequestQuarantinedError."""
         migrations.quarantine.check(requests)
@@ -69,7 +69,7 @@ class Generation:
         self._adapter = adapter
         self._ask = ask
         self._progress = Progress(requests)
-        self._journey = Journey(
+        self._journey = MigrationState(
             migrations,
             lane.app_name,
             lane.model_name,
@@ -78,7 +78,7 @@ class Generation:
         )
         self._failure: Exception | None = None  # the reader's own
         self._is_over: asyncio.Future[None] = self._loop.create_future()
-        self._turn: Turn | None = None
+        self._turn: SuspectTurn | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._attempt: Attempt | None = None  # made by the first read
 
@@ -161,10 +161,12 @@ class Generation:
             self._journey.extend(await self._let_suspect_pass())
         requests, session = self._progress.resume(), self._ask.session
         avoid, limits = self._journey.avoid, self._lane.limits
-        ask = make_ask(requests, self._adapter, limits, session, avoid)
+        ask = make_routing_request(requests, self._adapter, limits, session, avoid)
         self._place(requests, ask, is_first=False)
 
-    def _place(self, requests: tuple[Request, ...], ask: Ask, *, is_first: bool) -> Attempt:
+    def _place(
+        self, requests: tuple[Request, ...], ask: RoutingRequest, *, is_first: bool
+    ) -> Attempt:
         lane = self._lane
         call = SubmitCall(requests, self._adapter, lane.server.address, ask)
         attempt = Attempt(
@@ -218,7 +220,7 @@ class Generation:
             turn.leave()
         self._journey.extend(self._loop.time() - began_s)
 
-    async def _wait_for_quiet(self, patience_s: float, turn: Turn) -> None:
+    async def _wait_for_quiet(self, patience_s: float, turn: SuspectTurn) -> None:
         """Until nobody else could be taken for the one who killed the next engine."""
         until_s = self._loop.time() + patience_s
         while self._loop.time() < until_s and not self._migrations.is_quiet(

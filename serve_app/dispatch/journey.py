@@ -49,7 +49,7 @@ class _Move:
     pause_s: float = _FIRST_PAUSE_S
 
 
-class Journey:
+class MigrationState:
     def __init__(
         self,
         migrations: Migrations,

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from serve_app.dispatch.attempt import Attempt
-from serve_app.dispatch.probation import Probation
+from serve_app.dispatch.probation import SuspectQueue
 from serve_app.dispatch.request_quarantine import RequestQuarantine
 from serve_app.errors import EngineGoneError
 from serve_app.metrics.migration import MigrationMetrics
@@ -70,7 +70,7 @@ class Migrations:
         self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
         self._gone: dict[str, set[str]] = {}  # that were up, and may have requests yet
         self._arrivals: dict[str, asyncio.Future[None]] = {}  # by application, see `arrival`
-        self._probations: dict[str, Probation] = {}
+        self._probations: dict[str, SuspectQueue] = {}
         # Engine id -> when it died, the attempts there without a token; the newest deaths.
         self._deaths: dict[str, tuple[float, frozenset[Attempt]]] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -105,8 +105,8 @@ class Migrations:
             self._arrivals[app_name] = asyncio.get_running_loop().create_future()
         return self._arrivals[app_name]
 
-    def probation(self, app_name: str) -> Probation:
-        return self._probations.setdefault(app_name, Probation())
+    def probation(self, app_name: str) -> SuspectQueue:
+        return self._probations.setdefault(app_name, SuspectQueue())
 
     def is_quiet(self, app_name: str, *, but_for_new: bool) -> bool:
         """Nobody waits for its first token at its present engine, or for an engine. `but_for_new`:

@@ -13,28 +13,28 @@ import asyncio
 from collections import deque
 
 
-class Probation:
+class SuspectQueue:
     def __init__(self) -> None:
-        self._waiting: deque[Turn] = deque()
-        self._current: Turn | None = None
+        self._waiting: deque[SuspectTurn] = deque()
+        self._current: SuspectTurn | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def exclusive(self) -> Turn | None:
+    def exclusive(self) -> SuspectTurn | None:
         """The turn for whose end all others have to wait."""
         turn = self._current
         return turn if turn is not None and turn.is_exclusive else None
 
-    def join(self, *, is_exclusive: bool) -> Turn:
-        turn = Turn(self, is_exclusive)
+    def join(self, *, is_exclusive: bool) -> SuspectTurn:
+        turn = SuspectTurn(self, is_exclusive)
         self._waiting.append(turn)
         self._advance()
         return turn
 
-    def _leave(self, turn: Turn) -> None:
+    def _leave(self, turn: SuspectTurn) -> None:
         if turn is self._current:
             self._current = None
         elif turn in self._waiting:
@@ -49,10 +49,10 @@ class Probation:
             self._current.has_begun.set_result(None)
 
 
-class Turn:
+class SuspectTurn:
     """`has_begun` is done when this suspect may go, `is_over` when the next one may."""
 
-    def __init__(self, probation: Probation, is_exclusive: bool) -> None:
+    def __init__(self, probation: SuspectQueue, is_exclusive: bool) -> None:
         loop = asyncio.get_running_loop()
         self.has_begun: asyncio.Future[None] = loop.create_future()
         self.is_over: asyncio.Future[None] = loop.create_future()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from serve_app.admission.queue import AdmissionQueue
 from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
-from serve_app.dispatch.base_handle import Front
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, shown
 from serve_app.messages import Backlog, total
@@ -42,7 +42,7 @@ class AdmissionQueues:
         self._views_of = views_of
         self._queues: dict[str, AdmissionQueue] = {}  # by application
 
-    def of(self, front: Front) -> AdmissionQueue:
+    def of(self, front: BaseHandle) -> AdmissionQueue:
         queue = self._queues.get(front.app_name)
         if queue is None:
             self._forget()
@@ -88,7 +88,7 @@ class AdmissionQueues:
     def tenant_header(self) -> str:
         return self._settings.tenant_header
 
-    def _open(self, front: Front) -> AdmissionQueue:
+    def _open(self, front: BaseHandle) -> AdmissionQueue:
         served = self._gateway.served(front.base.digest)
         limit = _USUAL_MAX_WAITING if served is None else served.cold_start.max_waiting
         app_name = front.app_name

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from engine.types import Request
 from serve_app.errors import RequestQuarantinedError
-from serve_app.messages import Held
+from serve_app.messages import QuarantinedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RequestQuarantine:
         self._hold(digest, self._now() + HELD_S)
         logger.error("request %s is quarantined: its engines died", digest.hex()[:16])
 
-    def told(self) -> tuple[Held, ...]:
+    def told(self) -> tuple[QuarantinedRequest, ...]:
         """What the others are to know; the same as long as it holds, so that a lost report does no
         harm."""
         self._drop_old()
@@ -53,7 +53,7 @@ class RequestQuarantine:
         own = [(digest, s - now_s) for digest, s in self._until_s.items() if digest in self._own]
         return tuple(own[-_MAX_TOLD:])
 
-    def learn(self, held: Iterable[Held]) -> None:
+    def learn(self, held: Iterable[QuarantinedRequest]) -> None:
         """Of the others."""
         now_s = self._now()
         for digest, left_s in held:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 
 from engine.types import EngineLoad, Request
 from registry.entities import AdapterVersion
-from serve_app.canary.arm_stats import Arms
-from serve_app.dispatch.base_handle import Front
+from serve_app.canary.arm_stats import ArmStats
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.completion import Completion
-from serve_app.dispatch.generation import STAY, Generation, Lane
+from serve_app.dispatch.generation import STAY, CallParameters, Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import RequestQuarantinedError
-from serve_app.openai.answer import Answer
+from serve_app.openai.answer import ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
 from serve_app.openai.responses import ResponseHead
-from serve_app.routing.request import make_ask
+from serve_app.routing.request import make_routing_request
 from serve_app.tally import ArmKey
 from serve_app.tasks import spawn
 
@@ -40,8 +40,8 @@ _MIN_FREE_BLOCKS = 0.2  # of the KV cache: below it a copy could push others out
 class Submitted:
     """A request as it went to its own version."""
 
-    front: Front
-    lane: Lane
+    front: BaseHandle
+    lane: CallParameters
     body: ChatRequest | CompletionRequest
     prompts: tuple[Prompt, ...]
     requests: tuple[Request, ...]
@@ -51,7 +51,7 @@ class Submitted:
 class Shadows:
     """Of one ingress replica, at most `limit` at once."""
 
-    def __init__(self, migrations: Migrations, arms: Arms, limit: int) -> None:
+    def __init__(self, migrations: Migrations, arms: ArmStats, limit: int) -> None:
         self.num_dropped = 0
         self._migrations = migrations
         self._arms = arms
@@ -77,9 +77,9 @@ class Shadows:
         key = ArmKey(version.name, "shadow", version.version, version.digest)
         requests = tuple(_copy(request, version) for request in submitted.requests)
         body = submitted.body.model_copy(update={"stream": False, "stream_options": None})
-        answer = Answer(body, submitted.prompts, submitted.front.text, submitted.head)
+        answer = ResponseBuilder(body, submitted.prompts, submitted.front.text, submitted.head)
         lane = replace(submitted.lane, migration=STAY, has_client=False)  # nobody waits for it
-        ask = make_ask(requests, version, lane.limits)
+        ask = make_routing_request(requests, version, lane.limits)
         try:
             generation = Generation(self._migrations, lane, requests, version, ask)
         except RequestQuarantinedError:  # it killed engines when a client asked for this version

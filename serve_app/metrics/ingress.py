@@ -14,7 +14,7 @@ from serve_app.metrics.exposition import rendered
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutingCounts:
     """Of one base."""
 
     model_name: str
@@ -30,7 +30,7 @@ class IngressMetrics(Collector):
         self._answers: Counter[tuple[str, int]] = Counter()
         self._num_disconnects = 0
         self._num_open = 0
-        self._routed: tuple[Routed, ...] = ()
+        self._routed: tuple[RoutingCounts, ...] = ()
 
     def answered(self, route: str, status: int) -> None:
         """`route` is the route's pattern, never the client's path."""
@@ -39,7 +39,7 @@ class IngressMetrics(Collector):
     def disconnected(self) -> None:
         self._num_disconnects += 1
 
-    def text(self, num_open: int, routed: Iterable[Routed] = ()) -> bytes:
+    def text(self, num_open: int, routed: Iterable[RoutingCounts] = ()) -> bytes:
         self._num_open, self._routed = num_open, tuple(routed)
         return rendered(self)
 

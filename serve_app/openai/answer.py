@@ -42,7 +42,7 @@ _LONG_CHUNK_ENTRIES = 512  # 0.6 ms; a hundred of them may come together
 
 
 @dataclass(slots=True)
-class Fed:
+class FeedResult:
     """What one engine output leads to."""
 
     data: bytes = b""  # for the stream; always empty for a whole answer
@@ -50,7 +50,7 @@ class Fed:
     rendering: Rendering[bytes] | None = None  # of a chunk with many log-probabilities, else None
 
 
-NOTHING = Fed()
+NOTHING = FeedResult()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class _Choice:
     is_started: bool = False
 
 
-class Answer:
+class ResponseBuilder:
     def __init__(
         self,
         request: ChatRequest | CompletionRequest,
@@ -104,7 +104,7 @@ class Answer:
         """Generated so far, in all choices."""
         return self._num_tokens
 
-    def feed(self, prompt: int, output: TokenOutput) -> Fed:
+    def feed(self, prompt: int, output: TokenOutput) -> FeedResult:
         """`prompt`: the index of the prompt whose engine request this output belongs to.
 
         Raises EngineFailureError or ServiceUnavailableError when the engine gave the choice up;
@@ -127,11 +127,11 @@ class Answer:
             self._num_open -= 1
         if not self._request.stream:
             choice.deltas.append(delta)
-            return Fed(b"", state.stopped_by_text)
+            return FeedResult(b"", state.stopped_by_text)
         is_first, choice.is_started = not choice.is_started, True
         if self._is_long(choice, delta, is_first):
-            return Fed(b"", state.stopped_by_text, self._long_chunk(choice, delta, is_first))
-        return Fed(self._chunk(choice, delta, is_first), state.stopped_by_text)
+            return FeedResult(b"", state.stopped_by_text, self._long_chunk(choice, delta, is_first))
+        return FeedResult(self._chunk(choice, delta, is_first), state.stopped_by_text)
 
     def usage(self) -> Usage:
         return Usage(

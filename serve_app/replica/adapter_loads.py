@@ -46,7 +46,7 @@ Load = Callable[[str, str, str], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
+class LoadResult:
     """It was in the engine's memory a moment ago."""
 
     task: asyncio.Task[Source]
@@ -73,18 +73,18 @@ class AdapterLoads:
         """Digest -> why the engine refuses its files."""
         return {digest: one.reason for digest, one in self._refused.verdicts().items()}
 
-    async def ensure(self, adapter: AdapterVersion) -> Loaded:
+    async def ensure(self, adapter: AdapterVersion) -> LoadResult:
         """One load a digest, shared by all who wait; a failure fails them, the next one retries."""
         task = self._tasks.get(adapter.digest)
         if task is not None and _has_succeeded(task):
-            return Loaded(task, None)
+            return LoadResult(task, None)
         if task is None or task.done():
             task = share(self._load(adapter), "load-adapter")
             task.add_done_callback(_was_read)
             self._tasks[adapter.digest] = task
-        return Loaded(task, await asyncio.shield(task))  # who leaves stops it for nobody
+        return LoadResult(task, await asyncio.shield(task))  # who leaves stops it for nobody
 
-    def forget(self, digest: str, loaded: Loaded | None = None) -> None:
+    def forget(self, digest: str, loaded: LoadResult | None = None) -> None:
         """The engine does not have it any more: the next `ensure` loads it again. `loaded`: unless
         another load has begun since."""
         task = self._tasks.get(digest)

@@ -28,11 +28,11 @@ from serve_app.errors import AdapterUnsupportedError, EngineGoneError
 from serve_app.logs import install_in_replica
 from serve_app.messages import (
     AdapterPlan,
-    Ask,
     Backlog,
     BaseDescription,
-    Outcome,
+    EngineOutcome,
     ReplicaAdapters,
+    RoutingRequest,
     StreamAddress,
     SubmitCall,
 )
@@ -134,7 +134,7 @@ class EngineReplica:
         """Returns at once; the manager sends it again and again."""
         self._keeper.arrange(plan)
 
-    async def preload(self, adapter: AdapterVersion) -> Outcome:
+    async def preload(self, adapter: AdapterVersion) -> EngineOutcome:
         """Into the engine's memory, if it is not there."""
         try:
             loaded = await self._loads.ensure(adapter)
@@ -142,14 +142,14 @@ class EngineReplica:
                 self._loads.forget(adapter.digest, loaded)
                 loaded = await self._loads.ensure(adapter)
         except Exception as error:  # told, so that the caller sees which engine it was
-            return Outcome(self._engine_id, False, str(root_cause(error)))
-        return Outcome(self._engine_id, True, loaded.found_in or "memory")
+            return EngineOutcome(self._engine_id, False, str(root_cause(error)))
+        return EngineOutcome(self._engine_id, True, loaded.found_in or "memory")
 
-    async def warm(self, adapter: AdapterVersion, ask: Ask) -> Outcome | None:
+    async def warm(self, adapter: AdapterVersion, ask: RoutingRequest) -> EngineOutcome | None:
         """As `preload`; None where a router found no way to the replica that is meant."""
         return await self.preload(adapter) if ask.only == self._engine_id else None
 
-    async def evict(self, adapter: AdapterVersion) -> Outcome:
+    async def evict(self, adapter: AdapterVersion) -> EngineOutcome:
         """Out of the engine's memory, unless it is in use there."""
         try:
             await self._actor.evict_adapter.remote(adapter.digest)
@@ -157,8 +157,8 @@ class EngineReplica:
             cause = root_cause(error)
             is_out = isinstance(cause, UnknownAdapterError)
             words = "it was not in memory" if is_out else str(cause)
-            return Outcome(self._engine_id, is_out, words)
-        return Outcome(self._engine_id, True, "evicted")
+            return EngineOutcome(self._engine_id, is_out, words)
+        return EngineOutcome(self._engine_id, True, "evicted")
 
     async def adapters(self) -> ReplicaAdapters:
         residents = await self._actor.adapters.remote()

@@ -11,8 +11,8 @@ import hashlib
 import random
 from collections.abc import Iterable, Sequence
 
-from serve_app.messages import Ask
-from serve_app.routing.lru import Recent
+from serve_app.messages import RoutingRequest
+from serve_app.routing.lru import LruDict
 from serve_app.routing.view import ReplicaView
 
 ALL_LOOKED_AT = 16
@@ -24,15 +24,15 @@ _MAX_SESSIONS = 65536
 _MAX_DIGESTS = 262144
 
 
-class Lookout:
+class CandidateSampler:
     def __init__(self, draw: random.Random, num_random: int) -> None:
         self._draw = draw
         self._num_random = num_random
         self._replicas: Sequence[ReplicaView] = ()
         self._by_id: dict[str, ReplicaView] = {}
-        self._adapters: Recent[str, tuple[str, ...]] = Recent(_MAX_ADAPTERS)
-        self._sessions: Recent[bytes, str] = Recent(_MAX_SESSIONS)
-        self._prefixes: Recent[int, str] = Recent(_MAX_DIGESTS)
+        self._adapters: LruDict[str, tuple[str, ...]] = LruDict(_MAX_ADAPTERS)
+        self._sessions: LruDict[bytes, str] = LruDict(_MAX_SESSIONS)
+        self._prefixes: LruDict[int, str] = LruDict(_MAX_DIGESTS)
 
     def take(self, replicas: Sequence[ReplicaView]) -> bool:
         """Whether these are others than before. Cheap for the same sequence."""
@@ -53,7 +53,7 @@ class Lookout:
     def get(self, replica_id: str) -> ReplicaView | None:
         return self._by_id.get(replica_id)
 
-    def look(self, ask: Ask, homes: Sequence[str] = ()) -> list[ReplicaView]:
+    def look(self, ask: RoutingRequest, homes: Sequence[str] = ()) -> list[ReplicaView]:
         """Never empty, unless there are no replicas."""
         if len(self._replicas) <= ALL_LOOKED_AT:
             return list(self._replicas)
@@ -75,7 +75,7 @@ class Lookout:
     def session_place(self, session: str | None) -> str | None:
         return None if session is None else self._sessions.get(_session_key(session))
 
-    def went(self, ask: Ask, replica_id: str) -> None:
+    def went(self, ask: RoutingRequest, replica_id: str) -> None:
         """Remember it."""
         if ask.session is not None:
             self._sessions.put(_session_key(ask.session), replica_id)
@@ -89,7 +89,7 @@ class Lookout:
         for digest in ask.prefixes[:_MAX_PREFIXES]:
             self._prefixes.put(digest, replica_id)
 
-    def _remembered(self, ask: Ask) -> list[str]:
+    def _remembered(self, ask: RoutingRequest) -> list[str]:
         places = list(self._adapters.get(ask.adapter) or ()) if ask.adapter is not None else []
         if (place := self.session_place(ask.session)) is not None:
             places.append(place)

@@ -21,12 +21,12 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
 from registry.entities import AdapterVersion
-from serve_app.messages import Ask, Outcome
-from serve_app.metrics.ingress import Routed
+from serve_app.messages import EngineOutcome, RoutingRequest
+from serve_app.metrics.ingress import RoutingCounts
 from serve_app.ray_calls import root_cause
 from serve_app.routing import state as routing_state
-from serve_app.routing.lru import Recent
-from serve_app.routing.state import Meeting
+from serve_app.routing.lru import LruDict
+from serve_app.routing.state import RoutingState
 from serve_app.routing.view import LoadSeconds, ReplicaView
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import SHUN_S, SILENCE_S, Step
@@ -55,7 +55,7 @@ class _Failed:
 class _Base:
     """One base application that requests go to."""
 
-    def __init__(self, name: str, handle: DeploymentHandle[object], meeting: Meeting) -> None:
+    def __init__(self, name: str, handle: DeploymentHandle[object], meeting: RoutingState) -> None:
         self.name = name
         self.handle = handle
         self.meeting = meeting
@@ -63,11 +63,11 @@ class _Base:
         self.due_s = 0.0  # of the next call to engines that are not connected
         self.call: asyncio.Task[None] | None = None
         self.warming: dict[str, asyncio.Task[None]] = {}  # by adapter
-        self.failed: Recent[tuple[str, str], _Failed] = Recent(_MAX_FAILED)  # (adapter, replica)
+        self.failed: LruDict[tuple[str, str], _Failed] = LruDict(_MAX_FAILED)  # (adapter, replica)
         self.unlisten: Callable[[], None] = lambda: None
 
 
-class Attendance:
+class EngineConnections:
     def __init__(self, stream: StreamServer, find_adapter: FindAdapter) -> None:
         """`find_adapter`: by content digest."""
         self._stream = stream
@@ -114,17 +114,17 @@ class Attendance:
             base.unlisten()
 
     @property
-    def meetings(self) -> Sequence[Meeting]:
+    def meetings(self) -> Sequence[RoutingState]:
         return [base.meeting for base in self._bases.values()]
 
-    def routed(self) -> list[Routed]:
+    def routed(self) -> list[RoutingCounts]:
         """By base name: an old and a new version may both be there."""
-        names = {base.name: Routed(base.name, Counter(), 0) for base in self._bases.values()}
+        names = {base.name: RoutingCounts(base.name, Counter(), 0) for base in self._bases.values()}
         for base in self._bases.values():
             so_far, its = names[base.name], base.meeting.decisions
             reasons = Counter(so_far.reasons) + Counter(its.reasons)
             hits = so_far.affinity_hits + its.affinity_hits
-            names[base.name] = Routed(base.name, reasons, hits)
+            names[base.name] = RoutingCounts(base.name, reasons, hits)
         return list(names.values())
 
     def _tell_placed(self, app_name: str, call_id: str) -> None:
@@ -175,12 +175,12 @@ class Attendance:
             adapter = self._find_adapter(digest)
             if adapter is None:
                 return
-            ask = Ask(f"warm-{digest}", 0, 0, digest, adapter.rank, only=replica_id)
+            ask = RoutingRequest(f"warm-{digest}", 0, 0, digest, adapter.rank, only=replica_id)
             words = ""
             try:
                 async with asyncio.timeout(60.0):
                     outcome = await base.handle.warm.remote(adapter, ask)
-                if isinstance(outcome, Outcome) and not outcome.is_done:
+                if isinstance(outcome, EngineOutcome) and not outcome.is_done:
                     words = outcome.words or "no reason is given"
             except (RayError, RayServeException, TimeoutError) as error:
                 words = str(root_cause(error)) or type(error).__name__

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import Terms
 
@@ -67,7 +67,7 @@ class Decisions:
 
     def add(
         self,
-        ask: Ask,
+        ask: RoutingRequest,
         replica_id: str,
         ranked: Sequence[Ranked],
         policy: str,

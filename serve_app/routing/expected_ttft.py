@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.placement import Placement
-from serve_app.routing.policy import Mannered, Ranked, standing
+from serve_app.routing.policy import BasePolicy, Ranked, unfitness
 from serve_app.routing.score import Terms, adapter_load_s, expected_ttft, work_s
 from serve_app.routing.view import ReplicaView
 
@@ -26,7 +26,7 @@ class _Scored:
     replica: ReplicaView
 
 
-class ExpectedTtft(Mannered):
+class ExpectedTtft(BasePolicy):
     def __init__(
         self,
         seed: int | None = None,
@@ -60,14 +60,14 @@ class ExpectedTtft(Mannered):
                     break
         return wanted
 
-    def _order(self, ask: Ask, now_s: float) -> list[Ranked]:
+    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
         homes = () if ask.adapter is None else self.placement.homes(ask.adapter, now_s)
         few = self._lookout.look(ask, homes)
         # A home that does not have it yet is told to load it, and is not a place before that.
         is_somewhere = any(one.has_adapter(ask.adapter) for one in few)
         places = () if is_somewhere else homes
         scored = [self._score(ask, one, places) for one in few]
-        fit = [one.cost_s for one in scored if not standing(ask, one.replica)]
+        fit = [one.cost_s for one in scored if not unfitness(ask, one.replica)]
         best_s = min(fit or [one.cost_s for one in scored])
         near_s = best_s + max(self._tie_s, self._tie_share * best_s)
         is_tie = sum(one.cost_s <= near_s for one in scored) > 1
@@ -90,14 +90,14 @@ class ExpectedTtft(Mannered):
             ranked.append(Ranked(one.replica, one.terms, reason))
         return ranked
 
-    def _score(self, ask: Ask, replica: ReplicaView, places: Sequence[str]) -> _Scored:
+    def _score(self, ask: RoutingRequest, replica: ReplicaView, places: Sequence[str]) -> _Scored:
         terms = expected_ttft(ask, replica)
         if replica.replica_id in places or replica.has_adapter(ask.adapter):
             return _Scored(terms.there_s, terms, True, replica)
         whole_load_s = terms.there_s - terms.adapter_s + adapter_load_s(ask.adapter, replica)
         return _Scored(whole_load_s, terms, False, replica)
 
-    def _went(self, ask: Ask, replica: ReplicaView, now_s: float) -> None:
+    def _went(self, ask: RoutingRequest, replica: ReplicaView, now_s: float) -> None:
         super()._went(ask, replica, now_s)
         if ask.adapter is not None:
             self.placement.observe(ask.adapter, work_s(ask, replica), now_s)

@@ -10,7 +10,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Key, Value]):
+class LruDict(Generic[Key, Value]):
     """A dictionary of the newest entries."""
 
     def __init__(self, max_entries: int) -> None:

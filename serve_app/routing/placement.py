@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from serve_app.routing.lru import Recent
+from serve_app.routing.lru import LruDict
 
 _PRIME = (1 << 61) - 1
 _SHORT_ORDER = 16  # of a rendezvous order, as long as nobody asks for more
@@ -28,7 +28,7 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._seeds: tuple[tuple[int, str], ...] = ()
-        self._orders: Recent[str, tuple[str, ...]] = Recent(_MAX_ADAPTERS)
+        self._orders: LruDict[str, tuple[str, ...]] = LruDict(_MAX_ADAPTERS)
 
     def change(self, replica_ids: Iterable[str]) -> None:
         seeds = tuple(sorted((_hash(one), one) for one in replica_ids))
@@ -82,7 +82,7 @@ class Placement:
         self.num_ingresses = 1  # that share the traffic evenly; this one sees its part only
         self._target_usage = target_usage
         self._order = Rendezvous()
-        self._works: Recent[str, _Work] = Recent(_MAX_ADAPTERS)
+        self._works: LruDict[str, _Work] = LruDict(_MAX_ADAPTERS)
         self._wide: set[str] = set()  # adapters that had more than one home
 
     def change(self, replica_ids: Iterable[str]) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Protocol, cast, get_args, get_type_hints
 
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.expected_ttft import ExpectedTtft
-from serve_app.routing.policy import Mannered, Policy, Ranked
+from serve_app.routing.policy import BasePolicy, Policy, Ranked
 from serve_app.routing.score import expected_ttft
 
 Option = bool | int | float | str
@@ -34,31 +34,31 @@ class PolicyArgs(Protocol):
     def options(self) -> Mapping[str, Option]: ...
 
 
-class RoundRobin(Mannered):
+class RoundRobin(BasePolicy):
     """One after the other."""
 
     _next = 0
 
-    def _order(self, ask: Ask, now_s: float) -> list[Ranked]:
+    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
         every = self._lookout.every
         first = self._next % len(every)
-        if not ask.is_dry:
+        if not ask.dry_run:
             self._next = first + 1
         count = min(len(every), 16)
         turn = [every[(first + i) % len(every)] for i in range(count)]
         return [Ranked(one, expected_ttft(ask, one), "turn") for one in turn]
 
 
-class PowerOfTwo(Mannered):
+class PowerOfTwo(BasePolicy):
     """The one with fewer sequences of two drawn at random."""
 
-    def _order(self, ask: Ask, now_s: float) -> list[Ranked]:
+    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
         drawn = self._lookout.some(2)
         drawn.sort(key=lambda one: (one.num_sequences, one.queued_tokens))
         return [Ranked(one, expected_ttft(ask, one), "fewer") for one in drawn]
 
 
-class AdapterAffinity(Mannered):
+class AdapterAffinity(BasePolicy):
     """Where the adapter is in memory, unless that replica has so many sequences more."""
 
     def __init__(
@@ -68,7 +68,7 @@ class AdapterAffinity(Mannered):
         super().__init__(seed, num_random)
         self._load_cost = load_cost
 
-    def _order(self, ask: Ask, now_s: float) -> list[Ranked]:
+    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
         scored = []
         for one in self._lookout.look(ask):
             cost = float(one.num_sequences)
@@ -81,7 +81,7 @@ class AdapterAffinity(Mannered):
         return [Ranked(one, expected_ttft(ask, one), reason) for *_, one, reason in scored]
 
 
-class PrefixAffinity(Mannered):
+class PrefixAffinity(BasePolicy):
     """Where most of the prompt is cached; where it is hardly anywhere, or sequences are spread
     unevenly, the one with the fewest."""
 
@@ -98,7 +98,7 @@ class PrefixAffinity(Mannered):
         super().__init__(seed, num_random)
         self._min_share, self._max_gap, self._max_ratio = min_share, max_gap, max_ratio
 
-    def _order(self, ask: Ask, now_s: float) -> list[Ranked]:
+    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
         few = self._lookout.look(ask)
         counts = [one.num_sequences for one in few]
         low, high = min(counts), max(counts)

@@ -8,20 +8,20 @@ from engine.admission import EngineLimits
 from engine.prefix_digests import prefix_digests
 from engine.types import Request
 from registry.entities import AdapterVersion
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 
 
-def make_ask(
+def make_routing_request(
     requests: Sequence[Request],
     adapter: AdapterVersion | None,
     limits: EngineLimits,
     session: str | None = None,
     avoid: frozenset[str] = frozenset(),
-) -> Ask:
+) -> RoutingRequest:
     """`requests`: of one submit call, one for each prompt."""
     first = requests[0]
     digest = None if adapter is None else adapter.digest
-    return Ask(
+    return RoutingRequest(
         call_id=first.request_id,
         num_tokens=sum(request.num_tokens for request in requests),
         num_sequences=sum(len(r.resumed) or r.params.n for r in requests),

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.view import ReplicaView
 
 # Until an engine has measured its own steps and loads; of the first requests after a start only.
@@ -44,7 +44,7 @@ class Terms:
         return self.there_s + self.way_s
 
 
-def expected_ttft(ask: Ask, replica: ReplicaView) -> Terms:
+def expected_ttft(ask: RoutingRequest, replica: ReplicaView) -> Terms:
     limits, (_, token_s, _) = replica.limits, _steps(replica)
     num_sequences, queued = replica.num_sequences, replica.queued_tokens
     decode_s = decode_step_s(replica)
@@ -72,7 +72,7 @@ def prompt_token_s(replica: ReplicaView) -> float:
     return _steps(replica)[1]
 
 
-def work_s(ask: Ask, replica: ReplicaView) -> float:
+def work_s(ask: RoutingRequest, replica: ReplicaView) -> float:
     """What a request takes of a replica's time, in batches that are half full."""
     missing = max(1, ask.num_tokens - replica.num_cached_tokens(ask.prefixes))
     fixed_s, token_s, sequence_s = _steps(replica)
@@ -106,7 +106,7 @@ def _steps(replica: ReplicaView) -> tuple[float, float, float]:
 
 
 def _steps_until_there_is_room(
-    ask: Ask, replica: ReplicaView, queued: int, num_sequences: int
+    ask: RoutingRequest, replica: ReplicaView, queued: int, num_sequences: int
 ) -> float:
     """Of decoding: rows and KV blocks come back as running sequences end, evenly over their
     length."""

@@ -3,7 +3,7 @@ requests and its health checks, the order of the replicas is ours.
 
 Runs in Serve's router thread of every process that has a handle; meets the ingress in
 `routing_state`. Whatever happens here must not raise: a request whose router raised waits for
-ever. Calls without an `Ask` go anywhere.
+ever. Calls without an `RoutingRequest` go anywhere.
 
 Serve hands a decision to the pending request with the same internal id, which all calls made inside
 one HTTP request share: all but one of them would hang. Here a decision goes to the very request
@@ -26,9 +26,9 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve.request_router import RequestRouter
 
-from serve_app.messages import Ask, SubmitCall
-from serve_app.routing.policy import Ranked, standing
-from serve_app.routing.state import Meeting, meet
+from serve_app.messages import RoutingRequest, SubmitCall
+from serve_app.routing.policy import Ranked, unfitness
+from serve_app.routing.state import RoutingState, meet
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ class _Settings:
 @dataclass(slots=True)
 class _Waiting:
     pending: PendingRequest
-    ask: Ask | None
+    ask: RoutingRequest | None
     ranked: Sequence[Ranked] = ()
 
 
 class LoraplexRouter(RequestRouter):
     def initialize_state(self, **kwargs: object) -> None:
         """As JSON: `policy` and `options`."""
-        self._meeting: Meeting = meet(self._deployment_id.app_name)
+        self._meeting: RoutingState = meet(self._deployment_id.app_name)
         self._by_id: dict[str, RunningReplica] = {}  # by unique id
         self._by_metadata: dict[int, _Waiting] = {}  # by the identity of a request's metadata
         options = cast(dict[str, bool | int | float | str], kwargs.get("options") or {})
@@ -98,7 +98,7 @@ class LoraplexRouter(RequestRouter):
             result.add_done_callback(lambda _: self._meeting.unplace(ask.call_id))
 
     def _ranks(
-        self, ask: Ask, ranked: Sequence[Ranked], candidates: Sequence[RunningReplica]
+        self, ask: RoutingRequest, ranked: Sequence[Ranked], candidates: Sequence[RunningReplica]
     ) -> list[list[RunningReplica]]:
         """The policy's order; then some that it left out; then those that are full as far as we
         know, together, for each of them is asked; last those that the request should not meet."""
@@ -110,7 +110,7 @@ class LoraplexRouter(RequestRouter):
             replica = by_id.get(one.replica.replica_id)
             if replica is None:
                 continue
-            if standing(ask, one.replica):
+            if unfitness(ask, one.replica):
                 resorts.append([replica])
             elif self._is_full(replica):
                 full.append(replica)
@@ -156,13 +156,13 @@ class LoraplexRouter(RequestRouter):
         if waiting.ask is not None:
             self._chose(waiting, waiting.ask, replica.replica_id.unique_id)
 
-    def _unplace_unless_routed(self, ask: Ask, routing: asyncio.Task[object]) -> None:
+    def _unplace_unless_routed(self, ask: RoutingRequest, routing: asyncio.Task[object]) -> None:
         """A call that is cancelled, or fails, between the choice of its replica and the replica's
         answer never reaches `on_request_routed`, and no engine accepts it."""
         if routing.cancelled() or routing.exception() is not None:
             self._meeting.unplace(ask.call_id)
 
-    def _chose(self, waiting: _Waiting, ask: Ask, replica_id: str) -> None:
+    def _chose(self, waiting: _Waiting, ask: RoutingRequest, replica_id: str) -> None:
         """It counts there at once, so that the next decisions reckon with it."""
         try:
             self._meeting.decisions.add(
@@ -178,11 +178,11 @@ class LoraplexRouter(RequestRouter):
             logger.exception("a decision was not noted")
 
 
-def _ask_of(pending: PendingRequest) -> Ask | None:
+def _ask_of(pending: PendingRequest) -> RoutingRequest | None:
     for argument in (*pending.args, *pending.kwargs.values()):
         if isinstance(argument, SubmitCall):
             return argument.ask
-        if isinstance(argument, Ask):
+        if isinstance(argument, RoutingRequest):
             return argument
     return None
 

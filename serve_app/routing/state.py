@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from engine.admission import EngineLimits
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.expected_ttft import ExpectedTtft
 from serve_app.routing.policies import PolicyArgs, PolicyError, make_policy
@@ -28,7 +28,7 @@ OnReplicas = Callable[[frozenset[str], frozenset[str]], None]
 _UNKNOWN_LIMITS = EngineLimits(0, 0, 0)
 
 
-class Meeting:
+class RoutingState:
     """Of one base application."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Meeting:
             self._policy, self.policy_name = policy, args.policy
             self._tell_policy()
 
-    def rank(self, ask: Ask) -> list[Ranked]:
+    def rank(self, ask: RoutingRequest) -> list[Ranked]:
         """Over the replicas there are now, at least one. Raises whatever a user's policy raises."""
         with self._lock:
             return self._policy.rank(ask, self.views.replicas, monotonic())
@@ -70,7 +70,7 @@ class Meeting:
                 return self._policy.warm_ups(monotonic())
         return []
 
-    def place(self, ask: Ask, replica_id: str) -> None:
+    def place(self, ask: RoutingRequest, replica_id: str) -> None:
         if (view := self.views.get(replica_id)) is not None:
             view.place(ask, monotonic())
         if self.on_placed is not None:
@@ -119,15 +119,17 @@ class Registry:
     def __init__(self) -> None:
         # Of all engines whose frames come, by id, whether or not Serve told of them.
         self.connected: dict[str, ReplicaView] = {}
-        self._meetings: dict[str, Meeting] = {}
+        self._meetings: dict[str, RoutingState] = {}
         self._lock = threading.Lock()
 
-    def meet(self, app_name: str) -> Meeting:
+    def meet(self, app_name: str) -> RoutingState:
         """Made by whoever comes first. Never forgotten: there are as many as base versions."""
         with self._lock:
             meeting = self._meetings.get(app_name)
             if meeting is None:
-                meeting = self._meetings[app_name] = Meeting(app_name, self.connected, self._lock)
+                meeting = self._meetings[app_name] = RoutingState(
+                    app_name, self.connected, self._lock
+                )
             return meeting
 
     def adopt(self, engine_id: str) -> ReplicaView:
@@ -148,7 +150,7 @@ connected = _registry.connected
 
 
 # Functions, for Serve pickles the router's class by value and what it names with it.
-def meet(app_name: str) -> Meeting:
+def meet(app_name: str) -> RoutingState:
     return _registry.meet(app_name)
 
 

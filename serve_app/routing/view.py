@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 
 _MAX_PLACED_S = 30.0  # a request that its engine never took over, and whose call told nothing
 _USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
@@ -33,7 +33,7 @@ class LoadSeconds:
 
 
 @dataclass(slots=True)
-class Usual:
+class BaseEstimates:
     """What the replicas of one base have in common, learned from all of them: who has measured
     nothing yet is no worse than the others, and a file is fetched no faster where one happened to
     be. 0: not known."""
@@ -90,7 +90,7 @@ class ReplicaView:
     on_host: frozenset[str] = frozenset()
     on_disk: frozenset[str] = frozenset()
     prefixes: set[int] = field(default_factory=set)
-    usual: Usual = field(default_factory=Usual)  # shared by all of a base
+    usual: BaseEstimates = field(default_factory=BaseEstimates)  # shared by all of a base
     output_tokens: float = _USUAL_OUTPUT_TOKENS  # of a sequence, the mean over those that ended
     placed_tokens: int = 0  # on their way there
     placed_sequences: int = 0
@@ -144,7 +144,7 @@ class ReplicaView:
                 lacked = middle
         return held * self.limits.prefix_chunk
 
-    def place(self, ask: Ask, now_s: float) -> None:
+    def place(self, ask: RoutingRequest, now_s: float) -> None:
         uncached = max(0, ask.num_tokens - self.num_cached_tokens(ask.prefixes))
         with self._lock:
             self._remove(ask.call_id)
@@ -233,7 +233,7 @@ class ReplicaViews:
         there first, for its engine may have dialled before Serve told of it. `lock`: held by
         everything that adds to `connected`, so that no engine gets two views."""
         self.limits = limits
-        self.usual = Usual()
+        self.usual = BaseEstimates()
         self._connected = {} if connected is None else connected
         self._lock = lock or threading.Lock()
         self._replicas: dict[str, ReplicaView] = {}

@@ -21,7 +21,7 @@ from msgspec import Raw
 from engine.types import TokenOutput
 from serve_app.messages import StreamAddress
 from serve_app.network import client_tls
-from serve_app.stream.snapshot import Digests, EngineNews, Output
+from serve_app.stream.snapshot import Digests, EngineSnapshot, Output
 from serve_app.stream.wire import (
     MAX_CONTROL_BYTES,
     Abort,
@@ -59,7 +59,7 @@ class IngressLink(asyncio.Protocol):
         address: StreamAddress,
         engine_id: str,
         engine_key: str,
-        news: EngineNews,
+        news: EngineSnapshot,
         on_abort: Callable[[IngressLink, Abort], None],
         on_lost: Callable[[IngressLink], None],
     ) -> None:

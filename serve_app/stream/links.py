@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.messages import StreamAddress
 from serve_app.stream.client import IngressLink
-from serve_app.stream.snapshot import EngineNews
+from serve_app.stream.snapshot import EngineSnapshot
 from serve_app.stream.wire import Abort, StreamError
 from serve_app.tasks import share
 
@@ -26,7 +26,7 @@ class IngressLinks:
         on_abort: Callable[[IngressLink, Abort], None],
         on_lost: Callable[[IngressLink], None],
     ) -> None:
-        self.news = EngineNews()
+        self.news = EngineSnapshot()
         self._engine_id = engine_id
         self._engine_key = secrets.token_urlsafe(32)
         self._on_abort = on_abort

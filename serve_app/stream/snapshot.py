@@ -19,7 +19,7 @@ Digests = tuple[str, ...]
 Output = TokenOutput | Raw  # the second: encoded already, by `encode_output`
 
 
-class EngineNews:
+class EngineSnapshot:
     """`adapters` and `on_disk` are the same objects as long as nothing in them changes."""
 
     def __init__(self) -> None:

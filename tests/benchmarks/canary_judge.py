@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from serve_app.canary.trials import Trial
 from serve_app.config import CanaryArgs
-from serve_app.tally import ARM_SECONDS, Tally, quantile
+from serve_app.tally import ARM_SECONDS, ArmCounts, quantile
 from tests.benchmarks.report import Report
 
 HOUR_S = 3600
@@ -126,9 +126,9 @@ def judged_after(hour: Hour) -> int | None:
     return None
 
 
-def _tally(arm: tuple[Counts, Counts], second: int) -> Tally:
+def _tally(arm: tuple[Counts, Counts], second: int) -> ArmCounts:
     ok, errors, left = arm[0][second].tolist()
-    return Tally(
+    return ArmCounts(
         (ok, 0, errors, 0, 0, left),
         warm_first_token=tuple(arm[1][second].tolist()),
         num_warm_left=left,

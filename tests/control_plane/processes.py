@@ -21,7 +21,7 @@ from serve_app.config import PlatformArgs
 from serve_app.control.cached_registry import CachedRegistry
 from serve_app.control.manager import Manager
 from serve_app.dispatch.activity import Activity
-from serve_app.dispatch.base_handle import BaseAsleepError, Front
+from serve_app.dispatch.base_handle import BaseAsleepError, BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import AdapterPlan
 from serve_app.platform_view import ServedBase, Sources
@@ -219,12 +219,12 @@ class Ingress:
 def opener(serve: FakeServe) -> Any:
     """In the place of `open_front`: the text files of a base are no part of the control plane."""
 
-    async def open_front(base: ServedBase, _: object) -> Front:
+    async def open_front(base: ServedBase, _: object) -> BaseHandle:
         if not serve.runs(base.app_name):
             raise RayServeException("injected: no engine answers")
         described: Any = SimpleNamespace(limits=None)
         nothing: Any = None
-        return Front(base.base, base.app_name, nothing, described, nothing, base.deployed_s)
+        return BaseHandle(base.base, base.app_name, nothing, described, nothing, base.deployed_s)
 
     return open_front
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.admission import EngineLimits
-from serve_app.messages import Ask
+from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Policy, Ranked
 from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
 from tests.benchmarks.simulator.calls import Call
@@ -122,7 +122,7 @@ class Ingress:
 
     def _place(self, call: Call) -> bool:
         now_s = self._loop.now_s
-        ask = Ask(
+        ask = RoutingRequest(
             call.call_id,
             call.num_prompt + call.num_done,
             1,
@@ -145,7 +145,7 @@ class Ingress:
                 return True
         return False
 
-    def _send(self, call: Call, ask: Ask, chosen: Ranked, engine: Engine) -> None:
+    def _send(self, call: Call, ask: RoutingRequest, chosen: Ranked, engine: Engine) -> None:
         now_s = self._loop.now_s
         chosen.replica.place(ask, now_s)
         if not call.num_preemptions:

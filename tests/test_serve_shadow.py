@@ -9,6 +9,7 @@ import pytest
 
 from engine.types import EngineLoad, Request
 from serve_app.canary.arm_stats import ArmStats
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.shadow import Shadows, Submitted, _copy, is_busy
 from serve_app.openai.completions import CompletionRequest
@@ -63,7 +64,7 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
 def _given(fleet: Fleet, request: Request) -> Submitted:
     parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
     prompts = (Prompt(request.prompt_token_ids, None),)
-    front = cast("BaseHandle", SimpleNamespace(text=TEXT))
+    front = cast(BaseHandle, SimpleNamespace(text=TEXT))
     head = ResponseHead("completion", "id", "m", 0, "fp")
     return Submitted(front, fleet.lane, parsed, prompts, (request,), head)
 

@@ -2,7 +2,8 @@
 
 Parse, resolve the model (its base may have to be woken), tokenize, wait for an engine with room,
 submit, read the side stream into a `ResponseBuilder`. The first token is awaited before the
-response begins, so that every refusal has a status. A client that goes away ends its requests in the engine.
+response begins, so that every refusal has a status. A client that goes away ends its requests in
+the engine.
 """
 
 from __future__ import annotations

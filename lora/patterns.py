@@ -1,39 +1,67 @@
-"""Names of modules as an adapter's configuration writes them: lists, and regular expressions.
+"""Module names as an adapter's configuration gives them: lists and regular expressions.
 
-An expression may come from anybody, and `re` could try it for ever while it holds the interpreter.
-Here a set of positions, the bits of an integer, goes through the expression: each node is asked
-where it may end if it begins at any of them. What that costs is counted, in all expressions of one
-configuration together. `tests/test_lora_patterns.py` compares it with `re`. Knows no files.
+An expression may come from anyone, and `re` could try it for years while it holds the interpreter.
+`re` therefore only checks the syntax; the package `regex` matches, releases the interpreter
+meanwhile, and stops at a deadline that all expressions of one configuration share. `_check` refuses
+syntax that the two read differently and whatever makes either compile slowly.
+`tests/test_lora_patterns.py` compares the results with `re`. Reads no files.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import regex
+
 from lora.errors import AdapterError
-from lora.pattern_nodes import Name, Node, Work, is_plain
-from lora.pattern_syntax import PatternSyntaxError, parse_pattern
 from lora.untrusted import shown
 
 T = TypeVar("T")
 _MAX_PATTERN = 4096  # characters; patterns of hundreds of alternatives are real
-_MAX_ALL = 65536  # characters of all patterns of one configuration
-_MAX_KEYS = 4096  # of one table; the largest bases have a thousand modules
+_MAX_ALL = 65536  # characters of all patterns of one configuration, counted repeats written out
+_MAX_KEYS = 4096  # keys per table; the largest bases have a thousand modules
+# Processor time to match all patterns of one configuration; real ones need milliseconds. `regex`
+# counts that of the whole process, whose other threads may be busy.
+_MAX_SECONDS = 10.0
+_SECONDS_PER_KEY = 3e-7  # to compare a plain key
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
+_TOKEN = re.compile(
+    r"""\\.                                            # an escape
+    | (?P<set>\[\^?\]?(?:[^\]\\]|\\.)*\])
+    | (?P<open>\[)                                     # a set without its end
+    | \{(?P<low>[0-9]*)(?P<comma>,?)(?P<high>[0-9]*)\} # a counted repeat
+    | \(\?(?P<flag>[a-zA-OQ-Z\#-])                     # inline flags and comments, no (?P<name>
+    | .                                                # any other character
+    """,
+    re.ASCII | re.VERBOSE,
+)
+# `re` warns that these will mean sets of sets; `regex` reads [:alpha:] as a class.
+_SET_IN_SET = re.compile(r".+\[|.*(?:--|&&|~~|\|\|)")
 
 
 @dataclass(slots=True)
 class Limits:
-    """What one configuration may cost."""
+    """The budget that all expressions of one configuration share."""
 
-    work: Work = field(default_factory=Work)
+    seconds: float = _MAX_SECONDS
     num_characters: int = 0
+
+    def spend(self, seconds: float) -> None:
+        self.seconds -= seconds
+        if self.seconds < 0:
+            raise AdapterError(
+                "adapter_config.json: its regular expressions take too long to match"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class NameList:
-    """PEFT's: the module's whole name, or its end from a dot on."""
+    """PEFT's list: each entry is a module's whole name, or its end after a dot."""
 
     names: frozenset[str]
 
@@ -50,25 +78,25 @@ class NameList:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression of the adapter's."""
+    """A regular expression of the adapter."""
 
     text: str
-    node: Node
-    work: Work
+    compiled: regex.Pattern[str]
+    limits: Limits
 
     def __bool__(self) -> bool:
         return bool(self.text)
 
     def matches(self, name: str) -> bool:
-        """As `re.fullmatch`."""
-        return self._ends(Name(name), 1)
-
-    def matches_end(self, name: Name) -> bool:
-        """As PEFT's `re.match(rf"(.*\\.)?({pattern})$", name)`."""
-        return self._ends(name, name.after_dots)
-
-    def _ends(self, name: Name, starts: int) -> bool:
-        return bool(self.node.ends(name, starts, self.work) & name.last)
+        """Returns the result of `re.fullmatch`; raises AdapterError at the deadline."""
+        began = time.process_time()
+        try:
+            found = self.compiled.fullmatch(name, timeout=max(self.limits.seconds, 1e-6))
+            seconds = time.process_time() - began
+        except (TimeoutError, MemoryError):
+            found, seconds = None, math.inf
+        self.limits.spend(seconds)
+        return found is not None
 
 
 class PatternTable(Generic[T]):
@@ -77,37 +105,87 @@ class PatternTable(Generic[T]):
     def __init__(self, values: Mapping[str, T], field: str, limits: Limits) -> None:
         if len(values) > _MAX_KEYS:
             raise AdapterError(f"{field} has {len(values)} keys, the limit is {_MAX_KEYS}")
-        self._work = limits.work
+        self._limits = limits
         self._rows = tuple(
-            (key, None if is_plain(key) else compile_pattern(key, field, limits), value)
+            (key, None if _PLAIN.fullmatch(key) else compile_end(key, field, limits), value)
             for key, value in values.items()
         )
 
     def find(self, module: str, default: T) -> T:
-        name = Name(module)
-        self._work.spend(len(self._rows))
+        self._limits.spend(len(self._rows) * _SECONDS_PER_KEY)
         for key, pattern, value in self._rows:
-            if _is_end(key, module) if pattern is None else pattern.matches_end(name):
+            if _is_end(key, module) if pattern is None else pattern.matches(module):
                 return value
         return default
 
 
 def compile_pattern(text: str, field: str, limits: Limits) -> Pattern:
-    limits.num_characters += len(text)
-    if len(text) > _MAX_PATTERN or limits.num_characters > _MAX_ALL:
-        raise AdapterError(
-            f"{field}: {limits.num_characters} characters of regular expressions are too many"
-        )
+    return _compile(text, "{}", field, limits)
+
+
+def compile_end(text: str, field: str, limits: Limits) -> Pattern:
+    """Compiles the pattern of PEFT's `re.match(rf"(.*\\.)?({text})$", name)`, names being of one
+    line."""
+    return _compile(text, r"(.*\.)?({})", field, limits)
+
+
+def _compile(text: str, frame: str, field: str, limits: Limits) -> Pattern:
     try:
-        return Pattern(text, parse_pattern(text), limits.work)
-    except PatternSyntaxError as error:
+        if len(text) <= _MAX_PATTERN:
+            limits.num_characters += _check(text)
+            if limits.num_characters <= _MAX_ALL:
+                re.compile(text)
+                compiled = regex.compile(frame.replace("{}", text), cache_pattern=False)
+                return Pattern(text, compiled, limits)
+    except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
+        reason = "groups are nested too deep" if isinstance(error, RecursionError) else error
         raise AdapterError(
-            f"{field}: {shown(text)} is not a regular expression that is served: {error}"
+            f"{field}: {shown(text)} is not a regular expression that is served: {reason}"
         ) from None
+    raise AdapterError(
+        f"{field}: {len(text)} characters of regular expressions are too many, with those of the "
+        f"other fields and with counted repeats written out; the limit is {_MAX_ALL}, "
+        f"{_MAX_PATTERN} of one expression"
+    )
+
+
+def _check(text: str) -> int:
+    """Returns the number of characters with counted repeats written out, for `regex` compiles them
+    so. Raises ValueError for what names of modules do not need."""
+    if not text.isascii() or not text.isprintable():
+        raise ValueError("it has characters that no name has")
+    sizes = [0]  # of each open group
+    last = 0  # the size of the item that a quantifier would repeat
+    for token in _TOKEN.finditer(text):
+        if token["flag"]:
+            raise ValueError("flags and comments inside a pattern are not supported")
+        if token["set"] and _SET_IN_SET.match(token["set"]):
+            raise ValueError("sets in sets are not supported")
+        if token["open"]:
+            raise ValueError("a [ without its ]")
+        if token["low"] or token["high"]:
+            count = max(int(token["low"] or 0), int(token["high"] or 0), 1)
+            sizes[-1] += last * (count - 1)
+            last *= count
+        elif token.group().startswith("{"):
+            # A literal to `re`, to `regex` perhaps the bounds of a fuzzy match.
+            raise ValueError("a { without the count of a repeat")
+        elif token.group() == "(":
+            sizes.append(1)
+        elif token.group() == ")":
+            if len(sizes) == 1:
+                raise ValueError("a ) without its (")
+            last = sizes.pop()
+            sizes[-1] += last
+        else:
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
 
 
 def _is_end(key: str, module: str) -> bool:
-    """Of a key without operators but the dot, which stands for any character."""
+    """Returns whether `module` ends with a key whose only operator is the dot, which stands for
+    any character."""
     start = len(module) - len(key)
     if start < 0 or (start and module[start - 1] != "."):
         return False

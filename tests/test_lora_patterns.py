@@ -1,8 +1,9 @@
-"""Expressions of an adapter match what `re` says, in a time that the name's length bounds."""
+"""Expressions of an adapter match as `re` matches them, and within a deadline."""
 
 from __future__ import annotations
 
 import re
+import time
 from contextlib import suppress
 
 import pytest
@@ -10,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lora.errors import AdapterError
-from lora.pattern_nodes import Name
-from lora.patterns import Limits, NameList, PatternTable, compile_pattern
+from lora.patterns import Limits, NameList, PatternTable, compile_end, compile_pattern
 from tests.benchmarks.fuzz_configs import EVIL_PATTERNS
 
 MODULE = "model.layers.11.self_attn.q_proj"
@@ -52,7 +52,7 @@ def test_matching_is_that_of_re(pattern: str, name: str) -> None:
     ours = compile_pattern(pattern, "target_modules", Limits())
     assert ours.matches(name) == (expected.fullmatch(name) is not None)
     at_end = re.match(rf"(.*\.)?({pattern})$", name) is not None
-    assert ours.matches_end(Name(name)) == at_end
+    assert compile_end(pattern, "rank_pattern", Limits()).matches(name) == at_end
 
 
 @given(st.lists(st.text("ab.q_", min_size=1, max_size=4), max_size=4), st.text("ab.q_", max_size=8))
@@ -94,10 +94,44 @@ def test_evil_expressions_are_refused_or_answered(pattern: str) -> None:
         assert ours.matches("!" + MODULE + "!") == (pattern == ".*" * 2000)
 
 
-def test_the_work_of_all_expressions_together_is_bounded() -> None:
-    pattern = "."
-    for _ in range(8):
-        pattern = f"(?:.(?={pattern}))*"
-    ours = compile_pattern(pattern, "target_modules", Limits())
+def test_the_time_of_all_expressions_together_is_bounded() -> None:
+    limits = Limits(seconds=0.2)
+    slow = compile_pattern("(?:(?:(.)|(..)|(...))+?)+?(?<=!)", "target_modules", limits)
+    fast = compile_pattern("a", "exclude_modules", limits)
+    assert fast.matches("a")
+    began = time.process_time()
     with pytest.raises(AdapterError, match="take too long to match"):
-        ours.matches(MODULE)
+        slow.matches("ab" * 20)
+    assert time.process_time() - began < 2.0
+    with pytest.raises(AdapterError, match="take too long to match"):
+        fast.matches("a")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?:(?:(?:a{1000}){1000}){1000}){1000}",
+        "(?:|a){60000}(?:|b){60000}",
+        "(?=(?:.?){1000})" * 200,
+        "(?i)" + r"[\x00-\U0010ffff]" * 150,
+        "a{9999999999}",
+        "(?:" * 300 + "a" + "|b)" * 300,
+    ],
+    ids=lambda pattern: ascii(pattern[:20]),
+)
+def test_expressions_that_are_slow_to_compile_are_refused(pattern: str) -> None:
+    with pytest.raises(AdapterError, match=r"too many|is not a regular expression"):
+        compile_pattern(pattern, "target_modules", Limits())
+
+
+@pytest.mark.parametrize("pattern", ["a{e}", "(?:ab){e<=1}", "a{i<=2}b", "[[:alpha:]]", "[a[b]]"])
+def test_expressions_that_re_and_regex_read_differently_are_refused(pattern: str) -> None:
+    with pytest.raises(AdapterError, match="is not a regular expression"):
+        compile_pattern(pattern, "target_modules", Limits())
+
+
+@pytest.mark.parametrize("pattern", [r"(?:(\w)x?)\1", "(?<=a)b", "(?P<n>a)(?(n)b|c)", "(?>ab|a)b"])
+def test_what_re_compiles_matches_as_re_does(pattern: str) -> None:
+    ours = compile_pattern(pattern, "target_modules", Limits())
+    for name in ("aa", "ab", "b", "abb", "axa"):
+        assert ours.matches(name) == (re.fullmatch(pattern, name) is not None)

@@ -18,6 +18,7 @@ from engine.weights import Weights
 from kernels.embedding import gather_embedding, resolve_tokens
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope_write import RopeWrite
 from lora.layers import (
     Product,
     adapted_linear,
@@ -153,8 +154,7 @@ class Model:
         """-> rotated q [T, Hq, D]; K and V are in the cache."""
         config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
         qkv = adapted_linear(site, hidden, layer.qkv, layer.qkv_bias, inputs.lora, pool)
-        return product_rope_kv_write(
-            qkv,
+        write = RopeWrite(
             inputs.positions,
             self._cos_sin,
             kv.k[index],
@@ -168,3 +168,4 @@ class Model:
             config.rms_norm_eps,
             out,
         )
+        return product_rope_kv_write(qkv, write)

@@ -17,6 +17,7 @@ from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.rope_kv_write import rope_kv_write_reference
+from kernels.rope_write import RopeWrite
 
 
 def lora_rope_kv_write(
@@ -24,72 +25,16 @@ def lora_rope_kv_write(
     bridge: Bridge,
     b_pools: Sequence[torch.Tensor],  # [rows, Hq * D], two [rows, Hkv * D]
     plan: LoraPlan,
-    positions: torch.Tensor,  # [T]
-    cos_sin: torch.Tensor,  # [max_positions, 2, D / 2] float32
-    k_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,  # [T]
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None = None,  # [D]
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    out: torch.Tensor | None = None,  # [T, Hq, D], for q
+    write: RopeWrite,
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]; `qkv` itself may be changed or not."""
-    if is_few(qkv, plan) and q_norm is None and k_norm is None:
+    if is_few(qkv, plan) and write.q_norm is None and write.k_norm is None:
         from kernels.triton_lora_rope_few import launch_rope_few
 
-        return launch_rope_few(
-            qkv,
-            bridge,
-            b_pools,
-            plan,
-            positions,
-            cos_sin,
-            k_cache,
-            v_cache,
-            slots,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            out,
-        )
+        return launch_rope_few(qkv, bridge, b_pools, plan, write)
     if uses_triton(qkv):
         from kernels.triton_lora_rope_kv_write import launch_lora_rope_kv_write
 
-        return launch_lora_rope_kv_write(
-            qkv,
-            bridge,
-            b_pools,
-            plan,
-            positions,
-            cos_sin,
-            k_cache,
-            v_cache,
-            slots,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            q_norm,
-            k_norm,
-            eps,
-            out,
-        )
+        return launch_lora_rope_kv_write(qkv, bridge, b_pools, plan, write)
     lora_expand_reference_(qkv, bridge, b_pools, plan)
-    q = rope_kv_write_reference(
-        qkv,
-        positions,
-        cos_sin,
-        k_cache,
-        v_cache,
-        slots,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        q_norm,
-        k_norm,
-        eps,
-    )
-    return q if out is None else out.copy_(q)
+    return rope_kv_write_reference(qkv, write)

@@ -12,92 +12,40 @@ import torch
 
 from kernels.backend import uses_triton
 from kernels.rms_norm import rms_norm_reference
+from kernels.rope_write import RopeWrite
 
 
-def rope_kv_write(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
-    positions: torch.Tensor,  # [T]
-    cos_sin: torch.Tensor,  # [max_positions, 2, D / 2] float32
-    k_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, D]
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,  # [T] block_id * block_size + offset
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None = None,  # [D]
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    out: torch.Tensor | None = None,  # [T, Hq, D], for q
-) -> torch.Tensor:
-    """Returns the rotated q [T, Hq, D]; writes the rotated k and v at `slots`.
+def rope_kv_write(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
+    """Takes qkv [T, (Hq + 2 * Hkv) * D], writes the rotated k and v at the slots and returns the
+    rotated q [T, Hq, D].
 
     On a GPU a row may have a negative slot, a padding row of a CUDA graph: it is written nowhere.
     """
     if uses_triton(qkv):
         from kernels.triton_rope_kv_write import launch_rope_kv_write
 
-        return launch_rope_kv_write(
-            qkv,
-            positions,
-            cos_sin,
-            k_cache,
-            v_cache,
-            slots,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            q_norm,
-            k_norm,
-            eps,
-            out,
-        )
-    q = rope_kv_write_reference(
-        qkv,
-        positions,
-        cos_sin,
-        k_cache,
-        v_cache,
-        slots,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        q_norm,
-        k_norm,
-        eps,
-    )
-    return q if out is None else out.copy_(q)
+        return launch_rope_kv_write(qkv, write)
+    return rope_kv_write_reference(qkv, write)
 
 
-def rope_kv_write_reference(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
+def rope_kv_write_reference(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
+    num_heads, num_kv_heads, head_dim = write.num_heads, write.num_kv_heads, write.head_dim
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     turning = heads[:, : num_heads + num_kv_heads]  # [T, Hq + Hkv, D]
-    if q_norm is not None and k_norm is not None:
-        q, k = turning[:, :num_heads], turning[:, num_heads:]
-        turning = torch.cat(
-            (rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)), dim=1
-        )
-    turned = rotate_half_reference(turning, cos_sin[positions])
-    slots = slots.long()
-    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(
-        0, slots, turned[:, num_heads:].to(k_cache.dtype)
+    if write.q_norm is not None and write.k_norm is not None:
+        q = rms_norm_reference(turning[:, :num_heads], write.q_norm, write.eps)
+        k = rms_norm_reference(turning[:, num_heads:], write.k_norm, write.eps)
+        turning = torch.cat((q, k), dim=1)
+    turned = rotate_half_reference(turning, write.cos_sin[write.positions])
+    slots = write.slots.long()
+    write.k_cache.view(-1, num_kv_heads, head_dim).index_copy_(
+        0, slots, turned[:, num_heads:].to(write.k_cache.dtype)
     )
-    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(
-        0, slots, heads[:, num_heads + num_kv_heads :].to(v_cache.dtype)
+    write.v_cache.view(-1, num_kv_heads, head_dim).index_copy_(
+        0, slots, heads[:, num_heads + num_kv_heads :].to(write.v_cache.dtype)
     )
-    return turned[:, :num_heads]
+    q = turned[:, :num_heads]
+    return q if write.out is None else write.out.copy_(q)
 
 
 def rotate_half_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import turn
 from kernels.triton_lora_rows import (
@@ -130,32 +131,20 @@ def launch_rope_few(
     bridge: Bridge,
     b_pools: Sequence[torch.Tensor],
     plan: LoraPlan,
-    positions: torch.Tensor,  # as the slots: copied to the device before the step, by no kernel
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    out: torch.Tensor | None,
+    write: RopeWrite,  # its positions and slots: copied to the device before the step, by no kernel
 ) -> torch.Tensor:
-    assert qkv.stride(1) == 1
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    q = qkv.new_empty((qkv.shape[0], num_heads, head_dim)) if out is None else out
-    assert q.is_contiguous()
+    q = write.new_q(qkv)
     _launch(
-        (num_heads + 2 * num_kv_heads, qkv.shape[0], 1),
-        (qkv, bridge.planes, *b_pools, cos_sin, k_cache, v_cache, q),
-        (plan.header, plan.small, plan.pages, positions, slots),
+        (write.num_heads + 2 * write.num_kv_heads, qkv.shape[0], 1),
+        (qkv, bridge.planes, *b_pools, write.cos_sin, write.k_cache, write.v_cache, q),
+        (plan.header, plan.small, plan.pages, write.positions, write.slots),
         (
             plan.max_small,
             *read_planes(bridge),
             qkv.stride(0),
-            num_heads,
-            num_kv_heads,
-            head_dim // 2,
+            write.num_heads,
+            write.num_kv_heads,
+            write.head_dim // 2,
             not IS_INTERPRETED,
             OVERLAPS,
         ),

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
+from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_rope_large import launch_lora_rope_large
@@ -220,36 +221,27 @@ def launch_lora_rope_kv_write(
     bridge: Bridge,
     b_pools: Sequence[torch.Tensor],
     plan: LoraPlan,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
+    write: RopeWrite,
 ) -> torch.Tensor:
-    assert qkv.stride(1) == 1
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    half = head_dim // 2
-    q = qkv.new_empty((qkv.shape[0], num_heads, head_dim)) if out is None else out
-    assert q.is_contiguous()
-    norms = (q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv)
-    tensors = (*b_pools, cos_sin, k_cache, v_cache, *norms, q)
-    has_norm = q_norm is not None and k_norm is not None
-    constants = (qkv.stride(0), num_heads, num_kv_heads, half, has_norm, eps)
+    q = write.new_q(qkv)
+    num_heads, num_kv_heads, half = write.num_heads, write.num_kv_heads, write.head_dim // 2
+    tensors = (
+        *b_pools,
+        write.cos_sin,
+        write.k_cache,
+        write.v_cache,
+        write.q_norm if write.q_norm is not None else qkv,
+        write.k_norm if write.k_norm is not None else qkv,
+        q,
+    )
+    constants = (qkv.stride(0), num_heads, num_kv_heads, half, write.has_norm, write.eps)
     if plan.max_small:
         heads = COLUMNS // (1 << (half - 1).bit_length())
         blocks = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
         _launch(
             (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
             (qkv, bridge.planes, *tensors),
-            (plan.header, plan.small, plan.pages, positions, slots),
+            (plan.header, plan.small, plan.pages, write.positions, write.slots),
             (
                 *constants,
                 bridge.planes.shape[0],
@@ -261,5 +253,5 @@ def launch_lora_rope_kv_write(
             NUM_WARPS,
         )
     if plan.max_large:
-        launch_lora_rope_large(qkv, bridge, tensors, (positions, slots), constants, plan)
+        launch_lora_rope_large(qkv, bridge, plan, write, tensors, constants)
     return q

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, Bridge, LoraPlan
+from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_tiles import (
@@ -154,23 +155,19 @@ _launch = Launcher(_lora_rope_large_kernel, launch_pdl=OVERLAPS)
 def launch_lora_rope_large(
     qkv: torch.Tensor,
     bridge: Bridge,
-    tensors: tuple[torch.Tensor, ...],
-    rows: tuple[torch.Tensor, torch.Tensor],  # positions, slots
-    constants: tuple[object, ...],
     plan: LoraPlan,
+    write: RopeWrite,
+    tensors: tuple[torch.Tensor, ...],  # as the kernel of small tiles takes them
+    constants: tuple[object, ...],  # likewise
 ) -> None:
-    """`tensors` and `constants` as the kernel of small tiles takes them."""
-    _, num_heads, num_kv_heads = constants[:3]
-    assert isinstance(num_heads, int)
-    assert isinstance(num_kv_heads, int)
     parts = LARGE_ROWS // PART
     sums = bridge.planes if bridge.sums is None else bridge.sums
     is_single = plan.max_rank_pages <= 1
-    blocks = -(-num_heads // HEADS) + 2 * -(-num_kv_heads // HEADS)
+    blocks = -(-write.num_heads // HEADS) + 2 * -(-write.num_kv_heads // HEADS)
     _launch(
         (blocks, plan.max_large * parts, 1),
         (qkv, sums, *tensors),
-        (plan.header, plan.large, plan.pages, *rows),
+        (plan.header, plan.large, plan.pages, write.positions, write.slots),
         (
             *constants,
             PART,

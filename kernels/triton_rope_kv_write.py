@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
 from kernels.triton_lora_heads import norm_heads
 
@@ -89,53 +90,34 @@ def _rope_kv_write_kernel(
 _launch = Launcher(_rope_kv_write_kernel, launch_pdl=OVERLAPS, enable_fp_fusion=False)
 
 
-def launch_rope_kv_write(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    assert qkv.stride(1) == 1
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    assert k_cache.dtype == v_cache.dtype
-    tokens, half = qkv.shape[0], head_dim // 2
+def launch_rope_kv_write(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
+    assert write.k_cache.dtype == write.v_cache.dtype
+    tokens, half = qkv.shape[0], write.head_dim // 2
     assert tokens < 65536
-    q = qkv.new_empty((tokens, num_heads, head_dim)) if out is None else out
-    assert q.is_contiguous()
-    has_norm = q_norm is not None and k_norm is not None
-    total = num_heads + 2 * num_kv_heads
+    q = write.new_q(qkv)
+    total = write.num_heads + 2 * write.num_kv_heads
     # How a head is normed, its bits, must not depend on how many tokens there are.
-    most = MANY_HEADS if tokens >= MANY_TOKENS and not has_norm else HEADS
+    most = MANY_HEADS if tokens >= MANY_TOKENS and not write.has_norm else HEADS
     block = min(most, 1 << (total - 1).bit_length())
     _launch(
         (-(-total // block), tokens, 1),
         (
             qkv,
-            cos_sin,
-            k_cache,
-            v_cache,
-            q_norm if q_norm is not None else qkv,
-            k_norm if k_norm is not None else qkv,
+            write.cos_sin,
+            write.k_cache,
+            write.v_cache,
+            write.q_norm if write.q_norm is not None else qkv,
+            write.k_norm if write.k_norm is not None else qkv,
             q,
         ),
-        (positions, slots),
+        (write.positions, write.slots),
         (
             qkv.stride(0),
-            num_heads,
-            num_kv_heads,
+            write.num_heads,
+            write.num_kv_heads,
             half,
-            has_norm,
-            eps,
+            write.has_norm,
+            write.eps,
             block,
             1 << (half - 1).bit_length(),
             OVERLAPS,

@@ -21,6 +21,7 @@ from kernels.lora_shrink_expand import lora_add_, lora_embed_add_, lora_expand_
 from kernels.lora_silu_mul import lora_silu_mul
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul
 from lora.mapping import LoraBatch
 from lora.pool import AdapterPool, SitePool
@@ -130,40 +131,12 @@ def product_add_rms_norm(
     return lora_add_rms_norm(x.base, residual, weight, eps, delta.bridge, b_pool, delta.plan)
 
 
-def product_rope_kv_write(
-    qkv: Product,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,  # below 0: a padding row
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    out: torch.Tensor | None = None,  # for q
-) -> torch.Tensor:
-    """As `rope_kv_write`: q [T, Hq, D]."""
-    rest = (
-        positions,
-        cos_sin,
-        k_cache,
-        v_cache,
-        slots,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        q_norm,
-        k_norm,
-        eps,
-        out,
-    )
+def product_rope_kv_write(qkv: Product, write: RopeWrite) -> torch.Tensor:
+    """Returns the rotated q [T, Hq, D], as `rope_kv_write` does."""
     delta = qkv.delta
     if delta is None:
-        return rope_kv_write(qkv.base, *rest)
-    return lora_rope_kv_write(qkv.base, delta.bridge, delta.b_pools, delta.plan, *rest)
+        return rope_kv_write(qkv.base, write)
+    return lora_rope_kv_write(qkv.base, delta.bridge, delta.b_pools, delta.plan, write)
 
 
 def _pools(site: Site, pool: AdapterPool) -> SitePool:

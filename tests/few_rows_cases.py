@@ -14,6 +14,7 @@ from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul
 from tests.lora_kernel_cases import LoraCase, Run
 
@@ -95,11 +96,11 @@ def turns(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
     outcomes = []
     for kind in ("found", "expected", "base"):
         k, v = (torch.zeros(16, 1, HEADS[1], size).to(case.y) for _ in "kv")
-        rest = (positions, cos_sin, k, v, slots, *HEADS)
+        write = RopeWrite(positions, cos_sin, k, v, slots, *HEADS)
         if kind == "found":
-            q = lora_rope_kv_write(case.y.clone(), bridge, case.b_pools, plan, *rest)
+            q = lora_rope_kv_write(case.y.clone(), bridge, case.b_pools, plan, write)
         else:
-            q = rope_kv_write(expanded(case, plan) if kind == "expected" else case.y.clone(), *rest)
+            q = rope_kv_write(expanded(case, plan) if kind == "expected" else case.y.clone(), write)
         for cache in (k, v):
             assert cache.flatten(1).any(1).sum() == rows - 1
         outcomes.append([q, k.squeeze(1)[slots[:-1]], v.squeeze(1)[slots[:-1]]])

@@ -8,6 +8,7 @@ from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul
 from tests.lora_kernel_cases import LoraCase
 
@@ -50,24 +51,14 @@ def rope_both_ways(
     plan = case.plan(large=large, graph_rows=graph_rows)
     bridge = lora_shrink(case.x, case.a_pool, plan)
     heads = (num_heads, num_kv_heads, head_dim)
+
+    def write(k: torch.Tensor, v: torch.Tensor) -> RopeWrite:
+        return RopeWrite(positions, cos_sin, k, v, slots, *heads, norm, norm, 1e-5)
+
     k, v = caches()
-    fused = lora_rope_kv_write(
-        case.y.clone(),
-        bridge,
-        case.b_pools,
-        plan,
-        positions,
-        cos_sin,
-        k,
-        v,
-        slots,
-        *heads,
-        norm,
-        norm,
-        1e-5,
-    )
+    fused = lora_rope_kv_write(case.y.clone(), bridge, case.b_pools, plan, write(k, v))
     y = case.y.clone()
     lora_expand_(y, bridge, case.b_pools, plan)
     k_apart, v_apart = caches()
-    apart = rope_kv_write(y, positions, cos_sin, k_apart, v_apart, slots, *heads, norm, norm, 1e-5)
+    apart = rope_kv_write(y, write(k_apart, v_apart))
     return (fused, apart), (k, k_apart), (v, v_apart)

@@ -7,6 +7,7 @@ import torch
 
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -91,8 +92,9 @@ def test_rope_turns_q_and_k_and_writes_k_and_v_at_their_slots(
     untouched = 123.0
     k_cache = torch.full((3, block_size, kv_heads, dim), untouched, dtype=dtype)
     v_cache = k_cache.clone()
+    table = make_cos_sin(32, dim // 2)
     q = rope_kv_write(
-        qkv, positions, make_cos_sin(32, dim // 2), k_cache, v_cache, slots, heads, kv_heads, dim
+        qkv, RopeWrite(positions, table, k_cache, v_cache, slots, heads, kv_heads, dim)
     )
     parts = qkv.view(tokens, -1, dim)
     k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
@@ -110,7 +112,7 @@ def test_position_zero_is_not_turned_at_all() -> None:
     qkv = randn(1, 3 * 8)
     caches = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)
     zero = torch.zeros(1, dtype=torch.int64)
-    q = rope_kv_write(qkv, zero, make_cos_sin(1, 4), *caches, zero, 1, 1, 8)
+    q = rope_kv_write(qkv, RopeWrite(zero, make_cos_sin(1, 4), *caches, zero, 1, 1, 8))
     assert torch.equal(q.flatten(), qkv[0, :8])
 
 
@@ -118,20 +120,9 @@ def test_head_norms_come_before_the_rotation() -> None:
     qkv, q_norm, k_norm = randn(2, 4 * 8), randn(8, seed=1), randn(8, seed=2)
     positions, slots = torch.tensor([3, 4]), torch.tensor([0, 1])
     k_cache, v_cache = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)
-    q = rope_kv_write(
-        qkv,
-        positions,
-        make_cos_sin(8, 4),
-        k_cache,
-        v_cache,
-        slots,
-        2,
-        1,
-        8,
-        q_norm,
-        k_norm,
-        1e-6,
-    )
+    caches, heads = (k_cache, v_cache), (2, 1, 8)
+    write = RopeWrite(positions, make_cos_sin(8, 4), *caches, slots, *heads, q_norm, k_norm, 1e-6)
+    q = rope_kv_write(qkv, write)
     parts = qkv.view(2, 4, 8)
     expected_q = rotate_float64(rms_norm(parts[:, :2], q_norm, 1e-6), positions)
     expected_k = rotate_float64(rms_norm(parts[:, 2:3], k_norm, 1e-6), positions)

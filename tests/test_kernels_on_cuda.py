@@ -11,6 +11,7 @@ from kernels.lora_shrink_expand import lora_add_, lora_embed_add_
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.sampling import apply_penalties_, draw, gather_logprobs
 from kernels.silu_mul import silu_mul
 
@@ -38,7 +39,7 @@ def attention(device: str) -> Tensors:
     qkv = randn(4, 8 * 8, device=device)
     positions = torch.tensor([8, 8, 9, 10], device=device)
     cos_sin = randn(16, 2, 4, device=device)
-    q = rope_kv_write(qkv, positions, cos_sin, k_cache, v_cache, slots, 4, 2, 8)
+    q = rope_kv_write(qkv, RopeWrite(positions, cos_sin, k_cache, v_cache, slots, 4, 2, 8))
     full = paged_attention(q, k_cache, v_cache, plan, 0.3)
     return q, k_cache, v_cache, full, paged_attention(q, k_cache, v_cache, plan, 0.3, 5)
 

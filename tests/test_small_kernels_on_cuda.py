@@ -10,6 +10,7 @@ import torch
 from kernels.embedding import gather_embedding, gather_embedding_reference
 from kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
+from kernels.rope_write import RopeWrite
 from kernels.sampling import draw_reference, gather_logprobs, sample_rows
 from kernels.silu_mul import silu_mul, silu_mul_reference
 
@@ -84,12 +85,14 @@ def test_rope_kv_write_has_the_bits_of_torch(
     norms = [randn(dim, dtype=dtype, seed=s) if is_normed else None for s in (2, 3)]
     rest = (heads, kv_heads, dim, norms[0], norms[1], 1e-6)
     slots[5] = -1
-    q = rope_kv_write(qkv, positions, cos_sin, caches[0], caches[1], slots, *rest)
+    q = rope_kv_write(qkv, RopeWrite(positions, cos_sin, caches[0], caches[1], slots, *rest))
     safe = slots.clone()
     used = set(slots.tolist())
     spare = next(slot for slot in range(64) if slot not in used)
     safe[5] = spare
-    expected = rope_kv_write_reference(qkv, positions, cos_sin, caches[2], caches[3], safe, *rest)
+    expected = rope_kv_write_reference(
+        qkv, RopeWrite(positions, cos_sin, caches[2], caches[3], safe, *rest)
+    )
     for cache in caches[2:]:
         cache.view(64, kv_heads, dim)[spare] = 9.0
     assert torch.equal(caches[1], caches[3])
@@ -121,7 +124,8 @@ def ops(rows: int) -> list[torch.Tensor]:
     weight = randn(4096, dtype=torch.bfloat16, seed=1)
     k_cache, v_cache = torch.zeros(2, 20, 16, 8, 64, dtype=torch.bfloat16, device="cuda")
     place = torch.arange(rows, dtype=torch.int32, device="cuda")
-    q = rope_kv_write(x, place, randn(512, 2, 32), k_cache, v_cache, place, 48, 8, 64)
+    write = RopeWrite(place, randn(512, 2, 32), k_cache, v_cache, place, 48, 8, 64)
+    q = rope_kv_write(x, write)
     return [rms_norm(x, weight, 1e-5), silu_mul(x), q, k_cache[0], v_cache[0]]
 
 

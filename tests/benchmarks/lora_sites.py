@@ -30,6 +30,7 @@ from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul
 from tests.benchmarks.report import Report
 
@@ -165,7 +166,7 @@ def base_layer(layer: Layer, rows: Rows, product: Linear) -> torch.Tensor:
     w, (post_norm, next_norm) = layer.weights, layer.norms
     caches = (layer.k_cache, layer.v_cache, rows.slots)
     qkv = product(rows.hidden, w["qkv"], None)
-    q = rope_kv_write(qkv, rows.positions, rows.cos_sin, *caches, *HEADS)
+    q = rope_kv_write(qkv, RopeWrite(rows.positions, rows.cos_sin, *caches, *HEADS))
     o = product(q.flatten(1), w["o"], None)
     hidden, residual = add_rms_norm(o, rows.residual, post_norm, EPS)
     down = product(silu_mul(product(hidden, w["gate_up"], None)), w["down"], None)
@@ -188,7 +189,8 @@ def lora_layer(layer: Layer, rows: Rows) -> torch.Tensor:
         return lora_add_rms_norm(y, residual, norm, EPS, bridge, b_pool, plan)
 
     qkv, lora = bridged("qkv", rows.hidden)
-    q = lora_rope_kv_write(qkv, *lora, rows.positions, rows.cos_sin, *caches, *HEADS)
+    write = RopeWrite(rows.positions, rows.cos_sin, *caches, *HEADS)
+    q = lora_rope_kv_write(qkv, *lora, write)
     o, lora = bridged("o", q.flatten(1))
     hidden, residual = normed(o, rows.residual, post_norm, lora)
     gate_up, lora = bridged("gate_up", hidden)

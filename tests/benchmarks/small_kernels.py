@@ -19,6 +19,7 @@ import torch
 from kernels.embedding import gather_embedding
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
 from kernels.sampling import sample_rows
 from kernels.silu_mul import silu_mul
 from tests.benchmarks.report import Report
@@ -83,7 +84,8 @@ def elementwise(rows: int) -> Iterator[Case]:
         rows,
         num_bytes,
         lambda i: rope_kv_write(
-            qkv[i], place, cos_sin, caches[0, i], caches[1, i], place, HEADS, KV_HEADS, DIM
+            qkv[i],
+            RopeWrite(place, cos_sin, caches[0, i], caches[1, i], place, HEADS, KV_HEADS, DIM),
         ),
         copies,
     )

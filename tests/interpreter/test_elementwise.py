@@ -13,6 +13,7 @@ from kernels.rms_norm import (
     rms_norm_reference,
 )
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
+from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul, silu_mul_reference
 
 DTYPES = (torch.float16, torch.float32)
@@ -83,8 +84,10 @@ def test_rope_kv_write(
     norms = (randn(dim, dtype=dtype, seed=2), randn(dim, dtype=dtype, seed=3)) if normed else ()
     caches = [torch.full((3, 4, kv_heads, dim), UNTOUCHED, dtype=dtype) for _ in range(4)]
     rest = (slots, heads, kv_heads, dim, *norms, 1e-6) if normed else (slots, heads, kv_heads, dim)
-    q = rope_kv_write(qkv, positions, cos_sin, caches[0], caches[1], *rest)
-    expected = rope_kv_write_reference(qkv, positions, cos_sin, caches[2], caches[3], *rest)
+    q = rope_kv_write(qkv, RopeWrite(positions, cos_sin, caches[0], caches[1], *rest))
+    expected = rope_kv_write_reference(
+        qkv, RopeWrite(positions, cos_sin, caches[2], caches[3], *rest)
+    )
     check = assert_near if normed else torch.testing.assert_close
     check(q, expected)
     check(caches[0], caches[2])
@@ -96,10 +99,12 @@ def test_a_negative_slot_is_written_nowhere() -> None:
     positions = torch.tensor([2, 0, 3], dtype=torch.int32)
     k_cache, v_cache = (torch.full((2, 2, 1, 8), UNTOUCHED) for _ in range(2))
     slots = torch.tensor([-1, 2, -1], dtype=torch.int32)
-    q = rope_kv_write(qkv, positions, cos_sin, k_cache, v_cache, slots, 2, 1, 8)
+    q = rope_kv_write(qkv, RopeWrite(positions, cos_sin, k_cache, v_cache, slots, 2, 1, 8))
     other = torch.zeros(2, 2, 1, 8)
     safe = torch.tensor([0, 2, 1])
-    expected = rope_kv_write_reference(qkv, positions, cos_sin, other, other, safe, 2, 1, 8)
+    expected = rope_kv_write_reference(
+        qkv, RopeWrite(positions, cos_sin, other, other, safe, 2, 1, 8)
+    )
     assert torch.equal(q, expected)
     for cache in (k_cache, v_cache):
         assert (cache.view(4, 8)[[0, 1, 3]] == UNTOUCHED).all()

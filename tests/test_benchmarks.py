@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.validation import check_adapter
+from engine.checks.validation import check_adapter
 from tests.benchmarks.cases import Case, select, standard_cases, tiny
 from tests.benchmarks.gpu_trace import break_down, parse_events, triton_classes
 from tests.benchmarks.kernel_timing import LoraProblem

@@ -11,8 +11,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from engine.effect import examine, plan_probe
-from engine.effect_report import EffectReport, LogitChange, ModuleNorm, ProbePlan, judge
+from engine.checks.effect import examine, plan_probe
+from engine.checks.effect_report import EffectReport, LogitChange, ModuleNorm, ProbePlan, judge
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes, peak_of
 from lora.adapter import ModuleWeights

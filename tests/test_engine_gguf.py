@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.gguf import convert_gguf
-from engine.validation import check_base
+from engine.checks.validation import check_base
+from engine.tools.gguf import convert_gguf
 from tests.engine_helpers import Job, hf_greedy, load_hf, make_runner, make_sequence, run_mixed
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from engine.model_config import read_model_config
-from engine.random_base import RandomShape, write_random_base
+from engine.tools.random_base import RandomShape, write_random_base
 from engine.weights import load_weights
 
 SHAPE = RandomShape(

@@ -453,7 +453,7 @@ def test_errors_of_the_rooms_become_sentences(
 def test_command_of_an_extra_that_is_missing_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("serve_app.cli.commands.demo", "serve_app.cli.demo.prepare", "engine.gguf"):
+    for name in ("serve_app.cli.commands.demo", "serve_app.cli.demo.prepare", "engine.tools.gguf"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run("demo") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from engine.effect_report import EffectReport, LogitChange, ModuleNorm, ProbePlan
+from engine.checks.effect_report import EffectReport, LogitChange, ModuleNorm, ProbePlan
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry

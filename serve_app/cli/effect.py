@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.effect import Device, examine, plan_probe
-from engine.effect_report import EffectReport, ProbePlan
+from engine.checks.effect import Device, examine, plan_probe
+from engine.checks.effect_report import EffectReport, ProbePlan
 from registry.cache import Cache
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord

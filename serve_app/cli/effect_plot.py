@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engine.effect_report import EffectReport, ModuleNorm
+from engine.checks.effect_report import EffectReport, ModuleNorm
 
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\..*?(\w+)")
 _CELL_H = 22

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from engine.effect_report import EffectReport
+from engine.checks.effect_report import EffectReport
+from engine.checks.validation import check_adapter, check_base
 from engine.refusals import REFUSALS
-from engine.validation import check_adapter, check_base
 from registry.cache import Cache
 from registry.catalog import DEFAULT_ALIAS
 from registry.client import Registry

@@ -24,8 +24,8 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
+from engine.checks.validation import MAX_RANK, check_adapter
 from engine.model_config import lora_sites, read_model_config
-from engine.validation import MAX_RANK, check_adapter
 from engine.weights import read_tensor
 from lora.adapter import Adapter, read_adapter
 from lora.errors import AdapterError

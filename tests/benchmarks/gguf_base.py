@@ -1,8 +1,8 @@
 """The demo's base out of its GGUF file, where transformers is too old to read one: weights and
 config.json, what the engine needs, no tokenizer.
 
-The numbers are those of `engine.gguf`: blocks spread to float32, rounded to bfloat16. Of the Llama
-family only, and of what this file uses of it.
+The numbers are those of `engine.tools.gguf`: blocks spread to float32, rounded to bfloat16. Of the
+Llama family only, and of what this file uses of it.
 
     python -m tests.benchmarks.gguf_base FILE.gguf FOLDER
 """

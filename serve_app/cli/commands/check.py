@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
-from engine.effect import Device
+from engine.checks.effect import Device
 from registry.entities import EffectRecord
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console

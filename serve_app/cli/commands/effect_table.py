@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from engine.effect_report import EffectReport, LoadCost, LogitChange, ModuleNorm
+from engine.checks.effect_report import EffectReport, LoadCost, LogitChange, ModuleNorm
 from serve_app.cli.commands.common import console, print_table
 
 _COLOURS = {"changes": "green", "unprobed": "yellow"}

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.gguf import convert_gguf
-from engine.random_base import RandomShape, write_random_base
+from engine.tools.gguf import convert_gguf
+from engine.tools.random_base import RandomShape, write_random_base
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.entities import content_digest

@@ -2,7 +2,7 @@
 
 Reads the folder as the engine does, measures the delta of every module from A and B alone, loads
 the adapter into a pool of its own and, where the caller gives prompts, runs the base with and
-without it (`engine.probe`). Knows no registry and no text.
+without it (`engine.checks.probe`). Knows no registry and no text.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from typing import Literal
 
 import torch
 
-from engine.effect_report import EffectReport, LoadCost, LogitChange, ModuleNorm, ProbePlan, judge
+from engine.checks.effect_report import (
+    EffectReport,
+    LoadCost,
+    LogitChange,
+    ModuleNorm,
+    ProbePlan,
+    judge,
+)
+from engine.checks.probe import Probe, base_norms, scratch_bytes
+from engine.checks.validation import read_checked
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes, peak_of
 from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.probe import Probe, base_norms, scratch_bytes
-from engine.validation import read_checked
 from engine.weights import expected_shapes, load_weights
 from kernels.backend import reference_only
 from lora.adapter import Adapter, TensorMatch, match_tensors

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.effect_report import LogitChange
+from engine.checks.effect_report import LogitChange
 from engine.errors import UnsupportedModelError
 from engine.inputs import build_inputs
 from engine.kv_cache import allocate_kv_cache

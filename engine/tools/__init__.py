@@ -1,0 +1,1 @@
+"""Tools that write a base: from a GGUF file, or with random weights."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from engine.types import AdapterResidency, Sequence
+from engine.types import AdapterStore, Sequence
 
 _PREFETCHED = 64  # waiting sequences whose adapters are looked at, once a step
 
@@ -20,7 +20,7 @@ _PREFETCHED = 64  # waiting sequences whose adapters are looked at, once a step
 class AdapterGate:
     """One `begin_walk` a step, then `acquire` in order of age."""
 
-    def __init__(self, residency: AdapterResidency, max_overtakes: int) -> None:
+    def __init__(self, residency: AdapterStore, max_overtakes: int) -> None:
         self._residency = residency
         self._max_overtakes = max_overtakes
         self._num_held = 0

@@ -15,9 +15,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from engine.admission import EngineLimits, check_request
 from engine.blocks import BlockPool
@@ -34,7 +33,6 @@ from engine.step_cost import LongestSteps, StepCost
 from engine.step_parts import run_in_parts
 from engine.types import (
     NO_MEMORY,
-    AdapterResidency,
     EngineLoad,
     LaunchedStep,
     Request,
@@ -52,50 +50,11 @@ _EMPTY = ScheduledBatch(())
 _WARN_EVERY_S = 10.0  # of steps without memory: they come in rows
 
 
-class ModelFacts(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
-class AdapterStore(AdapterResidency, Protocol):
-    def on_device(self) -> tuple[str, ...]: ...
-    def on_host(self) -> tuple[str, ...]: ...
-    @property
-    def device_bytes_used(self) -> int: ...
-    @property
-    def host_bytes_used(self) -> int: ...
-    @property
-    def num_pinned(self) -> int: ...
-    @property
-    def num_copied_to_device(self) -> int: ...
-    @property
-    def copy_s(self) -> float: ...
-    def residents(self) -> tuple[Resident, ...]: ...
-    def is_pinned(self, digest: str) -> bool: ...
-    def spare(self, digests: Iterable[str]) -> None: ...
-    def pin(self, digest: str) -> None: ...
-    def unpin(self, digest: str) -> None: ...
-    def remove(self, digest: str) -> bool:
-        """False: still referenced."""
-        ...
-
-
-class EngineRunner(Runner, Protocol):
-    max_model_len: int
-
-    @property
-    def model_config(self) -> ModelFacts: ...
-    @property
-    def adapters(self) -> AdapterStore: ...
-
-
 class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        runner: EngineRunner,
+        runner: Runner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model = runner.model_config

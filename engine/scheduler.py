@@ -32,7 +32,7 @@ from engine.config import EngineConfig
 from engine.stopping import Ending, ending
 from engine.types import (
     NOT_FINITE,
-    AdapterResidency,
+    AdapterStore,
     EngineLoad,
     Request,
     Sample,
@@ -61,7 +61,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         blocks: BlockPool,
-        residency: AdapterResidency,
+        residency: AdapterStore,
         eos_token_ids: Collection[int],
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,

@@ -240,28 +240,14 @@ class LaunchedStep(Protocol):
         ...
 
 
-class Runner(Protocol):
-    """Owns the device. The one seam between policy (integers) and mechanism (tensors)."""
-
-    num_blocks: int
-    runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
-
-    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """One forward pass and one draw for each sequence that samples. At most one step that was
-        launched before is not collected yet. What it raises leaves the runner as fit as before."""
-        ...
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether an error of `launch` or `collect` means that the same step may pass with fewer
-        tokens."""
-        ...
-
-    def free_cache(self) -> None:
-        """Gives back what the allocator keeps beyond what is in use. Waits for the device."""
-        ...
+class ModelFacts(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
-class AdapterResidency(Protocol):
+class AdapterStore(Protocol):
     """Which adapters are on the device. `lora.pool.AdapterPool` implements it."""
 
     def has(self, digest: str) -> bool:
@@ -293,4 +279,52 @@ class AdapterResidency(Protocol):
 
     def release(self, digest: str) -> None:
         """Gives the reference of one `acquire` back."""
+        ...
+
+    def on_device(self) -> tuple[str, ...]: ...
+    def on_host(self) -> tuple[str, ...]: ...
+    @property
+    def device_bytes_used(self) -> int: ...
+    @property
+    def host_bytes_used(self) -> int: ...
+    @property
+    def num_pinned(self) -> int: ...
+    @property
+    def num_copied_to_device(self) -> int: ...
+    @property
+    def copy_s(self) -> float: ...
+    def residents(self) -> tuple[Resident, ...]: ...
+    def is_pinned(self, digest: str) -> bool: ...
+    def spare(self, digests: Iterable[str]) -> None: ...
+    def pin(self, digest: str) -> None: ...
+    def unpin(self, digest: str) -> None: ...
+    def remove(self, digest: str) -> bool:
+        """False: still referenced."""
+        ...
+
+
+class Runner(Protocol):
+    """Owns the device. The one seam between policy (integers) and mechanism (tensors)."""
+
+    num_blocks: int
+    max_model_len: int
+    runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
+
+    @property
+    def model_config(self) -> ModelFacts: ...
+    @property
+    def adapters(self) -> AdapterStore: ...
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """One forward pass and one draw for each sequence that samples. At most one step that was
+        launched before is not collected yet. What it raises leaves the runner as fit as before."""
+        ...
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an error of `launch` or `collect` means that the same step may pass with fewer
+        tokens."""
+        ...
+
+    def free_cache(self) -> None:
+        """Gives back what the allocator keeps beyond what is in use. Waits for the device."""
         ...

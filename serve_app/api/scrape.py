@@ -29,7 +29,7 @@ async def collect(gateway: Gateway) -> bytes:
 
 
 class Scrape:
-    """The latest collection of one ingress replica."""
+    """The latest collection of an ingress replica."""
 
     def __init__(self, collect: Callable[[Gateway], Awaitable[bytes]] = collect) -> None:
         self._collect = collect

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
 from serve_app.metrics.histograms import Histogram
-from serve_app.tally import ARM_SECONDS, OUTCOMES, PLACES, ArmCounts, ArmKey, ArmOutcome
+from serve_app.tally import ARM_SECONDS, OUTCOME_INDEX, OUTCOMES, ArmCounts, ArmKey, ArmOutcome
 
 
 class ArmStats:
-    """The arms of one ingress replica. All methods belong to its event loop."""
+    """The arms of an ingress replica. All methods belong to its event loop."""
 
     def __init__(self) -> None:
         self._counts: dict[ArmKey, _Counts] = {}
@@ -35,7 +35,7 @@ class ArmStats:
 
 
 class ArmRequest:
-    """One request of an arm. Only its first end counts."""
+    """A request of an arm. Only its first end counts."""
 
     __slots__ = ("_counts", "_first_token_s", "_is_ended", "_is_warm", "_start_s", "_time")
 
@@ -68,7 +68,7 @@ class ArmRequest:
             return
         self._is_ended = True
         counts = self._counts
-        counts.outcomes[PLACES[outcome]] += 1
+        counts.outcomes[OUTCOME_INDEX[outcome]] += 1
         counts.output_tokens += num_tokens
         if self._first_token_s is not None:
             counts.first_token.observe(self._first_token_s)
@@ -81,7 +81,7 @@ class ArmRequest:
 
 
 def outcome_of(error: BaseException) -> ArmOutcome:
-    """Returns whose fault the end of a request is: the client's, the version's or the server's."""
+    """Returns the outcome of a request that ended with `error`."""
     if isinstance(error, ClientGoneError | asyncio.CancelledError):
         return "left"
     if isinstance(error, NonFiniteError):

@@ -43,7 +43,7 @@ class CanaryCommand:
         return None
 
     def _start(self) -> AdapterVersion | None:
-        """Writes aliases and weights; the weight last, as it is what sends requests."""
+        """Writes aliases and weights; the canary's weight last, as it starts the traffic."""
         name, weight, shadow_weight = self.change.name, self.change.weight, self.change.shadow
         if weight is None and shadow_weight is None:
             raise InvalidRequestError("weight: required, or shadow.", "weight")
@@ -107,8 +107,8 @@ class CanaryCommand:
             self.registry.set_alias(name, alias, None)
 
     def _set_arm(self, version: AdapterVersion, alias: str, key: str, weight: float) -> None:
-        """Moves the alias only while the weight is 0, so that no version ever has a weight that was
-        given for another one, even after a failure in the middle."""
+        """Moves the alias only while the weight is 0, so that no version ever has the weight of
+        another version, even after a failure in the middle."""
         name, registry = version.name, self.registry
         if alias not in version.aliases:
             if self.catalog.setting(name, key) is not None:
@@ -131,7 +131,7 @@ class CanaryCommand:
         return adapter
 
     def _chosen(self, alias: str) -> AdapterVersion:
-        """Returns the version to start: of the change, or the one that has `alias` already."""
+        """Returns the version to start: of the change, or else the version that has `alias`."""
         name, version = self.change.name, self.change.version
         self._stable()
         if version is None:

@@ -56,7 +56,7 @@ class Canaries:
         self._registry: RegistryReader | None = None
         self._look: Callable[[], Catalog] = Catalog
         self._wake: Callable[[], None] = lambda: None
-        self._writing = asyncio.Lock()  # one change of the registry at a time
+        self._writing = asyncio.Lock()  # held during each change of the registry
         self._catalog = Catalog()
         self._running: frozenset[str] = frozenset()
         self._served: frozenset[str] = frozenset()
@@ -104,8 +104,8 @@ class Canaries:
         )
 
     def statuses(self) -> tuple[CanaryStatus, ...]:
-        """Returns the status of every adapter that has a canary or shadow alias, or a setting for
-        one."""
+        """Returns the status of every adapter with a canary or shadow alias, or a setting of
+        these."""
         catalog = self._catalog
         return tuple(
             self._status(catalog, name, split) for name, split in self._traffic.splits.items()
@@ -195,8 +195,8 @@ class Canaries:
 
 
 def _store(registry: RegistryReader, look: Callable[[], Catalog], veto: _Veto) -> None:
-    """Writes a rollback, unless another version has the alias by now. The weight first, as it is
-    what sends requests. The bare name need not resolve for that."""
+    """Writes a rollback, unless another version has the alias by now. The weight first, as it sends
+    the requests. The bare name need not resolve for that."""
     if not any(
         adapter.name == veto.name and adapter.digest == veto.digest and CANARY in adapter.aliases
         for adapter in look().adapters

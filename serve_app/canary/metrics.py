@@ -1,4 +1,4 @@
-"""The metrics of one ingress about split adapters: arms, shadows and rollbacks.
+"""The metrics of an ingress about split adapters: arms, shadows and rollbacks.
 
 Labels hold registered names and versions only. Rollbacks are counted by the manager: every ingress
 returns the same number.

@@ -1,6 +1,6 @@
 """The trial of each split adapter: the counts of its arms since it began, summed over ingresses.
 
-A trial is one set of versions with a share of the traffic: an alias that moves begins a new trial.
+A trial is a set of versions with a share of the traffic: an alias that moves begins a new trial.
 Reads no registry and does not act on verdicts.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from serve_app.canary.split import DesiredArm, Split
-from serve_app.canary.verdict import SPANS_A_WINDOW, Verdict, judge, mostly_fails, non_finite
+from serve_app.canary.verdict import SPANS_PER_WINDOW, Verdict, judge, mostly_fails, non_finite
 from serve_app.config import CanaryArgs
 from serve_app.messages import IngressReport
 from serve_app.tally import Arm, ArmCounts, ArmKey
@@ -22,7 +22,7 @@ Versions = tuple[str, str | None, str | None]  # digests: stable, canary, shadow
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """The counts of both arms at one moment of a trial."""
+    """The counts of both arms at a moment of a trial."""
 
     at_s: float
     stable: ArmCounts
@@ -63,7 +63,7 @@ class Trial:
             if reason is None and has_enough:
                 reason = judge(*self._span(then, now), rule).reason
         last = self._checkpoints[-1]
-        is_due = now_s - last.at_s >= rule.window_s / SPANS_A_WINDOW
+        is_due = now_s - last.at_s >= rule.window_s / SPANS_PER_WINDOW
         if is_due and now.canary.num_seen > last.canary.num_seen:
             self._checkpoints.append(now)
         return Verdict(reason, whole.has_enough)
@@ -78,8 +78,8 @@ class Trial:
         return now.stable, canary if self.is_all_canary else ArmCounts()
 
     def _window_start(self, rule: CanaryArgs, now: _Checkpoint) -> _Checkpoint:
-        """Returns the last checkpoint before the window, or an older one if the window has fewer
-        than `min_requests`."""
+        """Returns the last checkpoint before the window, or an older checkpoint if the window has
+        fewer than `min_requests`."""
         for point in reversed(self._checkpoints):
             num = now.canary.num_judged - point.canary.num_judged
             if point.at_s <= now.at_s - rule.window_s and num >= rule.min_requests:
@@ -87,8 +87,8 @@ class Trial:
         return self._checkpoints[0]
 
     def _thin(self, rule: CanaryArgs, now_s: float) -> None:
-        """Drops checkpoints: beyond two windows each second one is at least twice as old as the one
-        after the next, so that a month needs about thirty."""
+        """Drops checkpoints, so that beyond two windows their age at least doubles with every
+        second checkpoint and a month needs about thirty."""
         index = 1
         while index < len(self._checkpoints) - 1:
             older_s, newer_s = (now_s - self._checkpoints[index + step].at_s for step in (-1, 1))

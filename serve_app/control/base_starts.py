@@ -43,7 +43,7 @@ class StartLog:
         return self._last_s.get(base)
 
     def text(self, lines: Sequence[BaseLine]) -> bytes:
-        # Two versions of one base may be there at a time, one starting and one draining.
+        # Two versions of a base may exist at a time, the new one starting, the old one draining.
         found = {(line.name, line.state) for line in lines}
         states = [
             ((name, state), float((name, state) in found))

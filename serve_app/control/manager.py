@@ -143,7 +143,7 @@ class Manager:
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.hear(report, now_s)
         if report.counts is not None:
-            self._totals.take(report.ingress_id, report.counts, now_s)
+            self._totals.add(report.ingress_id, report.counts, now_s)
         return self._fleet.sleep.answer(report.ingress_id, now_s)
 
     async def wake_base(self, digest: str) -> None:
@@ -199,7 +199,7 @@ class Manager:
     async def metrics(self, ingress_id: str, counts: IngressCounts) -> bytes:
         """With the sums over all ingresses. `counts`: of the one that asks."""
         now_s = asyncio.get_running_loop().time()
-        self._totals.take(ingress_id, counts, now_s)
+        self._totals.add(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
         tasks = failures_text({"process": "manager"})
         return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])

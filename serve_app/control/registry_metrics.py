@@ -1,5 +1,5 @@
-"""The manager's metrics of the registry, and the log lines of its changes. There is one manager, so
-no label names a process: every ingress returns the same numbers.
+"""The manager's metrics of the registry, and the log lines of its changes. There is a single
+manager, so no label names a process: every ingress returns the same numbers.
 """
 
 from __future__ import annotations

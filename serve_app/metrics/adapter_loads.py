@@ -1,4 +1,4 @@
-"""How long an engine replica's adapter loads last, by the tier of their files.
+"""The durations of an engine replica's adapter loads, by the tier of their files.
 
 The engine's own process counts in which tier requests find their adapters, and how much each tier
 of memory holds (`metrics.engine`).

@@ -1,4 +1,4 @@
-"""The local cache's numbers as one engine replica sees them, in Prometheus' text format.
+"""The local cache's numbers as seen by an engine replica, in Prometheus' text format.
 
 Bytes and quarantined fetches are the node's: they are equal for all replicas that share its folder,
 so a dashboard uses their maximum. The counters are the replica's own.

@@ -1,4 +1,4 @@
-"""The metrics of one engine, under vLLM's names so that its dashboards work.
+"""The metrics of an engine, under vLLM's names so that its dashboards work.
 
 The engine actor reports each started request, each step's output and each abort. Counts are plain
 integers, rendered only at a scrape. Independent of Ray and HTTP.
@@ -35,7 +35,7 @@ class _Live:
 
 
 class EngineMetrics:
-    """The counts of one engine actor. Every method belongs to the actor's event loop."""
+    """The counts of an engine actor. Every method belongs to the actor's event loop."""
 
     def __init__(self, model_name: str, engine: str, block_size: int, max_adapters: int) -> None:
         self._values = (model_name, engine)  # of _LABELS
@@ -235,7 +235,7 @@ class EngineMetrics:
         return gauge(name, words, (*_LABELS, *labels), [row])
 
     def _rows(self, counts: Mapping[str, float]) -> list[tuple[tuple[str, ...], float]]:
-        """Returns a row for each value of one more label."""
+        """Returns a row for each value of a third label."""
         return [((*self._values, value), count) for value, count in counts.items()]
 
 

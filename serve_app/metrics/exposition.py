@@ -14,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 from serve_app.metrics.histograms import Histogram
 
 Labels = Sequence[str]  # names
-Values = Sequence[str]  # one for each label
+Values = Sequence[str]  # in the order of the labels
 Rows = Iterable[tuple[Values, float]]
 
 
@@ -50,7 +50,7 @@ def as_text(*families: str) -> bytes:
 
 
 def join_texts(texts: Iterable[bytes]) -> bytes:
-    """Joins several texts into one: each family's HELP and TYPE once, its samples together."""
+    """Joins several texts: each family's HELP and TYPE once, its samples together."""
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""The counts of one ingress replica: HTTP responses, streams and routing decisions."""
+"""The counts of an ingress replica: HTTP responses, streams and routing decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.metrics.exposition import as_text, counter, gauge
 
 @dataclass(frozen=True, slots=True)
 class RoutingCounts:
-    """The routing decisions for one base."""
+    """The routing decisions for a base."""
 
     model_name: str
     reasons: Mapping[str, int]

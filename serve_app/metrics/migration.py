@@ -1,4 +1,4 @@
-"""The counts of one ingress replica of requests whose engine left them.
+"""An ingress replica's counts of requests whose engine left them.
 
 Labels hold registered names only.
 """
@@ -30,7 +30,7 @@ class MigrationMetrics:
         self._moves[model, reason, is_ok] += 1
 
     def gap(self, model: str, seconds: float) -> None:
-        """Observes the time of a choice that had output: from its last token on one engine to its
+        """Observes the time of a choice that had output: from its last token on an engine to its
         first on the next."""
         self._gaps.setdefault(model, Histogram(GAP_SECONDS)).observe(seconds)
 

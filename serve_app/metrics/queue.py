@@ -1,4 +1,4 @@
-"""The counts of one ingress replica's queues in front of the engines.
+"""The counts of an ingress replica's queues in front of the engines.
 
 Labels hold registered names, and of tenants only those that the configuration names.
 """
@@ -19,7 +19,7 @@ _LABELS = ("ingress", "model_name")
 
 @dataclass(slots=True)
 class BaseQueueStats:
-    """The counts of one base's queue."""
+    """The counts of a base's queue."""
 
     num_waiting: int = 0
     waits: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -30,7 +30,7 @@ class QueueStats:
     """`named_tenants`: the tenants that have a label of their own."""
 
     def __init__(self, ingress: str, named_tenants: Collection[str]) -> None:
-        # Requests refused by the limit of open ones, before their model or tenant was read.
+        # Requests refused because too many were open, before their model or tenant was read.
         self.num_turned_away = 0
         self._ingress = ingress
         self._named_tenants = frozenset(named_tenants)

@@ -1,7 +1,9 @@
-"""MLflow: register, resolve names, verified local copies. No torch, no Ray.
+"""The model registry in MLflow: registration, name resolution, verified local copies. No torch, no
+Ray.
 
-MLflow reads these when it is imported, so they are set here, before any module of the room can
-import it: a server of models reports to nobody, and its log is ours. What the user has set stays.
+MLflow reads these variables when it is imported, so they are set here, before any module of the
+package can import it: a model server sends no telemetry and has a single log. Variables that the
+user has set stay.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 
 for _name, _value in (
-    ("MLFLOW_DISABLE_TELEMETRY", "true"),  # otherwise: a config from the internet at each start
+    ("MLFLOW_DISABLE_TELEMETRY", "true"),  # otherwise it downloads a config at each start
     ("MLFLOW_LOGGING_LEVEL", "WARNING"),
     ("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"),
 ):

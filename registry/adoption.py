@@ -1,11 +1,11 @@
-"""Plain versions are read and judged beside the listing, one at a time: neither a large file nor a
-store that hangs delays an alias.
+"""Reads plain MLflow versions one at a time while listings go on: neither a large file nor a
+hanging store delays an alias.
 
-A listing asks for each version that carries no digest yet, and gets what is known of it. The worker
-is a daemon thread: it downloads into a scratch folder, hashes, judges, and writes the tags. A
-version that is refused for its content, or is no adapter, is read again after a doubling pause, for
-its files may come later than the version; so is one whose store fails. The registered models take
-turns: one with hundreds of versions that are slow to read delays another by one version at most.
+A listing asks for each version without a digest, and gets the result so far. The worker is a daemon
+thread: it downloads into a scratch folder, hashes, checks, and writes the tags. A version that is
+refused for its content, or is no adapter, is read again after a doubling pause, as its files may
+come later than the version; so is a version whose store fails. The registered models have turns: a
+model with hundreds of slow versions delays another model by a single version at most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from registry import plain
+from registry import plain_mlflow
 from registry.errors import (
     ArtifactError,
     InvalidNameError,
@@ -39,17 +39,18 @@ from registry.quarantine import Quarantine
 logger = logging.getLogger(__name__)
 
 REFUSALS = (RegistrationError, InvalidNameError, ArtifactError)  # of a plain version's content
-LONGEST_S = 600.0  # of one version; then the next one's turn comes
+LONGEST_S = 600.0  # to read a version; then it fails and the next version follows
 _TAG_AGAIN_S = 60.0
-# A version without an adapter is read again then; the pause doubles up to a day.
+# The pause before a version without an adapter is read again; it doubles up to a day.
 LATE_FILES_S = 10.0
 _MAX_LATE_FILES_S = 24 * 3600.0
-_MAX_LOST = 3  # threads that are still in a store that hangs
+_MAX_LOST = 3  # threads that are blocked by a hanging store
 _MIN_FREE_BYTES = 1024**3  # left on the scratch folder's disk
 
-# A number that is used again, after a deletion, is another version.
+# Name, version, source and creation time: a number that is reused after a deletion is another
+# version.
 Key = tuple[str, int, str, int]
-Found = plain.PlainAdapter | RegistryError | None  # None: no adapter
+Found = plain_mlflow.PlainAdapter | RegistryError | None  # None: no adapter
 OpenFiles = Callable[[str, int], ArtifactRepository]
 
 
@@ -65,30 +66,30 @@ class _Job:
 
 
 class Adoption:
-    """Any thread may call. Starts its thread with the first version."""
+    """Any thread may call its methods. Its own thread starts with the first version."""
 
     def __init__(self, open_files: OpenFiles, scratch: Path | None) -> None:
-        """`scratch`: the folder for what is downloaded, made when needed; None: the system's."""
+        """`scratch`: the folder for downloads, created when needed; None: the system's."""
         self._open_files = open_files
         self._scratch = scratch
         self._quarantine = Quarantine()
-        self._now_s: Callable[[], float] = time.monotonic  # of the pauses before a version is read
+        self._now_s: Callable[[], float] = time.monotonic  # clock of the pauses between reads
         self._found: dict[Key, Found] = {}
-        # When a version that is no adapter is read again, and the pause after that; monotonic.
+        # When a version without an adapter is read again, and the pause after that; monotonic.
         self._read_again_s: dict[Key, tuple[float, float]] = {}
-        self._tag_again_s: dict[Key, float] = {}  # monotonic; for ever once they are written
+        self._tag_again_s: dict[Key, float] = {}  # monotonic; infinity once the tags are written
         self._changed = threading.Condition(threading.RLock())
-        # By registered model, the one whose turn is next first; no model without a job.
+        # By registered model, in the order of their turns; no model is without a job.
         self._jobs: dict[str, deque[_Job]] = {}
         self._job: _Job | None = None
-        self._waiting: set[Key] = set()  # of all jobs, the current one included
+        self._waiting: set[Key] = set()  # of all jobs, including the current job
         self._lost: set[threading.Thread] = set()
         self._worker: threading.Thread | None = None
-        self.num_done = 0  # another number: a listing would find something else
+        self.num_done = 0  # jobs; if it changes, a listing may have another result
 
     def look(self, row: Row) -> tuple[bool, Found]:
-        """Whether the version was read, and what it is. One that was not is read from now on; a
-        store that failed lately is what is found, as its RegistryError."""
+        """Returns whether the version was read, and the result. Queues a version that was not read.
+        If its store failed recently, the result is a RegistryUnavailableError."""
         key = key_of(row)
         with self._changed:
             self._replace_a_hung_worker()
@@ -105,14 +106,14 @@ class Adoption:
             return False, None
 
     def is_due(self) -> bool:
-        """Whether a version is to be read again though the listing may be the same."""
+        """Returns whether a version must be read again even if the listing is unchanged."""
         now_s = self._now_s()
         with self._changed:
             return any(again_s <= now_s for again_s, _ in self._read_again_s.values())
 
     def tag_once(self, row: Row, write: Callable[[], None]) -> None:
-        """Has the worker write a version's tags; again after a pause where the store takes none,
-        which may be one that can only be read."""
+        """Queues the writing of a version's tags; again after a pause if the store refuses them, as
+        a read-only store does."""
         key = key_of(row)
         with self._changed:
             if key not in self._waiting and time.monotonic() >= self._tag_again_s.get(key, 0.0):
@@ -120,9 +121,8 @@ class Adoption:
                 self._add(_Job(key, lambda: self._tag(key, write)))
 
     def keep(self, rows: Collection[Row]) -> bool:
-        """Forgets every version that the listing does not show any more, with its job. False: a
-        store that failed is to be asked again, so that an equal listing may have another outcome.
-        """
+        """Drops every version that is not in the listing any more, with its job. Returns False if a
+        failed store is to be asked again, so that an equal listing may have another result."""
         keys = {key_of(row) for row in rows}
         with self._changed:
             self._drop_jobs(self._waiting - keys)
@@ -135,14 +135,15 @@ class Adoption:
             return are_tagged and not self._quarantine.verdicts()
 
     def wait(self) -> None:
-        """Until nothing is left to do."""
+        """Returns when all jobs are done."""
         with self._changed:
             while self._jobs or self._job is not None:
                 self._replace_a_hung_worker()
                 self._changed.wait(1.0)
 
     def _read_late_files(self, key: Key) -> None:
-        """Under the lock. What was found before counts until the version was read again."""
+        """Queues a version whose pause is over; the earlier result counts until it has been read
+        again. The caller holds the lock."""
         now_s = self._now_s()
         again_s, pause_s = self._read_again_s.get(key, (inf, 0.0))
         if now_s >= again_s and key not in self._waiting:
@@ -157,7 +158,7 @@ class Adoption:
             self._start()
 
     def _next(self) -> _Job:
-        """The first job of the model whose turn it is, which is the last in turn from then on."""
+        """Returns the first job of the model whose turn it is, and moves that model to the end."""
         name = next(iter(self._jobs))
         jobs = self._jobs.pop(name)
         job = jobs.popleft()
@@ -166,7 +167,7 @@ class Adoption:
         return job
 
     def _drop_jobs(self, keys: set[Key]) -> None:
-        """The current job runs on."""
+        """Drops waiting jobs. The current job goes on."""
         if self._job is not None:
             keys.discard(self._job.key)
         self._waiting -= keys
@@ -194,7 +195,7 @@ class Adoption:
                 job.began_s = time.monotonic()
             try:
                 job.work()
-            except Exception:  # a fault of ours is this version's alone
+            except Exception:  # a bug must not stop the other versions
                 logger.exception("%s version %d was not adopted", *job.key[:2])
                 self._fail(job.key, "it could not be read")
             with self._changed:
@@ -205,8 +206,9 @@ class Adoption:
                 self._changed.notify_all()
 
     def _replace_a_hung_worker(self) -> None:
-        """Under the lock. No thread can be ended from outside: the hung one keeps its folder and
-        its memory, and a few of them are the most."""
+        """Starts a new worker if the present worker hangs; the caller holds the lock. A thread
+        cannot be ended from outside: it keeps its folder and its memory, so there are _MAX_LOST at
+        most."""
         job, worker = self._job, self._worker
         if job is None or job.began_s is None or worker is None:
             return
@@ -230,20 +232,20 @@ class Adoption:
             self._fail(key, f"it cannot be read now: {error}")
             return
         with self._changed:
-            if not self._is_current():  # given up: its quarantine counts
+            if not self._is_current():  # replaced meanwhile: its version is in quarantine
                 return
             self._found[key] = found
-            if isinstance(found, plain.PlainAdapter):
+            if isinstance(found, plain_mlflow.PlainAdapter):
                 self._read_again_s.pop(key, None)
             else:
                 first = self._now_s() + LATE_FILES_S, LATE_FILES_S
                 self._read_again_s.setdefault(key, first)
-            self._quarantine.forgive(_digest(key))
+            self._quarantine.clear(_digest(key))
 
     def _tag(self, key: Key, write: Callable[[], None]) -> None:
         try:
             write()
-        except RegistryError as error:  # known to this process all the same
+        except RegistryError as error:  # this process has the result anyway
             logger.warning("%s version %d stays untagged: %s", *key[:2], error)
         else:
             with self._changed:
@@ -252,7 +254,7 @@ class Adoption:
     def _is_current(self) -> bool:
         return self._worker is threading.current_thread()
 
-    def _inspect(self, key: Key) -> plain.PlainAdapter | None:
+    def _inspect(self, key: Key) -> plain_mlflow.PlainAdapter | None:
         name, version, *_ = key
         if self._scratch is not None:
             self._scratch.mkdir(parents=True, exist_ok=True)
@@ -260,7 +262,7 @@ class Adoption:
             free = shutil.disk_usage(folder).free
             if free < _MIN_FREE_BYTES:
                 raise RegistryUnavailableError(f"only {free} bytes are free in {folder}")
-            return plain.inspect(self._open_files(name, version), Path(folder))
+            return plain_mlflow.inspect(self._open_files(name, version), Path(folder))
 
     def _fail(self, key: Key, words: str) -> None:
         logger.warning("%s version %d: %s", *key[:2], words)

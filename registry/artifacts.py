@@ -1,8 +1,8 @@
-"""Files out of an MLflow artifact store, which is not trusted: one file at a time, to a path of
-ours, never through a symlink, never more bytes than were agreed.
+"""Downloads from an MLflow artifact store, which is not trusted: one file at a time, to the given
+path, never through a symlink, never more bytes than allowed.
 
-From a local store and through an MLflow server the limit holds while the bytes come; other stores
-(S3 and such, by MLflow's own clients) are asked for the size before and measured after.
+From a local store and through an MLflow server the limit applies while the bytes come; for other
+stores (such as S3, by MLflow's own clients) the size is checked before and after the download.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
 from requests import Response
 
-from registry.border import call
 from registry.errors import ArtifactError, NotFoundError
 from registry.manifest import CHUNK_BYTES, MAX_LISTED, is_plain_path
+from registry.mlflow_errors import call
 
 
 def download(repository: ArtifactRepository, path: str, target: Path, *, max_bytes: int) -> None:
-    """One file, to exactly `target`, which is removed again when it fails."""
+    """Downloads a file to exactly `target`, which is removed if the download fails."""
     _check_path(path)
     try:
         call(f"fetching {path}", lambda: _copy(repository, path, target, max_bytes))
@@ -41,7 +41,7 @@ def download(repository: ArtifactRepository, path: str, target: Path, *, max_byt
 
 
 def try_link(repository: ArtifactRepository, path: str, target: Path) -> bool:
-    """By hardlink out of a local store; False where that cannot be."""
+    """Hardlinks a file out of a local store; returns False if that is impossible."""
     _check_path(path)
     if not isinstance(repository, LocalArtifactRepository):
         return False
@@ -51,7 +51,7 @@ def try_link(repository: ArtifactRepository, path: str, target: Path) -> bool:
             try:
                 name = path.rpartition("/")[2]
                 os.link(name, target, src_dir_fd=folder, follow_symlinks=False)
-            except OSError:  # another file system: a copy it is
+            except OSError:  # another file system: the file must be copied
                 return False
             if not os.path.samestat(os.fstat(file), target.lstat()):
                 target.unlink()
@@ -62,7 +62,7 @@ def try_link(repository: ArtifactRepository, path: str, target: Path) -> bool:
 
 
 def list_files(repository: ArtifactRepository, folder: str) -> dict[str, int]:
-    """Path below the repository -> size in bytes, of the files right in the folder."""
+    """Returns path below the repository -> size in bytes, of the files directly in the folder."""
     found = call(f"listing {folder!r}", lambda: repository.list_artifacts(folder or None))
     if len(found) > MAX_LISTED:
         raise ArtifactError(f"{folder!r} holds {len(found)} names, at most {MAX_LISTED} are read")
@@ -126,7 +126,7 @@ def _download_with_mlflow(
 
 def _check_size(path: str, size: int, max_bytes: int) -> None:
     if size > max_bytes:
-        raise ArtifactError(f"{path} has {size} bytes, at most {max_bytes} are taken")
+        raise ArtifactError(f"{path} has {size} bytes, at most {max_bytes} are allowed")
 
 
 def _write(chunks: Iterable[bytes], path: str, target: Path, max_bytes: int) -> None:
@@ -135,14 +135,14 @@ def _write(chunks: Iterable[bytes], path: str, target: Path, max_bytes: int) -> 
         for chunk in chunks:
             size += len(chunk)
             if size > max_bytes:
-                raise ArtifactError(f"{path} sends more than the {max_bytes} bytes agreed on")
+                raise ArtifactError(f"{path} sends more than the {max_bytes} bytes allowed")
             file.write(chunk)
 
 
 @contextmanager
 def _opened_below(root: str, path: str) -> Iterator[tuple[int, int]]:
-    """Descriptors of the last folder and of the file: no part of the path is a symlink, and none
-    can become one while we look."""
+    """Yields descriptors of the last folder and of the file: no part of the path is a symlink, or
+    can become a symlink meanwhile."""
     *folders, name = path.split("/")
     descriptors = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
     try:
@@ -156,10 +156,10 @@ def _opened_below(root: str, path: str) -> Iterator[tuple[int, int]]:
             if error.errno == errno.ENOENT:
                 raise ArtifactError(f"{path} is missing in the store") from error
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                raise ArtifactError(f"{path} is a symlink or no regular file") from error
+                raise ArtifactError(f"{path} is a symlink or not a regular file") from error
             raise
         if not stat.S_ISREG(os.fstat(descriptors[-1]).st_mode):
-            raise ArtifactError(f"{path} is a symlink or no regular file")
+            raise ArtifactError(f"{path} is a symlink or not a regular file")
         yield descriptors[-2], descriptors[-1]
     finally:
         for descriptor in descriptors:

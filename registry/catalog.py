@@ -1,6 +1,7 @@
-"""One moment of the registry, frozen: what a model string means, without a network call.
+"""A snapshot of the registry: resolves model strings without a network call.
 
-Pure: ignorant of MLflow and of files. Travels whole (pickle, msgspec) to whoever resolves names.
+Pure: independent of MLflow and of files. It is sent whole (pickle, msgspec) to the processes that
+resolve names.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class DefaultAliases:
-    """Which alias a name without suffix means; the highest version where there is none."""
+    """The alias that a name without suffix resolves to; without it, the highest version counts."""
 
     everywhere: str = DEFAULT_ALIAS
-    of_adapters: tuple[tuple[str, str], ...] = ()  # (base's name, alias): of a base's adapters
+    of_adapters: tuple[tuple[str, str], ...] = ()  # (base's name, alias), for adapters of that base
 
     def of(self, version: BaseVersion | AdapterVersion) -> str:
         if isinstance(version, BaseVersion):
@@ -48,20 +49,20 @@ class DefaultAliases:
         return self.of_base(version.base_name)
 
     def of_base(self, name: str) -> str:
-        """Of the adapters of that base."""
+        """Returns the default alias of that base's adapters."""
         return dict(self.of_adapters).get(name, self.everywhere)
 
 
-Group = tuple[str, str]  # a name, and the base that its versions are for; empty: all versions
+Group = tuple[str, str]  # a name, and a base to select its versions by; empty: all versions
 
 
 class _Index(Generic[V]):
-    """Versions of one kind: by name, then by version or alias."""
+    """The bases or the adapters: by name, then by version or alias."""
 
     def __init__(self, versions: Iterable[V], catalog: Catalog) -> None:
         self.by_version: dict[str, dict[int, V]] = {}
         self.by_alias: dict[str, dict[str, V]] = {}
-        # What `base:name` means; under the empty base's name, what `name` alone means.
+        # The version that `base:name` resolves to; for `name` alone, under an empty base.
         self.of_group: dict[Group, V | DanglingAlias] = {}
         for version in versions:
             self.by_version.setdefault(version.name, {})[version.version] = version
@@ -83,9 +84,10 @@ class _Index(Generic[V]):
         catalog: Catalog,
         dangling: Mapping[tuple[str, str], DanglingAlias],
     ) -> dict[str, V | DanglingAlias]:
-        """By base's name, without what is held. An alias counts before the highest version: of
-        several bases, that of the base with the highest version. An alias on a version that cannot
-        be served is no leave to mean another."""
+        """Returns the resolution of a name by base, before held versions apply. An alias takes
+        precedence over the highest version; among the aliases of several bases, that of the base
+        with the highest version. If the alias is on a version that cannot be served, no other
+        version replaces it."""
         meanings: dict[str, V | DanglingAlias] = {}
         groups: dict[str, list[V]] = {}
         for _, version in sorted(numbered.items(), reverse=True):
@@ -124,7 +126,7 @@ class _Index(Generic[V]):
         return found
 
     def find_for(self, reference: Reference, base_name: str) -> V:
-        """A name without a suffix means one of its versions for that base, where there is any."""
+        """Resolves a name without a suffix among its versions for that base, if there are any."""
         if reference.version is None and reference.alias is None:
             group = self.of_group.get((reference.name, base_name))
             if group is not None:
@@ -132,7 +134,7 @@ class _Index(Generic[V]):
         return self.find(reference)
 
     def defaults(self) -> dict[str, V]:
-        """By name, without those that mean a version that cannot be served."""
+        """Returns the default versions by name, without names whose version cannot be served."""
         return {
             name: found
             for (name, base_name), found in self.of_group.items()
@@ -162,11 +164,11 @@ class Catalog:
         }
 
     def setting(self, name: str, key: str) -> str | None:
-        """Of the registered model `name`; `key`: one of `listing.SETTINGS`."""
+        """Returns a setting of the registered model `name`; `key` is in `listing.SETTINGS`."""
         return self._settings.get((name, key))
 
     def resolve(self, model: str) -> Resolution:
-        """What `base`, `base:adapter` or `adapter` stands for, each with `@alias` or `@version`."""
+        """Resolves `base`, `base:adapter` or `adapter`, each with `@alias` or `@version`."""
         first, second = parse_model(self.registered(model))
         if second is not None:
             return self._resolve_pair(first, second)
@@ -178,7 +180,8 @@ class Catalog:
         raise NotFoundError(f"no base model or adapter is named {first.name!r}")
 
     def registered(self, model: str) -> str:
-        """The model string with the registered name in the place of a base's ORGANISATION/NAME."""
+        """Returns the model string with a base's ORGANISATION/NAME replaced by its registered
+        name."""
         if "/" not in model:
             return model
         end = min((i for i in map(model.find, ":@") if i >= 0), default=len(model))
@@ -197,16 +200,18 @@ class Catalog:
         return self._bases.defaults()
 
     def default_base(self, name: str) -> BaseVersion | None:
-        """The version that a registered name without suffix, or an ORGANISATION/NAME, means."""
+        """Returns the version that a registered name without suffix, or an ORGANISATION/NAME,
+        resolves to."""
         found = self._bases.of_group.get((self._by_model_id.get(name, name), ""))
         return None if isinstance(found, DanglingAlias) else found
 
     def meanings(self) -> dict[Group, AdapterVersion | BaseVersion | DanglingAlias]:
-        """Of each name without a suffix, among its versions for one base and among all."""
+        """Returns the resolution of each name without a suffix, per base and among all versions."""
         return {**self._bases.of_group, **self._adapters.of_group}
 
     def entries(self) -> tuple[ModelEntry, ...]:
-        """Bases, by each of their names, then adapters; as a name without suffix resolves."""
+        """Returns the bases, by each of their names, and then the adapters, each with the version
+        that its name resolves to."""
         bases = [
             ModelEntry(name, None, base.version, base.digest, base.created_s)
             for _, base in sorted(self._bases.defaults().items())
@@ -220,7 +225,7 @@ class Catalog:
 
     @cached_property
     def revision(self) -> str:
-        """Digest of the content: equal for equal catalogs, whoever took them."""
+        """The digest of the content: equal for equal catalogs of all processes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def _resolve_pair(self, base: Reference, adapter: Reference) -> Resolution:
@@ -233,7 +238,7 @@ class Catalog:
             raise NotFoundError(
                 f"adapter {adapter} belongs to base {found.base_name!r}, not to {base.name!r}"
             )
-        # Without a suffix the adapter says which version of its base it was made for.
+        # Without a suffix, the adapter determines the version of its base.
         if base.version is None and base.alias is None:
             return Resolution(self._base_of(found), found)
         named = self._bases.find(base)
@@ -259,8 +264,9 @@ class Catalog:
     @cached_property
     def _by_model_id(self) -> dict[str, str]:
         """ORGANISATION/NAME of any version -> registered name. Every writer of the registry may
-        give a version any id: the oldest version that has it decides, so that no new base takes
-        the id of another over; then the first name by the alphabet."""
+        give a version any id: the oldest version with the id decides, so that a new base cannot
+        take over the id of another base; among equally old versions, the first name by the
+        alphabet."""
         bases = sorted(self.bases, key=lambda base: (base.created_s, base.name), reverse=True)
         return {base.model_id: base.name for base in bases if base.model_id}
 
@@ -281,7 +287,8 @@ class Catalog:
 
     @cached_property
     def _bases_by_digest(self) -> dict[tuple[str, str], BaseVersion]:
-        """The default version wins among equals, then the highest."""
+        """Versions by name and digest: among equal digests the default version, then the
+        highest."""
         found = {(base.name, base.digest): base for base in sorted(self.bases, key=_version)}
         for base in self._bases.defaults().values():
             found[base.name, base.digest] = base
@@ -293,7 +300,7 @@ def _base_name(version: BaseVersion | AdapterVersion) -> str:
 
 
 def _highest(versions: Iterable[V]) -> V:
-    """One that cannot be served only where there is no other."""
+    """Returns the highest version that can be served, or the highest if none can."""
     return max(versions, key=lambda one: (not _is_refused(one), one.version))
 
 
@@ -311,9 +318,9 @@ def _version(base: BaseVersion) -> int:
     return base.version
 
 
-def in_sight(
+def visible(
     adapters: Iterable[AdapterVersion], settings: Iterable[Setting]
 ) -> tuple[AdapterVersion, ...]:
-    """Without those that whoever loaded them at run time has unloaded."""
+    """Hides adapters that were unloaded through /v1/unload_lora_adapter."""
     hidden = {one.name for one in settings if (one.key, one.value) == ("runtime", "unloaded")}
     return tuple(adapter for adapter in adapters if adapter.name not in hidden)

@@ -1,7 +1,7 @@
-"""The last good catalog on this node's disk, with which a server starts while its registry is away.
+"""The last good catalog on this node's disk, for a server that starts while its registry is down.
 
-One JSON file with the digest of its content and a hash of the registry's URI, replaced whole. A
-file that is cut off, changed, of another registry or of another version of loraplex is no catalog.
+A JSON file with the digest of its content and a hash of the registry's URI, replaced whole. A file
+that is truncated, changed, of another registry or of another version of loraplex is not used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class CatalogFile:
         self._registry = hashlib.sha256(tracking_uri.encode()).hexdigest()
 
     def write(self, catalog: Catalog) -> None:
-        """Durable when it returns. Raises OSError; the file before stays then."""
+        """Writes the file; durable when it returns. Raises OSError, which keeps the previous
+        file."""
         parts = {name: [asdict(one) for one in getattr(catalog, name)] for name in _FIELDS}
         content = json.dumps(parts)
         head = {
@@ -63,7 +64,7 @@ class CatalogFile:
         sync_folder(self.path.parent)
 
     def read(self) -> Catalog | None:
-        """None, with the reason in the log, where there is no file or one that must not be used."""
+        """Returns None if there is no file, or if it cannot be used: the log has the reason."""
         try:
             return self._read()
         except FileNotFoundError:

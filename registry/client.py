@@ -1,7 +1,8 @@
-"""The registry as the rest of loraplex sees it: register, take a snapshot, fetch verified files.
+"""The registry's interface for the rest of loraplex: register, take a snapshot, fetch verified
+files.
 
-MLflow is the record. A catalog, once taken, resolves names without it, and a tree, once in the
-cache, is served without it. Knows nothing of tensors: what validation found comes in as facts.
+MLflow is the record. A catalog resolves names without MLflow, and a tree in the cache is served
+without MLflow. Independent of tensors: the results of validation are arguments, as facts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from registry import listing, plain, webhooks
+from registry import listing, plain_mlflow, webhooks
 from registry.adoption import Adoption
 from registry.cache import Cache
-from registry.catalog import DEFAULT_ALIAS, Catalog, in_sight
+from registry.catalog import DEFAULT_ALIAS, Catalog, visible
 from registry.entities import (
     AdapterFacts,
     AdapterVersion,
@@ -47,13 +48,13 @@ from registry.version_files import VersionFiles
 
 logger = logging.getLogger(__name__)
 
-# now: in the catalog when the call returns; beside: in a later one; no: left alone.
+# Plain versions are read - now: before the call returns; beside: for a later call; no: not at all.
 Adopt = Literal["now", "beside", "no"]
 
 
 class Registry:
     """`sqlite:///HOME/mlflow.db` keeps its files in HOME/artifacts, another database in
-    `artifact_root`; a server keeps its own."""
+    `artifact_root`; a server keeps its files itself."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Registry:
         artifact_schemes: tuple[str, ...] = (),
         scratch: Path | None = None,
     ) -> None:
-        """`artifact_schemes`: stores beside the server's own, see `sources.check_listed`.
+        """`artifact_schemes`: allowed stores besides the server's own, see `sources.check_listed`.
         `scratch`: the folder where plain versions are read."""
         self._store = MlflowStore(
             tracking_uri, artifact_root, timeout_s, max_retries, artifact_schemes
@@ -88,8 +89,8 @@ class Registry:
         model_id: str = "",
         progress: Progress = no_progress,
     ) -> BaseVersion:
-        """`link`: a local store takes the files by hardlink, so that a large base is held once.
-        `model_id`: ORGANISATION/NAME, by which clients may call the base too."""
+        """`link`: a local store gets the files by hardlink, so that a large base is stored once.
+        `model_id`: ORGANISATION/NAME, a second name of the base for clients."""
         _check(name, alias)
         if model_id:
             check_model_id(model_id)
@@ -129,22 +130,22 @@ class Registry:
         row = publish(self._store, publication, progress)
         model = self._store.model(name)
         if model is not None and model.tags.get(listing.RUNTIME) == "unloaded":
-            # Out of sight since a script unloaded it; who registers a version wants it seen.
+            # Hidden since a script unloaded it; a newly registered version makes it visible.
             self._store.untag_model(name, listing.RUNTIME)
         return listing.adapter_version(row)
 
     def attach_effect(self, version: AdapterVersion, record: EffectRecord) -> None:
-        """To a version that is there already, whoever registered it; an earlier record goes."""
+        """Stores a check's result with a registered version, in place of an earlier result."""
         attach_effect(self._store, version.name, version.version, record)
 
     def ensure_webhook(self, url: str, secret: str) -> None:
-        """That the server tells `url` of changes, signed with `secret`; once for each URL."""
+        """Makes the server send changes to `url`, signed with `secret`; once for each URL."""
         if not self._store.is_remote:
-            raise RegistryError("the registry is no MLflow server: it calls no webhooks")
+            raise RegistryError("webhooks need an MLflow server: the registry is a database")
         self._store.ensure_webhook(webhooks.hook_name(url), url, webhooks.EVENTS, secret)
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
-        """None removes it; one that is not there may be removed."""
+        """Moves an alias; None removes it, whether or not it exists."""
         check_alias(alias)
         if version is not None:
             self._store.set_alias(name, alias, version)
@@ -152,7 +153,8 @@ class Registry:
             self._store.delete_alias(name, alias)
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
-        """`key`: one of `listing.SETTINGS`. None removes it, also one that is not there."""
+        """Writes a setting; `key` is in `listing.SETTINGS`. None removes it, whether or not it
+        exists."""
         if key not in listing.SETTINGS:
             raise ValueError(
                 f"no setting is named {key!r}; there are {', '.join(listing.SETTINGS)}"
@@ -167,9 +169,8 @@ class Registry:
             self._store.untag_model(name, tag)
 
     def snapshot(self, *, adopt: Adopt = "now") -> Catalog:
-        """All that can be served now. A plain version is read and tagged when first seen.
-
-        The same object as before where an embedded store says that nobody wrote to it."""
+        """Returns everything that can be served now. A plain version is read and tagged when first
+        listed. The result is the previous object if an embedded store reports no write since."""
         if adopt == "no":
             return self._read_catalog()[0]
         marker, num_done = self._store.marker(), self._adoption.num_done
@@ -182,7 +183,7 @@ class Registry:
             self._adoption.wait()
             if self._adoption.num_done != num_done:
                 catalog, is_whole = self._read_catalog(adopt_plain=True)
-                self._adoption.wait()  # for the tags of what could be read
+                self._adoption.wait()  # for the writing of tags
         self._seen = (before, catalog) if before is not None and is_whole else None
         return catalog
 
@@ -193,8 +194,8 @@ class Registry:
         files: tuple[str, ...] | None = None,
         progress: Progress = no_progress,
     ) -> Path:
-        """A verified local folder, held in the cache until it is released; no network where the
-        cache has all. `files`: shell patterns."""
+        """Returns a verified local folder, held in the cache until it is released; without the
+        network if the cache has all files. `files`: shell patterns."""
         remote = VersionFiles(self._store, version)
         manifest = cache.find_manifest(version.digest, remote.manifest)
         total = sum(entry.size for entry in manifest)
@@ -218,7 +219,7 @@ class Registry:
         return cache.tree(version.digest, manifest, fetch_one, files, link_one)
 
     def _read_catalog(self, *, adopt_plain: bool = False) -> tuple[Catalog, bool]:
-        """And whether all could be read that is there."""
+        """Returns the catalog, and whether every version could be read."""
         is_whole = True
         models, versions = self._store.listing()
         every = listing.rows(models, versions)
@@ -233,7 +234,7 @@ class Registry:
             for row in found
             if row.is_complete and row.tags[listing.KIND] == "adapter"
         ]
-        # Those of other kinds of models are nobody's concern here.
+        # Rejected versions of other kinds of models are left out.
         rejected = [row.rejected for row in every if row.rejected is not None and row.is_complete]
         of_bases = Catalog(bases)
         for row in (row for row in found if adopt_plain and not row.is_complete):
@@ -248,7 +249,7 @@ class Registry:
         settings = listing.settings(models)
         catalog = Catalog(
             bases,
-            in_sight(adapters, settings),
+            visible(adapters, settings),
             tuple(rejected),
             settings,
             dangling=listing.dangling(
@@ -261,7 +262,7 @@ class Registry:
         return catalog, is_whole
 
     def _adopted(self, row: listing.Row, bases: Catalog) -> AdapterVersion | Rejected | None:
-        """What a plain version is as far as it was read; None: no adapter, or not read yet."""
+        """Returns the result for a plain version; None if it is no adapter, or was not read yet."""
         is_read, found = self._adoption.look(row)
         try:
             if isinstance(found, RegistryError):
@@ -271,7 +272,7 @@ class Registry:
                     raise RegistrationError(f"tagged as an adapter, but holds no {ADAPTER_CONFIG}")
                 return None
             forced = row.tags.get(listing.FORCED) == "true"
-            base = plain.match_base(found, row.tags.get(listing.BASE), bases, forced=forced)
+            base = plain_mlflow.match_base(found, row.tags.get(listing.BASE), bases, forced=forced)
         except RegistryError as error:
             return Rejected(row.name, row.version, str(error))
         tags = {
@@ -279,18 +280,18 @@ class Registry:
             listing.ROOT: found.root,
             listing.MANIFEST: manifest_json(found.manifest),
             **listing.adapter_tags(found.facts, base),
-            # Last: a version that has its digest has all the others.
+            # Last: a version with a digest has all other tags.
             listing.DIGEST: content_digest(found.manifest),
         }
         self._adoption.tag_once(row, lambda: self._write_tags(row, tags))
         return listing.adapter_version(replace(row, tags={**row.tags, **tags}))
 
     def _write_tags(self, row: listing.Row, tags: dict[str, str]) -> None:
-        """In the adoption's thread. A model that was made anew meanwhile has another version under
-        the same number, with other files."""
+        """Writes tags, in the adoption's thread. Raises NotFoundError if the model was deleted and
+        created again meanwhile: then another version has the number, with other files."""
         found = self._store.version(row.name, row.version)
         if not listing.is_row_of(row, found):
-            raise NotFoundError(f"{row.name!r} version {row.version} was made anew")
+            raise NotFoundError(f"{row.name!r} version {row.version} was deleted and created again")
         for key, value in tags.items():
             self._store.tag_version(row.name, row.version, key, value)
 

@@ -1,6 +1,6 @@
-"""What the registry knows of a version, as frozen values that pickle and go through msgspec.
+"""The registry's facts about models and versions, as frozen values for pickle and msgspec.
 
-Ignorant of MLflow. A version's content is its manifest; its digest is the manifest's.
+Independent of MLflow. A version's content is its manifest; its digest is the manifest's.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ Manifest = tuple[FileEntry, ...]  # sorted by path
 
 @dataclass(frozen=True, slots=True)
 class BaseFacts:
-    """What validation found out about a base; ends up in tags."""
+    """The results of a base's validation, stored as tags."""
 
     architecture: str
     num_parameters: int
     max_model_len: int | None = None
-    known_as: tuple[str, ...] = ()  # other names of the same weights: of the folder, of its files
+    known_as: tuple[str, ...] = ()  # other names of the same weights: of the folder, in its files
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What validation found out about an adapter; ends up in tags."""
+    """The results of an adapter's validation, stored as tags."""
 
     rank: int  # the highest of any module
     targets: tuple[str, ...]  # e.g. ("k_proj", "q_proj")
-    num_parameters: int = 0  # 0: the tensors were not read, and nothing is known of `is_noop`
+    num_parameters: int = 0  # 0: the tensors were not read, and `is_noop` is unknown
     is_noop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EffectFacts:
-    """What a check found out about an adapter's effect, in short; ends up in tags. None: not
-    measured."""
+    """The summary of a check of an adapter's effect, stored as tags. None: not measured."""
 
     verdict: str  # changes | none | non_finite | unprobed | refused
     checked_s: int  # Unix time
@@ -60,7 +59,7 @@ class EffectFacts:
 
 @dataclass(frozen=True, slots=True)
 class EffectRecord:
-    """A check as it is kept with a version: its facts as tags, its files beside the adapter's."""
+    """The stored result of a check: its facts as tags, its files next to the adapter's files."""
 
     facts: EffectFacts
     files: tuple[tuple[str, bytes], ...]  # (name, content)
@@ -77,7 +76,7 @@ class BaseVersion:
     num_parameters: int = 0
     max_model_len: int | None = None
     created_s: int = 0
-    model_id: str = ""  # ORGANISATION/NAME, by which clients may call it too
+    model_id: str = ""  # ORGANISATION/NAME, a second name for clients
     known_as: tuple[str, ...] = ()  # other names of the same weights
     tags: tuple[tuple[str, str], ...] = field(default=())  # the user's own, sorted
 
@@ -96,14 +95,14 @@ class AdapterVersion:
     num_parameters: int = 0
     is_noop: bool = False
     effect: str = ""  # verdict of the last check; "": never checked
-    refused: str = ""  # why it cannot be served, as the last check found
+    refused: str = ""  # why it cannot be served, from the last check
     created_s: int = 0
     tags: tuple[tuple[str, str], ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A version that looks like an adapter and cannot be served, with the reason in words."""
+    """A version that looks like an adapter and cannot be served, with the reason."""
 
     name: str
     version: int
@@ -112,7 +111,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class DanglingAlias:
-    """An alias on a version that cannot be served now, of a name that has others which can."""
+    """An alias on a version that cannot be served now; other versions of the name can."""
 
     name: str
     alias: str
@@ -128,25 +127,25 @@ class DanglingAlias:
 
 @dataclass(frozen=True, slots=True)
 class HeldMeaning:
-    """The version that a name goes on to mean while its alias is on one that cannot be served."""
+    """The version that a name keeps resolving to while its alias is on an unservable version."""
 
     name: str
-    base_name: str  # the meaning among its versions for that base; empty: among all
+    base_name: str  # resolution among the versions for this base; empty: among all
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an operator wants of a registered model, kept in the registry as one of its tags."""
+    """An operator's setting of a registered model, kept as a tag of the model."""
 
     name: str  # of the registered model
     key: str  # one of `listing.SETTINGS`
-    value: str  # as it was written: whoever acts on it checks it
+    value: str  # unchecked, as it was written
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One line of a model list: what a name without suffix stands for."""
+    """A line of a model list: the version that a name without suffix resolves to."""
 
     name: str
     parent: str | None  # the base's name; None for a base
@@ -156,7 +155,7 @@ class ModelEntry:
 
 
 def manifest_json(manifest: Manifest) -> str:
-    """Canonical: the same files give the same text, whatever made the manifest."""
+    """Returns canonical JSON: equal files have equal text, whatever made the manifest."""
     rows = [[entry.path, entry.size, entry.sha256] for entry in sorted(manifest, key=_path)]
     return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
 

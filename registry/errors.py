@@ -3,11 +3,11 @@
 RegistryError
 |- InvalidNameError          a name, alias or model string that can never exist
 |- NotFoundError             no such name, alias or version; or an adapter of another base
-|- RegistrationError         a folder or name that is refused, with the reason; nothing is left
-|- ArtifactError             files of a version that are missing or must not be taken
-|  `- DigestMismatchError    the bytes are not those that were registered
-|- QuarantinedError          the version was bad a short time ago; with that reason
-|- RegistryUnavailableError  MLflow cannot be reached or answers nonsense; what is known stays
+|- RegistrationError         a folder or name is refused, with the reason; the registry is unchanged
+|- ArtifactError             files of a version are missing or not allowed
+|  `- DigestMismatchError    the bytes differ from the registered digest
+|- QuarantinedError          the version was bad a short time ago; with the reason
+|- RegistryUnavailableError  MLflow cannot be reached or returns nonsense; the last catalog stays
 `- CacheFullError            no space left for a local copy
 """
 

@@ -1,13 +1,13 @@
-"""What changed between two moments of the registry, as frozen events that say themselves in words.
+"""The changes between two catalogs, as frozen events whose `str` is a log line.
 
-Pure: two catalogs in, events out, in the order of names and versions. A version whose content is
-another under its old number (the model was deleted and made anew) was removed and added.
+Pure: two catalogs in, events out, in the order of names and versions. A version whose content
+changed under its number (the model was deleted and created again) was removed and added.
 
 VersionAdded, VersionRemoved   a base or adapter version that can be served came or went
-AliasMoved                     None: it was not there before, or is not there any more
+AliasMoved                     `old` None: the alias is new; `new` None: it is gone
 TagChanged                     of a version: the user's own tags, and the verdict of its check
-SettingChanged                 an operator's wish, kept at the registered model
-VersionRejected                a version that cannot be served came, with the reason
+SettingChanged                 an operator's setting, kept at the registered model
+VersionRejected                a version came that cannot be served, with the reason
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import ClassVar
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 
-EFFECT_TAG = "loraplex.effect"  # `listing.EFFECT`, which knows MLflow
-_SHOWN_CHARS = 80  # of a tag's value, which anybody may write
+EFFECT_TAG = "loraplex.effect"  # equals `listing.EFFECT`, whose module imports MLflow
+_SHOWN_CHARS = 80  # of a tag's value, which any MLflow client may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _moved_aliases(
 
 
 def _aliases(catalog: Catalog) -> dict[tuple[str, str], int]:
-    """With those on versions that cannot be served."""
+    """Returns all aliases, including aliases on versions that cannot be served."""
     served = _versions(catalog).values()
     found = {(one.name, alias): one.version for one in served for alias in one.aliases}
     return found | {(one.name, one.alias): one.version for one in catalog.dangling}
@@ -154,7 +154,7 @@ def _aliases(catalog: Catalog) -> dict[tuple[str, str], int]:
 def _changed_tags(
     before: Mapping[tuple[str, int, str], _Version], after: Mapping[tuple[str, int, str], _Version]
 ) -> Iterator[TagChanged]:
-    """Of versions that stayed: a new one's tags are part of its being new."""
+    """Yields the changed tags of versions that stayed; the tags of a new version are no change."""
     for key in sorted(before.keys() & after.keys()):
         old, new = _tags(before[key]), _tags(after[key])
         for tag in sorted(old.keys() | new.keys()):

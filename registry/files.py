@@ -1,7 +1,8 @@
-"""Small steps on local files: made durable, compared with what was registered, a full disk named.
+"""Steps on local files: make them durable, compare them with a manifest, map a full disk to an
+error.
 
-A tree's note holds the size and time of each file as they were when its bytes were last hashed. It
-is only a hint: without it, or when it does not fit, the bytes are hashed again.
+A tree's note has the time of each file when its bytes were last hashed. It is only a hint: without
+a note, or when it does not match, the bytes are hashed again.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """The folders; the files were synced before they were linked into it."""
+    """Syncs the folders; the files were synced before they were linked into the tree."""
     for folder, _, _ in os.walk(root, topdown=False):
         sync_folder(Path(folder))
 
@@ -59,7 +60,8 @@ def write_note(note: Path, tree: Path, wanted: Manifest) -> None:
 
 
 def is_untouched(note: Path, tree: Path, wanted: Manifest) -> bool:
-    """Cheap: a file's size and time for each entry, none of its bytes."""
+    """Compares each file's size and time with the manifest and the note, and reads none of its
+    bytes."""
     try:
         times = json.loads(note.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -73,7 +75,7 @@ def is_untouched(note: Path, tree: Path, wanted: Manifest) -> bool:
 
 
 def bad_entries(tree: Path, wanted: Manifest) -> tuple[FileEntry, ...]:
-    """Every byte is read. Those that are missing or are not what was registered."""
+    """Reads every byte. Returns the entries that are missing or differ from the manifest."""
     return tuple(entry for entry in wanted if not is_entry(tree / entry.path, entry))
 
 
@@ -83,7 +85,7 @@ def is_entry(path: Path, entry: FileEntry) -> bool:
         if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
             return False
         return hash_file(path) == (entry.size, entry.sha256)
-    except OSError:  # also what a failing disk answers
+    except OSError:  # also the error of a failing disk
         return False
 
 

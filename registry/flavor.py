@@ -2,7 +2,7 @@
 
     info = registry.flavor.log_model("out/pirate", base="smollm2", registered_model_name="pirate")
 
-The `MLmodel` file names the folder of the files, the base, and nothing that would be executed.
+The `MLmodel` file names the folder of the files and the base, and no code to execute.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mlflow.models.model import ModelInfo
 from registry.manifest import MAX_ADAPTER_BYTES, scan_folder
 
 FLAVOR_NAME = "loraplex"
-DATA = "files"  # where the served files lie, below the artifacts of a version
+DATA = "files"  # folder of the served files, below the artifacts of a version
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def describe(model: Model, kind: str, base: str | None) -> Model:
-    """Adds the flavour; used by `Registry.register_*` and by `save_model` alike."""
+    """Adds the flavour; used by `Registry.register_*` and by `save_model`."""
     fields = {"kind": kind, "data": DATA} | ({"base": base} if base is not None else {})
     described: Model = model.add_flavor(FLAVOR_NAME, **fields)
     return described
@@ -46,7 +46,7 @@ def log_model(
     name: str = "adapter",
     registered_model_name: str | None = None,
 ) -> ModelInfo:
-    """Through MLflow's active experiment and tracking URI, as every `log_model` of MLflow."""
+    """Logs an adapter to MLflow's active experiment and tracking URI, as every `log_model` does."""
     info: ModelInfo = Model.log(
         artifact_path=None,
         name=name,

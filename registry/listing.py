@@ -1,7 +1,8 @@
-"""MLflow's registered models and versions, with their tags, become a `Catalog`.
+"""Converts MLflow's registered models and versions into the parts of a `Catalog`, and facts into
+tags.
 
-The tags are the record: everything a catalog says of a version stands in them, so that one search
-reads it all. Versions that may be adapters but carry no digest yet are named as candidates.
+The tags are the record: a catalog has all facts about a version from its tags, so that a single
+search reads them. A version without a digest tag is not complete: it may be a plain adapter.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ PARAMETERS = PREFIX + "num_parameters"
 NOOP = PREFIX + "noop"
 ARCHITECTURE = PREFIX + "architecture"
 MAX_LEN = PREFIX + "max_model_len"
-MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, by which clients may call it too
+MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, a second name for clients
 KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
 REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
-FORCED = PREFIX + "force"  # adapter: "true": accepted though its configuration names another base
-LINKED = PREFIX + "linked"  # the files are shared by hardlink with the folder they came from
+FORCED = PREFIX + "force"  # adapter: "true" accepts it if its configuration names another base
+LINKED = PREFIX + "linked"  # the files are hardlinks to the files of the source folder
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
-MANIFEST = PREFIX + "manifest"  # only where no loraplex.json could be stored beside the files
+MANIFEST = PREFIX + "manifest"  # of a plain version, which has no loraplex.json
 
 RUNTIME = PREFIX + "runtime"  # of a registered model, see SETTINGS
 
-# Of the last check, as words; absent where the check did not come so far.
-EFFECT = PREFIX + "effect"  # its verdict
+# Results of the last check; absent if the check ended before them.
+EFFECT = PREFIX + "effect"  # the verdict
 EFFECT_TAGS = {
     "delta_norm": PREFIX + "delta_norm",
     "max_logit_change": PREFIX + "max_logit_change",
@@ -62,25 +63,25 @@ EFFECT_TAGS = {
     "checked_s": PREFIX + "checked_s",
 }
 
-# Of a registered model, not of a version: what is wanted of it, with PREFIX before.
+# Settings of a registered model, not of a version; the tags have PREFIX before these names.
 SETTINGS = (
     "canary_weight",  # adapter: share of requests, 0 to 1, for the version with alias canary
     "shadow_weight",  # adapter: share of requests that the version with alias shadow gets a copy of
-    "canary_rolled_back",  # adapter: JSON of version, reason and time of the last roll-back
-    "pin",  # adapter: "true": what its default alias means stays in the engines' memory
-    "runtime",  # adapter: "loaded" or "unloaded" by a script; the latter is out of sight
-    "serve",  # base: JSON of a ModelArgs without its name: served though no file names it
+    "canary_rolled_back",  # adapter: JSON of version, reason and time of the last rollback
+    "pin",  # adapter: "true": the version of its default alias stays in the engines' memory
+    "runtime",  # adapter: "loaded" or "unloaded" by a script; the latter is hidden
+    "serve",  # base: JSON of a ModelArgs without its name: served without being in the YAML file
 )
 
 _MAX_SHOWN_NAME = 100
 _MAX_REASON = 1000  # characters of a tag
-_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # anybody may write a tag
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # any MLflow client may write a tag
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One version as MLflow tells it; a version's tags go over its model's."""
+    """A version as MLflow lists it; the version's tags take precedence over its model's tags."""
 
     name: str
     version: int
@@ -97,7 +98,7 @@ class Row:
 
     @property
     def rejected(self) -> Rejected | None:
-        """MLflow allows names that no request can say and that no other part of loraplex takes."""
+        """The reason why a version is not listed: MLflow allows names that no request can have."""
         try:
             check_name(self.name)
         except InvalidNameError as error:
@@ -107,16 +108,17 @@ class Row:
 
 
 def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) -> list[Row]:
-    """`models` must be read first: then every alias points to a version that `versions` has."""
+    """`models` must be read before `versions`, so that `versions` has the version of every
+    alias."""
     of_model = {model.name: model for model in models}
     found = []
     for version in versions:
         model = of_model.get(version.name)
-        if model is None:  # registered between the two searches: the next listing has it
+        if model is None:  # registered between the two searches: it is in the next listing
             continue
         try:
             found.append(_row(model, version))
-        except (TypeError, ValueError) as error:  # an answer of another shape, of this one version
+        except (TypeError, ValueError) as error:  # an unexpected response for this version alone
             logger.warning("a version of %a is left out: %s", version.name, error)
     return sorted(found, key=lambda row: (row.name, row.version))
 
@@ -124,7 +126,7 @@ def rows(models: Iterable[RegisteredModel], versions: Iterable[ModelVersion]) ->
 def _row(model: RegisteredModel, version: ModelVersion) -> Row:
     number = int(version.version)
     aliases = sorted(_clean(alias) for alias, to in model.aliases.items() if int(to) == number)
-    # The model's own digest or facts would be those of no version in particular.
+    # A digest or facts among the model's tags belong to no particular version.
     inherited = {key: model.tags[key] for key in (KIND, BASE) if key in model.tags}
     tags = {_clean(key): _clean(value) for key, value in (inherited | version.tags).items()}
     source, created_s = version.source or "", _created_s(version)
@@ -132,7 +134,8 @@ def _row(model: RegisteredModel, version: ModelVersion) -> Row:
 
 
 def is_row_of(row: Row, version: ModelVersion) -> bool:
-    """Not so of a version that has the same number because the model was made anew."""
+    """Returns False if the model was deleted and created again: then another version has the
+    number."""
     return (row.source, row.created_s) == (version.source or "", _created_s(version))
 
 
@@ -141,7 +144,7 @@ def _created_s(version: ModelVersion) -> int:
 
 
 def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
-    """Without those of models whose name is illegal."""
+    """Returns the settings of all models with a legal name."""
     return tuple(
         Setting(model.name, key, _clean(model.tags[PREFIX + key]))
         for model in sorted(models, key=lambda model: str(model.name))
@@ -156,8 +159,8 @@ def dangling(
     served: Collection[tuple[str, int]],
     reasons: Mapping[tuple[str, int], str],
 ) -> tuple[DanglingAlias, ...]:
-    """Aliases on versions that are not served, of names that have versions which are. `served`,
-    `reasons`: by name and version."""
+    """Returns the aliases on versions that are not served, of names with other versions that are.
+    `served`, `reasons`: by name and version."""
     names = {name for name, _ in served}
     found = []
     for model in models:
@@ -170,7 +173,7 @@ def dangling(
 
 
 def _clean(text: str) -> str:
-    """A lone surrogate, which JSON may carry, is no text that any encoder takes: "?" for each."""
+    """Replaces each lone surrogate, which JSON may contain and no encoder accepts, by "?"."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -240,7 +243,7 @@ def _refusal(row: Row) -> str:
 
 
 def effect_tags(facts: EffectFacts) -> dict[str, str]:
-    """The verdict last: who finds it finds the others."""
+    """Returns the tags of a check, the verdict last: with it, all other tags are written."""
     values = {key: getattr(facts, name) for name, key in EFFECT_TAGS.items()}
     measured = {key: f"{value:.6g}" for key, value in values.items() if isinstance(value, float)}
     counted = {key: str(value) for key, value in values.items() if isinstance(value, int)}
@@ -255,7 +258,7 @@ def _number(row: Row, key: str) -> int:
 
 
 def _model_id(tag: str) -> str:
-    """Empty for a tag that is no legal id: anybody may write one."""
+    """Returns an empty string for an illegal id: any MLflow client may write the tag."""
     try:
         return check_model_id(tag) if tag else ""
     except InvalidNameError:

@@ -1,6 +1,6 @@
-"""Locks between processes and threads: flock on files of one folder, freed by the kernel when their
-holder dies. A lock file's time says when the lock was last wanted, which costs one system call and
-is always whole, whatever crashes. Ignorant of what is locked.
+"""Locks between processes and threads: flock on files of a folder, freed by the kernel when their
+holder dies. A lock file's modification time is the lock's last use: it costs one system call and
+survives every crash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 SHARED = fcntl.LOCK_SH
 EXCLUSIVE = fcntl.LOCK_EX
-NOW_OR_NEVER = fcntl.LOCK_NB
+NO_WAIT = fcntl.LOCK_NB
 
 
 class Locks:
@@ -21,7 +21,8 @@ class Locks:
         self._folder = folder
 
     def acquire(self, name: str, how: int) -> int | None:
-        """A descriptor that holds the lock until it is closed; None: another holds it."""
+        """Returns a descriptor that holds the lock until it is closed; None if another holder has
+        it and `how` includes NO_WAIT."""
         while True:
             descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -34,7 +35,7 @@ class Locks:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # its file was removed while we waited: there is a new one
+            os.close(descriptor)  # its file was removed meanwhile: try the new file
 
     @contextmanager
     def held(self, name: str, how: int) -> Iterator[bool]:
@@ -49,13 +50,14 @@ class Locks:
         os.utime(descriptor)
 
     def used_ns(self, name: str) -> int:
-        """When it was last touched; 0 for a lock that was never taken."""
+        """Returns the time of the last use; 0 for a lock that was never held."""
         try:
             return (self._folder / name).stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def remove(self, name: str) -> None:
-        """Only for who holds it exclusively; those who wait for it find a new one."""
+        """Removes the lock's file. Only for its exclusive holder; waiting processes create a new
+        file."""
         with suppress(FileNotFoundError):
             (self._folder / name).unlink()

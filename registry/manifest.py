@@ -1,7 +1,7 @@
-"""A folder becomes a manifest: which files are served, and the digest of each.
+"""The manifest of a folder: its served files with their sizes and digests.
 
-Only data is taken (weights as safetensors, configuration, tokenizer, templates); pickles, code and
-subfolders are left out and never opened. Ignorant of MLflow and of what the tensors mean.
+Only data is served (weights as safetensors, configuration, tokenizer, templates); pickles, code and
+subfolders are left out and never opened. Independent of MLflow and of the tensors' meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from registry.errors import ArtifactError, DigestMismatchError, RegistrationErro
 logger = logging.getLogger(__name__)
 
 SERVED_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"})
-# MLflow puts these beside the files of a model.
+# Files that are added to a model's own files when it is registered.
 BOOKKEEPING = frozenset({"loraplex.json", "requirements.txt"})
 MAX_LISTED = 10_000  # names in one folder of a version
 MAX_FILES = 512
@@ -29,10 +29,10 @@ MAX_TEXT_BYTES = 256 * 1024**2  # of any file that is not weights; tokenizers ha
 MAX_ADAPTER_BYTES = 4 * 1024**3  # of one version
 MAX_BASE_BYTES = 2 * 1024**4
 _MAX_PATH_CHARS = 512
-_MAX_NAME_BYTES = 200  # file systems allow 255; the cache adds to it
+_MAX_NAME_BYTES = 200  # file systems allow 255; the cache adds a suffix
 CHUNK_BYTES = 4 * 1024 * 1024
 
-Progress = Callable[[str, int, int], None]  # what is going on, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # stage, bytes done, total bytes
 
 
 def no_progress(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -47,9 +47,10 @@ def is_served(name: str) -> bool:
 def scan_folder(
     folder: Path, required: str, max_bytes: int, progress: Progress = no_progress
 ) -> Manifest:
-    """Every served file at the top of the folder. `required` is the file that makes it a model.
+    """Returns an entry for each served file at the top of the folder. `required`: the file that
+    makes it a model.
 
-    What could not be fetched again later is refused here, before a byte is read."""
+    Files that could not be fetched again later are refused here, before a byte is read."""
     if not folder.is_dir():
         raise RegistrationError(f"{folder} is not a folder")
     names = _list_files(folder)
@@ -72,7 +73,7 @@ def scan_folder(
 
 def check_contents(served: list[str], ignored: list[str], required: str, where: str) -> None:
     if len(served) > MAX_FILES:
-        raise RegistrationError(f"{where} holds {len(served)} files, at most {MAX_FILES} are taken")
+        raise RegistrationError(f"{where} has {len(served)} files, at most {MAX_FILES} are allowed")
     if required not in served:
         raise RegistrationError(f"{where} has no {required}")
     if not any(name.endswith(".safetensors") for name in served):
@@ -81,7 +82,8 @@ def check_contents(served: list[str], ignored: list[str], required: str, where: 
 
 
 def hash_file(path: Path, max_bytes: int | None = None) -> tuple[int, str]:
-    """Of no more than a chunk beyond `max_bytes`: another may write while it is read."""
+    """Returns size and sha256. Reads at most a chunk beyond `max_bytes`, as another process may
+    write to the file meanwhile."""
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
@@ -92,7 +94,7 @@ def hash_file(path: Path, max_bytes: int | None = None) -> tuple[int, str]:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """The reverse of `manifest_json`, of text that may come from anywhere."""
+    """Parses the text of `manifest_json`, which is not trusted."""
     try:
         rows = json.loads(text)
         if len(rows) > MAX_FILES:
@@ -107,7 +109,8 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def check_entry(entry: FileEntry) -> None:
-    """A manifest decides where files are written: no path of it may leave its folder."""
+    """Raises DigestMismatchError for an illegal entry: files are written to a manifest's paths, so
+    no path may leave its folder."""
     legal_hash = len(entry.sha256) == 64 and set(entry.sha256) <= set("0123456789abcdef")
     if not is_plain_path(entry.path):
         raise DigestMismatchError(f"the manifest names an illegal path: {entry.path[:600]!r}")
@@ -116,7 +119,8 @@ def check_entry(entry: FileEntry) -> None:
 
 
 def is_plain_path(path: str) -> bool:
-    """Relative, each part a name that is just that; nothing that a shell or a log could misread."""
+    """Returns whether a path is relative, has no `.` or `..`, and is safe in a shell and in a
+    log."""
     parts = path.split("/")
     return (
         len(path) <= _MAX_PATH_CHARS
@@ -127,22 +131,24 @@ def is_plain_path(path: str) -> bool:
     )
 
 
-def check_sizes(manifest: Manifest, max_bytes: int, what: str) -> None:
-    """Before anything is fetched: the manifest is a promise that the download is held to."""
+def check_sizes(manifest: Manifest, max_bytes: int, owner: str) -> None:
+    """Raises ArtifactError if a file or all together are too large. Called before any download,
+    which is limited to the manifest's sizes."""
     for entry in manifest:
         is_weights = entry.path.endswith(".safetensors")
         limit = max_bytes if is_weights else min(max_bytes, MAX_TEXT_BYTES)
         if entry.size > limit:
             raise ArtifactError(
-                f"{what}: {entry.path} has {entry.size} bytes, at most {limit} are taken"
+                f"{owner}: {entry.path} has {entry.size} bytes, at most {limit} are allowed"
             )
     total = sum(entry.size for entry in manifest)
     if total > max_bytes:
-        raise ArtifactError(f"{what}: {total} bytes in all, at most {max_bytes} are taken")
+        raise ArtifactError(f"{owner}: {total} bytes in all, at most {max_bytes} are allowed")
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Whatever is no folder. The listing ends at the limit, not when the folder does."""
+    """Returns the names of all entries but folders. Raises RegistrationError at MAX_LISTED
+    names."""
     names: list[str] = []
     with os.scandir(folder) as entries:
         for count, entry in enumerate(entries, 1):
@@ -168,7 +174,7 @@ def _hash_all(folder: Path, found: Manifest, progress: Progress) -> Manifest:
 
 
 def _some(names: list[str]) -> str:
-    """Of names that may be anything and any number: what a log and a terminal can show."""
+    """Returns the first names, escaped for logs and terminals."""
     shown = [name if is_plain_path(name) else ascii(name) for name in names[:8]]
     return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 

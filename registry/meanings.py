@@ -1,8 +1,8 @@
-"""What names without a suffix meant before, for as long as an alias is on a version that cannot be
-served: the last good meaning goes on being served, never silently another version.
+"""Holds names at their last good version while their alias is on a version that cannot be served.
+Such a name never silently resolves to another version.
 
-Pure but for the log. The memory is one process's: after a restart such a name is refused until its
-alias is on a version that can be served.
+Pure except for the log. The memory belongs to the process: after a restart such a name is refused
+until its alias is on a version that can be served.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, HeldMe
 
 logger = logging.getLogger(__name__)
 
-_MAX_REMEMBERED = 8  # meanings of a name; a later check may refuse the newest ones
+_MAX_REMEMBERED = 8  # versions per name; a later check may refuse the newest of them
 
 _Meaning = tuple[int, str]  # version and digest
 
 
 class Meanings:
-    """`follow` belongs to one thread; `hold` may be called by any."""
+    """`follow` belongs to one thread; `hold` may be called by any thread."""
 
     def __init__(self) -> None:
         self._before: dict[Group, tuple[_Meaning, ...]] = {}  # the newest first
-        self._aliased: dict[Group, int] = {}  # the version that an alias gave the name last
-        self._told: frozenset[str] = frozenset()  # what the log said last
+        self._aliased: dict[Group, int] = {}  # the last version by an alias
+        self._logged: frozenset[str] = frozenset()  # problems of the last round
 
     def follow(self, catalog: Catalog) -> Catalog:
-        """The catalog with the meanings that are held; remembers the others."""
+        """Remembers the good resolutions, and returns the catalog with held versions for the
+        bad."""
         meanings = catalog.meanings()
         for group, found in meanings.items():
             if not _why_bad(found):
@@ -41,11 +42,12 @@ class Meanings:
             del self._before[group]
             self._aliased.pop(group, None)
         completed = self.hold(catalog)
-        self._tell(completed, meanings)
+        self._log(completed, meanings)
         return completed
 
     def hold(self, catalog: Catalog) -> Catalog:
-        """The same object where every name means a version that can be served."""
+        """Returns the catalog with held versions; the same object if every name resolves to a
+        version that can be served."""
         bad = [group for group, found in catalog.meanings().items() if _why_bad(found)]
         if not bad:
             return catalog
@@ -56,7 +58,7 @@ class Meanings:
             for version, digest in self._before.get((name, base_name), ()):
                 key = name, version, digest
                 found: AdapterVersion | BaseVersion | None = there.get(key) or bases.get(key)
-                if found is None:  # deleted: an even older meaning is not what anybody wants
+                if found is None:  # deleted: an even older version would be a surprise
                     break
                 if not _why_bad(found):
                     held.append(HeldMeaning(name, base_name, version))
@@ -70,22 +72,23 @@ class Meanings:
             self._before[group] = (meaning, *others)[:_MAX_REMEMBERED]
 
     def _note_alias(self, found: AdapterVersion | BaseVersion, group: Group, alias: str) -> None:
-        """A name that loses its alias means its highest version, as one that never had it does."""
+        """Logs the loss of an alias: the name then resolves to its highest version, as a name that
+        never had the alias does."""
         if alias in found.aliases:
             self._aliased[group] = found.version
         elif (before := self._aliased.pop(group, None)) is not None:
             logger.warning(
-                "%s@%s is gone, it was version %d: the name means its highest version, %d",
+                "%s@%s is gone, it was version %d: the name resolves to its highest version, %d",
                 found.name,
                 alias,
                 before,
                 found.version,
             )
 
-    def _tell(
+    def _log(
         self, catalog: Catalog, meanings: dict[Group, AdapterVersion | BaseVersion | DanglingAlias]
     ) -> None:
-        """Each once, as long as its reason lasts."""
+        """Logs each problem once for as long as it lasts."""
         held = {(one.name, one.base_name): one.version for one in catalog.held}
         words = set()
         for group, found in meanings.items():
@@ -94,16 +97,16 @@ class Meanings:
                 then = (
                     "requests for the name without a suffix are refused"
                     if version is None
-                    else f"version {version}, which the name meant before, goes on being served"
+                    else f"version {version}, to which the name resolved before, is still served"
                 )
                 words.add(f"{why}; {then}")
-        for text in sorted(words - self._told):
+        for text in sorted(words - self._logged):
             logger.warning("%s", text)
-        self._told = frozenset(words)
+        self._logged = frozenset(words)
 
 
 def _why_bad(found: AdapterVersion | BaseVersion | DanglingAlias) -> str:
-    """Empty: it can be served."""
+    """Returns why a version cannot be served; empty if it can."""
     if isinstance(found, DanglingAlias):
         return str(found)
     if isinstance(found, AdapterVersion) and found.refused:

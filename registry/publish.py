@@ -1,7 +1,7 @@
-"""One folder becomes one version in MLflow, whole or not at all; the same content only once.
+"""Registers a folder as a version in MLflow, completely or not at all, and equal content only once.
 
-The files are an MLflow LoggedModel (MLmodel with our flavour, manifest, files): no run is needed,
-and unlike `Model.log` nothing is copied on the way, which matters for bases of 16 GB.
+The files are an MLflow LoggedModel (MLmodel with loraplex's flavour, manifest, files): no run is
+needed, and unlike with `Model.log` there is no intermediate copy, which matters for bases of 16 GB.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mlflow.models import Model
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 from registry import listing
-from registry.border import suppressed
 from registry.entities import EffectRecord, Manifest, content_digest, manifest_json
 from registry.errors import RegistrationError, RegistryError
 from registry.flavor import DATA, describe
 from registry.manifest import Progress
+from registry.mlflow_errors import suppressed
 from registry.store import MlflowStore, upload
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "loraplex.json"
 _NOT_SERVED = "loraplex does not serve this version:"
-EFFECT_FOLDER = "effect"  # below the artifacts of a version; no part of what is served
+EFFECT_FOLDER = "effect"  # below the artifacts of a version; its files are not served
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
     if row is None:
         row = _create(store, publication, progress)
     else:
-        if publication.effect is not None and not _knows_more(row, publication.effect):
+        if publication.effect is not None and not _has_better_check(row, publication.effect):
             attach_effect(store, name, row.version, publication.effect)
         if publication.alias is not None and publication.alias not in row.aliases:
             _move_alias(store, publication, row.version, ExitStack())
@@ -69,7 +69,8 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
 
 
 def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRecord) -> None:
-    """In the place of an earlier check's. The files first: tags never tell of what is not there."""
+    """Stores a check's result in place of an earlier result. The files first, so that the tags
+    never describe missing files."""
     _upload_effect(store.version_files(name, version), record)
     tags = listing.effect_tags(record.facts)
     known = store.version_tags(name, version)
@@ -84,13 +85,14 @@ def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRec
         store.tag_version(name, version, key, value)
 
 
-def _knows_more(row: listing.Row, record: EffectRecord) -> bool:
-    """A check that did not run the base replaces none that did."""
+def _has_better_check(row: listing.Row, record: EffectRecord) -> bool:
+    """Returns whether the stored check must stay: a check without the base never replaces it."""
     return record.facts.verdict == "unprobed" and listing.EFFECT in row.tags
 
 
 def _create(store: MlflowStore, publication: Publication, progress: Progress) -> listing.Row:
-    """Each thing made puts its own removal on the stack; only success empties the stack."""
+    """Creates files, name, version and alias. Each step pushes its undo onto the stack; only
+    success clears the stack."""
     name = publication.name
     tags = _tags(publication)
     with ExitStack() as undo:
@@ -100,7 +102,7 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         store.finalize(model)
         if store.create_model(name, {listing.KIND: publication.kind}):
             undo.callback(_quietly, "removing the name", lambda: _delete_if_empty(store, name))
-        # Before the call: where only its answer is lost the version is there all the same.
+        # Before the call: if only its response is lost, the version exists anyway.
         undo.callback(_quietly, "removing the version", lambda: _delete_made(store, name, model))
         version = int(store.create_version(name, model, tags).version)
         twin = _find(_rows(store, name), publication)
@@ -118,9 +120,9 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
 def _move_alias(
     store: MlflowStore, publication: Publication, version: int, undo: ExitStack
 ) -> None:
-    """A write whose answer is lost may have moved it: then it is put back, before anything else is
-    undone. Where that fails too nothing is undone, for MLflow drops the aliases of a version that
-    is deleted, and the name would mean another one."""
+    """Moves the alias. If the write fails, it may have arrived without its response: then the alias
+    is restored before any other undo. If that fails too, the undo is cancelled: MLflow drops the
+    aliases of a deleted version, and the name would resolve to another version."""
     name, alias = publication.name, publication.alias
     assert alias is not None
     before = store.alias_version(name, alias)
@@ -131,7 +133,7 @@ def _move_alias(
             try:
                 store.set_alias(name, alias, before)
             except RegistryError as error:
-                logger.warning("alias %r of %r was not put back: %s", alias, name, error)
+                logger.warning("alias %r of %r was not restored: %s", alias, name, error)
                 undo.pop_all()
         raise
 
@@ -170,7 +172,7 @@ def _upload_effect(repository: ArtifactRepository, record: EffectRecord) -> None
 def _tags(publication: Publication) -> dict[str, str]:
     reserved = [key for key, _ in publication.own_tags if key.startswith(listing.PREFIX)]
     if reserved:
-        raise RegistrationError(f"tags that begin with {listing.PREFIX} are ours: {reserved}")
+        raise RegistrationError(f"tags: the prefix {listing.PREFIX} is reserved, got {reserved}")
     return {
         **dict(publication.own_tags),
         **publication.facts,
@@ -183,7 +185,8 @@ def _tags(publication: Publication) -> dict[str, str]:
 
 
 def _find(rows: list[listing.Row], publication: Publication) -> listing.Row | None:
-    """The version with this content. The same adapter on another base is another version."""
+    """Returns the version with this content, or None. The same adapter on another base is another
+    version."""
     wanted = {
         listing.DIGEST: publication.digest,
         listing.BASE: publication.base,
@@ -210,8 +213,8 @@ def _delete_made(store: MlflowStore, name: str, model: LoggedModel) -> None:
 
 
 def _discard(store: MlflowStore, name: str, model: LoggedModel) -> None:
-    """A version that could not be removed keeps its files: without them it would be listed, and
-    could not be fetched."""
+    """Deletes the files, unless their version could not be removed: without files it would be
+    listed, but could not be fetched."""
     if _made(store, name, model):
         logger.warning("%r has a version whose registration failed; delete it by hand", name)
         return
@@ -219,7 +222,7 @@ def _discard(store: MlflowStore, name: str, model: LoggedModel) -> None:
 
 
 def _made(store: MlflowStore, name: str, model: LoggedModel) -> list[int]:
-    """Versions whose files are those of this logged model."""
+    """Returns the versions that have the files of this logged model."""
     location = model.artifact_location
     return [int(one.version) for one in store.versions(name) if one.source == location]
 

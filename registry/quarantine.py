@@ -1,8 +1,8 @@
-"""What is known to be bad, by digest: the reason, and when it may be tried again.
+"""The quarantine of bad digests: the reason of each, and when it may be tried again.
 
-Every failure doubles the pause, up to a cap, with jitter, so that replicas do not try in step. One
-success, or a day after its pause, and it is forgotten. tenacity repeats a call; here nobody waits:
-requests fail at once with the stored reason. Ignorant of what failed.
+Every failure doubles the pause, up to a cap, with jitter, so that replicas do not retry in step. A
+success, or a day after its pause, ends it. Unlike with tenacity, which repeats a call, no caller
+waits: requests fail at once with the stored reason.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 class Verdict:
     reason: str
     num_failures: int
-    retry_at_s: float  # wall clock: it outlives processes
+    retry_at_s: float  # wall clock, as it outlives processes
 
 
 def pause_s(num_failures: int, random_share: float) -> float:
-    """After the n-th failure in a row: between half and the whole of first * 2^(n-1), capped."""
+    """Returns the pause after the n-th failure in a row: between half and the whole of
+    first * 2^(n-1), capped."""
     longest = min(FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 32), LONGEST_PAUSE_S)
     return longest * (1 + random_share) / 2
 
 
 class Quarantine:
-    """In this process's memory. Belongs to one thread, or to callers with a lock of the digest."""
+    """A quarantine in memory. Belongs to one thread, or to callers that hold the digest's lock."""
 
     def __init__(
         self,
@@ -75,11 +76,11 @@ class Quarantine:
         )
         return verdict
 
-    def forgive(self, digest: str) -> None:
+    def clear(self, digest: str) -> None:
         self._verdicts.pop(digest, None)
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Of all that failed and did not succeed since."""
+        """Returns the verdict of each digest that failed and did not succeed since."""
         known = {digest: self._known(digest) for digest in self._digests()}
         return {digest: verdict for digest, verdict in known.items() if verdict is not None}
 
@@ -88,10 +89,10 @@ class Quarantine:
         if verdict is None:
             return None
         left_s = verdict.retry_at_s - self._now_s()
-        # A pause longer than any that we give: the clock was set back.
+        # If the pause exceeds the longest possible pause, the clock was set back.
         if -_FORGOTTEN_AFTER_S < left_s <= LONGEST_PAUSE_S:
             return verdict
-        self.forgive(digest)
+        self.clear(digest)
         return None
 
     def _digests(self) -> list[str]:
@@ -105,8 +106,8 @@ class Quarantine:
 
 
 class FolderQuarantine(Quarantine):
-    """In files, for all processes of a node and for those that come after them. Who judges a digest
-    holds its lock."""
+    """A quarantine in files, for all processes of a node, now and later. Callers that check or
+    change a digest hold its lock."""
 
     def __init__(
         self,
@@ -117,9 +118,9 @@ class FolderQuarantine(Quarantine):
         super().__init__(now_s, random_share)
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.verdicts()  # forgets the old ones
+        self.verdicts()  # removes the expired files
 
-    def forgive(self, digest: str) -> None:
+    def clear(self, digest: str) -> None:
         with suppress(FileNotFoundError):
             (self._folder / digest).unlink()
 
@@ -132,14 +133,18 @@ class FolderQuarantine(Quarantine):
             return Verdict(str(row["reason"]), int(row["num_failures"]), float(row["retry_at_s"]))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError):  # cut off by a crash: it is found bad again
-            self.forgive(digest)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+        ):  # truncated by a crash
+            self.clear(digest)
             return None
 
     def _write(self, digest: str, verdict: Verdict) -> None:
-        fresh = self._folder / f"{digest}.new"  # ours alone: we hold the digest's lock
+        fresh = self._folder / f"{digest}.new"  # safe: the caller holds the digest's lock
         try:
             fresh.write_text(json.dumps(asdict(verdict)))
             fresh.rename(self._folder / digest)
-        except OSError as error:  # a full disk, say: the next request finds out anew
+        except OSError as error:  # such as a full disk: the next request retries
             logger.warning("the verdict on %s cannot be kept: %s", digest[:12], error)

@@ -1,9 +1,9 @@
-"""Which artifact URIs are read at all: a version's author writes its source, and the credentials of
+"""The artifact URIs that may be read: a version's author writes its source, and the credentials of
 this process read it.
 
-By default the tracking server's own: what it proxies, its host, files below the registry's artifact
-root, and the scheme and bucket of its default artifact root; with an SQLite registry every file of
-this machine. More only where the operator lists it.
+By default these are the tracking server's own: the artifacts that it proxies, its host, files below
+the registry's artifact root, and the scheme and bucket of its default artifact root; with an SQLite
+registry every file of this machine. The operator lists all others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SHOWN_CHARS = 200
 
 
 def check_listed(entry: str) -> str:
-    """Returns one entry of the operator's list, `s3` or `s3://bucket`. Raises ValueError."""
+    """Returns an entry of the operator's list, `s3` or `s3://bucket`. Raises ValueError."""
     if not _LISTED.fullmatch(entry):
         raise ValueError(
-            f"{entry[:100]!r} is no scheme and no scheme://bucket, such as s3://models"
+            f"{entry[:100]!r} is not a scheme, and not a scheme://bucket such as s3://models"
         )
     return entry
 
@@ -36,7 +36,7 @@ class ArtifactSources:
         listed: Sequence[str],
         default_root: Callable[[], str | None],
     ) -> None:
-        """`default_root`: the server's own, asked when nothing else allows a source."""
+        """`default_root`: returns the server's root; called if no other rule allows a source."""
         self._tracking = urlsplit(tracking_uri)
         self._artifact_root = artifact_root
         self._listed = frozenset(check_listed(entry) for entry in listed)
@@ -48,10 +48,12 @@ class ArtifactSources:
             parts = urlsplit(uri)
             is_allowed = self._is_allowed(parts)
         except ValueError as error:
-            raise ArtifactError(f"its source {uri[:_SHOWN_CHARS]!a} is no URI: {error}") from None
+            raise ArtifactError(
+                f"its source {uri[:_SHOWN_CHARS]!a} is not a URI: {error}"
+            ) from None
         if not is_allowed:
             raise ArtifactError(
-                f"its source {uri[:_SHOWN_CHARS]!a} is none that is read here: it is not of the "
+                f"its source {uri[:_SHOWN_CHARS]!a} is not read here: it is not of the "
                 f"tracking server, and registry.artifact_schemes does not list {_place(parts)}"
             )
 
@@ -80,7 +82,7 @@ class ArtifactSources:
 
 
 def _place(parts: SplitResult) -> str:
-    """Scheme and bucket or host."""
+    """Returns scheme and bucket or host."""
     return f"{parts.scheme or 'file'}://{parts.netloc}" if parts.netloc else parts.scheme or "file"
 
 

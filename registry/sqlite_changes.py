@@ -1,7 +1,7 @@
-"""Whether an embedded SQLite store was written to, asked in microseconds.
+"""Detects writes to an embedded SQLite store, in microseconds.
 
-A listing of 1,000 adapters of two versions each takes MLflow 1.3 s of a core, and a server looks
-every two seconds. Ignorant of MLflow's tables.
+MLflow needs 1.3 s of a core to list 1,000 adapters of two versions each, and a server looks every
+two seconds. Independent of MLflow's tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BUSY_S = 0.2
 
 
 class ChangeProbe:
-    """Its connection never writes, so SQLite tells it of every commit of all others."""
+    """Its connection never writes, so SQLite reports every commit of all other connections."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -26,11 +26,11 @@ class ChangeProbe:
         self._file: tuple[int, int] | None = None
 
     def marker(self) -> Marker | None:
-        """Another one after any commit, by whomever. None: it cannot be said."""
+        """Returns a value that changes with every commit of any process; None if unknown."""
         with self._lock:
             try:
                 return self._read()
-            except (OSError, sqlite3.Error):  # away, or locked: a listing will say it in words
+            except (OSError, sqlite3.Error):  # missing or locked: a listing reports the error
                 return None
 
     def _read(self) -> Marker:
@@ -42,7 +42,7 @@ class ChangeProbe:
                 f"{self._database.absolute().as_uri()}?mode=ro",
                 uri=True,
                 timeout=_BUSY_S,
-                check_same_thread=False,  # one at a time: the lock
+                check_same_thread=False,  # safe: the lock serializes its use
             )
             self._file = file
         with closing(self._connection.execute("PRAGMA data_version")) as cursor:

@@ -1,6 +1,6 @@
-"""The MLflow calls that loraplex makes, and no other: search, tags, aliases, logged models, files.
+"""All MLflow calls of loraplex: search, tags, aliases, logged models, files, webhooks.
 
-Knows MLflow's shapes and quirks; knows nothing of bases and adapters.
+It handles MLflow's types and quirks; bases and adapters are the callers' concern.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-from registry.border import call, configure, with_time_limits
 from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
+from registry.mlflow_errors import call, configure, with_time_limits
 from registry.sources import ArtifactSources
 from registry.sqlite_changes import ChangeProbe, Marker
 
 T = TypeVar("T")
 
 EXPERIMENT = "loraplex"
-_MODELS_A_PAGE = 500
-_VERSIONS_A_PAGE = 5000
-_HOOKS_A_PAGE = 100
-_NO_MODEL = "loraplex-is-this-a-registry"  # a name that nobody registers
+_MODELS_PER_PAGE = 500
+_VERSIONS_PER_PAGE = 5000
+_HOOKS_PER_PAGE = 100
+_NO_MODEL = "loraplex-is-this-a-registry"  # a name that is never registered
 
 
 class MlflowStore:
@@ -66,12 +66,13 @@ class MlflowStore:
             self._probe = ChangeProbe(sqlite_file(tracking_uri))
 
     def marker(self) -> Marker | None:
-        """Another one after any change of an embedded store; None: only a listing tells."""
+        """Returns a value that changes with every write to an embedded store; None if unknown, as
+        with a remote store."""
         return None if self._probe is None else self._probe.marker()
 
     def listing(self) -> tuple[list[RegisteredModel], list[ModelVersion]]:
-        """Every model, with aliases and tags, and then every version. (A search of versions returns
-        aliases empty.)"""
+        """Returns every model, with aliases and tags, and every version, read after the models. (A
+        search of versions returns no aliases.)"""
         models = self._whole(self._models, lambda model: model.name, self._known_models)
         if not models and self.is_remote:
             self._check_answers()
@@ -88,7 +89,7 @@ class MlflowStore:
         return self._pages(
             "listing models",
             lambda token: self._client.search_registered_models(
-                max_results=_MODELS_A_PAGE, page_token=token
+                max_results=_MODELS_PER_PAGE, page_token=token
             ),
         )
 
@@ -97,7 +98,7 @@ class MlflowStore:
         return self._pages(
             "listing versions",
             lambda token: self._client.search_model_versions(
-                condition, max_results=_VERSIONS_A_PAGE, page_token=token
+                condition, max_results=_VERSIONS_PER_PAGE, page_token=token
             ),
         )
 
@@ -107,9 +108,10 @@ class MlflowStore:
         key: Callable[[T], Hashable],
         known: Collection[Hashable],
     ) -> dict[Hashable, T]:
-        """MLflow's page tokens are offsets: what is deleted, or moves to the front, between two
-        pages hides another entry. An entry that a listing of several pages lacks is gone only where
-        a second listing lacks it too; a first listing is always compared with another."""
+        """Returns all entries by key. MLflow's page tokens are offsets: an entry that is deleted,
+        or moves to the front, between two pages hides another entry. So an entry missing from a
+        listing of several pages is gone only if a second listing lacks it, too; the first listing
+        of a process is always repeated."""
         pages = list(read())
         found = {key(one): one for page in pages for one in page}
         if len(pages) > 1 and (not known or any(one not in found for one in known)):
@@ -117,12 +119,13 @@ class MlflowStore:
         return found
 
     def _check_answers(self) -> None:
-        """An endpoint that answers everything with an empty object looks like an empty registry;
-        but a registry says that it has no model of this name."""
+        """Raises RegistryUnavailableError if the endpoint is not a registry. An endpoint that
+        returns an empty object for every call looks like an empty registry; but a registry reports
+        that it has no model of this name."""
         if self.model(_NO_MODEL) is not None:
             raise RegistryUnavailableError(
-                f"MLflow at {shown_uri(self.tracking_uri)} lists no model, but says that it has "
-                f"one named {_NO_MODEL!r}: it is no MLflow server, or a proxy answers for it"
+                f"MLflow at {shown_uri(self.tracking_uri)} lists no model, but returns a "
+                f"model named {_NO_MODEL!r}: it is not an MLflow server, or a proxy answers for it"
             )
 
     def model(self, name: str) -> RegisteredModel | None:
@@ -132,7 +135,7 @@ class MlflowStore:
             return None
 
     def create_model(self, name: str, tags: dict[str, str]) -> bool:
-        """True if it was not there before."""
+        """Returns True if the model is new."""
         if self.model(name) is not None:
             return False
         try:
@@ -157,8 +160,8 @@ class MlflowStore:
         )
 
     def describe_version(self, name: str, version: int, text: str, prefix: str) -> None:
-        """Writes a description where there is none, or one that begins with `prefix`: a user's own
-        description stays."""
+        """Writes a description if there is none, or if the present one begins with `prefix`: a
+        user's own description stays."""
         known = self._call(
             "reading a description", lambda: self._client.get_model_version(name, str(version))
         ).description
@@ -180,7 +183,7 @@ class MlflowStore:
         )
 
     def alias_version(self, name: str, alias: str) -> int | None:
-        """None: the name has no such alias."""
+        """Returns None if the name has no such alias."""
         model = self.model(name)
         version = None if model is None else model.aliases.get(alias)
         return None if version is None else int(version)
@@ -215,14 +218,15 @@ class MlflowStore:
         )
 
     def discard(self, model: LoggedModel) -> None:
-        """The record and the files: MLflow itself would keep the files until `mlflow gc`."""
+        """Deletes the record and the files: MLflow itself would keep the files until `mlflow
+        gc`."""
         self._call("deleting", lambda: self._client.delete_logged_model(model.model_id))
         repository = self.repository(model.artifact_location)
         self._call("deleting files", lambda: repository.delete_artifacts())  # type: ignore[no-untyped-call]
 
     def create_version(self, name: str, model: LoggedModel, tags: dict[str, str]) -> ModelVersion:
-        # The server wants the id to allow the source; the embedded store would look the id up
-        # through MLflow's process-wide tracking URI, which is not ours to set.
+        # The server needs the id to allow the source; the embedded store would look up the id
+        # through MLflow's process-wide tracking URI, which may be another store.
         model_id = model.model_id if self.is_remote else None
         return self._call(
             f"creating a version of {name!r}",
@@ -261,8 +265,8 @@ class MlflowStore:
         )
 
     def ensure_webhook(self, name: str, url: str, events: Sequence[str], secret: str) -> None:
-        """By name: one that is there gets what is wanted now, its secret too, which nobody can
-        read back."""
+        """Creates the webhook of this name, or updates it with all arguments, including the secret,
+        which cannot be read back."""
         known = self._pages("listing webhooks", self._webhooks)
         mine = next((hook for page in known for hook in page if hook.name == name), None)
         wanted: list[WebhookEventStr | WebhookEvent] = [
@@ -282,15 +286,16 @@ class MlflowStore:
             )
 
     def _webhooks(self, token: str | None) -> PagedList[Webhook]:
-        return self._client.list_webhooks(_HOOKS_A_PAGE, token)
+        return self._client.list_webhooks(_HOOKS_PER_PAGE, token)
 
     @cached_property
     def _client(self) -> MlflowClient:
-        """Opened when first asked: its database away, a replica still starts from its cache."""
+        """The client, opened at its first use: a replica starts from its cache even if the database
+        is down."""
         uri = self._database_uri
         if not self.is_remote:
-            # Whoever opens a new database first says where plain MLflow runs put their files; a
-            # client would say ./mlruns, below whatever folder this process happens to be in.
+            # The first opening of a new database sets the artifact root of plain MLflow runs; a
+            # client would set ./mlruns, below the process's present working folder.
             root = self._artifact_root.absolute().as_uri()
             SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
         return MlflowClient(uri, uri)
@@ -310,7 +315,8 @@ class MlflowStore:
             return known  # another process was quicker
 
     def _default_root(self) -> str | None:
-        """Of the server, or of the database: the folder of its first experiment's folder."""
+        """Returns the artifact root of the server or database: the parent of its first experiment's
+        folder."""
         try:
             first = self._call(
                 "looking up the default experiment", lambda: self._client.get_experiment("0")
@@ -339,20 +345,20 @@ class MlflowStore:
 
 
 def upload(repository: ArtifactRepository, path: Path, folder: str | None, link: bool) -> None:
-    """One file. `link`: into a local store by hardlink, where the file system allows it."""
+    """Uploads a file. `link`: by hardlink into a local store, if the file system allows it."""
     if link and isinstance(repository, LocalArtifactRepository):
         target = Path(repository.artifact_dir, folder or "", path.name)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(path.resolve(), target)
             return
-        except OSError:  # another file system: a copy it is
+        except OSError:  # another file system: the file must be copied
             target.unlink(missing_ok=True)
     call(f"storing {path.name}", lambda: repository.log_artifact(str(path), folder))  # type: ignore[no-untyped-call]
 
 
 def shown_uri(uri: str) -> str:
-    """Without the password that the URI of a database or a server may hold."""
+    """Returns the URI of a database or server without its password."""
     head, separator, tail = uri.rpartition("@")
     if not separator or "://" not in head:
         return uri
@@ -371,5 +377,5 @@ def default_artifact_root(tracking_uri: str) -> Path:
         return Path()  # the server decides; never used
     raise RegistryError(
         f"{shown_uri(tracking_uri)} needs an artifact root, registry.artifact_root or "
-        "LORAPLEX_ARTIFACT_ROOT: a database holds no files"
+        "LORAPLEX_ARTIFACT_ROOT: a database cannot store files"
     )

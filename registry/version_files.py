@@ -1,5 +1,5 @@
-"""The far side of one version: its tags, its manifest, its files. All of it is anybody's words
-until it has been hashed: paths and sizes are checked before the first byte of a file comes.
+"""The remote side of a version: its tags, its manifest, its files. All of them are untrusted until
+they have been hashed: paths and sizes are checked before the first byte of a file is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from registry import listing, plain
+from registry import listing, plain_mlflow
 from registry.artifacts import download, try_link
 from registry.entities import AdapterVersion, BaseVersion, FileEntry, Manifest
 from registry.errors import ArtifactError, RegistrationError
@@ -27,7 +27,7 @@ from registry.publish import MANIFEST_FILE
 from registry.store import MlflowStore
 
 
-@dataclass(frozen=True)  # no slots: both ends are looked up once, when first needed
+@dataclass(frozen=True)  # no slots: for cached properties
 class VersionFiles:
     store: MlflowStore
     version: BaseVersion | AdapterVersion
@@ -41,14 +41,14 @@ class VersionFiles:
         return self.store.version_tags(self.version.name, self.version.version)
 
     @cached_property
-    def untagged(self) -> plain.PlainAdapter | None:
-        """Read again: an adapter that plain MLflow calls registered, in a store that can only be
-        read or whose tags are still being written, has no manifest and says of no folder."""
+    def untagged(self) -> plain_mlflow.PlainAdapter | None:
+        """The result of reading a plain adapter again: without tags, as in a read-only store or
+        before they are written, it has no manifest and no folder of its files."""
         if listing.DIGEST in self.tags or not isinstance(self.version, AdapterVersion):
             return None
         with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
             try:
-                found = plain.inspect(self.repository, Path(scratch))
+                found = plain_mlflow.inspect(self.repository, Path(scratch))
             except RegistrationError as error:
                 raise ArtifactError(f"{self} is no adapter any more: {error}") from error
         if found is None:

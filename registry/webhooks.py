@@ -1,7 +1,7 @@
-"""MLflow's webhooks: which events are wanted, and whether a delivery is from who knows the secret.
+"""MLflow's webhooks: the events to subscribe to, and the verification of a delivery's signature.
 
-Pure, without MLflow: the processes that take deliveries do not import it. A delivery only says
-that something changed; what changed is read from the registry itself.
+Pure, without MLflow: the processes that receive deliveries do not import it. A delivery only
+signals a change; the change itself is read from the registry.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 
-# All that MLflow 3.17 tells of models. It says nothing of a deleted version, a deleted model or a
-# tag of a registered model: polling finds those.
+# All model events of MLflow 3.17. There is none for a deleted version, a deleted model or a tag of
+# a registered model: polling finds these changes.
 EVENTS = (
     "registered_model.created",
     "model_version.created",
@@ -34,12 +34,12 @@ _SECONDS = re.compile(r"[0-9]{1,12}", re.ASCII)
 
 
 class BadDeliveryError(Exception):
-    """Not from who knows the secret, or too old; the message says which."""
+    """The delivery is not signed with the secret, or is too old; the message has the reason."""
 
 
 class SeenDeliveries:
-    """The ids of deliveries that were taken, for as long as a copy of one would still pass
-    `check_delivery`. Beyond `_MAX_SEEN` the oldest is forgotten."""
+    """The ids of accepted deliveries, kept for as long as a copy would still pass `check_delivery`.
+    Beyond `_MAX_SEEN` the oldest is dropped."""
 
     def __init__(self) -> None:
         self._seen_s: OrderedDict[str, float] = OrderedDict()  # by id, the oldest first
@@ -58,18 +58,18 @@ class SeenDeliveries:
             self._seen_s.popitem(last=False)
 
     def _forget(self, now_s: float) -> None:
-        # A timestamp may lie as far ahead of this clock as behind it.
+        # A timestamp may be as far ahead of this clock as behind it.
         while self._seen_s and next(iter(self._seen_s.values())) < now_s - 2 * MAX_AGE_S:
             self._seen_s.popitem(last=False)
 
 
 def hook_name(url: str) -> str:
-    """Several servers may have a webhook each in one MLflow."""
+    """Returns a webhook name that is unique to the URL: several servers may share an MLflow."""
     return f"loraplex-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
 def check_delivery(secret: str, headers: Mapping[str, str], body: bytes, now_s: float) -> None:
-    """`headers` are looked up by lower-case names."""
+    """Raises BadDeliveryError for a bad delivery. `headers` have lower-case names."""
     timestamp = headers.get(TIMESTAMP, "")
     expected = sign(secret, headers.get(DELIVERY_ID, ""), timestamp, body)
     given = headers.get(SIGNATURE, "")

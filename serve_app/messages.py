@@ -113,6 +113,17 @@ class BaseChange:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryChange:
+    kind: Literal["start", "promote", "abort"]
+    name: str  # of the adapter
+    # start: a number or an alias, None: the version that has the alias `canary` (or `shadow`);
+    # promote: the expected canary, None: any
+    version: int | str | None = None
+    weight: float | None = None  # start: share of the requests for the canary, None: no canary
+    shadow: float | None = None  # start: share of the requests to copy, None: no shadow
+
+
+@dataclass(frozen=True, slots=True)
 class Backlog:
     """Requests that wait in an ingress until an engine may have them."""
 

@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from registry.cache import CacheStats
-from registry.catalog import Catalog, in_sight
+from registry.catalog import Catalog, visible
 from registry.catalog_file import CatalogFile
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import CacheFullError, RegistryError, RegistryUnavailableError
@@ -49,7 +49,7 @@ class FolderRegistry:
 
     def snapshot(self) -> Catalog:
         known = self._read()
-        return replace(known, adapters=in_sight(known.adapters, known.settings))
+        return replace(known, adapters=visible(known.adapters, known.settings))
 
     def _read(self) -> Catalog:
         try:

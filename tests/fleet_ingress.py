@@ -128,14 +128,14 @@ class FleetIngress:
         gateway.start()
 
     def _count_watches(self) -> None:
-        watch = self.gateway.arms.watch
+        watch = self.gateway.arms.begin
 
         def counted(key: Any) -> Any:
             context = ray.serve.context._get_serve_request_context()
             self.watched.append((key, context.request_id))
             return watch(key)
 
-        self.gateway.arms.watch = counted  # type: ignore[method-assign]
+        self.gateway.arms.begin = counted  # type: ignore[method-assign]
 
     @property
     def bounded(self) -> ConcurrencyLimitMiddleware:
@@ -224,7 +224,7 @@ class FleetIngress:
     def outcomes(self) -> dict[ArmKey, Counter[str]]:
         return {
             key: +Counter(dict(zip(OUTCOMES, tally.outcomes, strict=True)))
-            for key, tally in self.gateway.arms.tallies()
+            for key, tally in self.gateway.arms.counts()
         }
 
 

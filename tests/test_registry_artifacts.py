@@ -116,7 +116,7 @@ def test_pipe_folder_and_socket_are_no_files(
     """A pipe would be waited for."""
     os.mkfifo(tmp_path / "version" / "data" / "pipe.json")
     for path in ("data/pipe.json", "data", "data/good.json/more"):
-        with pytest.raises(ArtifactError, match="no regular file"):
+        with pytest.raises(ArtifactError, match="not a regular file"):
             fetched(store, path, tmp_path)
 
 

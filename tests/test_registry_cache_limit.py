@@ -12,7 +12,7 @@ import pytest
 from registry.cache import Cache
 from registry.entities import FileEntry, content_digest
 from registry.errors import CacheFullError
-from registry.space import Space
+from registry.quota import Quota
 from tests.cache_helpers import (
     FarSide,
     digest_of,
@@ -268,10 +268,10 @@ def test_processes_killed_at_any_moment_leave_nothing_half_done(tmp_path: Path) 
 def test_a_cache_without_a_limit_of_its_own_leaves_a_fifth_of_the_free_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def free_bytes(space: Space) -> int:
-        return 5000 - space.own_bytes()
+    def free_bytes(quota: Quota) -> int:
+        return 5000 - quota.own_bytes()
 
-    monkeypatch.setattr(Space, "_free_bytes", free_bytes)
+    monkeypatch.setattr(Quota, "_free_bytes", free_bytes)
     cache = Cache(tmp_path, leaves_room=True)
     use(cache, *"abcde")
     assert held_names(cache, "abcde") == "bcde"

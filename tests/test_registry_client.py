@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
-from registry.border import call
 from registry.cache import TEXT_FILES, Cache
 from registry.client import Registry
 from registry.errors import (
@@ -21,6 +20,7 @@ from registry.errors import (
     RegistryError,
     RegistryUnavailableError,
 )
+from registry.mlflow_errors import call
 from registry.store import MlflowStore
 from tests.registry_helpers import (
     ADAPTER_FACTS,

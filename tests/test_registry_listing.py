@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
 
-from registry import adoption, plain
+from registry import adoption, plain_mlflow
 from registry.client import Registry
 from registry.errors import RegistryUnavailableError
 from registry.store import MlflowStore
@@ -151,13 +151,13 @@ def test_a_version_whose_files_come_late_is_served_without_a_restart(
     tags = {"loraplex.kind": "adapter"}
     client.create_model_version("late", f"runs:/{run}/adapter", tags=tags)
     reads: list[ArtifactRepository] = []
-    real = plain.inspect
+    real = plain_mlflow.inspect
 
-    def counted(repository: ArtifactRepository, scratch: Path) -> plain.PlainAdapter | None:
+    def counted(repository: ArtifactRepository, scratch: Path) -> plain_mlflow.PlainAdapter | None:
         reads.append(repository)
         return real(repository, scratch)
 
-    monkeypatch.setattr(plain, "inspect", counted)
+    monkeypatch.setattr(plain_mlflow, "inspect", counted)
     for _ in range(3):
         (rejected,) = registry.snapshot().rejected
         assert rejected.name == "late"

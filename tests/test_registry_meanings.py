@@ -18,7 +18,7 @@ from registry.meanings import Meanings
 from tests.canary_factory import BASE, OTHER_BASE, adapter
 from tests.registry_helpers import adapter_folder, embedded_uri, register_adapter, register_base
 
-BROKEN = DanglingAlias("pirate", "champion", 3, "adapter_config.json is no JSON")
+BROKEN = DanglingAlias("pirate", "champion", 3, "adapter_config.json is not JSON")
 
 
 def catalog(*adapters: AdapterVersion, dangling: tuple[DanglingAlias, ...] = ()) -> Catalog:
@@ -54,7 +54,7 @@ def test_the_last_good_meaning_is_served_while_the_alias_is_on_a_broken_version(
 def test_without_memory_the_name_is_refused_with_the_alias_and_the_reason() -> None:
     found = Meanings().follow(catalog(adapter(1), adapter(2), dangling=(BROKEN,)))
     for model in ("pirate", "base:pirate"):
-        with pytest.raises(NotFoundError, match=r"pirate@champion is version 3.*is no JSON"):
+        with pytest.raises(NotFoundError, match=r"pirate@champion is version 3.*is not JSON"):
             found.resolve(model)
     assert [entry.name for entry in found.entries()] == ["base", "other"]
     assert meaning(found, "pirate@2") == 2
@@ -135,7 +135,7 @@ def test_mlflows_alias_on_a_version_that_cannot_be_read_is_told_and_held(tmp_pat
     after = registry.snapshot()
     (dangling,) = after.dangling
     assert (dangling.alias, dangling.version) == ("champion", 3)
-    assert "is no JSON" in dangling.reason
+    assert "is not JSON" in dangling.reason
     assert AliasMoved("pirate", "champion", 1, 3) in changes(before, after)
     assert meaning(meanings.follow(after)) == 1
     with pytest.raises(NotFoundError, match="pirate@champion is version 3"):

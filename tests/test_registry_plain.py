@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from registry import adoption, flavor, plain
+from registry import adoption, flavor, plain_mlflow
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
@@ -207,9 +207,9 @@ def test_a_new_base_does_not_take_the_adapters_of_an_older_one_over(newer: str) 
     older = BaseVersion("tiny", 1, "1" * 64, "", created_s=100, model_id="Meta/Tiny-1B")
     latest = replace(older, version=2, digest="2" * 64, created_s=300)
     theirs = replace(older, name=newer, created_s=200)
-    adapter = plain.PlainAdapter("", (), ADAPTER_FACTS, ("Meta/Tiny-1B",), "Meta/Tiny-1B")
+    adapter = plain_mlflow.PlainAdapter("", (), ADAPTER_FACTS, ("Meta/Tiny-1B",), "Meta/Tiny-1B")
     for bases in ((older, latest, theirs), (theirs, older, latest)):
-        assert plain.match_base(adapter, None, Catalog(bases)) == latest
+        assert plain_mlflow.match_base(adapter, None, Catalog(bases)) == latest
 
 
 @pytest.mark.parametrize(
@@ -265,16 +265,16 @@ def test_a_store_that_hangs_delays_no_alias_and_no_other_version_for_ever(
     register_base(registry, tmp_path)
     register_adapter(registry, tmp_path, "quick", b"one")
     register_adapter(registry, tmp_path, "quick", b"two", alias=None)
-    real, released, asked = plain.inspect, threading.Event(), threading.Event()
+    real, released, asked = plain_mlflow.inspect, threading.Event(), threading.Event()
 
-    def hang(repository: ArtifactRepository, scratch: Path) -> plain.PlainAdapter | None:
+    def hang(repository: ArtifactRepository, scratch: Path) -> plain_mlflow.PlainAdapter | None:
         assert scratch.is_relative_to(tmp_path / "cache" / "adoption")
         if not asked.is_set():
             asked.set()
             assert released.wait(60)
         return real(repository, scratch)
 
-    monkeypatch.setattr(plain, "inspect", hang)
+    monkeypatch.setattr(plain_mlflow, "inspect", hang)
     register_bare(adapter_folder(tmp_path / "a"), "hanging")
     began_s = time.monotonic()
     registry.snapshot(adopt="beside")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
-from registry import border
+from registry import mlflow_errors
 from registry.cache import Cache
 from registry.client import Registry
 from registry.errors import RegistryError, RegistryUnavailableError
@@ -128,7 +128,7 @@ def test_a_statement_that_hangs_ends_at_the_servers_limit(postgres: Postgres, fi
 def test_a_database_that_takes_a_connection_and_never_answers_is_away_after_the_time_out(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(border, "_OPEN_TRIES", 1)
+    monkeypatch.setattr(mlflow_errors, "_OPEN_TRIES", 1)
     with socket.create_server(("127.0.0.1", 0)) as black_hole:
         uri = f"postgresql+psycopg2://loraplex:pass-word@127.0.0.1:{black_hole.getsockname()[1]}/x"
         registry = Registry(uri, artifact_root=files, timeout_s=2)
@@ -141,12 +141,14 @@ def test_a_database_that_takes_a_connection_and_never_answers_is_away_after_the_
 
 def test_time_limits_leave_what_the_user_wrote_and_other_databases_alone() -> None:
     own = "postgresql://user:p%40ss@host:5432/db?connect_timeout=60&options=-c+geqo%3Doff"
-    limited = make_url(border.with_time_limits(own, 10))
+    limited = make_url(mlflow_errors.with_time_limits(own, 10))
     assert limited.password == "p@ss"
     assert limited.query["connect_timeout"] == "60"
     assert limited.query["options"] == "-c geqo=off"
     assert limited.query["tcp_user_timeout"] == "20000"
     socket_uri = "postgresql+psycopg:///db?host=/run/postgresql"
-    assert make_url(border.with_time_limits(socket_uri, 10)).query["host"] == "/run/postgresql"
+    assert (
+        make_url(mlflow_errors.with_time_limits(socket_uri, 10)).query["host"] == "/run/postgresql"
+    )
     for uri in ("sqlite:////tmp/mlflow.db", "http://host:5000", "mysql://host/db"):
-        assert border.with_time_limits(uri, 10) == uri
+        assert mlflow_errors.with_time_limits(uri, 10) == uri

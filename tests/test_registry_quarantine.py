@@ -69,7 +69,7 @@ def test_failing_again_waits_longer_and_a_success_is_a_new_start(kind: str, tmp_
         clock.now_s += 100
     assert pauses == [5, 10, 20]
     assert set(quarantine.verdicts()) == {A}
-    quarantine.forgive(A)
+    quarantine.clear(A)
     assert quarantine.verdicts() == {}
     assert quarantine.add(A, "bad").num_failures == 1
 

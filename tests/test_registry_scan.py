@@ -61,7 +61,7 @@ def test_registration_has_the_limits_of_an_adapter(tmp_path: Path) -> None:
     registry = embedded(tmp_path / "home")
     folder = adapter_folder(tmp_path / "adapter")
     make_sparse(folder / "adapter_model.safetensors", MAX_ADAPTER_BYTES + 1)
-    with pytest.raises(RegistrationError, match=f"at most {MAX_ADAPTER_BYTES} are taken"):
+    with pytest.raises(RegistrationError, match=f"at most {MAX_ADAPTER_BYTES} are allowed"):
         registry.register_adapter(folder, "pirate", base="tiny", facts=ADAPTER_FACTS)
     assert registry.snapshot().entries() == ()
 

@@ -1,4 +1,4 @@
-"""The manager's part of canaries, on a registry in a folder: roll-backs and operators' orders."""
+"""The manager's part of canaries, on a registry in a folder: rollbacks and operators' changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -14,11 +15,12 @@ from engine.errors import InvalidRequestError
 from registry.catalog import Catalog, DefaultAliases
 from registry.errors import InvalidNameError, NotFoundError, RegistryUnavailableError
 from serve_app.canary import controller as module
-from serve_app.canary.commands import Orders
+from serve_app.canary.commands import CanaryCommand
 from serve_app.canary.controller import Canaries
 from serve_app.canary.split import read_traffic
+from serve_app.canary.status import CanaryStatus
 from serve_app.config import CanaryArgs
-from serve_app.messages import IngressReport
+from serve_app.messages import CanaryChange, IngressReport
 from serve_app.platform_view import CanaryState
 from tests.canary_factory import (
     BASE,
@@ -39,11 +41,11 @@ from tests.waiting import until
 class Desk:
     canaries: Canaries
     registry: FolderRegistry
-    wakes: list[float]  # the times at which a look at the registry was asked for
+    wakes: list[float]  # the times of the requests to look at the registry
     looked_s: float = 0.0
 
     def review(self) -> CanaryState:
-        """What the manager does a few times a second, with a look at the registry before."""
+        """Does as the manager does a few times a second, after a look at the registry."""
         looked_s = asyncio.get_running_loop().time()
         try:
             known = self.registry.snapshot()
@@ -54,20 +56,25 @@ class Desk:
         return self.review_of(known)
 
     def review_of(self, known: Catalog) -> CanaryState:
-        """Without a look at the registry since the last `review`."""
+        """Reviews `known`, without a look at the registry since the last `review`."""
         return self.canaries.review(known, {BASE.digest}, self.looked_s)
 
     def fail(self) -> CanaryState:
-        """Enough of errors for the rule."""
-        self.canaries.take(report())
+        """Reports enough errors for the rule."""
+        self.canaries.add_report(report())
         self.review()
-        self.canaries.take(report(stable=tally(ok=50), canary=tally(ok=20, error=30)))
+        self.canaries.add_report(report(stable=tally(ok=50), canary=tally(ok=20, error=30)))
         return self.review()
 
     async def written(self) -> None:
-        """Until the registry has every roll-back, and a look at it can begin later."""
-        await until(lambda: not self.canaries._tasks)
+        """Waits until the registry has every rollback, and the next look begins later."""
+        await until(lambda: not rollback_tasks())
         await asyncio.sleep(0.005)
+
+    async def change(
+        self, kind: Literal["start", "promote", "abort"], *arguments: Any
+    ) -> CanaryStatus:
+        return await self.canaries.change(CanaryChange(kind, "pirate", *arguments))
 
     def setting(self, key: str) -> str | None:
         return self.registry.snapshot().setting("pirate", key)
@@ -75,6 +82,10 @@ class Desk:
     def aliases(self, version: int) -> tuple[str, ...]:
         (found,) = [one for one in self.registry.snapshot().adapters if one.version == version]
         return found.aliases
+
+
+def rollback_tasks() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "write-rollback"]
 
 
 @pytest.fixture
@@ -143,7 +154,7 @@ async def test_a_roll_back_holds_until_the_registry_is_read_after_it_was_written
     stale = made.registry.snapshot()
     assert made.fail().vetoes
     await made.written()
-    assert len(made.wakes) == 1  # so that nobody waits for a poll
+    assert len(made.wakes) == 1  # so that the view does not wait for a poll
     later_s = made.canaries._vetoes["pirate", CANARY.digest].written_s or 0.0
     monkeypatch.setattr(module, "_now_s", lambda: later_s + 3600)
     for _ in range(3):
@@ -153,8 +164,8 @@ async def test_a_roll_back_holds_until_the_registry_is_read_after_it_was_written
 
 
 async def test_a_roll_back_is_written_while_the_bare_name_means_nothing(desk: Make) -> None:
-    """The server's own default alias is `production`; a later version of the name was made for a
-    base version that is gone, so that without that alias the name could not be resolved."""
+    """The server's default alias is `production`; a later version of the name was made for a base
+    version that is gone, so that without that alias the name cannot be resolved."""
     stable, canary = adapter(1, "production"), adapter(2, "canary")
     orphan = replace(adapter(3), base_digest="x" * 64)
     made = desk(Catalog((BASE,), (stable, canary, orphan)))
@@ -162,8 +173,8 @@ async def test_a_roll_back_is_written_while_the_bare_name_means_nothing(desk: Ma
     made.canaries._look = made.registry.snapshot
     named = replace(made.registry.snapshot(), default_aliases=DefaultAliases("production"))
     made.review_of(named)
-    made.canaries.take(report())
-    made.canaries.take(
+    made.canaries.add_report(report())
+    made.canaries.add_report(
         IngressReport(
             "one",
             arms=(
@@ -190,24 +201,24 @@ async def test_no_order_promotes_a_version_whose_roll_back_is_not_written_yet(
     await until(lambda: not made.canaries._writing.locked() and made.registry.num_vain_polls > 2)
     file.write_bytes(content)
     with pytest.raises(InvalidRequestError, match="2 was rolled back \\(30 errors"):
-        await made.canaries.promote("pirate")
+        await made.change("promote")
     assert made.aliases(2) == ("canary",)
-    for task in made.canaries._tasks:
+    for task in rollback_tasks():
         task.cancel()
 
 
 async def test_a_promotion_can_name_the_version_that_it_means(desk: Make) -> None:
     made = desk(catalog(canary_weight="0.5"))
     with pytest.raises(InvalidRequestError, match=r"version: expected 3, .* 'pirate' is 2"):
-        await made.canaries.promote("pirate", 3)
+        await made.change("promote", 3)
     assert made.aliases(2) == ("canary",)
-    await made.canaries.promote("pirate", 2)
+    await made.change("promote", 2)
     assert made.aliases(2) == ("champion",)
 
 
 @pytest.mark.parametrize("arm", ["canary", "shadow"])
 async def test_no_version_gets_the_share_that_was_given_for_another(desk: Make, arm: str) -> None:
-    """After every write of the order, also where that was the last one that arrived."""
+    """Holds after every write of the change, so also if it breaks off there."""
     versions = (STABLE, adapter(2, arm), adapter(3))
     made = desk(catalog(*versions, **{f"{arm}_weight": "0.9"}))
     shares: list[float] = []
@@ -223,14 +234,15 @@ async def test_no_version_gets_the_share_that_was_given_for_another(desk: Make, 
 
     def note() -> None:
         split = read_traffic(made.registry.snapshot(), {BASE.digest}, {}).splits["pirate"]
-        wish = split.canary if arm == "canary" else split.shadow
-        assert wish.version is not None
-        if wish.version.version == 3:
-            shares.append(wish.share)
+        desired = split.canary if arm == "canary" else split.shadow
+        assert desired.version is not None
+        if desired.version.version == 3:
+            shares.append(desired.share)
 
     watched = Watched(made.registry.folder)
     weights = (0.01, None) if arm == "canary" else (None, 0.01)
-    Orders(watched, watched.snapshot()).start("pirate", 3, *weights)
+    change = CanaryChange("start", "pirate", 3, *weights)
+    CanaryCommand(change, watched, watched.snapshot()).run()
     assert set(shares) <= {0.0, 0.01}
     assert shares[-1] == 0.01
 
@@ -243,12 +255,12 @@ async def test_a_canary_that_keeps_taking_its_base_down_is_judged_by_all_its_req
     known, both = made.registry.snapshot(), {BASE.digest, OTHER_BASE.digest}
 
     def round_of(num: int) -> CanaryState:
-        """25 requests that went well, 5 errors, and the base is down for a moment."""
+        """Reports 25 good requests and 5 errors, while the base is down for a moment."""
         arms = (
             (key("stable", STABLE), tally(ok=30 * num)),
             (key("canary", far), tally(ok=25 * num, error=5 * num)),
         )
-        made.canaries.take(IngressReport("one", arms=arms))
+        made.canaries.add_report(IngressReport("one", arms=arms))
         made.canaries.review(known, both, made.looked_s, both)
         return made.canaries.review(known, {BASE.digest}, made.looked_s, both)
 
@@ -260,7 +272,7 @@ async def test_a_veto_is_for_one_version(desk: Make) -> None:
     made = desk(catalog(STABLE, CANARY, adapter(3), canary_weight="0.5"))
     assert made.fail().vetoes
     await made.written()
-    status = await made.canaries.start("pirate", 3, 0.5, None)
+    status = await made.change("start", 3, 0.5)
     assert made.review().vetoes == ()
     assert [(arm.version, arm.weight) for arm in status.arms] == [(1, 0.5), (3, 0.5)]
     assert made.setting("canary_rolled_back") is None
@@ -276,8 +288,8 @@ async def test_a_late_roll_back_leaves_the_next_versions_weight_alone(
     file.unlink()
     assert made.fail().vetoes
     file.write_bytes(content)
-    await made.canaries.start("pirate", 3, 0.5, None)
-    await until(lambda: not made.canaries._tasks)
+    await made.change("start", 3, 0.5)
+    await until(lambda: not rollback_tasks())
     assert made.setting("canary_weight") == "0.5"
     assert made.review().vetoes == ()
 
@@ -287,18 +299,18 @@ async def test_the_same_version_may_be_tried_again(desk: Make) -> None:
     made.fail()
     await made.written()
     with pytest.raises(InvalidRequestError, match="2 was rolled back"):
-        await made.canaries.promote("pirate")
-    await made.canaries.start("pirate", None, 0.25, None)
+        await made.change("promote")
+    await made.change("start", None, 0.25)
     for _ in range(3):
         assert made.review().vetoes == ()
     assert made.setting("canary_weight") == "0.25"
-    await made.canaries.promote("pirate")
+    await made.change("promote")
     assert made.aliases(2) == ("champion",)
 
 
 async def test_a_canary_is_started_and_promoted(desk: Make) -> None:
     made = desk(catalog(STABLE, adapter(2, "dev")))
-    status = await made.canaries.start("pirate", "dev", 0.3, 1.0)
+    status = await made.change("start", "dev", 0.3, 1.0)
     assert [(arm.arm, arm.version, arm.weight) for arm in status.arms] == [
         ("stable", 1, 0.7),
         ("canary", 2, 0.3),
@@ -307,18 +319,18 @@ async def test_a_canary_is_started_and_promoted(desk: Make) -> None:
     assert set(made.aliases(2)) == {"dev", "canary", "shadow"}
     made.review()
     assert made.canaries.statuses()[0].verdict.startswith("too few requests")
-    await made.canaries.promote("pirate")
+    await made.change("promote")
     assert made.aliases(1) == ()
     assert set(made.aliases(2)) == {"dev", "champion"}
     assert made.registry.snapshot().settings == ()
     with pytest.raises(NotFoundError, match="nothing to promote"):
-        await made.canaries.promote("pirate")
+        await made.change("promote")
 
 
 async def test_a_promotion_that_broke_off_can_be_given_again(desk: Make) -> None:
     made = desk(catalog(adapter(1), adapter(2, "champion", "canary"), canary_weight="0.3"))
     assert not made.review().vetoes
-    await made.canaries.promote("pirate")
+    await made.change("promote")
     assert made.aliases(2) == ("champion",)
     assert made.setting("canary_weight") is None
 
@@ -326,11 +338,11 @@ async def test_a_promotion_that_broke_off_can_be_given_again(desk: Make) -> None
 async def test_an_abort_ends_canary_and_shadow(desk: Make) -> None:
     both = adapter(2, "canary", "shadow")
     made = desk(catalog(STABLE, both, canary_weight="0.3", shadow_weight="0.1"))
-    await made.canaries.abort("pirate")
+    await made.change("abort")
     assert made.aliases(2) == ()
     assert made.registry.snapshot().settings == ()
     with pytest.raises(NotFoundError, match="nothing to abort"):
-        await made.canaries.abort("pirate")
+        await made.change("abort")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +356,7 @@ async def test_an_abort_ends_canary_and_shadow(desk: Make) -> None:
         ("pirate", "nope", 0.5, None, InvalidRequestError, "alias: 'nope'"),
         ("pirate", "v2", 0.5, None, InvalidRequestError, "alias: 'v2'"),
         ("pirate", None, 0.5, None, InvalidRequestError, "no alias 'canary'"),
-        ("pirate", 1, 0.5, None, InvalidRequestError, "1 is what 'pirate' means already"),
+        ("pirate", 1, 0.5, None, InvalidRequestError, "'pirate' resolves to 1 already"),
         ("base", 1, 0.5, None, InvalidRequestError, "'base' is a base model"),
         ("nobody", 1, 0.5, None, NotFoundError, "nobody"),
         ("pirate@2", 1, 0.5, None, InvalidNameError, "pirate@2"),
@@ -362,7 +374,7 @@ async def test_orders_that_mean_nothing_are_refused_and_write_nothing(
     made = desk(catalog(STABLE, adapter(2)))
     before = made.registry.snapshot()
     with pytest.raises(kind) as refused:
-        await made.canaries.start(name, version, weight, shadow)
+        await made.canaries.change(CanaryChange("start", name, version, weight, shadow))
     assert words in str(refused.value)
     assert made.registry.snapshot() == before
 
@@ -373,12 +385,12 @@ async def test_a_weight_that_is_none_is_logged_once(
     made = desk(catalog(canary_weight="30%"))
     for _ in range(5):
         made.review()
-    told = [record for record in caplog.records if "30%" in record.getMessage()]
-    assert len(told) == 1
+    records = [record for record in caplog.records if "30%" in record.getMessage()]
+    assert len(records) == 1
     (status,) = made.canaries.statuses()
     assert "30%" in status.problems[0]
 
 
 async def test_an_order_before_the_registry_was_read_is_refused_as_unavailable() -> None:
     with pytest.raises(RegistryUnavailableError, match="not read yet"):
-        await Canaries(CanaryArgs()).promote("pirate")
+        await Canaries(CanaryArgs()).change(CanaryChange("promote", "pirate"))

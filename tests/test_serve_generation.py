@@ -162,11 +162,11 @@ async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
             generation = fleet.generate(request)
             answer = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
             leave = (lambda _, one=generation: one.fail(ClientGoneError())) if leaves else None
-            made = Completion(generation, answer, (request,), arms.watch(key), leave)
+            made = Completion(generation, answer, (request,), arms.begin(key), leave)
             with pytest.raises(ClientGoneError) if leaves else nullcontext():
                 await asyncio.wait_for(made.whole(), 20)
             made.close()
-    ((_, counted),) = arms.tallies()
+    ((_, counted),) = arms.counts()
     assert (counted.count("ok"), counted.count("left"), sum(counted.first_token)) == (1, 1, 2)
     assert (counted.num_warm_left, sum(counted.warm_first_token)) == (num_warm, 2 * num_warm)
 

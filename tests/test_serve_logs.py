@@ -92,13 +92,13 @@ def test_a_json_line_names_its_request_and_carries_its_traceback(
 @pytest.mark.usefixtures("_loggers")
 def test_a_text_line_has_the_time_and_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     install("text", lambda: "req-1")
-    logging.getLogger("registry.space").info("evicted")
+    logging.getLogger("registry.quota").info("evicted")
     install("text")  # again: one handler
-    logging.getLogger("registry.space").info("evicted")
+    logging.getLogger("registry.quota").info("evicted")
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("INFO 20")
-    assert first.endswith("registry.space req-1 -- evicted")
-    assert second.endswith("registry.space -- evicted")
+    assert first.endswith("registry.quota req-1 -- evicted")
+    assert second.endswith("registry.quota -- evicted")
 
 
 def test_an_unknown_log_format_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

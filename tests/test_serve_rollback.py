@@ -137,31 +137,31 @@ def test_whose_fault_an_end_is(error: BaseException, outcome: str) -> None:
 
 async def test_a_request_ends_once_and_in_its_arm() -> None:
     arms = ArmStats()
-    watch = arms.watch(key("canary", CANARY))
+    watch = arms.begin(key("canary", CANARY))
     watch.first_token()
     watch.done(has_text=True, num_tokens=7)
     watch.left(9)
-    silent = arms.watch(key("canary", CANARY))
+    silent = arms.begin(key("canary", CANARY))
     silent.failed(NonFiniteError("NaN"), 0)
-    ((named, counted),) = arms.tallies()
+    ((named, counted),) = arms.counts()
     assert named == key("canary", CANARY)
     assert (counted.count("ok"), counted.count("non_finite"), counted.count("left")) == (1, 1, 0)
     assert (sum(counted.first_token), sum(counted.latency), counted.output_tokens) == (1, 1, 7)
-    arms.keep({("pirate", STABLE.digest)})
-    assert arms.tallies() == ()
+    arms.retain({("pirate", STABLE.digest)})
+    assert arms.counts() == ()
 
 
 async def test_a_wait_for_the_adapters_load_is_not_charged_to_the_version() -> None:
     arms = ArmStats()
     for is_warm in (False, True):
-        answered, given_up = (arms.watch(key("canary", CANARY)) for _ in range(2))
+        answered, given_up = (arms.begin(key("canary", CANARY)) for _ in range(2))
         if is_warm:
             answered.warm()
             given_up.warm()
         answered.first_token()
         answered.done(has_text=True, num_tokens=1)
         given_up.left(0)
-    ((_, counted),) = arms.tallies()
+    ((_, counted),) = arms.counts()
     assert (sum(counted.first_token), counted.count("left")) == (2, 2)  # as /metrics shows them
     assert (sum(counted.warm_first_token), counted.num_warm_left) == (1, 1)
     assert counted + counted - counted == counted
@@ -174,7 +174,7 @@ async def test_a_wait_for_the_adapters_load_is_not_charged_to_the_version() -> N
 
 def trials(rule: CanaryArgs = RULE, **settings: str) -> Trials:
     begun = Trials(rule)
-    begun.take(report(), 0.0)  # the ingress is known
+    begun.add_report(report(), 0.0)  # the ingress is known
     follow(begun, 0.0, **settings)
     return begun
 
@@ -190,51 +190,51 @@ def reason(known: Trials, now_s: float) -> str | None:
 
 def test_ingresses_are_added_up_and_a_lost_report_does_no_harm() -> None:
     known = trials()
-    known.take(report("two"), 0.0)
-    known.take(report("one", canary=tally(ok=15, error=10)), 1.0)
+    known.add_report(report("two"), 0.0)
+    known.add_report(report("one", canary=tally(ok=15, error=10)), 1.0)
     assert reason(known, 1.0) is None
-    known.take(report("two", canary=tally(ok=10)), 1.0)
-    known.take(report("two", canary=tally(ok=15, error=10)), 5.0)  # those between were lost
-    assert known.by_name["pirate"].tally("canary").num_judged == 50
+    known.add_report(report("two", canary=tally(ok=10)), 1.0)
+    known.add_report(report("two", canary=tally(ok=15, error=10)), 5.0)  # those between were lost
+    assert known.by_name["pirate"].counts("canary").num_judged == 50
     assert reason(known, 5.0) is not None
 
 
 def test_an_ingress_that_is_gone_still_counts() -> None:
     known = trials()
-    known.take(report("one", canary=tally(ok=15, error=10)), 1.0)
-    known.take(report("two"), 100.0)
-    known.take(report("two", canary=tally(ok=15, error=10)), 101.0)
+    known.add_report(report("one", canary=tally(ok=15, error=10)), 1.0)
+    known.add_report(report("two"), 100.0)
+    known.add_report(report("two", canary=tally(ok=15, error=10)), 101.0)
     assert reason(known, 101.0) is not None
 
 
 def test_what_an_ingress_counted_before_it_was_known_is_not_this_trials() -> None:
     known = trials()
-    known.take(report("new", canary=tally(error=500)), 1.0)
+    known.add_report(report("new", canary=tally(error=500)), 1.0)
     assert reason(known, 1.0) is None
-    known.take(report("new", canary=tally(error=500, ok=50)), 2.0)
+    known.add_report(report("new", canary=tally(error=500, ok=50)), 2.0)
     assert reason(known, 2.0) is None
 
 
 def test_a_canary_that_is_started_again_begins_anew() -> None:
     known = trials()
-    known.take(report(canary=tally(error=50)), 1.0)
+    known.add_report(report(canary=tally(error=50)), 1.0)
     assert reason(known, 1.0) is not None
     follow(known, 2.0, canary_weight="0")
     assert known.verdicts(2.0) == {}
-    assert known.by_name["pirate"].tally("canary").num_judged == 50  # to be read
+    assert known.by_name["pirate"].counts("canary").num_judged == 50  # to be read
     follow(known, 3.0)
-    known.take(report(canary=tally(error=50, ok=50)), 4.0)
+    known.add_report(report(canary=tally(error=50, ok=50)), 4.0)
     assert reason(known, 4.0) is None
 
 
 def test_an_alias_that_moves_is_a_new_trial_and_the_old_ones_stragglers_are_not_its_own() -> None:
     known = trials()
-    known.take(report(canary=tally(error=40)), 1.0)
+    known.add_report(report(canary=tally(error=40)), 1.0)
     moved = catalog(STABLE, adapter(3, "canary"), canary_weight="0.5")
     known.follow(read_traffic(moved, {BASE.digest}, {}).splits, 2.0)
-    known.take(report(canary=tally(error=60)), 3.0)
+    known.add_report(report(canary=tally(error=60)), 3.0)
     assert reason(known, 3.0) is None
-    assert known.by_name["pirate"].tally("canary").num_judged == 0
+    assert known.by_name["pirate"].counts("canary").num_judged == 0
 
 
 @pytest.mark.parametrize("stable", [ArmCounts(), tally(ok=1), tally(ok=1, error=1)])
@@ -243,9 +243,9 @@ def test_a_canary_that_mostly_fails_goes_though_stable_had_hardly_a_request(
 ) -> None:
     """As with one client whose requests are all the canary's."""
     known = trials(canary_weight="0.5")
-    known.take(report(stable=stable, canary=tally(error=49)), 1.0)
+    known.add_report(report(stable=stable, canary=tally(error=49)), 1.0)
     assert reason(known, 1.0) is None
-    known.take(report(stable=stable, canary=tally(error=55)), 2.0)
+    known.add_report(report(stable=stable, canary=tally(error=55)), 2.0)
     assert "55 errors in 55 requests" in (reason(known, 2.0) or "")
 
 
@@ -262,7 +262,7 @@ def test_a_canary_without_comparison_stays_for_lesser_reasons(
     stable: ArmCounts, canary: ArmCounts
 ) -> None:
     known = trials(canary_weight="0.5")
-    known.take(report(stable=stable, canary=canary), 1.0)
+    known.add_report(report(stable=stable, canary=canary), 1.0)
     assert reason(known, 1.0) is None
 
 
@@ -284,9 +284,11 @@ def test_an_old_good_time_does_not_hide_a_bad_present() -> None:
     rule = CanaryArgs(window_s=60)
     known = trials(rule)
     for second in range(1, 601):
-        known.take(report(stable=tally(ok=100 * second), canary=tally(ok=100 * second)), second)
+        known.add_report(
+            report(stable=tally(ok=100 * second), canary=tally(ok=100 * second)), second
+        )
         assert reason(known, float(second)) is None
-    known.take(report(stable=tally(ok=60_000), canary=tally(ok=60_000, error=500)), 630.0)
+    known.add_report(report(stable=tally(ok=60_000), canary=tally(ok=60_000, error=500)), 630.0)
     assert rule.max_error_rate_increase > 500 / 60_500  # of the whole trial
     assert reason(known, 630.0) is not None
 
@@ -294,16 +296,16 @@ def test_an_old_good_time_does_not_hide_a_bad_present() -> None:
 def test_the_whole_window_counts_and_not_just_its_end() -> None:
     known = trials(CanaryArgs(window_s=600))
     for step in range(11):
-        known.take(report(canary=tally(ok=100 * step)), 50.0 * step)
+        known.add_report(report(canary=tally(ok=100 * step)), 50.0 * step)
         assert reason(known, 50.0 * step) is None
-    known.take(report(canary=tally(ok=1048, error=2)), 550.0)  # 2 of the last 50
+    known.add_report(report(canary=tally(ok=1048, error=2)), 550.0)  # 2 of the last 50
     assert reason(known, 550.0) is None
 
 
 def test_a_window_with_too_few_requests_reaches_farther_back() -> None:
     known = trials(CanaryArgs(window_s=10))
     for minute in range(1, 60):
-        known.take(report(canary=tally(ok=minute, error=minute)), 60.0 * minute)
+        known.add_report(report(canary=tally(ok=minute, error=minute)), 60.0 * minute)
         assert (reason(known, 60.0 * minute) is None) == (2 * minute < 50)
 
 
@@ -311,6 +313,6 @@ def test_points_do_not_pile_up() -> None:
     known = trials(CanaryArgs(window_s=10, min_requests=5))
     for step in range(1000):
         canary = tally(ok=max(0, step - 500) // 100)
-        known.take(report(stable=tally(ok=step), canary=canary), 10.0 * step)
+        known.add_report(report(stable=tally(ok=step), canary=canary), 10.0 * step)
         assert reason(known, 10.0 * step) is None
-        assert len(known.by_name["pirate"]._points) <= 24
+        assert len(known.by_name["pirate"]._checkpoints) <= 24

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.canary import sequential
-from serve_app.canary.sequential import Hits, log_evidence
+from serve_app.canary.sequential import Proportion, log_evidence
 
 COUNTS = st.integers(0, 400)
 
@@ -23,7 +23,7 @@ def test_the_evidence_of_one_arm_has_mean_1_at_its_true_rate(num: int, rate: flo
             math.log(math.comb(num, hits))
             + hits * math.log(rate)
             + (num - hits) * math.log1p(-rate)
-            + sequential._log_martingale(Hits(hits, num), rate)
+            + sequential._log_martingale(Proportion(hits, num), rate)
         )
         for hits in range(num + 1)
     )
@@ -34,11 +34,11 @@ def test_the_evidence_of_one_arm_has_mean_1_at_its_true_rate(num: int, rate: flo
 def test_no_pair_of_rates_within_the_margin_has_less_evidence_against_it(
     stable: int, stable_others: int, canary: int, canary_others: int, margin: float
 ) -> None:
-    arms = Hits(stable, stable + stable_others), Hits(canary, canary + canary_others)
+    arms = Proportion(stable, stable + stable_others), Proportion(canary, canary + canary_others)
     found = log_evidence(*arms, margin)
     for step in range(1, 100):
         rate = step / 100
-        if arms[0].of and rate + margin < 1:
+        if arms[0].total and rate + margin < 1:
             pair = sequential._log_martingale(arms[0], rate)
             pair += sequential._log_martingale(arms[1], rate + margin)
             assert found <= max(pair, 0.0) + 1e-6
@@ -48,20 +48,20 @@ def test_no_pair_of_rates_within_the_margin_has_less_evidence_against_it(
 def test_a_wider_margin_is_never_passed_with_more_certainty(
     stable: int, stable_others: int, canary: int, canary_others: int
 ) -> None:
-    arms = Hits(stable, stable + stable_others), Hits(canary, canary + canary_others)
+    arms = Proportion(stable, stable + stable_others), Proportion(canary, canary + canary_others)
     found = [max(0.0, log_evidence(*arms, margin)) for margin in (0.0, 0.01, 0.1, 0.5)]
     assert found == sorted(found, reverse=True)
 
 
 def test_extremes_are_no_error() -> None:
-    assert log_evidence(Hits(0, 0), Hits(0, 0), 0.0) == 0.0
-    assert log_evidence(Hits(0, 0), Hits(5, 5), 0.0) == math.inf
-    assert log_evidence(Hits(0, 0), Hits(5, 5), 1.0) == 0.0
-    assert log_evidence(Hits(0, 10**9), Hits(10**9, 10**9), 0.0) > 1e8
-    assert log_evidence(Hits(10**9, 10**9), Hits(10**9, 10**9), 0.02) == 0.0
+    assert log_evidence(Proportion(0, 0), Proportion(0, 0), 0.0) == 0.0
+    assert log_evidence(Proportion(0, 0), Proportion(5, 5), 0.0) == math.inf
+    assert log_evidence(Proportion(0, 0), Proportion(5, 5), 1.0) == 0.0
+    assert log_evidence(Proportion(0, 10**9), Proportion(10**9, 10**9), 0.0) > 1e8
+    assert log_evidence(Proportion(10**9, 10**9), Proportion(10**9, 10**9), 0.02) == 0.0
 
 
 def test_a_canary_that_always_fails_beside_a_stable_version_that_nearly_does_is_no_error() -> None:
     """The least favourable rate of the canary is then 1, up to rounding."""
-    assert log_evidence(Hits(129, 133), Hits(50, 50), 0.03) < 0
-    assert log_evidence(Hits(197, 199), Hits(50, 50), 0.01) < 0
+    assert log_evidence(Proportion(129, 133), Proportion(50, 50), 0.03) < 0
+    assert log_evidence(Proportion(197, 199), Proportion(50, 50), 0.01) < 0

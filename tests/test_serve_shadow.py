@@ -58,7 +58,7 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
     shadows = Shadows(Migrations(StreamServer(), Router(), "i0"), arms, limit)
     shadows.offer(submitted, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
-    assert arms.tallies() == ()
+    assert arms.counts() == ()
 
 
 def _given(fleet: Fleet, request: Request) -> Submitted:
@@ -79,7 +79,7 @@ async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
         caplog.clear()
         shadows.offer(_given(fleet, request), CANARY, IDLE)
         await until(lambda: shadows.num_open == 0)
-        assert (shadows.num_dropped, fleet.placed, arms.tallies()) == (1, [], ())
+        assert (shadows.num_dropped, fleet.placed, arms.counts()) == (1, [], ())
         assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 

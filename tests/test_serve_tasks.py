@@ -136,7 +136,7 @@ async def test_an_ingress_whose_report_cannot_be_made_reports_again(
     class FailingArms(ArmStats):
         num_calls = 0
 
-        def tallies(self) -> tuple[()]:
+        def counts(self) -> tuple[()]:
             FailingArms.num_calls += 1
             if FailingArms.num_calls < 3:
                 raise KeyError("an arm")

@@ -189,7 +189,7 @@ def test_a_version_is_no_canary_of_itself() -> None:
     both = adapter(1, "champion", "canary")
     split = split_of(catalog(both, canary_weight="1"))
     assert not split.is_active
-    assert "means already" in split.problems[0]
+    assert "resolves to already" in split.problems[0]
 
 
 def test_without_a_champion_the_canary_may_be_the_highest_version() -> None:

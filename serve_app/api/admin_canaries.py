@@ -1,5 +1,5 @@
-"""/admin/canaries: which adapters are split, how their arms do, and the operator's orders. The
-manager knows and acts; here is only the HTTP side.
+"""/admin/canaries: the split adapters, the numbers of their arms, and the operator's changes. This
+is only the HTTP side: the manager has the state and applies the changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from serve_app.api.state import state_of
 from serve_app.canary.status import CanaryStatus
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
+from serve_app.messages import CanaryChange
 from serve_app.openai.json_body import parse_body
 from serve_app.ray_calls import ask_manager
 
@@ -44,36 +45,35 @@ async def canaries(request: Request) -> Response:
 @router.post("/{adapter}")
 async def start(request: Request, adapter: str) -> Response:
     """Sends `weight` of the requests to a version, or copies of `shadow` of them, or both."""
-    state = state_of(request)
-    body = parse_body(_Start, await read_body(request, state.args.max_body_bytes))
+    body = parse_body(_Start, await read_body(request, state_of(request).args.max_body_bytes))
     if body.version is not None and body.alias is not None:
         raise ApiError(
-            400, f"alias: not beside version, got {body.alias!r} and {body.version}.", param="alias"
+            400,
+            f"alias: cannot be combined with version, got {body.alias!r} and {body.version}.",
+            param="alias",
         )
     version = body.version if body.version is not None else body.alias
-    order = state.gateway.manager.start_canary
-    return _one(await ask_manager(order, adapter, version, body.weight, body.shadow))
+    return await _change(request, CanaryChange("start", adapter, version, body.weight, body.shadow))
 
 
 @router.post("/{adapter}/promote")
 async def promote(request: Request, adapter: str) -> Response:
-    """The name means the canary's version from now on. `version` in the body: the canary that is
-    meant; the order is refused where another version is the canary by then."""
-    state = state_of(request)
+    """Makes the name resolve to the canary's version. `version` in the body: the expected canary;
+    the order is refused if another version is the canary by then."""
     version = None
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-        raw = await read_body(request, state.args.max_body_bytes)
+        raw = await read_body(request, state_of(request).args.max_body_bytes)
         version = parse_body(_Promote, raw).version
-    order = state.gateway.manager.promote_canary
-    return _one(await ask_manager(order, adapter, version))
+    return await _change(request, CanaryChange("promote", adapter, version))
 
 
 @router.post("/{adapter}/abort")
 async def abort(request: Request, adapter: str) -> Response:
-    """No canary and no shadow any more."""
-    return _one(await ask_manager(state_of(request).gateway.manager.abort_canary, adapter))
+    """Ends canary and shadow."""
+    return await _change(request, CanaryChange("abort", adapter))
 
 
-def _one(status: object) -> Response:
+async def _change(request: Request, change: CanaryChange) -> Response:
+    status = await ask_manager(state_of(request).gateway.manager.change_canary, change)
     assert isinstance(status, CanaryStatus)
     return json_response({"canary": status})

@@ -179,7 +179,7 @@ def _call(
     head = _head(body, route.resolution)
     lane = gateway.lane(front)
     generation = Generation(gateway.migrations, lane, requests, adapter, ask)
-    watch = None if route.arm is None else gateway.arms.watch(route.arm)
+    watch = None if route.arm is None else gateway.arms.begin(route.arm)
     answer = ResponseBuilder(body, prompts, front.text, head)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:

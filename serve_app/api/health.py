@@ -1,5 +1,5 @@
-"""Routes for whoever operates the server: liveness, readiness, metrics. They tell nothing about
-models beyond their names and what keeps them from being ready.
+"""Routes for operators: liveness, health, readiness, metrics and the version. About models they
+reveal only the names and the reasons why they are not ready.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request, Response
 
 from serve_app.api.state import IngressState, state_of
-from serve_app.canary.metrics import ArmNumbers, arms_text
+from serve_app.canary.metrics import arms_text
 from serve_app.http.asgi import json_response
 from serve_app.metrics.exposition import join_texts
 from serve_app.tasks import failures_text
@@ -21,20 +21,21 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @router.api_route("/live", methods=_METHODS)
 async def live() -> Response:
-    """This process answers."""
+    """Succeeds as long as this process responds."""
     return _status(True, "alive")
 
 
 @router.api_route("/health", methods=_METHODS)
 async def health(request: Request) -> Response:
-    """No engine that worked is gone or stuck."""
+    """Fails when an engine that was serving has died or stalled."""
     is_healthy = state_of(request).gateway.is_healthy
     return _status(is_healthy, "healthy" if is_healthy else "an engine is down")
 
 
 @router.api_route("/ready", methods=_METHODS)
 async def ready(request: Request) -> Response:
-    """Every base model of the file answers, or sleeps. What is added later holds up nobody."""
+    """Succeeds when every base model of the configuration file answers or sleeps. Bases added at
+    run time do not count."""
     gateway = state_of(request).gateway
     if gateway.is_ready:
         return _status(True, "ready")
@@ -43,7 +44,7 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/metrics", methods=_METHODS)
 async def metrics(request: Request) -> Response:
-    """The metrics of all ingresses, engines and the manager, in Prometheus' text format."""
+    """Returns the metrics of all ingresses, engines and the manager, in Prometheus' text format."""
     state = state_of(request)
     text = await state.scrape.text(state.gateway, state.args.metrics_max_age_s)
     return Response(text, media_type=_METRICS_TYPE)
@@ -55,24 +56,17 @@ async def get_version() -> Response:
 
 
 def own_metrics(state: IngressState) -> bytes:
-    """The metrics of this ingress replica."""
-    gateway = state.gateway
-    own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
-    tasks = failures_text({"process": "ingress", "ingress": state.metrics.ingress})
+    """Returns the metrics of this ingress replica."""
+    gateway, shadows, ingress = state.gateway, state.shadows, state.metrics.ingress
+    num_rollbacks = () if gateway.view is None else gateway.view.canary.num_rollbacks
+    arms = gateway.arms.counts()
     return join_texts(
-        (own, gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text(), tasks)
-    )
-
-
-def _arms(state: IngressState) -> bytes:
-    gateway, shadows = state.gateway, state.shadows
-    return arms_text(
-        ArmNumbers(
-            state.metrics.ingress,
-            gateway.arms.tallies(),
-            () if gateway.view is None else gateway.view.canary.num_rollbacks,
-            shadows.num_open,
-            shadows.num_dropped,
+        (
+            state.metrics.text(gateway.stream.num_open, gateway.attendance.routed()),
+            gateway.migrations.metrics.text(),
+            arms_text(ingress, arms, num_rollbacks, shadows.num_open, shadows.num_dropped),
+            state.queues.stats.text(),
+            failures_text({"process": "ingress", "ingress": ingress}),
         )
     )
 

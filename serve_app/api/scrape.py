@@ -1,5 +1,7 @@
-"""/metrics as one collection for all scrapers of a moment: each collection asks every engine and
-the manager, and thirty scrapers in a loop must not cost as much as thirty collections.
+"""The collection behind /metrics, shared by simultaneous scrapers.
+
+Each collection asks every engine and the manager, and thirty scrapers in a loop must not cost as
+much as thirty collections.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ _TIMEOUT_S = 2.0
 
 
 async def collect(gateway: Gateway) -> bytes:
-    """The whole server's exposition as of now."""
+    """Returns the metrics of the whole server as of now."""
     engines, manager = await asyncio.gather(_engines(gateway), _manager(gateway))
     return join_texts([*engines, *manager])
 
 
 class Scrape:
-    """The newest collection of one ingress replica."""
+    """The latest collection of an ingress replica."""
 
     def __init__(self, collect: Callable[[Gateway], Awaitable[bytes]] = collect) -> None:
         self._collect = collect
@@ -35,7 +37,7 @@ class Scrape:
         self._begun_s = 0.0
 
     async def text(self, gateway: Gateway, max_age_s: float) -> bytes:
-        """A collection that is under way, or that began at most `max_age_s` seconds ago."""
+        """Returns a collection that is under way, or that began at most `max_age_s` seconds ago."""
         loop = asyncio.get_running_loop()
         known = self._collecting
         is_old = known is not None and known.done() and loop.time() - self._begun_s >= max_age_s
@@ -53,8 +55,8 @@ def _has_failed(task: asyncio.Task[bytes]) -> bool:
 
 
 async def _engines(gateway: Gateway) -> list[bytes]:
-    """The texts of every replica of every base; a replica that does not answer in time is left
-    out."""
+    """Returns the texts of every replica of every base, without replicas that do not answer in
+    time."""
     broadcasts = [front.handle.broadcast("metrics") for front in gateway.fronts]
     results = await asyncio.gather(
         *(
@@ -63,19 +65,20 @@ async def _engines(gateway: Gateway) -> list[bytes]:
         ),
         return_exceptions=True,
     )
-    answers = [answer for result in results if isinstance(result, list) for answer in result]
-    return [answer for answer in answers if isinstance(answer, bytes)]
+    texts = [text for result in results if isinstance(result, list) for text in result]
+    return [text for text in texts if isinstance(text, bytes)]
 
 
 async def _manager(gateway: Gateway) -> list[bytes]:
-    """The manager's own and the sums over all ingresses, this one as it stands now. None while it
-    does not answer: a part of a sum would look like a counter that fell."""
+    """Returns the manager's own metrics and the sums over all ingresses, with the current counts of
+    this ingress. Empty while the manager does not answer: a partial sum would look like a counter
+    that fell."""
     counts = gateway.counts
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             text: bytes = await gateway.manager.metrics.remote(counts.ingress_id, counts.next())
     except (RayError, RayServeException, TimeoutError) as error:
-        logger.warning("the manager tells no metrics: %s", error)
+        logger.warning("could not fetch the manager's metrics: %s", error)
         return []
     counts.was_taken = True
     return [text]

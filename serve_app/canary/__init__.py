@@ -1,1 +1,1 @@
-"""Two versions of an adapter side by side: counted at ingresses, judged by the manager."""
+"""Canaries and shadows of adapters: split and counted at ingresses, judged by the manager."""

@@ -1,7 +1,7 @@
-"""What each version of a split adapter does to its requests, counted at an ingress.
+"""The counts of an ingress for each version of a split adapter.
 
-Cumulative, by adapter, arm and version: the manager judges canaries by it, /metrics shows it.
-Ignorant of how a request got to its arm.
+Cumulative, by adapter, arm and version. The manager judges canaries by them; /metrics shows them.
+How a request got to its arm is decided elsewhere (`split`).
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass, field
 
 from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
 from serve_app.metrics.histograms import Histogram
-from serve_app.tally import ARM_SECONDS, OUTCOMES, PLACES, ArmCounts, ArmKey, ArmOutcome
+from serve_app.tally import ARM_SECONDS, OUTCOME_INDEX, OUTCOMES, ArmCounts, ArmKey, ArmOutcome
 
 
 class ArmStats:
-    """Of one ingress replica. All methods belong to its event loop."""
+    """The arms of an ingress replica. All methods belong to its event loop."""
 
     def __init__(self) -> None:
         self._counts: dict[ArmKey, _Counts] = {}
 
-    def watch(self, key: ArmKey) -> ArmRequest:
-        """From the arrival of a request on."""
+    def begin(self, key: ArmKey) -> ArmRequest:
+        """Called when a request arrives: its times count from now."""
         return ArmRequest(self._counts.setdefault(key, _Counts()))
 
-    def tallies(self) -> tuple[tuple[ArmKey, ArmCounts], ...]:
-        return tuple((key, counts.tally()) for key, counts in self._counts.items())
+    def counts(self) -> tuple[tuple[ArmKey, ArmCounts], ...]:
+        return tuple((key, counts.frozen()) for key, counts in self._counts.items())
 
-    def keep(self, versions: Collection[tuple[str, str]]) -> None:
-        """(name, digest) of what is registered; the others are forgotten."""
+    def retain(self, versions: Collection[tuple[str, str]]) -> None:
+        """Drops the counts of all versions but these, given as (name, digest)."""
         for key in [key for key in self._counts if (key.adapter, key.digest) not in versions]:
             del self._counts[key]
 
 
 class ArmRequest:
-    """One request of an arm. The first end counts."""
+    """A request of an arm. Only its first end counts."""
 
     __slots__ = ("_counts", "_first_token_s", "_is_ended", "_is_warm", "_start_s", "_time")
 
@@ -48,7 +48,7 @@ class ArmRequest:
         self._is_warm = False
 
     def warm(self) -> None:
-        """An engine took the request, and had its adapter on the device."""
+        """Called when an engine that has the adapter on its device accepts the request."""
         self._is_warm = True
 
     def first_token(self) -> None:
@@ -68,7 +68,7 @@ class ArmRequest:
             return
         self._is_ended = True
         counts = self._counts
-        counts.outcomes[PLACES[outcome]] += 1
+        counts.outcomes[OUTCOME_INDEX[outcome]] += 1
         counts.output_tokens += num_tokens
         if self._first_token_s is not None:
             counts.first_token.observe(self._first_token_s)
@@ -81,6 +81,7 @@ class ArmRequest:
 
 
 def outcome_of(error: BaseException) -> ArmOutcome:
+    """Returns the outcome of a request that ended with `error`."""
     if isinstance(error, ClientGoneError | asyncio.CancelledError):
         return "left"
     if isinstance(error, NonFiniteError):
@@ -98,7 +99,7 @@ class _Counts:
     warm_first_token: Histogram = field(default_factory=lambda: Histogram(ARM_SECONDS))
     num_warm_left: int = 0
 
-    def tally(self) -> ArmCounts:
+    def frozen(self) -> ArmCounts:
         return ArmCounts(
             tuple(self.outcomes),
             self.output_tokens,

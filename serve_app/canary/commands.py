@@ -1,5 +1,5 @@
-"""What an operator may order of a canary, written to the registry. Blocking; each order can be
-given again after a failure in its middle. Refusals name the field and its value.
+"""An operator's changes of a canary, written to the registry. Blocking; each change can be repeated
+after a failure in its middle. Refusals name the field and its value.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from registry.errors import InvalidNameError, NotFoundError
 from registry.names import check_name
 from serve_app.canary.split import CANARY, SHADOW, parse_weight
 from serve_app.errors import shown
+from serve_app.messages import CanaryChange
 from serve_app.platform_view import RegistryReader
 
 CANARY_WEIGHT = "canary_weight"
@@ -23,82 +24,91 @@ ROLLED_BACK = "canary_rolled_back"
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class CanaryCommand:
+    change: CanaryChange
     registry: RegistryReader
-    catalog: Catalog  # taken a moment ago
-    # (name, digest) -> why that version was rolled back; the registry may not have taken it yet.
+    catalog: Catalog  # read a moment ago
+    # (name, digest) -> reason of a rollback that the registry may not have yet
     vetoes: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
-    def start(
-        self,
-        name: str,
-        version: int | str | None,
-        weight: float | None,
-        shadow_weight: float | None,
-    ) -> AdapterVersion | None:
-        """The canary on trial from now on, if any. The weight last: it is what sends requests."""
+    def run(self) -> AdapterVersion | None:
+        """Returns the canary that is on trial from now on, None if the change starts no canary."""
+        match self.change.kind:
+            case "start":
+                return self._start()
+            case "promote":
+                self._promote()
+            case "abort":
+                self._abort()
+        return None
+
+    def _start(self) -> AdapterVersion | None:
+        """Writes aliases and weights; the canary's weight last, as it starts the traffic."""
+        name, weight, shadow_weight = self.change.name, self.change.weight, self.change.shadow
         if weight is None and shadow_weight is None:
             raise InvalidRequestError("weight: required, or shadow.", "weight")
         _check_share("weight", weight)
         _check_share("shadow", shadow_weight)
-        found = self._wanted(name, version, CANARY if weight is not None else SHADOW)
-        if found.digest == self._stable(name).digest:
+        found = self._chosen(CANARY if weight is not None else SHADOW)
+        if found.digest == self._stable().digest:
             raise InvalidRequestError(
-                f"version: {found.version} is what {name!r} means already.", "version"
+                f"version: {name!r} resolves to {found.version} already.", "version"
             )
         if shadow_weight is not None:
-            self._try(found, SHADOW, SHADOW_WEIGHT, shadow_weight)
+            self._set_arm(found, SHADOW, SHADOW_WEIGHT, shadow_weight)
         if weight is not None:
-            self._try(found, CANARY, CANARY_WEIGHT, weight)
-            self._clear(name, ROLLED_BACK)
+            self._set_arm(found, CANARY, CANARY_WEIGHT, weight)
+            self._clear(ROLLED_BACK)
         return found if weight is not None else None
 
-    def promote(self, name: str, version: int | None) -> None:
-        """The name means the canary's version from now on, and is not split any more. `version`:
-        the canary that the operator means; None: any."""
-        self._stable(name)
-        found = self._aliased(name, CANARY)
+    def _promote(self) -> None:
+        """Makes the name resolve to the canary's version, and ends the split. `change.version`: the
+        canary that the operator expects; None: any."""
+        name, expected = self.change.name, self.change.version
+        self._stable()
+        found = self._with_alias(CANARY)
         if found is None:
             raise NotFoundError(f"adapter {name!r} has no alias {CANARY!r}: nothing to promote")
-        if version is not None and version != found.version:
+        if expected is not None and expected != found.version:
             raise InvalidRequestError(
-                f"version: expected {version}, but the canary of {name!r} is {found.version}.",
+                f"version: expected {expected}, but the canary of {name!r} is {found.version}.",
                 "version",
             )
         reason = self.vetoes.get((name, found.digest))
         if reason is None:
-            reason = _reason(self.catalog.setting(name, ROLLED_BACK), found.version)
+            reason = _rollback_reason(self.catalog.setting(name, ROLLED_BACK), found.version)
         if reason is not None:
             raise InvalidRequestError(
-                f"version: {found.version} was rolled back ({reason}); start it anew first.",
+                f"version: {found.version} was rolled back ({reason}); start it again first.",
                 "version",
             )
         default = self.catalog.default_aliases.of(found)
         self.registry.set_alias(name, default, found.version)
-        self._clear(name, CANARY_WEIGHT, ROLLED_BACK)
+        self._clear(CANARY_WEIGHT, ROLLED_BACK)
         self.registry.set_alias(name, CANARY, None)
         if SHADOW in found.aliases:
-            self._clear(name, SHADOW_WEIGHT)
+            self._clear(SHADOW_WEIGHT)
             self.registry.set_alias(name, SHADOW, None)
 
-    def abort(self, name: str) -> None:
-        """No canary and no shadow any more. Why it was rolled back stays to be read."""
-        self._stable(name)
-        wished = [alias for alias in (CANARY, SHADOW) if self._aliased(name, alias) is not None]
+    def _abort(self) -> None:
+        """Ends canary and shadow. The reason of a rollback remains readable."""
+        name = self.change.name
+        self._stable()
+        aliases = [alias for alias in (CANARY, SHADOW) if self._with_alias(alias) is not None]
         weights = [
             key
             for key in (CANARY_WEIGHT, SHADOW_WEIGHT)
             if self.catalog.setting(name, key) is not None
         ]
-        if not wished and not weights:
+        if not aliases and not weights:
             raise NotFoundError(f"adapter {name!r} has no canary and no shadow: nothing to abort")
-        self._clear(name, *weights)
-        for alias in wished:
+        self._clear(*weights)
+        for alias in aliases:
             self.registry.set_alias(name, alias, None)
 
-    def _try(self, version: AdapterVersion, alias: str, key: str, weight: float) -> None:
-        """An alias never moves under a weight that was given for another version: a failure in
-        the middle, or a look at the registry then, finds the weight 0."""
+    def _set_arm(self, version: AdapterVersion, alias: str, key: str, weight: float) -> None:
+        """Moves the alias only while the weight is 0, so that no version ever has the weight of
+        another version, even after a failure in the middle."""
         name, registry = version.name, self.registry
         if alias not in version.aliases:
             if self.catalog.setting(name, key) is not None:
@@ -106,22 +116,26 @@ class Orders:
             registry.set_alias(name, alias, version.version)
         registry.set_setting(name, key, f"{weight:g}")
 
-    def _clear(self, name: str, *keys: str) -> None:
+    def _clear(self, *keys: str) -> None:
+        name = self.change.name
         for key in keys:
             if self.catalog.setting(name, key) is not None:
                 self.registry.set_setting(name, key, None)
 
-    def _stable(self, name: str) -> AdapterVersion:
-        """Says best what is wrong with a name."""
+    def _stable(self) -> AdapterVersion:
+        """Returns the version that the name resolves to. Its errors explain a bad name."""
+        name = self.change.name
         adapter = self.catalog.resolve(check_name(name)).adapter
         if adapter is None:
             raise InvalidRequestError(f"adapter: {name!r} is a base model.", "adapter")
         return adapter
 
-    def _wanted(self, name: str, version: int | str | None, alias: str) -> AdapterVersion:
-        self._stable(name)
+    def _chosen(self, alias: str) -> AdapterVersion:
+        """Returns the version to start: of the change, or else the version that has `alias`."""
+        name, version = self.change.name, self.change.version
+        self._stable()
         if version is None:
-            found = self._aliased(name, alias)
+            found = self._with_alias(alias)
             if found is None:
                 raise InvalidRequestError(
                     f"version: required, adapter {name!r} has no alias {alias!r}.", "version"
@@ -135,9 +149,9 @@ class Orders:
         assert found is not None
         return found
 
-    def _aliased(self, name: str, alias: str) -> AdapterVersion | None:
+    def _with_alias(self, alias: str) -> AdapterVersion | None:
         for adapter in self.catalog.adapters:
-            if adapter.name == name and alias in adapter.aliases:
+            if adapter.name == self.change.name and alias in adapter.aliases:
                 return adapter
         return None
 
@@ -147,8 +161,9 @@ def _check_share(field: str, share: float | None) -> None:
         raise InvalidRequestError(f"{field}: must lie in [0, 1], got {share}.", field)
 
 
-def _reason(rolled_back: str | None, version: int) -> str | None:
-    """Why this version was rolled back, if it was; None for text that is not ours."""
+def _rollback_reason(rolled_back: str | None, version: int) -> str | None:
+    """Returns why this version was rolled back; None if it was not, or if the setting cannot be
+    parsed."""
     try:
         record = json.loads(rolled_back or "null")
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""The manager's part of canaries: judges them, rolls back what fails, starts, promotes and ends
-them for an operator.
+"""The manager's part of canaries: judges them, rolls back bad canaries, and applies an operator's
+changes.
 
-What is wished stands in the registry (aliases `canary` and `shadow`, settings). A roll-back counts
-at once, as a veto in the view, and is written to the registry as soon as that takes it. Ignorant of
+The desired state is in the registry (aliases `canary` and `shadow`, settings). A rollback counts at
+once, as a veto in the view, and is written to the registry as soon as possible. Independent of
 requests and of HTTP.
 """
 
@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
-from serve_app.canary.commands import ROLLED_BACK, Orders
+from serve_app.canary.commands import ROLLED_BACK, CanaryCommand
 from serve_app.canary.split import CANARY, Split, Traffic, read_traffic
 from serve_app.canary.status import CanaryStatus, status_of
 from serve_app.canary.trials import Trials
 from serve_app.config import CanaryArgs
-from serve_app.messages import IngressReport
+from serve_app.messages import CanaryChange, IngressReport
 from serve_app.platform_view import CanaryState, RegistryReader
 from serve_app.tasks import spawn
 
@@ -42,7 +42,7 @@ class _Veto:
     digest: str
     reason: str
     at: str  # ISO 8601
-    written_s: float | None = None  # when the registry had taken it, or needed it no more
+    written_s: float | None = None  # when the registry had it, or did not need it any more
 
 
 class Canaries:
@@ -56,8 +56,7 @@ class Canaries:
         self._registry: RegistryReader | None = None
         self._look: Callable[[], Catalog] = Catalog
         self._wake: Callable[[], None] = lambda: None
-        self._writing = asyncio.Lock()  # one change of the registry at a time
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()  # held during each change of the registry
         self._catalog = Catalog()
         self._running: frozenset[str] = frozenset()
         self._served: frozenset[str] = frozenset()
@@ -67,12 +66,13 @@ class Canaries:
     def open(
         self, registry: RegistryReader, look: Callable[[], Catalog], wake: Callable[[], None]
     ) -> None:
-        """`look`: blocks; what the registry says now, with the default aliases that count here.
-        `wake`: asks for a look at the registry soon; called when a roll-back was written."""
+        """`look`: blocks; returns the registry's present catalog, with the default aliases that
+        apply here. `wake`: asks for a look at the registry soon; called after each written
+        rollback."""
         self._registry, self._look, self._wake = registry, look, wake
 
-    def take(self, report: IngressReport) -> None:
-        self._trials.take(report, _now_s())
+    def add_report(self, report: IngressReport) -> None:
+        self._trials.add_report(report, _now_s())
 
     def review(
         self,
@@ -81,14 +81,14 @@ class Canaries:
         looked_s: float,
         served: Collection[str] = (),
     ) -> CanaryState:
-        """Judges what runs. Called with each look at the platform; the answer is for the view.
-        `looked_s`: the loop's time at which the look that found this catalog began. `running`,
-        `served`: see `read_traffic`."""
+        """Judges the running trials; called with each look at the platform. Returns the state for
+        the view. `looked_s`: the loop's time at which the look that found this catalog began.
+        `running`, `served`: see `read_traffic`."""
         self._catalog = catalog
         self._running, self._served = frozenset(running), frozenset(served)
         now_s = _now_s()
         self._lift_vetoes(looked_s)
-        self._follow(now_s)
+        self._update_trials(now_s)
         has_failed = False
         for name, verdict in self._trials.verdicts(now_s).items():
             split = self._traffic.splits[name]
@@ -96,55 +96,35 @@ class Canaries:
                 self._roll_back(split, verdict.reason)
                 has_failed = True
         if has_failed:
-            self._follow(now_s)
-        self._tell_problems()
+            self._update_trials(now_s)
+        self._log_problems()
         return CanaryState(
             tuple((name, digest, veto.reason) for (name, digest), veto in self._vetoes.items()),
             tuple(sorted(self._num_rollbacks.items())),
         )
 
     def statuses(self) -> tuple[CanaryStatus, ...]:
-        """Of all adapters that have a canary or shadow alias, or a setting for one."""
+        """Returns the status of every adapter with a canary or shadow alias, or a setting of
+        these."""
         catalog = self._catalog
         return tuple(
             self._status(catalog, name, split) for name, split in self._traffic.splits.items()
         )
 
-    async def start(
-        self,
-        name: str,
-        version: int | str | None,
-        weight: float | None,
-        shadow_weight: float | None,
-    ) -> CanaryStatus:
-        """`version`: a number or an alias; None: the one that has the alias already."""
-        return await self._order(
-            name, lambda orders: orders.start(name, version, weight, shadow_weight)
-        )
-
-    async def promote(self, name: str, version: int | None = None) -> CanaryStatus:
-        """`version`: the canary that the operator means; the order is refused where another version
-        is the canary by now."""
-        return await self._order(name, lambda orders: orders.promote(name, version))
-
-    async def abort(self, name: str) -> CanaryStatus:
-        return await self._order(name, lambda orders: orders.abort(name))
-
-    async def _order(
-        self, name: str, order: Callable[[Orders], AdapterVersion | None]
-    ) -> CanaryStatus:
-        """The status afterwards, as the registry has it then."""
+    async def change(self, change: CanaryChange) -> CanaryStatus:
+        """Returns the status after the change, as the registry has it then."""
         async with self._writing:
             registry, vetoes = self._opened(), self._reasons()
 
-            def act() -> tuple[AdapterVersion | None, Catalog]:
-                return order(Orders(registry, self._look(), vetoes)), self._look()
+            def run() -> tuple[AdapterVersion | None, Catalog]:
+                command = CanaryCommand(change, registry, self._look(), vetoes)
+                return command.run(), self._look()
 
-            on_trial, catalog = await asyncio.to_thread(act)
-            if on_trial is not None:  # whatever happened to it before
-                self._vetoes.pop((name, on_trial.digest), None)
+            on_trial, catalog = await asyncio.to_thread(run)
+            if on_trial is not None:  # an earlier rollback of it does not count any more
+                self._vetoes.pop((change.name, on_trial.digest), None)
         traffic = read_traffic(catalog, self._running, self._reasons(), self._served)
-        return self._status(catalog, name, traffic.splits.get(name))
+        return self._status(catalog, change.name, traffic.splits.get(change.name))
 
     def _status(self, catalog: Catalog, name: str, split: Split | None) -> CanaryStatus:
         rolled_back = catalog.setting(name, ROLLED_BACK)
@@ -152,7 +132,7 @@ class Canaries:
             return CanaryStatus(name, rolled_back=rolled_back)
         return status_of(split, self._trials.by_name.get(name), rolled_back, self._rule, _now_s())
 
-    def _follow(self, now_s: float) -> None:
+    def _update_trials(self, now_s: float) -> None:
         self._traffic = read_traffic(self._catalog, self._running, self._reasons(), self._served)
         self._trials.follow(self._traffic.splits, now_s)
 
@@ -167,12 +147,10 @@ class Canaries:
         veto = _Veto(split.name, version.version, version.digest, reason, at)
         self._vetoes[split.name, version.digest] = veto
         self._num_rollbacks[split.name] += 1
-        task = spawn(self._write(veto), "write-rollback")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(self._write(veto), "write-rollback")
 
     async def _write(self, veto: _Veto) -> None:
-        """Until the registry takes it, or nobody needs it any more."""
+        """Writes a rollback, retrying until the registry has it or it does not apply any more."""
         while True:
             async with self._writing:
                 if self._vetoes.get((veto.name, veto.digest)) is not veto:
@@ -183,9 +161,9 @@ class Canaries:
                     veto.written_s = _now_s()
                     return
                 except RegistryError as error:
-                    logger.warning("the roll-back of %s is not written yet: %s", veto.name, error)
+                    logger.warning("retrying to write the rollback of %s: %s", veto.name, error)
                 except Exception:
-                    logger.exception("the roll-back of %s is not written yet", veto.name)
+                    logger.exception("retrying to write the rollback of %s", veto.name)
                 else:
                     veto.written_s = _now_s()
                     self._wake()
@@ -193,14 +171,14 @@ class Canaries:
             await asyncio.sleep(_RETRY_S)
 
     def _lift_vetoes(self, looked_s: float) -> None:
-        """Ends the vetoes that were written before the look began: its catalog shows the weight 0,
-        or one that was raised since. No veto ends by time, nor by an older catalog."""
+        """Ends the vetoes that were written before the look began: its catalog has the weight 0, or
+        a weight that was raised since. No veto ends by time, nor by an older catalog."""
         for key, veto in tuple(self._vetoes.items()):
             if veto.written_s is not None and veto.written_s < looked_s:
                 del self._vetoes[key]
 
-    def _tell_problems(self) -> None:
-        """Each once, as long as it lasts."""
+    def _log_problems(self) -> None:
+        """Logs each problem once for as long as it lasts."""
         problems = frozenset(
             (name, problem)
             for name, split in self._traffic.splits.items()
@@ -217,8 +195,8 @@ class Canaries:
 
 
 def _store(registry: RegistryReader, look: Callable[[], Catalog], veto: _Veto) -> None:
-    """The weight first: it is what counts. Unless another version has the alias by now. The
-    meaning of the bare name plays no part: a roll-back is written while it has none."""
+    """Writes a rollback, unless another version has the alias by now. The weight first, as it sends
+    the requests. The bare name need not resolve for that."""
     if not any(
         adapter.name == veto.name and adapter.digest == veto.digest and CANARY in adapter.aliases
         for adapter in look().adapters

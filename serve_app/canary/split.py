@@ -1,7 +1,8 @@
-"""Which version of an adapter a request goes to: what its name means, its canary, or a shadow too.
+"""The split of an adapter's requests: to the version that its name resolves to, to its canary, and
+as copies to a shadow.
 
-Pure: read from a catalog, the bases that run and what was rolled back. Only a name without a suffix
-(`name` or `base:name`) is ever split: who writes `@alias` or `@version` gets that version.
+Pure: read from a catalog, the running bases and the rollbacks. Only a name without a suffix
+(`name` or `base:name`) is ever split: with `@alias` or `@version` a client gets that version.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ SHADOW = "shadow"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A second version of an adapter and the share of requests that it shall see."""
+class DesiredArm:
+    """A second version of an adapter and the share of requests that the registry asks for."""
 
-    version: AdapterVersion | None  # the one with the alias
-    weight: float  # 0 to 1, as the setting says
-    problem: str | None = None  # why it is not used, or not as the setting says
+    version: AdapterVersion | None  # that has the alias
+    weight: float  # 0 to 1, as set in the registry
+    problem: str | None = None  # why it is not used, or not as set
     is_waiting: bool = False  # for its base: until that answers, its requests go to stable
 
     @property
     def share(self) -> float:
+        """The weight that is used: 0 while there is a problem."""
         is_used = self.problem is None or self.is_waiting
         return self.weight if self.version is not None and is_used else 0.0
 
@@ -37,9 +39,9 @@ class Wish:
 @dataclass(frozen=True, slots=True)
 class Split:
     name: str
-    stable: AdapterVersion  # what the name means
-    canary: Wish
-    shadow: Wish
+    stable: AdapterVersion  # that the name resolves to
+    canary: DesiredArm
+    shadow: DesiredArm
 
     @property
     def is_active(self) -> bool:
@@ -47,11 +49,12 @@ class Split:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        return tuple(wish.problem for wish in (self.canary, self.shadow) if wish.problem)
+        return tuple(arm.problem for arm in (self.canary, self.shadow) if arm.problem)
 
     def choose(self, key: str | None, draw: Callable[[], float]) -> tuple[Arm, AdapterVersion]:
-        """One key always has the same place, so a higher weight takes nobody out of the canary.
-        Without a key every request draws for itself."""
+        """Returns the arm and version of a request. A key always has the same place, so a higher
+        weight keeps every key that is in the canary already. Without a key, `draw` decides per
+        request."""
         canary = self.canary
         if canary.version is not None and canary.share > 0:
             point = draw() if key is None else place(self.name, key)
@@ -60,8 +63,8 @@ class Split:
         return "stable", self.stable
 
     def copied_to(self, chosen: AdapterVersion, draw: Callable[[], float]) -> AdapterVersion | None:
-        """The shadow, where this request is in its share. It gets the tokens of the request, so
-        only the very same base can read them."""
+        """Returns the shadow's version if this request is in its share, otherwise None. The copy
+        has the request's tokens, so the shadow must have exactly the same base."""
         shadow = self.shadow
         if shadow.version is None or shadow.share <= draw():
             return None
@@ -74,7 +77,8 @@ class Traffic:
     splits: Mapping[str, Split] = field(default_factory=dict)  # by the adapter's name
 
     def split_of(self, model: str) -> Split | None:
-        """The split of what a client asks for; None: its model string says all."""
+        """Returns the split of a client's model string; None if the string names a version or base
+        of its own, or the adapter is not split."""
         if "@" in model:
             return None
         base, _, name = model.rpartition(":")
@@ -82,8 +86,8 @@ class Traffic:
         if split is None or not split.is_active:
             return None
         versions = (split.stable, split.canary.version)
-        if base and any(one is not None and one.base_name != base for one in versions):
-            return None  # the client names the base: a canary of another one is not meant
+        if base and any(arm is not None and arm.base_name != base for arm in versions):
+            return None  # the client names the base, so a canary on another base does not apply
         return split
 
 
@@ -94,19 +98,19 @@ def read_traffic(
     served: Collection[str] = (),
 ) -> Traffic:
     """`running`: digests of the bases that answer. `vetoes`: (name, digest) -> why that canary was
-    rolled back, for those that the registry may still wish. `served`: digests of the bases that are
-    to answer, among them those that start, sleep or failed: a canary on one of these keeps its
-    share and its trial."""
-    wished: dict[str, dict[str, AdapterVersion]] = {}
+    rolled back; the registry may still ask for it. `served`: digests of all bases that should
+    answer, including bases that start, sleep or failed: a canary on such a base keeps its share and
+    its trial."""
+    desired: dict[str, dict[str, AdapterVersion]] = {}
     for adapter in catalog.adapters:
         for alias in (CANARY, SHADOW):
             if alias in adapter.aliases:
-                wished.setdefault(adapter.name, {})[alias] = adapter
+                desired.setdefault(adapter.name, {})[alias] = adapter
     for setting in catalog.settings:
         if setting.key in ("canary_weight", "shadow_weight", "canary_rolled_back"):
-            wished.setdefault(setting.name, {})
+            desired.setdefault(setting.name, {})
     splits = {}
-    for name, versions in sorted(wished.items()):
+    for name, versions in sorted(desired.items()):
         stable = _stable(catalog, name)
         if stable is not None:
             canary = _canary(catalog, stable, versions.get(CANARY), running, vetoes, served)
@@ -116,18 +120,18 @@ def read_traffic(
 
 
 def sticky_key(*candidates: str | None) -> str | None:
-    """The first that says anything."""
-    return next((one for one in candidates if one), None)
+    """Returns the first candidate that is not empty."""
+    return next((candidate for candidate in candidates if candidate), None)
 
 
 def place(name: str, key: str) -> float:
-    """Of a key among the requests for an adapter, in [0, 1). The version is no part of it."""
+    """Returns a key's place among the requests for an adapter, in [0, 1), whatever the version."""
     digest = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53  # all that a float can hold
 
 
 def parse_weight(text: str | None) -> float | None:
-    """None: not a number from 0 to 1."""
+    """Returns None if the text is not a number from 0 to 1; no text means 0."""
     try:
         weight = float(text or "0")
     except ValueError:
@@ -149,40 +153,41 @@ def _canary(
     running: Collection[str],
     vetoes: Mapping[tuple[str, str], str],
     served: Collection[str],
-) -> Wish:
+) -> DesiredArm:
     weight, problem = _weight(catalog, stable.name, "canary_weight")
     if version is None or problem is not None:
-        return Wish(version, weight, problem)
+        return DesiredArm(version, weight, problem)
+    is_same_base = version.base_digest == stable.base_digest
+    is_waiting = False
     if (reason := vetoes.get((version.name, version.digest))) is not None:
-        return Wish(version, weight, f"version {version.version} was rolled back: {reason}")
-    if version.refused:
-        return Wish(version, weight, _cannot_be_served(version))
-    if version.digest == stable.digest:
-        return Wish(version, weight, f"version {version.version} is what the name means already")
-    if version.base_digest != stable.base_digest and version.base_digest not in running:
-        if version.base_digest in served:
-            words = f"version {version.version} waits for its base {version.base_name!r} to answer"
-            return Wish(version, weight, words, is_waiting=True)
-        return Wish(
-            version,
-            weight,
-            f"version {version.version} was made for a version of base {version.base_name!r} "
-            "that is not served here",
+        problem = f"was rolled back: {reason}"
+    elif version.refused:
+        problem = f"cannot be served: {version.refused}"
+    elif version.digest == stable.digest:
+        problem = f"is what {stable.name!r} resolves to already"
+    elif not is_same_base and version.base_digest not in running:
+        is_waiting = version.base_digest in served
+        problem = (
+            f"waits for its base {version.base_name!r} to answer"
+            if is_waiting
+            else f"was made for a version of base {version.base_name!r} that is not served here"
         )
-    return Wish(version, weight)
+    return DesiredArm(version, weight, _with_version(version, problem), is_waiting)
 
 
-def _shadow(catalog: Catalog, stable: AdapterVersion, version: AdapterVersion | None) -> Wish:
+def _shadow(catalog: Catalog, stable: AdapterVersion, version: AdapterVersion | None) -> DesiredArm:
     weight, problem = _weight(catalog, stable.name, "shadow_weight")
-    if version is not None and problem is None and version.base_digest != stable.base_digest:
-        problem = f"version {version.version} has another base than the name: it cannot shadow it"
-    if version is not None and problem is None and version.refused:
-        problem = _cannot_be_served(version)
-    return Wish(version, weight, problem)
+    if version is None or problem is not None:
+        return DesiredArm(version, weight, problem)
+    if version.base_digest != stable.base_digest:
+        problem = f"has another base than {stable.name!r}: it cannot shadow it"
+    elif version.refused:
+        problem = f"cannot be served: {version.refused}"
+    return DesiredArm(version, weight, _with_version(version, problem))
 
 
-def _cannot_be_served(version: AdapterVersion) -> str:
-    return f"version {version.version} cannot be served: {version.refused}"
+def _with_version(version: AdapterVersion, problem: str | None) -> str | None:
+    return None if problem is None else f"version {version.version} {problem}"
 
 
 def _weight(catalog: Catalog, name: str, key: str) -> tuple[float, str | None]:

@@ -1,10 +1,10 @@
-"""A canary as an operator sees it: versions, weights, the numbers of its arms and the verdict."""
+"""The status of a canary for operators: versions, weights, the numbers of its arms, the verdict."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.canary.split import Split, Wish
+from serve_app.canary.split import DesiredArm, Split
 from serve_app.canary.trials import Trial
 from serve_app.canary.verdict import FIRST_TOKEN_QUANTILE
 from serve_app.config import CanaryArgs
@@ -16,13 +16,13 @@ class ArmStatus:
     arm: Arm
     version: int
     digest: str
-    weight: float  # of the requests, as it is used
-    outcomes: dict[str, int]  # of the trial
+    weight: float  # the share of requests that it gets now
+    outcomes: dict[str, int]  # during the trial
     output_tokens: int
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     latency_p50_ms: float | None
-    problem: str | None = None  # why it is not used as the registry wishes
+    problem: str | None = None  # why it is not used as the registry asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,15 @@ class CanaryStatus:
     verdict: str = "no trial"
     arms: tuple[ArmStatus, ...] = ()
     problems: tuple[str, ...] = ()
-    rolled_back: str | None = None  # the setting, JSON of version, reason and time
-    duration_s: float | None = None  # of the trial that runs
+    rolled_back: str | None = None  # the registry's setting: JSON of version, reason and time
+    duration_s: float | None = None  # of the running trial
 
 
 def status_of(
     split: Split, trial: Trial | None, rolled_back: str | None, rule: CanaryArgs, now_s: float
 ) -> CanaryStatus:
-    stable_share = 1 - split.canary.share
-    stable = Wish(split.stable, stable_share)
-    wishes: tuple[tuple[Arm, Wish], ...] = (
-        ("stable", stable),
+    arms: tuple[tuple[Arm, DesiredArm], ...] = (
+        ("stable", DesiredArm(split.stable, 1 - split.canary.share)),
         ("canary", split.canary),
         ("shadow", split.shadow),
     )
@@ -49,7 +47,7 @@ def status_of(
     return CanaryStatus(
         split.name,
         _verdict(split, trial, rule, now_s),
-        tuple(_arm(arm, wish, trial) for arm, wish in wishes if wish.version is not None),
+        tuple(_arm(arm, desired, trial) for arm, desired in arms if desired.version is not None),
         split.problems,
         rolled_back,
         round(now_s - trial.begun_s, 1) if trial is not None and is_running else None,
@@ -68,26 +66,26 @@ def _verdict(split: Split, trial: Trial | None, rule: CanaryArgs, now_s: float) 
         return f"bad: {verdict.reason}"
     if verdict.has_enough:
         return "good"
-    judged = [trial.tally(arm).num_judged for arm in ("stable", "canary")]
+    judged = [trial.counts(arm).num_judged for arm in ("stable", "canary")]
     return f"too few requests yet: stable {judged[0]}, canary {judged[1]} of {rule.min_requests}"
 
 
-def _arm(arm: Arm, wish: Wish, trial: Trial | None) -> ArmStatus:
-    version = wish.version
+def _arm(arm: Arm, desired: DesiredArm, trial: Trial | None) -> ArmStatus:
+    version = desired.version
     assert version is not None
     is_of_trial = trial is not None and version.digest in trial.versions
-    tally = trial.tally(arm) if trial is not None and is_of_trial else ArmCounts()
+    counts = trial.counts(arm) if trial is not None and is_of_trial else ArmCounts()
     return ArmStatus(
         arm,
         version.version,
         version.digest,
-        wish.share,
-        dict(zip(OUTCOMES, tally.outcomes, strict=True)),
-        tally.output_tokens,
-        _ms(quantile(tally.first_token, 0.5)),
-        _ms(quantile(tally.first_token, FIRST_TOKEN_QUANTILE)),
-        _ms(quantile(tally.latency, 0.5)),
-        wish.problem,
+        desired.share,
+        dict(zip(OUTCOMES, counts.outcomes, strict=True)),
+        counts.output_tokens,
+        _ms(quantile(counts.first_token, 0.5)),
+        _ms(quantile(counts.first_token, FIRST_TOKEN_QUANTILE)),
+        _ms(quantile(counts.latency, 0.5)),
+        desired.problem,
     )
 
 

@@ -22,7 +22,7 @@ from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersi
 from registry.errors import NotFoundError, RegistrationError
 from registry.manifest import Progress, no_progress
 from registry.names import check_alias, check_model_id, check_name, model_key
-from registry.plain import check_trained_on
+from registry.plain_mlflow import check_trained_on
 from serve_app.cli import effect
 from serve_app.text.base_text import BaseText
 

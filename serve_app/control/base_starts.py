@@ -1,18 +1,13 @@
-"""What starts of bases took, each base's state and replicas, as Prometheus families of the
-manager."""
+"""The manager's metrics of bases: how long starts last, each base's state and replicas."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
+from serve_app.metrics.exposition import as_text, counter, gauge, histogram
 from serve_app.metrics.histograms import SECONDS, Histogram
 from serve_app.platform_view import BaseLine, BaseState
 
@@ -21,7 +16,7 @@ _STATES: tuple[str, ...] = get_args(BaseState)
 
 @dataclass(slots=True)
 class StartLog:
-    """Since this manager began."""
+    """The starts of bases since this manager began."""
 
     histograms: dict[str, Histogram] = field(default_factory=dict)  # by base name
     cold_starts: Counter[str] = field(default_factory=Counter)
@@ -32,12 +27,12 @@ class StartLog:
         self._began_s[application] = now_s
 
     def end(self, application: str, base: str, now_s: float, *, is_cold: bool) -> None:
-        """Called as often as it is seen running: only the first time counts."""
+        """Called each time the application is seen running: only the first call counts."""
         began_s = self._began_s.pop(application, None)
         if began_s is None:
             return
-        self._last_s[base] = took_s = now_s - began_s
-        self.histograms.setdefault(base, Histogram(SECONDS)).observe(took_s)
+        self._last_s[base] = start_s = now_s - began_s
+        self.histograms.setdefault(base, Histogram(SECONDS)).observe(start_s)
         if is_cold:
             self.cold_starts[base] += 1
 
@@ -48,45 +43,39 @@ class StartLog:
         return self._last_s.get(base)
 
     def text(self, lines: Sequence[BaseLine]) -> bytes:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_BaseMetrics(self, lines))
-        return generate_latest(registry)
-
-
-class _BaseMetrics(Collector):
-    def __init__(self, log: StartLog, lines: Sequence[BaseLine]) -> None:
-        self._log = log
-        self._lines = lines
-
-    def collect(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily(
-            "loraplex_base_state", "1 for the state that it is in", labels=["base", "state"]
+        # Two versions of a base may exist at a time, the new one starting, the old one draining.
+        found = {(line.name, line.state) for line in lines}
+        states = [
+            ((name, state), float((name, state) in found))
+            for name in sorted({line.name for line in lines})
+            for state in _STATES
+        ]
+        replicas: Counter[tuple[str, str]] = Counter()
+        for line in lines:
+            replicas[line.name, "running"] += line.replicas
+            replicas[line.name, "wanted"] += line.wanted_replicas
+            replicas[line.name, "draining"] += line.draining_replicas
+        starts = [((base,), seconds) for base, seconds in sorted(self.histograms.items())]
+        return as_text(
+            gauge(
+                "loraplex_base_state", "1 for the state that it is in", ("base", "state"), states
+            ),
+            gauge(
+                "loraplex_replicas",
+                "Engine replicas",
+                ("model_name", "state"),
+                sorted(replicas.items()),
+            ),
+            counter(
+                "loraplex_base_cold_starts",
+                "Starts out of sleep",
+                ("base",),
+                [((base,), self.cold_starts[base]) for base in sorted(self.histograms)],
+            ),
+            histogram(
+                "loraplex_base_start_seconds",
+                "From the order to the first answer",
+                ("base",),
+                starts,
+            ),
         )
-        # Two versions of one base may be there at a time, one starting and one draining.
-        found = {(line.name, line.state) for line in self._lines}
-        for name in sorted({line.name for line in self._lines}):
-            for word in _STATES:
-                state.add_metric([name, word], float((name, word) in found))
-        yield state
-        replicas = GaugeMetricFamily(
-            "loraplex_replicas", "Engine replicas", labels=["model_name", "state"]
-        )
-        counts: Counter[tuple[str, str]] = Counter()
-        for line in self._lines:
-            counts[line.name, "running"] += line.replicas
-            counts[line.name, "wanted"] += line.wanted_replicas
-            counts[line.name, "draining"] += line.draining_replicas
-        for labels, count in sorted(counts.items()):
-            replicas.add_metric(labels, count)
-        yield replicas
-        cold = CounterMetricFamily(
-            "loraplex_base_cold_starts", "Starts out of sleep", labels=["base"]
-        )
-        seconds = HistogramMetricFamily(
-            "loraplex_base_start_seconds", "From the order to the first answer", labels=["base"]
-        )
-        for name, histogram in sorted(self._log.histograms.items()):
-            cold.add_metric([name], self._log.cold_starts[name])
-            seconds.add_metric([name], histogram.cumulative(), histogram.total)
-        yield cold
-        yield seconds

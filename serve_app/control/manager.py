@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -39,7 +39,14 @@ from serve_app.control.stored_catalog import StoredCatalog
 from serve_app.control.watcher import Watcher
 from serve_app.control.webhook_setup import announce
 from serve_app.logs import install_in_replica
-from serve_app.messages import AdapterChange, BaseChange, IngressCounts, IngressReport, ReportAnswer
+from serve_app.messages import (
+    AdapterChange,
+    BaseChange,
+    CanaryChange,
+    IngressCounts,
+    IngressReport,
+    ReportAnswer,
+)
 from serve_app.metrics.exposition import join_texts
 from serve_app.platform_view import (
     BaseLine,
@@ -132,11 +139,11 @@ class Manager:
 
     async def report(self, report: IngressReport) -> ReportAnswer:
         """Each ingress's latest; it says all that counts, so that a lost one does no harm."""
-        self._canaries.take(report)
+        self._canaries.add_report(report)
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.hear(report, now_s)
         if report.counts is not None:
-            self._totals.take(report.ingress_id, report.counts, now_s)
+            self._totals.add(report.ingress_id, report.counts, now_s)
         return self._fleet.sleep.answer(report.ingress_id, now_s)
 
     async def wake_base(self, digest: str) -> None:
@@ -178,26 +185,10 @@ class Manager:
         return self._canaries.statuses()
 
     @refusing
-    async def start_canary(
-        self,
-        name: str,
-        version: int | str | None,
-        weight: float | None,
-        shadow_weight: float | None,
-    ) -> CanaryStatus:
-        return await self._ordered(self._canaries.start(name, version, weight, shadow_weight))
-
-    @refusing
-    async def promote_canary(self, name: str, version: int | None) -> CanaryStatus:
-        return await self._ordered(self._canaries.promote(name, version))
-
-    @refusing
-    async def abort_canary(self, name: str) -> CanaryStatus:
-        return await self._ordered(self._canaries.abort(name))
-
-    async def _ordered(self, order: Coroutine[None, None, CanaryStatus]) -> CanaryStatus:
+    async def change_canary(self, change: CanaryChange) -> CanaryStatus:
+        """Applies an operator's change of a canary; see `canary.commands`."""
         try:
-            return await order
+            return await self._canaries.change(change)
         finally:  # part of it may have been written
             self._watcher.wake()
 
@@ -208,7 +199,7 @@ class Manager:
     async def metrics(self, ingress_id: str, counts: IngressCounts) -> bytes:
         """With the sums over all ingresses. `counts`: of the one that asks."""
         now_s = asyncio.get_running_loop().time()
-        self._totals.take(ingress_id, counts, now_s)
+        self._totals.add(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
         tasks = failures_text({"process": "manager"})
         return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])

@@ -1,44 +1,32 @@
-"""What the manager knows of the registry, for Prometheus and for the log. One manager, so no
-label names a process: whichever ingress is asked tells the same.
+"""The manager's metrics of the registry, and the log lines of its changes. There is a single
+manager, so no label names a process: every ingress returns the same numbers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Sequence
 
 from registry.events import KINDS, Change
 from serve_app.control.watcher import Watcher
+from serve_app.metrics.exposition import as_text, counter, gauge
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_CHANGES = 20  # of one look, in the log
+_SHOWN_CHANGES = 20  # logged of one snapshot
 
 
-class RegistryMetrics(Collector):
+class RegistryMetrics:
     def __init__(
         self, watcher: Watcher, reconcile_age_s: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._watcher = watcher
         self._reconcile_age_s = reconcile_age_s
         self._changes: Counter[str] = Counter()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         watcher.subscribe(self._count)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def _count(self, changes: Sequence[Change]) -> None:
-        self._changes.update(change.kind for change in changes)
-
-    def collect(self) -> Iterator[Metric]:
         watcher = self._watcher
         is_up = watcher.error is None and watcher.catalog is not None
         gauges = (
@@ -59,18 +47,22 @@ class RegistryMetrics(Collector):
                 self._reconcile_age_s(),
             ),
         )
-        for name, words, value in gauges:
-            yield GaugeMetricFamily(f"loraplex_{name}", words, value=value)
-        found = CounterMetricFamily(
-            "loraplex_registry_changes", "Changes seen in the registry", labels=["kind"]
+        return as_text(
+            *(gauge(f"loraplex_{name}", words, (), [((), value)]) for name, words, value in gauges),
+            counter(
+                "loraplex_registry_changes",
+                "Changes seen in the registry",
+                ("kind",),
+                [((kind,), self._changes[kind]) for kind in KINDS],
+            ),
         )
-        for kind in KINDS:
-            found.add_metric([kind], self._changes[kind])
-        yield found
+
+    def _count(self, changes: Sequence[Change]) -> None:
+        self._changes.update(change.kind for change in changes)
 
 
 def log_changes(changes: Sequence[Change]) -> None:
     for change in changes[:_SHOWN_CHANGES]:
         logger.info("registry: %s", change)
     if len(changes) > _SHOWN_CHANGES:
-        logger.info("registry: and %d changes more", len(changes) - _SHOWN_CHANGES)
+        logger.info("registry: and %d more changes", len(changes) - _SHOWN_CHANGES)

@@ -256,7 +256,7 @@ class Gateway:
                 self.activity.report(),
                 fronts,
                 self._asleep(),
-                self.arms.tallies(),
+                self.arms.counts(),
                 self.migrations.quarantine.told(),
                 self.view is not None and self.view.is_draining,
                 None if number % _COUNTS_EVERY else self.counts.next(),
@@ -282,7 +282,7 @@ class Gateway:
         vetoes = {(name, digest): reason for name, digest, reason in view.canary.vetoes}
         served = {base.base.digest for base in view.bases}
         self._traffic = read_traffic(view.catalog, running, vetoes, served)
-        self.arms.keep({(one.name, one.digest) for one in view.catalog.adapters})
+        self.arms.retain({(one.name, one.digest) for one in view.catalog.adapters})
         asleep = {b.base.digest for b in view.bases if b.state == "asleep" or b.is_waking}
         self._once_ready -= asleep  # that nothing answers there is no illness
         for digest, front in tuple(self._fronts.items()):

@@ -85,7 +85,7 @@ class Shadows:
         except RequestQuarantinedError:  # it killed engines when a client asked for this version
             self.num_dropped += 1
             return
-        watch = self._arms.watch(key)
+        watch = self._arms.begin(key)
         completion: Completion | None = None
         try:
             async with asyncio.timeout(_FIRST_TOKEN_S) as patience:

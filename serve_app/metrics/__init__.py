@@ -1,1 +1,1 @@
-"""Every metric family, in Prometheus' text format."""
+"""The metric families of every process and how they become Prometheus' text format."""

@@ -1,25 +1,21 @@
-"""How long an engine replica's loads took, by the tier of the files; in Prometheus' text format.
+"""The durations of an engine replica's adapter loads, by the tier of their files.
 
-In which tier requests found their adapters, and what each tier of memory holds, the engine's own
-process counts (`metrics`).
+The engine's own process counts in which tier requests find their adapters, and how much each tier
+of memory holds (`metrics.engine`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
+from serve_app.metrics.exposition import as_text, histogram
 from serve_app.metrics.histograms import SECONDS, Histogram
 
-_NEWEST = 0.2  # its weight in the mean
+_NEWEST = 0.2  # weight of the newest load in the mean
 
 
 class LoadTimes:
-    """From the request for an adapter to its last byte in host memory."""
+    """Times from the request for an adapter to its last byte in host memory."""
 
     def __init__(self) -> None:
         self._histograms = {tier: Histogram(SECONDS) for tier in ("disk", "registry")}
@@ -31,27 +27,15 @@ class LoadTimes:
         self._recent_s[tier] = mean_s + _NEWEST * (seconds - mean_s)
 
     def recent_s(self, tier: str) -> float:
-        """A mean of the newest ones; 0 before the first."""
+        """Returns a moving mean of the recent loads; 0 before the first."""
         return self._recent_s.get(tier, 0.0)
 
     def text(self, labels: Mapping[str, str]) -> bytes:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_LoadMetrics(self._histograms, labels))
-        return generate_latest(registry)
-
-
-class _LoadMetrics(Collector):
-    def __init__(self, histograms: Mapping[str, Histogram], labels: Mapping[str, str]) -> None:
-        self._histograms = histograms
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(
-            "loraplex_adapter_load_seconds",
-            "From the files' tier into host memory, fetching and checks included",
-            labels=[*self._labels, "tier"],
+        return as_text(
+            histogram(
+                "loraplex_adapter_load_seconds",
+                "From the files' tier into host memory, fetching and checks included",
+                (*labels, "tier"),
+                [((*labels.values(), tier), times) for tier, times in self._histograms.items()],
+            )
         )
-        for tier, histogram in self._histograms.items():
-            values = [*self._labels.values(), tier]
-            family.add_metric(values, histogram.cumulative(), histogram.total)
-        yield family

@@ -1,24 +1,21 @@
-"""The metrics of one engine, under vLLM's names so that its dashboards work.
+"""The metrics of an engine, under vLLM's names so that its dashboards work.
 
-Fed by the engine actor with what it starts, what a step gives and what is aborted; plain integers,
-rendered only at a scrape. Ignorant of Ray and HTTP.
+The engine actor reports each started request, each step's output and each abort. Counts are plain
+integers, rendered only at a scrape. Independent of Ray and HTTP.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from engine.host_memory import resident_bytes
 from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+from serve_app.metrics.exposition import as_text, counter, gauge, histogram
 from serve_app.metrics.histograms import ALIASES, HISTOGRAMS, Histogram
 
+_LABELS = ("model_name", "engine")
 _REASONS = ("stop", "length", "abort", "error")
 _TIERS = ("device", "host", "disk", "registry")
 _MAX_ADAPTERS_LISTED = 100
@@ -26,7 +23,7 @@ _MAX_ADAPTERS_LISTED = 100
 
 @dataclass(slots=True)
 class _Live:
-    """One engine request on its way. Times are those of the engine actor's wall clock."""
+    """An engine request that has not ended. Times are those of the engine actor's wall clock."""
 
     request: Request
     adapter: str | None
@@ -37,11 +34,11 @@ class _Live:
     num_tokens: Counter[int] = field(default_factory=Counter)
 
 
-class EngineMetrics(Collector):
-    """Of one engine actor. Every method belongs to the actor's event loop."""
+class EngineMetrics:
+    """The counts of an engine actor. Every method belongs to the actor's event loop."""
 
     def __init__(self, model_name: str, engine: str, block_size: int, max_adapters: int) -> None:
-        self._labels = {"model_name": model_name, "engine": engine}
+        self._values = (model_name, engine)  # of _LABELS
         self._block_size = block_size
         self._max_adapters = max_adapters
         self._load = EngineLoad()
@@ -57,8 +54,6 @@ class EngineMetrics(Collector):
         self._num_generated = 0
         self._tier_hits: Counter[str] = Counter()
         self._updated_s = 0.0
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def begin(self, request: Request, adapter: str | None, now_s: float) -> None:
         """`adapter`: its registered name, never a client's string (label values stay bounded)."""
@@ -66,11 +61,11 @@ class EngineMetrics(Collector):
         self._live[request.request_id] = _Live(request, adapter, now_s, choices)
 
     def withdraw(self, request_id: str) -> None:
-        """The engine refused this request, which counts nothing: it may come again."""
+        """Forgets a request that the engine refused: it is not counted, as it may come again."""
         self._live.pop(request_id, None)
 
     def found_adapter(self, tier: str | None) -> None:
-        """Where a call that was admitted found its adapter; None: it has none."""
+        """Counts the tier in which an admitted call found its adapter; None: it has none."""
         if tier is not None:
             self._tier_hits[tier] += 1
 
@@ -88,7 +83,8 @@ class EngineMetrics(Collector):
             self._histograms["vllm:iteration_tokens_total"].observe(num_tokens)
 
     def end_choice(self, request_id: str, choice: int, reason: str, now_s: float) -> None:
-        """Also for an abort that the engine does not answer; a second call does nothing."""
+        """Counts the end of a choice, also of an abort without an output of the engine. A second
+        call for the same choice is ignored."""
         live = self._live.get(request_id)
         if live is None or choice not in live.open_choices:
             return
@@ -99,18 +95,12 @@ class EngineMetrics(Collector):
             self._observe_end(live, now_s)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._tiers()
-        for name, (documentation, _) in HISTOGRAMS.items():
-            histogram = self._histograms[ALIASES.get(name, name)]
-            family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
-            values = list(self._labels.values())
-            family.add_metric(values, histogram.cumulative(), histogram.total)
-            yield family
+        return as_text(
+            *self._load_families(),
+            *self._counter_families(),
+            *self._adapter_families(),
+            *self._histogram_families(),
+        )
 
     def _observe_output(self, live: _Live, output: TokenOutput, now_s: float) -> None:
         if output.token_ids:
@@ -127,7 +117,7 @@ class EngineMetrics(Collector):
 
     def _observe_first_token(self, live: _Live, output: TokenOutput, now_s: float) -> None:
         arrival_s = live.request.arrival_s or live.admitted_s
-        if not live.request.has_output:  # else its first token was another engine's
+        if not live.request.has_output:  # otherwise another engine sent its first token
             self._histograms["vllm:time_to_first_token_seconds"].observe(now_s - arrival_s)
         self._histograms["vllm:request_prefill_time_seconds"].observe(now_s - live.admitted_s)
         self._num_prompt_tokens += len(live.request.prompt_token_ids)
@@ -149,20 +139,17 @@ class EngineMetrics(Collector):
         histograms["vllm:request_params_n"].observe(request.params.n)
         histograms["vllm:request_params_max_tokens"].observe(request.params.max_tokens)
 
-    def _gauges(self) -> Iterator[Metric]:
+    def _load_families(self) -> Iterator[str]:
         load = self._load
-        usage = load.kv_usage
+        usage, deferred = load.kv_usage, load.num_waiting_for_adapter
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch", load.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences not begun", load.num_waiting)
-        by_reason = GaugeMetricFamily(
+        yield gauge(
             "vllm:num_requests_waiting_by_reason",
             "Sequences not begun; deferred: their adapter has no room",
-            labels=[*self._labels, "reason"],
+            (*_LABELS, "reason"),
+            self._rows({"capacity": load.num_waiting - deferred, "deferred": deferred}),
         )
-        deferred = load.num_waiting_for_adapter
-        for reason, value in (("capacity", load.num_waiting - deferred), ("deferred", deferred)):
-            by_reason.add_metric([*self._labels.values(), reason], value)
-        yield by_reason
         yield self._gauge("vllm:kv_cache_usage_perc", "Used KV blocks, 1 = all", usage)
         yield self._gauge("vllm:gpu_cache_usage_perc", "Old name of kv_cache_usage_perc", usage)
         config = {"block_size": str(self._block_size), "num_gpu_blocks": str(load.num_blocks)}
@@ -182,9 +169,9 @@ class EngineMetrics(Collector):
             "running_lora_adapters": _join(running),
         }
 
-    def _counters(self) -> Iterator[Metric]:
+    def _counter_families(self) -> Iterator[str]:
         load = self._load
-        for name, documentation, value in (
+        for name, words, value in (
             ("vllm:prompt_tokens", "Prompt tokens of begun requests", self._num_prompt_tokens),
             ("vllm:generation_tokens", "Generated tokens", self._num_generated),
             ("vllm:prompt_tokens_cached", "Prompt tokens from cache", self._num_cached_tokens),
@@ -192,72 +179,64 @@ class EngineMetrics(Collector):
             ("vllm:prefix_cache_hits", "Tokens found", load.prefix_hits),
             ("vllm:num_preemptions", "Sequences put back to recompute", load.num_preemptions),
         ):
-            family = CounterMetricFamily(name, documentation, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family
-        success = CounterMetricFamily(
+            yield counter(name, words, _LABELS, [(self._values, value)])
+        yield counter(
             "vllm:request_success",
             "Choices that ended, by reason",
-            labels=[*self._labels, "finished_reason"],
+            (*_LABELS, "finished_reason"),
+            self._rows({reason: self._finished[reason] for reason in _REASONS}),
         )
-        for reason in _REASONS:
-            success.add_metric([*self._labels.values(), reason], self._finished[reason])
-        yield success
 
-    def _tiers(self) -> Iterator[Metric]:
-        load, values = self._load, list(self._labels.values())
-        hits = CounterMetricFamily(
+    def _adapter_families(self) -> Iterator[str]:
+        load, by_tier = self._load, (*_LABELS, "tier")
+        yield counter(
             "loraplex_adapter_tier_hits",
             "Requests by the tier that held their adapter when they came",
-            labels=[*self._labels, "tier"],
+            by_tier,
+            self._rows({tier: self._tier_hits[tier] for tier in _TIERS}),
         )
-        for tier in _TIERS:
-            hits.add_metric([*values, tier], self._tier_hits[tier])
-        yield hits
-        for name, documentation, device, host in (
-            (
-                "loraplex_adapters_in_memory",
-                "Adapters; those on the device lie on the host, too",
-                len(load.adapters_on_device),
-                len(load.adapters_on_host),
-            ),
-            (
-                "loraplex_adapter_memory_bytes",
-                "Taken by adapters",
-                load.adapter_device_bytes,
-                load.adapter_host_bytes,
-            ),
-        ):
-            family = GaugeMetricFamily(name, documentation, labels=[*self._labels, "tier"])
-            family.add_metric([*values, "device"], device)
-            family.add_metric([*values, "host"], host)
-            yield family
+        num_adapters = {
+            "device": len(load.adapters_on_device),
+            "host": len(load.adapters_on_host),
+        }
+        yield gauge(
+            "loraplex_adapters_in_memory",
+            "Adapters; those on the device lie on the host, too",
+            by_tier,
+            self._rows(num_adapters),
+        )
+        num_bytes = {"device": load.adapter_device_bytes, "host": load.adapter_host_bytes}
+        yield gauge(
+            "loraplex_adapter_memory_bytes", "Taken by adapters", by_tier, self._rows(num_bytes)
+        )
         if (resident := resident_bytes()) is not None:
             yield self._gauge("loraplex_engine_resident_bytes", "The process's memory", resident)
         yield self._gauge("loraplex_adapters_pinned", "In memory", load.num_pinned_adapters)
-        copies = CounterMetricFamily(
-            "loraplex_adapter_device_copies", "Host to device", labels=list(self._labels)
-        )
-        copies.add_metric(values, load.num_adapter_copies)
-        yield copies
-        missed = CounterMetricFamily(
-            "loraplex_engine_missed_wakeups",
-            "Times that the engine slept beside requests that it could run: always a fault",
-            labels=list(self._labels),
-        )
-        missed.add_metric(values, load.num_missed_wakeups)
-        yield missed
+        for name, words, value in (
+            ("loraplex_adapter_device_copies", "Host to device", load.num_adapter_copies),
+            (
+                "loraplex_engine_missed_wakeups",
+                "Times that the engine slept beside requests that it could run: always a fault",
+                load.num_missed_wakeups,
+            ),
+        ):
+            yield counter(name, words, _LABELS, [(self._values, value)])
 
-    def _gauge(self, name: str, documentation: str, value: float) -> Metric:
-        return self._info(name, documentation, {}, value)
+    def _histogram_families(self) -> Iterator[str]:
+        for name, (words, _) in HISTOGRAMS.items():
+            found = self._histograms[ALIASES.get(name, name)]
+            yield histogram(name, words, _LABELS, [(self._values, found)])
 
-    def _info(
-        self, name: str, documentation: str, labels: dict[str, str], value: float
-    ) -> GaugeMetricFamily:
-        merged = self._labels | labels
-        family = GaugeMetricFamily(name, documentation, labels=list(merged))
-        family.add_metric(list(merged.values()), value)
-        return family
+    def _gauge(self, name: str, words: str, value: float) -> str:
+        return gauge(name, words, _LABELS, [(self._values, value)])
+
+    def _info(self, name: str, words: str, labels: Mapping[str, str], value: float) -> str:
+        row = ((*self._values, *labels.values()), value)
+        return gauge(name, words, (*_LABELS, *labels), [row])
+
+    def _rows(self, counts: Mapping[str, float]) -> list[tuple[tuple[str, ...], float]]:
+        """Returns a row for each value of a third label."""
+        return [((*self._values, value), count) for value, count in counts.items()]
 
 
 def _join(names: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""The queues in front of the engines in Prometheus' text format.
+"""The counts of an ingress replica's queues in front of the engines.
 
 Labels hold registered names, and of tenants only those that the configuration names.
 """
@@ -6,33 +6,32 @@ Labels hold registered names, and of tenants only those that the configuration n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
-from serve_app.metrics.exposition import rendered
+from serve_app.metrics.exposition import as_text, counter, gauge, histogram
 from serve_app.metrics.histograms import SECONDS, Histogram
 
 OTHER_TENANTS = "other"
 
+_LABELS = ("ingress", "model_name")
+
 
 @dataclass(slots=True)
 class BaseQueueStats:
-    """Of the queues of one base model."""
+    """The counts of a base's queue."""
 
     num_waiting: int = 0
     waits: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     sheds: Counter[str] = field(default_factory=Counter)  # by reason
 
 
-class QueueStats(Collector):
-    """Of one ingress replica. `named_tenants`: those that get a label of their own."""
+class QueueStats:
+    """`named_tenants`: the tenants that have a label of their own."""
 
     def __init__(self, ingress: str, named_tenants: Collection[str]) -> None:
-        self.num_turned_away = 0  # too many were open: before anything was known of them
+        # Requests refused because too many were open, before their model or tenant was read.
+        self.num_turned_away = 0
         self._ingress = ingress
         self._named_tenants = frozenset(named_tenants)
         self._bases: dict[str, BaseQueueStats] = {}  # by name
@@ -45,31 +44,35 @@ class QueueStats(Collector):
         self._tokens[tenant if tenant in self._named_tenants else OTHER_TENANTS] += count
 
     def text(self) -> bytes:
-        return rendered(self)
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ["ingress", "model_name"]
-        waiting = GaugeMetricFamily(
-            "loraplex_queue_waiting", "Requests that wait in front of the engines", labels=labels
+        ingress, bases = self._ingress, self._bases.items()
+        sheds = [
+            ((ingress, name, reason), count)
+            for name, stats in bases
+            for reason, count in stats.sheds.items()
+        ]
+        return as_text(
+            gauge(
+                "loraplex_queue_waiting",
+                "Requests that wait in front of the engines",
+                _LABELS,
+                [((ingress, name), stats.num_waiting) for name, stats in bases],
+            ),
+            histogram(
+                "loraplex_queue_wait_seconds",
+                "What they waited until they went",
+                _LABELS,
+                [((ingress, name), stats.waits) for name, stats in bases],
+            ),
+            counter(
+                "loraplex_shed",
+                "Refused with Retry-After",
+                (*_LABELS, "reason"),
+                [*sheds, ((ingress, "", "open"), self.num_turned_away)],
+            ),
+            counter(
+                "loraplex_tenant_tokens",
+                "Prompt and output tokens of the tenants that have weights",
+                ("ingress", "tenant"),
+                [((ingress, tenant), count) for tenant, count in self._tokens.items()],
+            ),
         )
-        waits = HistogramMetricFamily(
-            "loraplex_queue_wait_seconds", "What they waited until they went", labels=labels
-        )
-        sheds = CounterMetricFamily(
-            "loraplex_shed", "Refused with Retry-After", labels=[*labels, "reason"]
-        )
-        for name, stats in self._bases.items():
-            waiting.add_metric([self._ingress, name], stats.num_waiting)
-            waits.add_metric([self._ingress, name], stats.waits.cumulative(), stats.waits.total)
-            for reason, count in stats.sheds.items():
-                sheds.add_metric([self._ingress, name, reason], count)
-        sheds.add_metric([self._ingress, "", "open"], self.num_turned_away)
-        yield from (waiting, waits, sheds)
-        tokens = CounterMetricFamily(
-            "loraplex_tenant_tokens",
-            "Prompt and output tokens of the tenants that have weights",
-            labels=["ingress", "tenant"],
-        )
-        for tenant, count in self._tokens.items():
-            tokens.add_metric([self._ingress, tenant], count)
-        yield tokens

@@ -119,7 +119,7 @@ class AdapterLoads:
             raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
         except RayTaskError as error:
             raise _unavailable(adapter, root_cause(error), _OTHER_RETRY_S) from None
-        self._refused.forgive(adapter.digest)
+        self._refused.clear(adapter.digest)
         self.times.observe(source, time.monotonic() - began_s)
         self.has_loaded.set()
         logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])

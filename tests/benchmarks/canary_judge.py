@@ -117,7 +117,7 @@ def judged_after(hour: Hour) -> int | None:
     """The second in which the canary is rolled back."""
     trial = Trial("x", ("s", "c", None), 0.0)
     for second in range(len(hour.stable[0])):
-        trial.tallies = {
+        trial.counts_by_arm = {
             "stable": _tally(hour.stable, second),
             "canary": _tally(hour.canary, second),
         }

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 
 from ray.serve.exceptions import RayServeException
 
 from registry.errors import NotFoundError, RegistryError
 from serve_app.canary.split import parse_weight
 from serve_app.control.base_plan import parse_setting
-from serve_app.control.manager import Manager
-from serve_app.messages import AdapterChange, BaseChange
+from serve_app.messages import AdapterChange, BaseChange, CanaryChange
 from serve_app.ray_calls import Refusal
 from tests.control_plane.rules import Rule, collect
 from tests.control_plane.store import PREFIX, Truth
@@ -78,7 +76,8 @@ async def start_canary(
     seen: list[tuple[int, float]] = []
     world.watch = lambda truth: seen.append(_canary(truth, name))
     try:
-        words, _ = await order(world, "start_canary", name, version, weight, shadow)
+        change = CanaryChange("start", name, version, weight, shadow)
+        words, _ = await order(world, "change_canary", change)
     finally:
         world.watch = None
     for number, share in seen:
@@ -107,7 +106,7 @@ async def promote(world: World, name: str) -> str:
         else known.versions[number].tags.get(PREFIX + "digest", "")
     )
     is_vetoed = made is not None and (name, digest) in made._canaries._vetoes
-    words, error = await order(world, "promote_canary", name, *_unsaid_version())
+    words, error = await order(world, "change_canary", CanaryChange("promote", name))
     if is_vetoed and not isinstance(error, Exception):
         raise Violation(f"{name}@{number} was rolled back, and promoted all the same")
     world.journal.touch(name)
@@ -121,12 +120,7 @@ async def promote(world: World, name: str) -> str:
     return words
 
 
-def _unsaid_version() -> tuple[None, ...]:
-    """The operator takes whatever is on trial."""
-    return (None,) * ("version" in inspect.signature(Manager.promote_canary).parameters)
-
-
 @rule
 async def abort(world: World, name: str) -> str:
     world.journal.touch(name)
-    return (await order(world, "abort_canary", name))[0]
+    return (await order(world, "change_canary", CanaryChange("abort", name)))[0]

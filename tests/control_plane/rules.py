@@ -59,7 +59,7 @@ async def requests(world: World, name: str, number: int, canary: str, at: int) -
             if answer.arm is None:
                 continue
             counts = world.managers.counts(ingress.gateway._ingress_id)
-            watch = ingress.gateway.arms.watch(answer.arm)
+            watch = ingress.gateway.arms.begin(answer.arm)
             watch.first_token()
             key = answer.arm.adapter, answer.arm.digest
             if answer.arm.arm != "canary" or canary == "ok":

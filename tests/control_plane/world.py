@@ -113,8 +113,8 @@ class World:
     def one_listing_in_pages(self, between: Callable[[], None]) -> None:
         """`between`: done when the manager's next listing asks for its second page."""
         pages, store = pytest.MonkeyPatch(), "registry.store."
-        pages.setattr(store + "_MODELS_A_PAGE", 3)
-        pages.setattr(store + "_VERSIONS_A_PAGE", 3)
+        pages.setattr(store + "_MODELS_PER_PAGE", 3)
+        pages.setattr(store + "_VERSIONS_PER_PAGE", 3)
         self.undo_pages()
         self.undo_pages = pages.undo
 
@@ -173,7 +173,7 @@ def fake_world(database: Database, models: tuple[ModelArgs, ...], seed: int) -> 
         patch.setattr(gateway, "open_front", opener(world.serve))
         patch.setattr("serve_app.control.watcher.time", clock)
         patch.setattr("registry.adoption.time", clock)
-        patch.setattr("registry.border.time", clock)
+        patch.setattr("registry.mlflow_errors.time", clock)
         patch.setattr("os.fsync", lambda _: None)
         patch.setattr(manager, "_STATUS_POLL_S", 0.5)
         # Each write would read the whole model first, to see whether it is a prompt.

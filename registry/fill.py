@@ -1,7 +1,8 @@
-"""One tree is built: what the cache has is linked, the rest comes from the far side and is hashed.
+"""The filling of the cache with a tree: present files are linked, missing files are fetched and
+hashed.
 
-The builder holds the digest's fetch lock, so the scratch folder is its own; it appears as a tree by
-one rename at the end. Ignorant of quarantine and of who waits.
+The caller holds the digest's fetch lock, so the scratch folder belongs to it; it becomes a tree by
+one rename at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from registry.entities import FileEntry, Manifest, manifest_json
 from registry.errors import DigestMismatchError
 from registry.files import is_entry, sync_file, sync_folder, sync_tree, write_note
 from registry.manifest import check_entry, hash_file
-from registry.space import Space
+from registry.quota import Quota
 
 Fetch = Callable[[FileEntry, Path], None]
-Link = Callable[[FileEntry, Path], bool]  # False: it cannot be linked, it must be fetched
+Link = Callable[[FileEntry, Path], bool]  # returns False if the file must be fetched
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TreeRequest:
     name: str  # of the tree
     digest: str
     manifest: Manifest
@@ -32,26 +33,26 @@ class Order:
     link: Link | None = None
 
 
-class Build:
-    def __init__(self, root: Path, space: Space, order: Order) -> None:
+class CacheFill:
+    def __init__(self, root: Path, quota: Quota, request: TreeRequest) -> None:
         self._root = root
-        self._space = space
-        self._order = order
-        self._scratch = root / "tmp" / order.digest
+        self._quota = quota
+        self._request = request
+        self._scratch = root / "tmp" / request.digest
         self._tree = self._scratch / "tree"
         self._missing: list[FileEntry] = []
 
     def run(self) -> None:
-        for entry in self._order.wanted:
+        for entry in self._request.wanted:
             check_entry(entry)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._tree.mkdir(parents=True)
         try:
-            self._take_what_is_there()
+            self._link_present_blobs()
             for entry in tuple(self._missing):
                 self._link(entry)
-            with self._space.locked():
-                self._space.make_room(sum(entry.size for entry in self._missing))
+            with self._quota.locked():
+                self._quota.make_room(sum(entry.size for entry in self._missing))
                 self._reserve()
             for entry in tuple(self._missing):
                 self._fetch(entry)
@@ -59,11 +60,12 @@ class Build:
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _take_what_is_there(self) -> None:
-        """Linked first, under the lock: then no eviction takes them. Hashed after."""
+    def _link_present_blobs(self) -> None:
+        """Links present blobs under the lock, so that no eviction removes them, and hashes them
+        afterwards."""
         found: list[FileEntry] = []
-        with self._space.locked():
-            for entry in self._order.wanted:
+        with self._quota.locked():
+            for entry in self._request.wanted:
                 try:
                     os.link(self._blob(entry), self._target(entry))
                     found.append(entry)
@@ -71,23 +73,23 @@ class Build:
                     self._missing.append(entry)
         for entry in found:
             if not is_entry(self._target(entry), entry):
-                with self._space.locked():
+                with self._quota.locked():
                     self._target(entry).unlink()
                     self._blob(entry).unlink(missing_ok=True)
                 self._missing.append(entry)
 
     def _link(self, entry: FileEntry) -> None:
-        """Costs no bytes, so it asks for no room."""
+        """Links a file out of the store if possible: it costs no bytes, so it needs no room."""
         arrived = self._scratch / "blob"
-        if self._order.link is not None and self._order.link(entry, arrived):
-            self._adopt(entry, arrived)
+        if self._request.link is not None and self._request.link(entry, arrived):
+            self._add(entry, arrived)
 
     def _fetch(self, entry: FileEntry) -> None:
         arrived = self._scratch / "blob"
-        self._order.fetch(entry, arrived)
-        self._adopt(entry, arrived)
+        self._request.fetch(entry, arrived)
+        self._add(entry, arrived)
 
-    def _adopt(self, entry: FileEntry, arrived: Path) -> None:
+    def _add(self, entry: FileEntry, arrived: Path) -> None:
         size, digest = hash_file(arrived)
         if (size, digest) != (entry.size, entry.sha256):
             raise DigestMismatchError(
@@ -96,8 +98,8 @@ class Build:
             )
         sync_file(arrived)
         blob = self._blob(entry)
-        with self._space.locked():
-            if not blob.exists():  # else another digest with the same file was quicker
+        with self._quota.locked():
+            if not blob.exists():  # otherwise another digest with the same file was quicker
                 os.link(arrived, blob)
             os.link(blob, self._target(entry))
             arrived.unlink()
@@ -106,21 +108,22 @@ class Build:
         sync_folder(blob.parent)
 
     def _reserve(self) -> None:
-        """Under the lock. Says how much is still to come, so that others leave that room."""
+        """Writes the number of bytes still to come, so that other fetches leave room for them; the
+        caller holds the lock."""
         wanted = sum(entry.size for entry in self._missing)
         (self._scratch / "reserved").write_text(str(wanted))
 
     def _publish(self) -> None:
-        order = self._order
+        request = self._request
         sync_tree(self._tree)
         note = self._scratch / "manifest"
-        note.write_text(manifest_json(order.manifest))
+        note.write_text(manifest_json(request.manifest))
         sync_file(note)
-        write_note(self._root / "notes" / order.name, self._tree, order.wanted)
+        write_note(self._root / "notes" / request.name, self._tree, request.wanted)
         trees = self._root / "trees"
-        with self._space.locked():
-            note.rename(self._root / "manifests" / f"{order.digest}.json")
-            self._tree.rename(trees / order.name)
+        with self._quota.locked():
+            note.rename(self._root / "manifests" / f"{request.digest}.json")
+            self._tree.rename(trees / request.name)
         sync_folder(trees)
 
     def _blob(self, entry: FileEntry) -> Path:

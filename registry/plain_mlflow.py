@@ -1,7 +1,7 @@
-"""Adapters that were registered by plain `mlflow` calls: recognised, read once, and measured.
+"""Adapters that were registered by plain `mlflow` calls: recognises, reads once and measures them.
 
-Three layouts: a bare PEFT folder, the transformers flavour with a PEFT adapter, our own flavour.
-What is found goes into tags (by the caller); then the version is like any other.
+Three layouts: a bare PEFT folder, the transformers flavour with a PEFT adapter, loraplex's flavour.
+The caller writes the result into tags; from then on the version is like any other.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from registry.names import check_name, model_key
 
 @dataclass(frozen=True, slots=True)
 class PlainAdapter:
-    """What the files say; which registered base they belong to is decided later."""
+    """The content of an adapter's files. `match_base` finds the registered base."""
 
     root: str  # folder below the version's artifacts
     manifest: Manifest
     facts: AdapterFacts
-    bases: tuple[str, ...]  # names that may be its base, likeliest first
-    trained_on: str  # what its configuration calls its base; empty: nothing
+    bases: tuple[str, ...]  # names that its base may have, the likeliest first
+    trained_on: str  # the base's name in its configuration; empty: none
 
 
 def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | None:
-    """None: no adapter. RegistrationError, InvalidNameError, ArtifactError: it is refused."""
+    """Returns None if the version is no adapter. Raises RegistrationError, InvalidNameError or
+    ArtifactError if it is refused."""
     top = list_files(repository, "")
     base: str | None = None
     root = ""
@@ -58,7 +59,7 @@ def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | Non
             root = str(hugging_face["peft_adaptor"])
         else:
             return None
-        check_name(root)  # a word of the file decides where we look
+        check_name(root)  # the file chooses the folder to read
         top = list_files(repository, root)
     return _read(repository, root, top, base, scratch)
 
@@ -66,16 +67,17 @@ def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | Non
 def match_base(
     plain: PlainAdapter, tagged: str | None, bases: Catalog, *, forced: bool = False
 ) -> BaseVersion:
-    """The base of an adapter that plain MLflow calls registered.
+    """Returns the base of an adapter that plain MLflow calls registered.
 
-    `tagged`: the registered name that the version names; it decides. `bases`: every registered
-    base, of which the default version is taken. Raises RegistrationError where no such base is
-    registered or, unless `forced`, where the adapter's own configuration names another model."""
+    `tagged`: the base's registered name from the version's tags; it takes precedence. `bases`:
+    every registered base, of which the default version is used. Raises RegistrationError if no such
+    base is registered or, unless `forced`, if the adapter's own configuration names another
+    model."""
     names = (tagged,) if tagged else plain.bases
     for name in names:
         base = bases.default_base(name)
         if base is not None:
-            remedy = f"set the tag {FORCED} to true if it fits all the same"
+            remedy = f"set the tag {FORCED} to true if it fits anyway"
             if not forced:
                 check_trained_on(plain.trained_on, base, remedy)
             return base
@@ -86,8 +88,8 @@ def match_base(
 
 
 def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> None:
-    """Raises RegistrationError where the adapter says that it was trained on another model than
-    any name of the base. Only last parts of paths and ids are compared, in lower case."""
+    """Raises RegistrationError if the adapter names a model that it was trained on, and the base
+    has no such name. Only the last parts of paths and ids are compared, in lower case."""
     names = (base.name, base.model_id, *base.known_as)
     if trained_on and model_key(trained_on) not in {model_key(name) for name in names}:
         known = ", ".join(repr(name) for name in dict.fromkeys(names) if name)
@@ -100,7 +102,7 @@ def _flavors(repository: ArtifactRepository, target: Path) -> dict[str, object]:
     download(repository, "MLmodel", target, max_bytes=MAX_CONFIG_BYTES)
     try:
         flavors: object = Model.load(str(target)).flavors
-    except Exception as error:  # a stranger's file in MLflow's parser: whatever it raises
+    except Exception as error:  # an untrusted file in MLflow's parser may raise anything
         raise RegistrationError(f"MLmodel cannot be read: {str(error)[:300]}") from error
     return flavors if isinstance(flavors, dict) else {}
 
@@ -118,7 +120,7 @@ def _read(
     check_contents(served, ignored, ADAPTER_CONFIG, "the version")
     if strange := [name for name in served if not is_plain_path(name)]:
         raise RegistrationError(f"a file has an illegal name: {strange[0][:600]!r}")
-    # Downloaded unasked, because it looks like an adapter: what the store says of it comes first.
+    # It is downloaded without a request, so the sizes that the store reports are checked first.
     check_sizes(tuple(FileEntry(name, sizes[name], "") for name in served), MAX_ADAPTER_BYTES, "it")
     if sizes[ADAPTER_CONFIG] > MAX_CONFIG_BYTES:
         raise RegistrationError(f"{ADAPTER_CONFIG} has {sizes[ADAPTER_CONFIG]} bytes")
@@ -145,14 +147,15 @@ def _config(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise RegistrationError(f"{ADAPTER_CONFIG} is no JSON: {error}") from error
+        raise RegistrationError(f"{ADAPTER_CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise RegistrationError(f"{ADAPTER_CONFIG} is no JSON object")
+        raise RegistrationError(f"{ADAPTER_CONFIG} is not a JSON object")
     return config
 
 
 def _facts(config: dict[str, object]) -> AdapterFacts:
-    """As the configuration claims; the engine checks it against the tensors when it loads them."""
+    """Returns the facts that the configuration claims; the engine compares them with the tensors
+    when it loads them."""
     rank = config.get("r")
     patterns = config.get("rank_pattern")
     ranks = [rank, *(patterns.values() if isinstance(patterns, dict) else ())]

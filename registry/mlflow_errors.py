@@ -1,4 +1,4 @@
-"""The border to MLflow: its exceptions become ours, its global settings are set, locks are retried.
+"""The calls into MLflow: maps its exceptions to registry errors, sets its timeouts, retries locks.
 
 MLflow's HTTP settings are environment variables of the process, so the last `configure` wins.
 """
@@ -29,8 +29,9 @@ from registry.files import NO_SPACE
 
 T = TypeVar("T")
 
-# Anything else (timeouts, refused connections, 5xx, broken JSON) is the registry's trouble.
-_OUR_FAULT = frozenset(
+# Error codes of a bad request. Everything else (timeouts, refused connections, 5xx, broken JSON)
+# means that the registry is unavailable.
+_BAD_REQUEST = frozenset(
     {
         "BAD_REQUEST",
         "INVALID_PARAMETER_VALUE",
@@ -41,17 +42,18 @@ _OUR_FAULT = frozenset(
         "CUSTOMER_UNAUTHORIZED",
     }
 )
-# The drivers that hand a URI's parameters to libpq.
+# The drivers that pass a URI's parameters to libpq.
 _LIBPQ_SCHEMES = frozenset({"postgresql", "postgresql+psycopg2", "postgresql+psycopg"})
-_STATEMENT_TIMEOUTS = 3  # a listing of many thousand versions takes seconds
-_OPEN_TRIES = 4  # of a database, 1.1 s together; MLflow's 10 would sleep for 100 s
+_STATEMENT_TIMEOUTS = 3  # a listing of many thousand versions lasts seconds
+_OPEN_TRIES = 4  # attempts to open a database, 1.1 s in all; MLflow's 10 would sleep for 100 s
 _LOCKED_TRIES = (
     6  # SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again
 )
 
 
 def configure(timeout_s: int, max_retries: int) -> None:
-    """MLflow's own 120 s times 7 tries would hang a poller for minutes."""
+    """Sets MLflow's HTTP limits: its default of 7 tries of 120 s would hang a poller for
+    minutes."""
     settings = {
         MLFLOW_HTTP_REQUEST_TIMEOUT.name: timeout_s,
         MLFLOW_HTTP_REQUEST_MAX_RETRIES.name: max_retries,
@@ -60,17 +62,17 @@ def configure(timeout_s: int, max_retries: int) -> None:
     }
     os.environ.update({name: str(value) for name, value in settings.items()})
     mlflow_databases.MAX_RETRY_COUNT = _OPEN_TRIES
-    # Creating a database would tell of each of its migrations.
+    # Creating a database would log each of its migrations.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def with_time_limits(tracking_uri: str, timeout_s: int) -> str:
-    """A PostgreSQL URI with what libpq and the server need to end a call that hangs: neither has
-    a limit of its own. Other URIs stay as they are, and so does what the user has set.
+    """Returns a PostgreSQL URI with limits that end a hanging call: neither libpq nor the server
+    has a limit of its own. Other URIs, and parameters that the user has set, stay as they are.
 
-    Connecting ends after `timeout_s`, a connection whose far end is gone after twice that, and a
-    statement after `_STATEMENT_TIMEOUTS` times that.
+    Connecting ends after `timeout_s`, a connection whose far end is gone after twice `timeout_s`,
+    and a statement after `_STATEMENT_TIMEOUTS` times `timeout_s`.
     """
     if tracking_uri.partition(":")[0] not in _LIBPQ_SCHEMES:
         return tracking_uri
@@ -89,32 +91,32 @@ def with_time_limits(tracking_uri: str, timeout_s: int) -> str:
 
 
 def call(action: str, function: Callable[[], T]) -> T:
-    """Runs one MLflow call; tries again, not for ever, while another process locks SQLite."""
+    """Runs an MLflow call; retries it a few times while another process locks SQLite."""
     for attempt in range(_LOCKED_TRIES):
         try:
             return function()
         except MlflowException as error:
             if "database is locked" not in str(error) or attempt == _LOCKED_TRIES - 1:
                 raise _translated(action, error) from error
-        except SQLAlchemyError as error:  # from where MLflow does not wrap them: opening a store
+        except SQLAlchemyError as error:  # MLflow does not wrap them when it opens a store
             text = str(error).splitlines()[0][:500]
             raise RegistryUnavailableError(f"{action}: {text}") from error
         except OSError as error:  # requests' exceptions are OSErrors too
             raise _translated_os(action, error) from error
         except ImportError as error:  # SQLAlchemy's default driver of a database is not installed
             raise RegistryError(
-                f"{action}: {error}; install it, or name the driver that you have in the URI, "
-                "as postgresql+psycopg2:// does"
+                f"{action}: {error}; install it, or name an installed driver in the URI, "
+                "as in postgresql+psycopg2://"
             ) from error
-        except ValueError as error:  # a body that is no JSON, or JSON of another shape
-            raise RegistryUnavailableError(f"{action}: unreadable answer: {error}") from error
+        except ValueError as error:  # a body that is not JSON, or JSON of another shape
+            raise RegistryUnavailableError(f"{action}: unreadable response: {error}") from error
         time.sleep(0.05 * 2**attempt * (1 + random.random()))
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 @contextmanager
 def suppressed(action: str, logger: logging.Logger) -> Iterator[None]:
-    """For undoing: a second failure must not hide the first."""
+    """Logs errors of an undo step: a second failure must not hide the first."""
     try:
         yield
     except RegistryError as error:
@@ -125,7 +127,7 @@ def _translated(action: str, error: MlflowException) -> RegistryError:
     text = f"{action}: {str(error).splitlines()[0][:500]}"
     if error.error_code == "RESOURCE_DOES_NOT_EXIST":
         return NotFoundError(text)
-    if error.error_code in _OUR_FAULT:
+    if error.error_code in _BAD_REQUEST:
         return RegistryError(text)
     return RegistryUnavailableError(text)
 

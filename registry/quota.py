@@ -1,8 +1,8 @@
-"""How much the cache's folder holds, and who leaves when more is wanted: the trees that were not
-used for the longest time, never one whose lock somebody holds.
+"""The disk quota of the cache's folder, and the eviction of the least recently used trees. A tree
+whose lock is held is never evicted.
 
-Every change of names below `blobs` and `trees` happens under the one space lock, so that a count is
-true while it is held. Bytes that a file outside shares by hardlink cost nothing and free nothing.
+Every change of names below `blobs` and `trees` happens under the space lock, so that a count is
+exact while the lock is held. Bytes that a file outside shares by hardlink cost and free no space.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from registry.errors import CacheFullError
-from registry.locks import EXCLUSIVE, NOW_OR_NEVER, Locks
+from registry.locks import EXCLUSIVE, NO_WAIT, Locks
 
 logger = logging.getLogger(__name__)
 
-DISK_SHARE = 0.8  # what else writes to the disk has the rest
-_EVICTED = "evicted-"  # in tmp; all other names there are digests that somebody fetches
+DISK_SHARE = 0.8  # the rest is for other files of the disk
+_EVICTED = "evicted-"  # in tmp; all other names there are digests that are being fetched
 
 
 @dataclass(slots=True)
 class _Usage:
     blobs: dict[int, os.DirEntry[str]]  # by inode
-    names: Counter[int]  # in trees and in what is being built
+    names: Counter[int]  # number of hardlinks in trees, also in trees being built, by inode
     trees: dict[str, list[int]]
 
     def own_bytes(self, inode: int) -> int:
@@ -39,7 +39,7 @@ class _Usage:
         return sum(self.own_bytes(inode) for inode in self.blobs)
 
 
-class Space:
+class Quota:
     def __init__(self, root: Path, locks: Locks, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
         self.num_evictions = 0  # by this process
@@ -48,31 +48,32 @@ class Space:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Short: never while bytes are copied or hashed."""
+        """Holds the space lock. For short steps: never while bytes are copied or hashed."""
         with self._locks.held("space", EXCLUSIVE):
             yield
 
     def own_bytes(self) -> int:
-        """What would be free without the cache. Without the lock a little less may be counted."""
+        """Returns the bytes that would be free without the cache; without the lock it may be
+        slightly too low."""
         return self._usage().total()
 
     def limit_to_disk(self) -> None:
-        """Sets `max_bytes` to DISK_SHARE of what the cache could hold now: what is free on its
-        disk, and its own bytes."""
+        """Sets `max_bytes` to DISK_SHARE of the bytes that the cache can have now: the free bytes
+        of its disk and its own bytes."""
         self.max_bytes = int(DISK_SHARE * (self._free_bytes() + self.own_bytes()))
 
     def make_room(self, wanted: int) -> None:
-        """Under the lock. CacheFullError: more than the limit, or than the disk, even without all
-        that is unused; then nothing has left."""
+        """Evicts unused trees until `wanted` bytes fit; the caller holds the lock. Raises
+        CacheFullError, and evicts none, if they do not fit even without all unused trees."""
         self.clean_leftovers()
         usage = self._usage()
         reserved = self._reserved()
         held = usage.total()
         over_limit = 0 if self.max_bytes is None else held + reserved + wanted - self.max_bytes
-        # Conservative: some of what is reserved stands on the disk already.
+        # Conservative: some of the reserved bytes are on the disk already.
         over_disk = wanted + reserved - self._free_bytes()
         short = max(over_limit, over_disk)
-        # What is reserved may stand on the disk already, so that it is no reason to refuse.
+        # Reserved bytes may be on the disk already, so they are no reason to refuse.
         needed = max(over_limit, over_disk - reserved)
         if needed > 0 and (unused := self._unused_bytes(usage, needed)) < needed:
             if over_limit <= unused:
@@ -87,7 +88,8 @@ class Space:
         self._drop_unused(usage, short)
 
     def remove(self, digest: str) -> int:
-        """Under the lock. The bytes freed."""
+        """Removes the unused trees of a digest; the caller holds the lock. Returns the bytes
+        freed."""
         usage = self._usage()
         freed = 0
         for tree in [tree for tree in usage.trees if tree.partition("-")[0] == digest]:
@@ -96,31 +98,32 @@ class Space:
         return freed
 
     def discard(self, tree: str, blobs: tuple[str, ...]) -> None:
-        """Under the lock: rotten. Whoever reads it now keeps what he has opened."""
+        """Removes a corrupt tree and its corrupt blobs; the caller holds the lock. A reader keeps
+        the files that it has open."""
         self._hide(tree)
         for name in blobs:
             (self._root / "blobs" / name).unlink(missing_ok=True)
 
     def clean_leftovers(self) -> None:
-        """Under the lock: what killed processes left in the middle of something."""
+        """Removes the leftovers of killed processes; the caller holds the lock."""
         for path in (self._root / "tmp").iterdir():
             if path.name.startswith(_EVICTED):
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             lock = fetch_lock(path.name)
-            with self._locks.held(lock, EXCLUSIVE | NOW_OR_NEVER) as is_left:
+            with self._locks.held(lock, EXCLUSIVE | NO_WAIT) as is_left:
                 if is_left:
                     shutil.rmtree(path, ignore_errors=True)
                     self._locks.remove(lock)
 
     def _unused_bytes(self, usage: _Usage, enough: int) -> int:
-        """What `_drop_unused` would free now; it is counted no further than `enough`."""
+        """Returns the bytes that `_drop_unused` would free now; counts no further than `enough`."""
         names = usage.names.copy()
         found = sum(usage.own_bytes(inode) for inode in usage.blobs if not names[inode])
         for tree in sorted(usage.trees, key=self._locks.used_ns):
             if found >= enough:
                 break
-            with self._locks.held(tree, EXCLUSIVE | NOW_OR_NEVER) as is_unused:
+            with self._locks.held(tree, EXCLUSIVE | NO_WAIT) as is_unused:
                 if not is_unused:
                     continue
             for inode in usage.trees[tree]:
@@ -142,12 +145,12 @@ class Space:
                 logger.info("evicted %s from the cache", tree[:12])
 
     def _drop_orphans(self, usage: _Usage) -> int:
-        """Blobs of no tree: a fetch of several files ended after some of them."""
+        """Removes blobs without a tree: a fetch of several files ended after some of them."""
         orphans = [inode for inode in usage.blobs if not usage.names[inode]]
         return sum(self._drop_blob(usage, inode) for inode in orphans)
 
     def _drop_blobs(self, usage: _Usage, tree: str) -> int:
-        """Those that only the removed tree had."""
+        """Removes the blobs that only the removed tree had."""
         freed = 0
         for inode in usage.trees.pop(tree):
             usage.names[inode] -= 1
@@ -162,8 +165,8 @@ class Space:
         return status.st_size if status.st_nlink == 1 else 0
 
     def _remove_tree(self, tree: str) -> bool:
-        """Unless it is in use."""
-        descriptor = self._locks.acquire(tree, EXCLUSIVE | NOW_OR_NEVER)
+        """Returns False if the tree is in use, which keeps it."""
+        descriptor = self._locks.acquire(tree, EXCLUSIVE | NO_WAIT)
         if descriptor is None:
             return False
         try:
@@ -175,7 +178,7 @@ class Space:
         return True
 
     def _hide(self, tree: str) -> None:
-        """Gone by one rename, then taken apart: no half of it is ever seen."""
+        """Removes a tree by one rename before its files are deleted: no reader sees half of it."""
         doomed = self._root / "tmp" / f"{_EVICTED}{tree}"
         shutil.rmtree(doomed, ignore_errors=True)
         with suppress(FileNotFoundError):
@@ -184,18 +187,19 @@ class Space:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _forget(self, digest: str) -> None:
-        """After its last tree, if nobody fetches it."""
+        """Removes a digest's manifest after its last tree, unless the digest is being fetched."""
         trees = os.listdir(self._root / "trees")
         if any(tree.partition("-")[0] == digest for tree in trees):
             return
         name = fetch_lock(digest)
-        with self._locks.held(name, EXCLUSIVE | NOW_OR_NEVER) as is_idle:
+        with self._locks.held(name, EXCLUSIVE | NO_WAIT) as is_idle:
             if is_idle:
                 (self._root / "manifests" / f"{digest}.json").unlink(missing_ok=True)
                 self._locks.remove(name)
 
     def _usage(self) -> _Usage:
-        # Trees first: without the lock, a tree that moves from tmp to trees is missed, not a crash.
+        # Trees first: without the lock, a tree that moves from tmp to trees is missed, but
+        # harmless.
         trees = {e.name: list(_inodes(e.path)) for e in os.scandir(self._root / "trees")}
         names = Counter(inode for inodes in trees.values() for inode in inodes)
         for scratch in (self._root / "tmp").iterdir():
@@ -207,7 +211,7 @@ class Space:
         return _Usage(blobs, names, trees)
 
     def _reserved(self) -> int:
-        """By live fetches; the dead ones were cleaned up before."""
+        """Returns the bytes that live fetches still need; dead fetches were cleaned up before."""
         total = 0
         for scratch in (self._root / "tmp").iterdir():
             with suppress(FileNotFoundError, NotADirectoryError, ValueError):
@@ -224,7 +228,7 @@ def fetch_lock(digest: str) -> str:
 
 
 def _inodes(root: Path | str) -> Iterator[int]:
-    """Of all files below; nothing for a folder that has just gone."""
+    """Yields the inode of each file below `root`; none if the folder has just been removed."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(root):
             if entry.is_dir(follow_symlinks=False):

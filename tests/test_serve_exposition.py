@@ -1,0 +1,125 @@
+"""The text of every metric family: its rendering, and the names that dashboards rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from registry.cache import CacheStats
+from registry.catalog import Catalog
+from serve_app.canary.metrics import arms_text
+from serve_app.control.base_starts import StartLog
+from serve_app.control.registry_metrics import RegistryMetrics
+from serve_app.control.watcher import Watcher
+from serve_app.metrics.adapter_loads import LoadTimes
+from serve_app.metrics.cache import cache_text
+from serve_app.metrics.engine import EngineMetrics
+from serve_app.metrics.exposition import as_text, counter, gauge, histogram
+from serve_app.metrics.histograms import Histogram
+from serve_app.metrics.ingress import IngressMetrics, RoutingCounts
+from serve_app.metrics.migration import MigrationMetrics
+from serve_app.metrics.queue import QueueStats
+from serve_app.platform_view import BaseLine
+from serve_app.tally import ArmCounts, ArmKey
+from serve_app.tasks import failures_text, spawn
+
+ENGINE = {"model_name": "base", "engine": "e0"}
+# type, name, labels without `le`, and HELP of every family, in the order of each text.
+FAMILIES = Path(__file__).parent / "metric_families.txt"
+
+
+class Library(Collector):
+    """The families of `ours` as prometheus_client has them."""
+
+    def __init__(self, seconds: Histogram) -> None:
+        self._seconds = seconds
+
+    def collect(self) -> Iterator[Metric]:
+        count = CounterMetricFamily("a_count", 'back\\slash\nand "quotes"', labels=["z", "b"])
+        count.add_metric(['"quoted"\\path\n', "x"], 1_234_567)
+        count.add_metric(["", "y"], 0.25)
+        yield count
+        yield GaugeMetricFamily("a_gauge", "without labels", value=True)
+        yield GaugeMetricFamily("no_rows", "without rows", labels=["b"])
+        times = HistogramMetricFamily("a_time", "labels before and after le", labels=["z", "l2"])
+        bounds = zip(self._seconds.bounds, (1, 1, 3, 4), strict=True)
+        times.add_metric(["1", "2"], list(bounds), self._seconds.total)
+        yield times
+
+
+def test_families_are_rendered_as_the_library_does() -> None:
+    seconds = Histogram((0.5, 1.0, 20.0))
+    for observed in (0.5, 3.0, 20.0, 1e7):
+        seconds.observe(observed)
+    ours = as_text(
+        counter(
+            "a_count",
+            'back\\slash\nand "quotes"',
+            ("z", "b"),
+            [(('"quoted"\\path\n', "x"), 1_234_567), (("", "y"), 0.25)],
+        ),
+        gauge("a_gauge", "without labels", (), [((), True)]),
+        gauge("no_rows", "without rows", ("b",), []),
+        histogram("a_time", "labels before and after le", ("z", "l2"), [(("1", "2"), seconds)]),
+    )
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Library(seconds))
+    assert ours == generate_latest(registry)
+
+
+async def test_every_family_keeps_its_name_type_labels_help_and_place() -> None:
+    await spawn(asyncio.sleep(0), "a-task")
+    found = [line for text in every_text() for line in families_of(text.decode())]
+    assert found == FAMILIES.read_text().splitlines()
+
+
+def families_of(text: str) -> list[str]:
+    helps: dict[str, str] = {}
+    types: dict[str, str] = {}
+    labels: dict[str, list[str]] = {}
+    family = ""
+    for line in text.splitlines():
+        if line.startswith("# HELP"):
+            _, _, family, helps[family] = line.split(" ", 3)
+        elif line.startswith("# TYPE"):
+            types[family] = line.split(" ", 3)[3]
+        else:
+            names = re.findall(r'[{,](\w+)="', line)
+            assert line.startswith(family)
+            labels.setdefault(family, [name for name in names if name != "le"])
+    return [f"{types[name]} {name}{{{','.join(labels[name])}}} {helps[name]}" for name in helps]
+
+
+def every_text() -> Iterator[bytes]:
+    """Yields the text of each process's parts, with a sample in every family."""
+    yield EngineMetrics("base", "e0", 16, 0).text()
+    ingress = IngressMetrics("i0")
+    ingress.answered("/v1/models", 200)
+    yield ingress.text(0, [RoutingCounts("base", {"load": 1}, 0)])
+    migrations = MigrationMetrics("i0")
+    migrations.moved("base", "death", is_ok=True)
+    migrations.lost("base")
+    migrations.quarantined("base")
+    migrations.gap("base", 0.5)
+    yield migrations.text()
+    queues = QueueStats("i0", ())
+    queues.of_base("base")
+    queues.count_tokens("tenant", 1)
+    yield queues.text()
+    yield arms_text("i0", [(ArmKey("a", "canary", 2, "d"), ArmCounts())], [("a", 1)], 0, 0)
+    yield cache_text(CacheStats(0, 1, 0, 0, 0, 0, 0), 0, ENGINE)
+    yield LoadTimes().text(ENGINE)
+    starts = StartLog()
+    starts.begin("app", 0.0)
+    starts.end("app", "base", 1.0, is_cold=True)
+    line = BaseLine("base", 1, "running", "", "file", 2, None, None, None, "wait", "app", "d")
+    yield starts.text([line])
+    yield RegistryMetrics(Watcher(Catalog, 1.0)).text()
+    yield failures_text({"process": "ingress", "ingress": "i0"})

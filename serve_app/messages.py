@@ -29,6 +29,9 @@ class RoutingRequest:
     num_sequences: int = 1
     adapter: str | None = None  # content digest
     adapter_rank: int = 0
+    adapter_name: str = ""  # registered name, so that its versions share; "": the base model
+    tenant: str = ""  # account that is charged, see `admission.tenants`
+    priority: int = 0  # lower is earlier
     prefixes: tuple[int, ...] = ()  # `engine.prefix_digests` of its first prompt
     session: str | None = None  # requests of one session like to meet the same replica
     avoid: frozenset[str] = frozenset()  # replicas that it left or that died under it

@@ -115,14 +115,14 @@ def test_an_unproven_tenant_shares_with_all_others_and_keeps_its_adapters_part()
 def test_a_class_counts_nothing_among_unproven_tenants() -> None:
     """Else the one who lies about its name would go before the one who does not."""
     rule = Tenants(FairnessArgs(weights={"gold": 3.0}), is_proven=False)
-    assert rule.applicant("made-up", "pirate", 16, -5) == rule.applicant("other", "pirate", 16, 5)
-    assert rule.applicant("gold", priority=-5).priority == -5
-    assert rule.applicant("", priority=-5).priority == -5
+    assert rule.account("made-up", -5) == rule.account("other", 5)
+    assert rule.account("gold", -5) == ("gold", -5)
+    assert rule.account("", -5) == ("", -5)
 
 
 def test_behind_a_trusted_gateway_every_name_is_an_account() -> None:
     rule = Tenants(FairnessArgs(), is_proven=True)
-    assert rule.applicant("team", priority=-5).tenant == "team"
+    assert rule.account("team", -5) == ("team", -5)
     found = scores(honest(seconds=SHORT_S) + sybil_attack(4, SHORT_S), is_proven=True)
     assert found.keys() == {HONEST, *(f"made-up-{number}" for number in range(4))}
     assert found[HONEST].share_served >= 0.95  # a fifth of what the engines take is its share

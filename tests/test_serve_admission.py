@@ -25,7 +25,7 @@ from tests.waiting import until
 
 ROWS = 4
 LIMITS = EngineLimits(4096, 1000, 65536, max_num_seqs=ROWS, max_num_batched_tokens=512)
-AHEAD = 1  # rows given ahead of those that are free
+AHEAD = 1  # rows given in excess of the free rows
 FULL = EngineLoad(num_running=ROWS + AHEAD, step_fixed_s=0.001, step_token_s=0.001)
 _numbers = count()
 
@@ -134,7 +134,7 @@ async def test_a_request_waits_until_a_row_is_free() -> None:
 
 async def test_what_is_under_way_is_counted_until_a_replica_counts_it() -> None:
     world = World()
-    world.frame(running(ROWS))  # one may go
+    world.frame(running(ROWS))  # one request may go
     first = await world.add()
     second = world.add()
     await until(lambda: world.queue.num_waiting == 1)
@@ -188,7 +188,7 @@ async def test_a_full_queue_refuses_who_holds_it() -> None:
     error = await refused(world.add("flood"))
     assert error.retry_after_s >= 1
     modest = world.add("modest")
-    await refused(held[-1])  # the newest one of the tenant with most is evicted
+    await refused(held[-1])  # the newest request of the tenant with most is evicted
     assert world.queue.num_waiting == 3
     with pytest.raises(OverloadedError):
         world.queue.check(make_request("flood"))
@@ -203,7 +203,7 @@ async def test_who_would_wait_too_long_is_told_so_at_once() -> None:
     tasks = [world.add("a") for _ in range(10)]
     await until(lambda: world.queue.num_waiting == 10)
     await world.let_go(9)
-    more = [world.add("a") for _ in range(4)]  # one a second goes: five wait five seconds
+    more = [world.add("a") for _ in range(4)]  # at one per second, five wait five seconds
     await until(lambda: world.queue.num_waiting == 5)
     error = await refused(world.add("a"))
     assert 5 <= error.retry_after_s <= 7
@@ -254,7 +254,7 @@ async def test_who_filled_the_queue_alone_gives_way_to_those_who_come() -> None:
     flood = [world.add("flood") for _ in range(17)]
     await until(lambda: world.queue.num_waiting == 17)
     await world.let_go(9)
-    assert world.queue.num_waiting == 8  # one a second goes: the last one waits eight seconds
+    assert world.queue.num_waiting == 8  # at one per second, the last waits eight seconds
     others = [world.add(name) for name in "abc"]
     await until(lambda: world.queue.num_waiting == 11)
     world.now_s += 1.0
@@ -377,7 +377,7 @@ def seen(load: EngineLoad) -> ReplicaView:
         (running(1, queued=2000), False),  # 2 s of prefilling
         (running(1, waiting=3), False),  # rows are free, so they wait for memory
         (EngineLoad(num_running=1, num_waiting=3, num_waiting_for_adapter=3), True),
-        (EngineLoad(num_running=1, step_fixed_s=5.0), True),  # slow, but with nothing ahead
+        (EngineLoad(num_running=1, step_fixed_s=5.0), True),  # slow, but empty
     ],
 )
 def test_an_engine_has_room_while_little_waits_there(load: EngineLoad, has: bool) -> None:

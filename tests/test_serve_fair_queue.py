@@ -220,7 +220,7 @@ def test_what_goes_before_a_newcomer_is_known() -> None:
     assert fair.cost_ahead(newcomer("flood", "", 0), 1.0) == 100 + 2 + 5
     assert fair.cost_ahead(newcomer("new", "", -5), 1.0) == 3
     assert fair.cost_ahead(newcomer("new", "", 5), 1.0) == 3
-    # Its own better classes go first, its own later ones after it.
+    # Better classes of its own go first, worse classes after it.
     assert fair.cost_ahead(newcomer("modest", "", 1), 1.0) == 2 + 3 + 3
     assert fair.cost_ahead(newcomer("modest", "", -1), 1.0) == 1 + 1
 
@@ -360,7 +360,7 @@ def test_backlogged_tenants_are_never_apart_by_more_than_one_request(
 def test_a_cold_adapter_waits_no_longer_than_the_bound(
     num_hot: int, flood: int, priority: int
 ) -> None:
-    """One request goes each second; the flood keeps coming with a better class."""
+    """A request goes each second; the flood keeps coming with a better class."""
     max_wait_s = 4.0
     fair = FairQueue({}, max_wait_s)
     cold = add(fair, "shy", "cold", priority, 1.0, 0.0)
@@ -373,7 +373,7 @@ def test_a_cold_adapter_waits_no_longer_than_the_bound(
             went.append(float(second))
             break
     assert went
-    assert went[0] <= max_wait_s + 1  # the loud one may be overdue in the same second
+    assert went[0] <= max_wait_s + 1  # the loud tenant may be overdue in the same second
 
 
 def test_an_adapter_is_served_at_least_once_in_each_bound_of_its_tenants_turns() -> None:

@@ -1,7 +1,7 @@
-"""How much more work the engine replicas of a base should be given now. Pure.
+"""The capacity of a base's engine replicas for more requests. Pure.
 
 An engine gets only a little work ahead of its running batch: requests that wait in an engine are
-served in the order of their arrival, those that wait in front of it can still be reordered.
+served in the order of their arrival, while those in front of it can still be reordered.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from serve_app.messages import RoutingRequest
 from serve_app.routing.score import expected_ttft, prompt_token_s
 from serve_app.routing.view import ReplicaView
 
-# Rows given ahead of the free ones, as a part of all: the ingress sees that a sequence has ended,
-# and its successor reaches the engine, some 20 ms later. In that time 1/25 of a full batch ends if
-# responses last half a second.
+# Rows given in excess of the free rows, as a fraction of all. After a sequence has ended, its
+# successor reaches the engine some 20 ms later; in that time 1/25 of a full batch ends if responses
+# last half a second.
 _ROWS_AHEAD = 1 / 16
 _EMPTY_REQUEST = RoutingRequest("", 0)
 
@@ -22,7 +22,7 @@ _EMPTY_REQUEST = RoutingRequest("", 0)
 def has_capacity(
     replicas: Sequence[ReplicaView], under_way: Iterable[RoutingRequest], max_queue_s: float
 ) -> bool:
-    """Returns True if one more request may be sent. `under_way`: requests that were sent and that
+    """Returns True if another request may be sent. `under_way`: requests that were sent and that
     no replica's view counts yet. True without any known replica: then Serve's limits apply."""
     rows, seconds, is_any_connected = 0, 0.0, False
     for replica in replicas:  # mostly ends at the first of a thousand: as soon as there is enough
@@ -58,14 +58,14 @@ def _capacity(replica: ReplicaView, max_queue_s: float) -> tuple[int, float]:
     load, num_rows = replica.load, replica.limits.max_num_seqs
     num_ahead = max(1, round(num_rows * _ROWS_AHEAD))
     free_rows = num_rows + num_ahead - replica.num_sequences
-    # Sequences that wait though rows are free wait for memory; further ones would only join them.
+    # Sequences that wait though rows are free wait for memory; more of them would wait as well.
     num_stuck = load.num_waiting - load.num_waiting_for_adapter
     if free_rows <= 0 or num_stuck > num_ahead:
         return 0, 0.0
     free_s = max_queue_s - expected_ttft(_EMPTY_REQUEST, replica).queue_s
     if free_s > 0:
         return free_rows, free_s
-    # Prompts that fit into one step go together, however slow it is, but without rows ahead.
+    # Prompts that fit into a single step go together, however slow it is, but without rows ahead.
     free_tokens = replica.limits.max_num_batched_tokens - replica.queued_tokens
     if free_tokens > 0 and free_rows > num_ahead:
         return free_rows - num_ahead, free_tokens * prompt_token_s(replica) or max_queue_s

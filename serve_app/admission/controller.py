@@ -1,5 +1,5 @@
-"""Admission control for the engines of one base: which requests wait, which one goes next, and
-which are refused. Pure: methods take the time, so that the ingress, the simulator and tests share
+"""Admission control for the engines of a base: decides which requests wait, which go next, and
+which are refused. Pure: the time is a parameter, so that the ingress, the simulator and tests share
 this code.
 
 A request is refused before it waits if its tenant already holds its share of a full queue, or if
@@ -99,8 +99,9 @@ class AdmissionController:
         return queued
 
     def unserviceable(self, now_s: float) -> QueuedRequest | None:
-        """Returns a request that will not be served within `timeout_s`, the newest one of the
-        tenant that holds most: it filled the queue alone, and shares it with others since."""
+        """Returns a request that will not be served within `timeout_s`, the newest of the tenant
+        that holds most: it filled the queue alone, and has shared it since. Returns None if the
+        expected waits are short enough."""
         queued = self._queue.newest_of_largest()
         if queued is None or self._wait_s(queued.request, 0.0, now_s) <= self.timeout_s:
             return None
@@ -134,7 +135,7 @@ class AdmissionController:
         self._queue.close(queued)
         self.num_open -= 1
         if self.num_open == len(self._queue):
-            self._running_cost = 0.0  # nothing runs; rounding left a rest
+            self._running_cost = 0.0  # no request runs; rounding left a rest
 
     def _pop(self, now_s: float) -> QueuedRequest:
         queued = self._queue.pop_request(now_s)

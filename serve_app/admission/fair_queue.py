@@ -1,4 +1,4 @@
-"""The order in which requests go to the engines of one base when they cannot all go at once. Pure.
+"""The order in which requests go to the engines of a base when they cannot all go at once. Pure.
 
 The tenant that had least by its weight goes first; of that tenant its best priority class (lower is
 earlier, as in vLLM), and of that class the adapter that had least, in tokens (virtual token
@@ -37,8 +37,8 @@ _since_s: Callable[[_Tenant | _Lane], float] = attrgetter("since_s")
 
 
 class _Account:
-    """The cost that a tenant, or one of its adapters, was charged so far. It starts at the least
-    counter of those that wait, so that idle time earns no credit."""
+    """The cost that a tenant, or an adapter of a tenant, was charged so far. It starts at the least
+    counter of the accounts that wait, so that idle time earns no credit."""
 
     __slots__ = ("counter", "name", "num_open", "weight")
 
@@ -53,8 +53,8 @@ A = TypeVar("A", bound=_Account)
 
 
 class _Accounts(Generic[A]):
-    """Accounts by name. Of those without requests `max_idle` are kept and the longest idle is
-    forgotten first: a counter that was far above the others then starts again at their level."""
+    """Accounts by name. At most `max_idle` accounts without requests are kept, and the longest idle
+    is forgotten first: a counter that was far above the others then starts again at their level."""
 
     def __init__(self, make: Callable[[str], A], max_idle: int) -> None:
         self.busy: dict[str, A] = {}
@@ -86,7 +86,7 @@ class _Accounts(Generic[A]):
 
 
 class _Lane:
-    """The waiting requests of one tenant with the same adapter and priority, oldest first."""
+    """The waiting requests of a tenant with the same adapter and priority, oldest first."""
 
     __slots__ = ("account", "cost", "priority", "requests", "since_s")
 
@@ -99,6 +99,8 @@ class _Lane:
 
 
 class _Tenant(_Account):
+    """The account of a tenant, its adapters' accounts, and its waiting requests."""
+
     __slots__ = ("adapters", "cost", "floor", "lanes", "num_waiting", "since_s")
 
     def __init__(self, name: str, weight: float) -> None:
@@ -116,7 +118,7 @@ class _Tenant(_Account):
         return self.num_waiting / self.weight
 
     def newest(self, newcomer: RoutingRequest | None = None) -> QueuedRequest | None:
-        """The newest request, in the worst class, of the adapter with most requests there. Returns
+        """Returns the newest request, in the worst class, of the adapter with most requests there;
         None if that would be the `newcomer`, a further request of this tenant."""
         worst, _ = max(self.lanes)
         in_class = (lane for lane in self.lanes.values() if lane.priority == worst)
@@ -129,8 +131,8 @@ class _Tenant(_Account):
         return next(reversed(longest.requests))
 
     def cost_ahead(self, request: RoutingRequest, cost: float) -> float:
-        """The cost of its own requests that go before a newcomer: the better classes, and of the
-        same class all of its adapter and the share that other adapters get meanwhile."""
+        """Returns the cost of the tenant's own requests that go before a newcomer: the better
+        classes, the same adapter in its class, and the share that other adapters get meanwhile."""
         own = self.lanes.get((request.priority, request.adapter_name))
         ahead = 0.0 if own is None else own.cost
         most = ahead + cost
@@ -143,7 +145,7 @@ class _Tenant(_Account):
 
 
 class FairQueue:
-    """The waiting requests of one base. Methods take the time, for simulators and tests."""
+    """The waiting requests of a base, in the order of the module's rules."""
 
     def __init__(self, weights: Mapping[str, float], max_wait_s: float) -> None:
         """`weights`: of tenants, 1 for all others."""
@@ -197,7 +199,7 @@ class FairQueue:
         return queued
 
     def charge(self, queued: QueuedRequest, cost: float) -> None:
-        """Charges its tenant and adapter; a negative cost refunds what was not used."""
+        """Charges its tenant and adapter; a negative cost refunds unused output."""
         tenant = self._tenants.busy[queued.request.tenant]
         tenant.counter += cost / tenant.weight
         tenant.adapters.busy[queued.request.adapter_name].counter += cost
@@ -211,9 +213,9 @@ class FairQueue:
         self._tenants.close(queued.request.tenant)
 
     def eviction_victim(self, newcomer: RoutingRequest) -> QueuedRequest | None:
-        """The request to evict from a full queue: the newest one, in the worst class, of the tenant
-        with the largest weighted share of the queue; None if that is the newcomer. So each tenant
-        finds room for its share, and a flood is refused at once."""
+        """Returns the request to evict from a full queue: the newest, in the worst class, of the
+        tenant with the largest weighted share of the queue; None if that is the newcomer. So each
+        tenant finds a place for its share, and a flood is refused at once."""
         own = self._waiting.get(newcomer.tenant)
         own_share = (1 + (0 if own is None else own.num_waiting)) / self._weight(newcomer.tenant)
         others = (tenant for tenant in self._waiting.values() if tenant is not own)
@@ -223,14 +225,14 @@ class FairQueue:
         return None if own is None else own.newest(newcomer)
 
     def newest_of_largest(self) -> QueuedRequest | None:
-        """The newest request, in the worst class, of the tenant with the largest weighted share of
-        the queue; None if the queue is empty."""
+        """Returns the newest request, in the worst class, of the tenant with the largest weighted
+        share of the queue; None if the queue is empty."""
         largest = max(self._waiting.values(), key=_share, default=None)
         return None if largest is None else largest.newest()
 
     def cost_ahead(self, request: RoutingRequest, cost: float) -> float:
-        """The cost that goes before a newcomer if no other request comes, in a fluid approximation:
-        its tenant's own requests, and the share that other tenants get meanwhile."""
+        """Returns the cost that goes before a newcomer if no further request comes, in a fluid
+        approximation: its tenant's own requests, and the share that other tenants get meanwhile."""
         own = self._waiting.get(request.tenant)
         ahead = 0.0 if own is None else own.cost_ahead(request, cost)
         served = (ahead + cost) / self._weight(request.tenant)
@@ -247,7 +249,7 @@ class FairQueue:
         return _Tenant(name, self._weight(name))
 
     def _next(self, now_s: float) -> tuple[_Tenant, _Lane]:
-        """The tenant and the lane that are served next."""
+        """Returns the tenant and the lane that are served next."""
         long_ago_s = now_s - self._max_wait_s
         tenant = min(self._waiting.values(), key=_since_s)
         if tenant.since_s > long_ago_s:
@@ -278,7 +280,7 @@ class FairQueue:
 
 
 def _lift(account: _Account, others: Iterable[_Account], floor: float) -> None:
-    """Raises the counter of an account that begins to wait to the least one of the `others` that
-    wait, to `floor` if none does."""
+    """Raises the counter of an account that begins to wait to the least counter of the `others`
+    that wait, or to `floor` without others."""
     least = min(others, key=_counter, default=None)
     account.counter = max(account.counter, floor if least is None else least.counter)

@@ -1,4 +1,4 @@
-"""The queue of one base in one ingress replica: `AdmissionController` with coroutines and timers.
+"""The queue of a base in an ingress replica: `AdmissionController` with coroutines and timers.
 
 A request goes to an engine as soon as a replica has capacity for it, waits for its turn, or is
 refused. A request whose client leaves is removed. Each ingress replica orders its own requests;
@@ -31,7 +31,7 @@ _MAX_RETRY_AFTER_S = 60  # OpenAI's client library does not wait longer
 
 
 class AdmissionQueue:
-    """All methods but `placed` run in one event loop."""
+    """All methods but `placed` run in the same event loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One request that waits for an engine or is being answered by one, as its queue sees it."""
+"""A request that waits for an engine or runs in it, as its queue sees it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ _MIN_PER_S = 0.01  # lower rates count as 0
 
 class DrainRate:
     """The cost that leaves a queue per second while requests wait in it; until enough have left,
-    an estimate by Little's law: the cost of the running requests over the time of one request."""
+    an estimate by Little's law: the cost of the running requests divided by the mean duration of a
+    request."""
 
     def __init__(self) -> None:
         self._cost = 0.0

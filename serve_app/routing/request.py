@@ -21,7 +21,7 @@ def make_routing_request(
     tenant: str = "",
     priority: int = 0,
 ) -> RoutingRequest:
-    """Returns the routing request of one submit call. `requests`: one for each prompt; without any,
+    """Returns the routing request of a submit call. `requests`: one for each prompt; without any,
     while the prompts are not known, sizes are 0. `tenant` and `priority`: see `Tenants.account`."""
     name, digest, rank = "", None, 0
     if adapter is not None:

@@ -16,7 +16,7 @@ from serve_app.routing.view import ReplicaViews
 from tests.benchmarks.simulator.calls import Call
 
 _TRIM_S = 0.5  # as AdmissionQueue
-_MAX_TOKENS = 1 << 20  # that clients ask for; what comes is less
+_MAX_TOKENS = 1 << 20  # requested by clients; responses are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Gate:
             self._send(call)
 
     def look(self, now_s: float) -> None:
-        """Sends what engines have capacity for, after a frame or the end of a response."""
+        """Sends calls while engines have capacity, after a frame or the end of a response."""
         while len(self.controller) and self._has_capacity():
             queued = self.controller.pop_request(now_s)
             assert queued is not None

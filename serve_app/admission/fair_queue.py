@@ -40,13 +40,17 @@ class _Account:
     """The cost that a tenant, or an adapter of a tenant, was charged so far. It starts at the least
     counter of the accounts that wait, so that idle time earns no credit."""
 
-    __slots__ = ("counter", "name", "num_open", "weight")
+    __slots__ = ("counter", "num_open")
 
-    def __init__(self, name: str, weight: float) -> None:
-        self.name = name
-        self.weight = weight
-        self.counter = 0.0  # cost units divided by weight
+    def __init__(self) -> None:
+        self.counter = 0.0  # cost units, of a tenant divided by its weight
         self.num_open = 0  # requests that wait or run: an account with any is not forgotten
+
+    def lift(self, others: Iterable[_Account], floor: float) -> None:
+        """Raises the counter as a wait begins: to the least counter of the `others` that wait, or
+        to `floor` without others."""
+        least = min(others, key=_counter, default=None)
+        self.counter = max(self.counter, floor if least is None else least.counter)
 
 
 A = TypeVar("A", bound=_Account)
@@ -95,20 +99,21 @@ class _Lane:
         self.priority = priority
         self.requests: dict[QueuedRequest, None] = {}
         self.cost = 0.0  # of `requests`
-        self.since_s = now_s  # last served, or when its oldest request arrived
+        self.since_s = now_s  # when it was last served or began to wait
 
 
 class _Tenant(_Account):
     """The account of a tenant, its adapters' accounts, and its waiting requests."""
 
-    __slots__ = ("adapters", "cost", "floor", "lanes", "num_waiting", "since_s")
+    __slots__ = ("adapters", "cost", "floor", "lanes", "num_waiting", "since_s", "weight")
 
-    def __init__(self, name: str, weight: float) -> None:
-        super().__init__(name, weight)
-        self.adapters = _Accounts(lambda adapter: _Account(adapter, 1.0), _MAX_IDLE_ADAPTERS)
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.adapters = _Accounts(lambda _: _Account(), _MAX_IDLE_ADAPTERS)
         self.lanes: dict[tuple[int, str], _Lane] = {}  # by (priority, adapter), none is empty
         self.floor = 0.0  # counter of the adapter that was last served by its counter
-        self.since_s = 0.0  # last served, or when its oldest request arrived
+        self.since_s = 0.0  # when it was last served or began to wait
         self.num_waiting = 0
         self.cost = 0.0  # of the requests that wait
 
@@ -151,7 +156,7 @@ class FairQueue:
         """`weights`: of tenants, 1 for all others."""
         self._weights = weights
         self._max_wait_s = max_wait_s
-        self._tenants = _Accounts(self._make_tenant, _MAX_IDLE_TENANTS)
+        self._tenants = _Accounts(lambda name: _Tenant(self._weight(name)), _MAX_IDLE_TENANTS)
         self._waiting: dict[str, _Tenant] = {}  # the tenants that have waiting requests
         self._floor = 0.0  # counter of the tenant that was last served by its counter
         self._num_waiting = 0
@@ -170,7 +175,7 @@ class FairQueue:
         tenant = self._tenants.open(request.tenant)
         account = tenant.adapters.open(request.adapter_name)
         if not tenant.lanes:
-            _lift(tenant, self._waiting.values(), self._floor)
+            tenant.lift(self._waiting.values(), self._floor)
             self._waiting[request.tenant] = tenant
             tenant.since_s = now_s
         key = request.priority, request.adapter_name
@@ -178,7 +183,7 @@ class FairQueue:
         if lane is None:
             lanes = tenant.lanes.values()
             same_class = [one.account for one in lanes if one.priority == request.priority]
-            _lift(account, same_class, tenant.floor)
+            account.lift(same_class, tenant.floor)
             lane = tenant.lanes[key] = _Lane(account, request.priority, now_s)
         lane.requests[queued] = None
         lane.cost += queued.cost
@@ -245,9 +250,6 @@ class FairQueue:
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def _make_tenant(self, name: str) -> _Tenant:
-        return _Tenant(name, self._weight(name))
-
     def _next(self, now_s: float) -> tuple[_Tenant, _Lane]:
         """Returns the tenant and the lane that are served next."""
         long_ago_s = now_s - self._max_wait_s
@@ -277,10 +279,3 @@ class FairQueue:
             if not tenant.lanes:
                 del self._waiting[request.tenant]
                 tenant.cost = 0.0  # rounding left a rest
-
-
-def _lift(account: _Account, others: Iterable[_Account], floor: float) -> None:
-    """Raises the counter of an account that begins to wait to the least counter of the `others`
-    that wait, or to `floor` without others."""
-    least = min(others, key=_counter, default=None)
-    account.counter = max(account.counter, floor if least is None else least.counter)

@@ -1,9 +1,9 @@
-"""Salts of the prefix cache: two requests share KV blocks only if both their tenant and the salt
-that the client sent are equal.
+"""Salts of the prefix cache: two requests share KV blocks only if their tenants and the salts that
+their clients sent are equal.
 
-The hash is keyed, so that no client can compute another tenant's salt and with it the names of its
-prompts' prefixes. The manager holds the key and sends it to the ingresses; clients never see it.
-With another key the answers are the same, only earlier prompts are computed again.
+The hash is keyed, so that a client cannot compute the salt of another tenant and with it the
+digests of its prompts' prefixes. The manager keeps the key and sends it to the ingresses; clients
+never see it. A different key changes no response; earlier prompts are computed again.
 """
 
 from __future__ import annotations
@@ -17,33 +17,40 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-KEY_FILE = "prefix_cache_key"  # in the home, readable by its owner alone
+KEY_FILE = "prefix_cache_key"  # in the home folder, readable by its owner only
 _KEY_BYTES = 32
 _SALT_BYTES = 16
 
 
 def cache_salt(key: bytes, tenant: str, client_salt: str) -> str:
-    """Each part goes in with its length: no two pairs are the same bytes."""
+    """Returns the salt as hexadecimal digits. Each part is hashed with its length, so that no two
+    pairs are the same bytes."""
     parts = [part.encode() for part in (tenant, client_salt)]
     text = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return blake2b(text, key=key, digest_size=_SALT_BYTES).hexdigest()
 
 
 def kept_key(home: Path | None) -> bytes:
-    """The key in `home`, made where there is none; two processes that start at once agree on it.
-    Without a home, or one that cannot be written, a key that ends with this process."""
+    """Returns the key stored in `home`, created if missing; processes that start at the same time
+    agree on it. Without a home, or if it cannot be written, the key lasts as long as this process.
+    """
     if home is None:
         return secrets.token_bytes(_KEY_BYTES)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        return _read(home / KEY_FILE) or _make(home / KEY_FILE)
+        return _read(home / KEY_FILE) or _create(home / KEY_FILE)
     except OSError as error:
-        logger.warning("the key of the prefix cache's salts cannot be kept: %s", error)
+        logger.warning(
+            "cannot store the key of the prefix-cache salts in %s: %s; a temporary key is used, "
+            "so a restarted manager computes cached prompts again; make the folder writable",
+            home / KEY_FILE,
+            error,
+        )
         return secrets.token_bytes(_KEY_BYTES)
 
 
 def _read(path: Path) -> bytes | None:
-    """None where there is none."""
+    """Returns the stored key; None if there is no file or its content is damaged."""
     try:
         key = bytes.fromhex(path.read_text())
     except FileNotFoundError:
@@ -51,22 +58,23 @@ def _read(path: Path) -> bytes | None:
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
-        logger.warning("%s holds no key of %d bytes; a new one replaces it", path, _KEY_BYTES)
+        logger.warning("%s does not hold a key of %d bytes; it is replaced", path, _KEY_BYTES)
         path.unlink(missing_ok=True)
         return None
     return key
 
 
-def _make(path: Path) -> bytes:
+def _create(path: Path) -> bytes:
+    """Stores a new key and returns it, or the key of a process that was first."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     temporary.touch(mode=0o600, exist_ok=False)
     try:
         temporary.write_text(secrets.token_hex(_KEY_BYTES))
-        with suppress(FileExistsError):  # another process was first: its key counts
+        with suppress(FileExistsError):  # another process was first, its key is used
             os.link(temporary, path)
     finally:
         temporary.unlink()
     key = _read(path)
     if key is None:
-        raise OSError(f"{path} was removed while it was made")
+        raise OSError(f"{path} was removed while it was created")
     return key

@@ -22,18 +22,21 @@ QuarantinedRequest = tuple[bytes, float]  # fingerprint, seconds that are left
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A submit call as a router sees it."""
+    """The view of a submit call that admission and routing decide on."""
 
     call_id: str
-    num_tokens: int  # of all its prompts, and of the tokens that a resumed choice recomputes
+    num_tokens: int  # of all prompts, and of the tokens that a resumed choice recomputes
     num_sequences: int = 1
     adapter: str | None = None  # content digest
     adapter_rank: int = 0
+    adapter_name: str = ""  # registered name, so that its versions share; "": the base model
+    tenant: str = ""  # account that is charged, see `admission.tenants`
+    priority: int = 0  # lower is earlier
     prefixes: tuple[int, ...] = ()  # `engine.prefix_digests` of its first prompt
-    session: str | None = None  # requests of one session like to meet the same replica
-    avoid: frozenset[str] = frozenset()  # replicas that it left or that died under it
-    only: str | None = None  # this replica and no other: a warm-up
-    dry_run: bool = False  # only asked: nothing is sent, nobody learns from it
+    session: str | None = None  # requests of one session prefer the same replica
+    avoid: frozenset[str] = frozenset()  # replicas that it was migrated from or that died with it
+    only: str | None = None  # for a warm-up: the one replica that may be chosen
+    dry_run: bool = False  # the decision is only reported: no request is sent, no state changes
 
 
 @dataclass(frozen=True, slots=True)

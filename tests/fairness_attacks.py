@@ -1,22 +1,24 @@
-"""An honest tenant beside an adversary: the real waiting room and the real rule of accounts under a
-virtual clock. Pure; for tests and benchmarks.
+"""An honest tenant next to an adversary: the real admission control and the real rule of accounts
+under a virtual clock. Pure; for tests and benchmarks.
 
-The engines are `ROWS` rows that together take `CAPACITY_PER_S` usual requests a second; a request
-takes a row for as long as its tokens need, so a long one is as long for the honest tenant as on a
-device.
+The engines are `ROWS` rows that together serve `CAPACITY_PER_S` usual requests per second; a
+request occupies a row for as long as its tokens need, so that a long one delays the honest tenant
+as much as on a device.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
+from serve_app.admission.controller import AdmissionController, Reason, Refused
+from serve_app.admission.queued_request import QueuedRequest
 from serve_app.admission.tenants import Tenants
-from serve_app.admission.waiting_room import Guest, Refused, WaitingRoom
 from serve_app.config import FairnessArgs
+from serve_app.messages import RoutingRequest
 
 CAPACITY_PER_S = 10.0  # usual requests
 ROWS = 4
@@ -26,7 +28,7 @@ SECONDS = 120.0
 MAX_WAITING = 256  # ModelArgs.max_queued_requests
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 128  # of a usual request
 HONEST = "honest"
-_USUAL_WORK = PROMPT_TOKENS + 2 * OUTPUT_TOKENS  # an output token as two, see `routing.cost`
+_USUAL_WORK = PROMPT_TOKENS + 2 * OUTPUT_TOKENS  # an output token as two, see `admission.cost`
 _LOOK_S = 0.1  # as AdmissionQueue
 _TRIM_S = 0.5
 
@@ -40,31 +42,31 @@ class Sent:
     adapter: str = ""
     priority: int = 0
     num_prompt: int = PROMPT_TOKENS
-    num_output: int = OUTPUT_TOKENS  # that it really takes, of each sequence
+    num_output: int = OUTPUT_TOKENS  # generated per sequence
     num_sequences: int = 1
-    max_tokens: int = OUTPUT_TOKENS  # that it asks for, of each sequence
-    leaves_after_s: float | None = None  # the client goes away so long after it sent
+    max_tokens: int = OUTPUT_TOKENS  # requested per sequence
+    leaves_after_s: float | None = None  # after `at_s`; None: the client stays
 
     @property
     def work(self) -> float:
-        """In prompt tokens."""
+        """Its cost in prompt tokens."""
         return self.num_prompt + 2.0 * self.num_output * self.num_sequences
 
     @property
     def service_s(self) -> float:
-        """It takes a row for so long."""
+        """Seconds that it occupies a row."""
         return self.work / _USUAL_WORK * ROWS / CAPACITY_PER_S
 
 
 @dataclass(slots=True)
 class Score:
-    """What became of one tenant's requests."""
+    """The outcome of one tenant's requests."""
 
     sent: int = 0
     served: int = 0  # went to an engine
     refused: int = 0
-    work: float = 0.0  # of those served, in prompt tokens
-    waits_s: list[float] = field(default_factory=list)  # of those served
+    work: float = 0.0  # of the served requests, in prompt tokens
+    waits_s: list[float] = field(default_factory=list)  # of the served requests
 
     @property
     def share_served(self) -> float:
@@ -81,7 +83,7 @@ def stream(
     make: Callable[[int], dict[str, object]] = lambda _: {},
     seconds: float = SECONDS,
 ) -> list[Sent]:
-    """Evenly spaced; `make`: the fields of request number i."""
+    """Returns evenly spaced requests. `make` returns the fields of request number i."""
     times = (number / per_s for number in range(round(seconds * per_s)))
     return [
         Sent(**({"at_s": at_s, "tenant": tenant} | make(number)))  # type: ignore[arg-type]
@@ -90,24 +92,24 @@ def stream(
 
 
 def honest(tenant: str = HONEST, seconds: float = SECONDS, **fields: object) -> list[Sent]:
-    """A fifth of the capacity."""
+    """Returns requests for a fifth of the capacity."""
     return stream(tenant, HONEST_PER_S, lambda _: fields, seconds)
 
 
 def attacker(
     make: Callable[[int], dict[str, object]] = lambda _: {}, seconds: float = SECONDS
 ) -> list[Sent]:
-    """Twice the capacity."""
+    """Returns requests for twice the capacity."""
     return stream("attacker", ATTACKER_PER_S, make, seconds)
 
 
 def priority_attack() -> list[Sent]:
-    """Every request asks to be served before all others."""
+    """Returns requests that all ask to be served before others."""
     return attacker(lambda _: {"priority": -1})
 
 
 def sybil_attack(num_names: int = 1000, seconds: float = SECONDS) -> list[Sent]:
-    """Every request comes from one of many made-up tenants."""
+    """Returns requests that each come from one of many made-up tenants."""
     return attacker(lambda number: {"tenant": f"made-up-{number % num_names}"}, seconds)
 
 
@@ -118,8 +120,8 @@ def scores(
     is_proven: bool = False,
     settings: FairnessArgs | None = None,
 ) -> dict[str, Score]:
-    """By account. `named`: the tenants of equal weights in the configuration; `is_proven`: a
-    trusted gateway sets the header."""
+    """Returns the outcome by account. `named`: the tenants of equal weights in the configuration;
+    `is_proven`: a trusted gateway sets the header."""
     settings = settings or FairnessArgs(weights=dict.fromkeys(named, 1.0))
     return _World(settings, Tenants(settings, is_proven=is_proven)).run(sent)
 
@@ -127,7 +129,7 @@ def scores(
 @dataclass(slots=True)
 class _Open:
     sent: Sent
-    guest: Guest
+    queued: QueuedRequest
     score: Score
     went_s: float | None = None
     is_gone: bool = False
@@ -136,10 +138,10 @@ class _Open:
 class _World:
     def __init__(self, settings: FairnessArgs, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._room = WaitingRoom(
+        self._controller = AdmissionController(
             settings.weights, settings.max_wait_s, settings.max_queue_s, MAX_WAITING
         )
-        self._waiting: dict[Guest, _Open] = {}
+        self._waiting: dict[QueuedRequest, _Open] = {}
         self._num_running = 0
         self._scores: dict[str, Score] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -155,80 +157,84 @@ class _World:
         while self._events:
             now_s, _, act = heapq.heappop(self._events)
             act(now_s)
-        assert not self._room.num_open
+        assert not self._controller.num_open
         return self._scores
 
     def _at(self, when_s: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._ticks), act))
 
     def _arrive(self, sent: Sent, now_s: float) -> None:
-        who = self._tenants.applicant(sent.tenant, sent.adapter, 0, sent.priority)
-        score = self._scores.setdefault(who.tenant, Score())
+        tenant, priority = self._tenants.account(sent.tenant, sent.priority)
+        request = RoutingRequest(
+            "",
+            sent.num_prompt,
+            sent.num_sequences,
+            adapter_name=sent.adapter,
+            tenant=tenant,
+            priority=priority,
+        )
+        score = self._scores.setdefault(tenant, Score())
         score.sent += 1
         try:
-            self._room.check(who, now_s)
-            guest, rival = self._room.enter(
-                who,
-                sent.num_prompt,
-                sent.num_sequences,
+            self._controller.check(replace(request, num_tokens=0, num_sequences=0), now_s)
+            queued, victim = self._controller.add_request(
+                request,
                 sent.max_tokens * sent.num_sequences,
                 now_s,
-                has_room=self._num_running < ROWS,
+                has_capacity=self._num_running < ROWS,
             )
         except Refused:
             score.refused += 1
             return
-        one = _Open(sent, guest, score)
-        if rival is not None:
-            self._refuse(rival, "full", now_s)
+        one = _Open(sent, queued, score)
+        if victim is not None:
+            self._refuse(victim, "full", now_s)
         if sent.leaves_after_s is not None:
             self._at(now_s + sent.leaves_after_s, lambda at_s: self._end(one, at_s))
-        if guest.is_waiting:
-            self._waiting[guest] = one
-            patience_s = self._room.patience_s
-            self._at(now_s + patience_s, lambda at_s: self._give_up(one, at_s))
+        if queued.is_waiting:
+            self._waiting[queued] = one
+            self._at(now_s + self._controller.timeout_s, lambda at_s: self._give_up(one, at_s))
         else:
             self._start(one, now_s)
 
     def _send(self, now_s: float) -> None:
-        while len(self._room) and self._num_running < ROWS:
-            guest = self._room.next(now_s)
-            assert guest is not None
-            self._start(self._waiting.pop(guest), now_s)
+        while len(self._controller) and self._num_running < ROWS:
+            queued = self._controller.pop_request(now_s)
+            assert queued is not None
+            self._start(self._waiting.pop(queued), now_s)
 
     def _start(self, one: _Open, now_s: float) -> None:
         self._num_running += 1
         one.went_s = now_s
         one.score.served += 1
-        one.score.waits_s.append(one.guest.waited_s)
+        one.score.waits_s.append(one.queued.waited_s)
         self._at(now_s + one.sent.service_s, lambda at_s: self._end(one, at_s))
 
     def _end(self, one: _Open, now_s: float) -> None:
-        """Its answer is whole, or its client leaves."""
+        """The response is complete, or its client leaves."""
         if one.is_gone:
             return
         one.is_gone = True
-        self._waiting.pop(one.guest, None)
+        self._waiting.pop(one.queued, None)
         if one.went_s is not None:
             self._num_running -= 1
             done = min(1.0, (now_s - one.went_s) / one.sent.service_s)
             one.score.work += done * one.sent.work
-            self._room.generated(
-                one.guest, round(done * one.sent.num_output * one.sent.num_sequences)
-            )
-        self._room.leave(one.guest, now_s)
+            num_generated = round(done * one.sent.num_output * one.sent.num_sequences)
+            self._controller.set_generated(one.queued, num_generated)
+        self._controller.close(one.queued, now_s)
         self._send(now_s)
 
     def _trim(self, now_s: float) -> None:
-        while (guest := self._room.hopeless(now_s)) is not None:
-            self._refuse(guest, "waited", now_s)
+        while (queued := self._controller.unserviceable(now_s)) is not None:
+            self._refuse(queued, "waited", now_s)
 
     def _give_up(self, one: _Open, now_s: float) -> None:
-        if one.guest in self._waiting:
-            self._refuse(one.guest, "waited", now_s)
+        if one.queued in self._waiting:
+            self._refuse(one.queued, "waited", now_s)
 
-    def _refuse(self, guest: Guest, reason: str, now_s: float) -> None:
-        one = self._waiting.pop(guest)
+    def _refuse(self, queued: QueuedRequest, reason: Reason, now_s: float) -> None:
+        one = self._waiting.pop(queued)
         one.is_gone = True
         one.score.refused += 1
-        self._room.refuse(guest, reason, now_s)  # type: ignore[arg-type]
+        self._controller.refuse(queued, reason, now_s)

@@ -182,16 +182,15 @@ class FleetIngress:
             "sent, as Serve counts": self.router.num_sent.total(),
         }
         for queue in self.queues:
-            room = queue._room
+            controller = queue._controller
             counts |= {
-                "tickets": room.num_open,
-                "waiting": len(room),
-                "waiting tokens": room.waiting_tokens,
-                "guests": len(room._guests),
-                "running cost": room._running_cost,
-                "tickets that wait": len(queue._waiting),
+                "queued requests": controller.num_open,
+                "waiting": len(controller),
+                "waiting tokens": controller.num_waiting_tokens,
+                "running cost": controller._running_cost,
+                "coroutines that wait": len(queue._turns),
                 "calls under way": len(queue._under_way),
-                "waiting gauge": queue._of_base.num_waiting,
+                "waiting gauge": queue._base_stats.num_waiting,
             }
         for view in self.views:
             counts |= {

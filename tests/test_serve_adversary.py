@@ -1,6 +1,5 @@
-"""Fairness against a client that wants more than its share, and the account of a name that nothing
-proves. The honest tenant sends a fifth of what the engines can take, the attacker twice as much as
-they can take."""
+"""Fairness against a client that wants more than its share, and the account of an unproven name.
+The honest tenant sends a fifth of the engines' capacity, the attacker twice the capacity."""
 
 from __future__ import annotations
 
@@ -103,8 +102,8 @@ def test_made_up_tenants_get_together_what_one_tenant_gets() -> None:
 
 
 def test_an_unproven_tenant_shares_with_all_others_and_keeps_its_adapters_part() -> None:
-    """Nothing tells it from the attacker: it gets its part of the shared account, by arrival, or by
-    adapter where it has one of its own."""
+    """It looks like the attacker: it gets its part of the shared account, by arrival, or by adapter
+    if it has its own."""
     modest = honest("somebody", SHORT_S, adapter="own")
     found = scores(modest + sybil_attack(seconds=SHORT_S), named=())
     assert found.keys() == {SHARED_ACCOUNT}
@@ -113,19 +112,19 @@ def test_an_unproven_tenant_shares_with_all_others_and_keeps_its_adapters_part()
 
 
 def test_a_class_counts_nothing_among_unproven_tenants() -> None:
-    """Else the one who lies about its name would go before the one who does not."""
+    """Otherwise a client with a false name would go before an honest client."""
     rule = Tenants(FairnessArgs(weights={"gold": 3.0}), is_proven=False)
-    assert rule.applicant("made-up", "pirate", 16, -5) == rule.applicant("other", "pirate", 16, 5)
-    assert rule.applicant("gold", priority=-5).priority == -5
-    assert rule.applicant("", priority=-5).priority == -5
+    assert rule.account("made-up", -5) == rule.account("other", 5)
+    assert rule.account("gold", -5) == ("gold", -5)
+    assert rule.account("", -5) == ("", -5)
 
 
 def test_behind_a_trusted_gateway_every_name_is_an_account() -> None:
     rule = Tenants(FairnessArgs(), is_proven=True)
-    assert rule.applicant("team", priority=-5).tenant == "team"
+    assert rule.account("team", -5) == ("team", -5)
     found = scores(honest(seconds=SHORT_S) + sybil_attack(4, SHORT_S), is_proven=True)
     assert found.keys() == {HONEST, *(f"made-up-{number}" for number in range(4))}
-    assert found[HONEST].share_served >= 0.95  # a fifth of what the engines take is its share
+    assert found[HONEST].share_served >= 0.95  # its share is a fifth of the capacity
 
 
 def test_no_header_names_the_shared_account() -> None:

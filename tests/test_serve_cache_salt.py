@@ -1,5 +1,5 @@
-"""The prefix cache between tenants: which prompts share KV blocks, what the router and explain see
-of it, and where the key lives."""
+"""The prefix cache between tenants: the prompts that share KV blocks, the router's and explain's
+views of them, and the storage of the key."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ask_for(
 
 
 def cached_tokens(first: Request, second: Request) -> int:
-    """Of the second, by the engine's own scheduler."""
+    """Returns the cached tokens of the second request, by the engine's own scheduler."""
     scheduler, _ = make_scheduler(40, max_num_batched_tokens=256)
     outputs: list[TokenOutput] = []
     for request in (first, second):
@@ -93,14 +93,14 @@ def test_no_two_pairs_of_tenant_and_salt_are_the_same(
     is_same = (tenant, salt) == (other_tenant, other_salt)
     salts = cache_salt(KEY, tenant, salt), cache_salt(KEY, other_tenant, other_salt)
     assert (salts[0] == salts[1]) == is_same
-    if tenant and salt:  # what plain concatenation would take for the same
+    if tenant and salt:  # equal by plain concatenation
         moved = cache_salt(KEY, tenant + salt[0], salt[1:])
         assert moved != salts[0]
     assert cache_salt(bytes(32), tenant, salt) != salts[0]
 
 
 def test_the_router_finds_a_tenants_own_prefixes_and_explains_nothing_of_others() -> None:
-    """`expected-prefill` is what the score says."""
+    """`expected-prefill` is the term of the score."""
     mine = ask_for("hospital")
     engine_side = prefix_digests(PROMPT, None, mine.cache_salt, LIMITS.prefix_chunk)
     holder, empty = make_view(prefixes=engine_side), make_view()

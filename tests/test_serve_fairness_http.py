@@ -25,7 +25,7 @@ from tests.waiting import eventually, until
 ROWS = 4
 RATE = 100  # tokens a second of each row
 TOKENS = 10  # of an answer: 40 requests a second in all
-LIMIT = 40  # of those that wait
+LIMIT = 40  # requests that wait
 MAX_OPEN = 70
 
 Answers = list["Answer"]
@@ -125,7 +125,7 @@ async def test_a_tenant_with_weight_waits_less(rig: Rig) -> None:
 
 
 async def test_a_cold_adapter_overtakes_a_hot_base(rig: Rig) -> None:
-    """Of the same tenant."""
+    """Both belong to the same tenant."""
     async with async_client(rig) as client:
         hot = [asyncio.create_task(ask(client, "one")) for _ in range(40)]
         await asyncio.sleep(0.2)

@@ -21,7 +21,7 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.router import AsyncioRouter
 
-from serve_app.admission.capacity import has_room
+from serve_app.admission.capacity import has_capacity
 from serve_app.messages import StreamAddress, SubmitCall
 from serve_app.routing import state as routing_state
 from serve_app.routing.serve_router import LoraplexRouter
@@ -113,8 +113,8 @@ class Rig:
         return self.view.num_placed, self.view.num_sequences
 
     @property
-    def has_room(self) -> bool:
-        return has_room([self.view], [], 0.5)
+    def has_capacity(self) -> bool:
+        return has_capacity([self.view], [], 0.5)
 
 
 @pytest.fixture
@@ -128,12 +128,12 @@ async def test_a_call_that_is_cancelled_on_its_way_to_the_replica_leaves_the_cou
     task = rig.route("call", 256)
     await until(lambda: bool(rig.replica.sent))
     assert rig.placed == (1, 256)
-    assert not rig.has_room
+    assert not rig.has_capacity
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: rig.placed == (0, 0))
-    assert rig.has_room
+    assert rig.has_capacity
 
 
 async def test_a_call_that_is_cancelled_the_moment_its_replica_was_chosen_leaves_the_count(
@@ -184,6 +184,6 @@ async def test_no_call_that_was_forgotten_on_its_way_takes_room_for_ever(rig: Ri
     assert rig.placed == (2, 257)
     rig.view.observe(IDLE, now_s + 31.0)  # a frame, and nothing placed since
     assert rig.placed == (1, 1)
-    assert rig.has_room
+    assert rig.has_capacity
     rig.view.observe(IDLE, now_s + 3600.0)
     assert (rig.placed, rig.view.queued_tokens) == ((0, 0), 0)

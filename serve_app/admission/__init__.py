@@ -1,1 +1,1 @@
-"""The order in which waiting requests go to the engines of a base, and which are refused."""
+"""Admission: the account of each request, the order in which requests go to engines, refusals."""

@@ -1,286 +1,281 @@
-"""The order in which requests go to the engines of one base when they cannot all go at once. Pure.
+"""The order in which requests go to the engines of a base when they cannot all go at once. Pure.
 
 The tenant that had least by its weight goes first; of that tenant its best priority class (lower is
 earlier, as in vLLM), and of that class the adapter that had least, in tokens (virtual token
-counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); of one adapter the
-oldest. A class puts a tenant's own requests in order and nothing else: a client that sends a better
-one gains nothing against other tenants. The cost that is expected of a request is charged when it
-goes, and corrected later by its real cost.
+counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); requests for the
+same adapter go in the order of their arrival. A class orders the requests of one tenant and has no
+effect on other tenants: a client that asks for a better class gains nothing against them. The
+expected cost of a request is charged when it goes, and corrected later by its real cost.
 
-Bounded waiting goes before all of that: a tenant that was passed over for `max_wait_s` is next,
-whatever its counter is, the longest waiting tenant first; so is an adapter among its tenant's. The
-clock runs from the last time that the tenant (the adapter) was served, not from a request's
-arrival: a tenant that queues a thousand requests waits behind itself, and would else turn every
-overload into first come, first served, where the share goes to the most requests.
+Bounded waiting overrides all of that: a tenant that was passed over for `max_wait_s` is next,
+whatever its counter, the longest waiting tenant first; the same holds for an adapter within its
+tenant. The clock starts when the tenant (the adapter) was last served, not when a request arrives.
+Otherwise a tenant that floods the queue would always be overdue, which would degrade fairness to
+first come, first served.
+
+A queue holds few requests (`max_queued_requests`, 256 by default), so that plain dictionaries and
+`min()` find the next one fast enough.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Generic, TypeVar
 
-from serve_app.admission.counters import Account, Accounts, Overdue, Ranking
+from serve_app.admission.queued_request import QueuedRequest
+from serve_app.messages import RoutingRequest
 
 _MAX_IDLE_TENANTS = 1024  # whose counters are kept
-_MAX_IDLE_ADAPTERS = 256  # the same, of one tenant
+_MAX_IDLE_ADAPTERS = 256  # the same, per tenant
+
+# Keys for `min` and `max`, faster than lambdas.
+_counter: Callable[[_Account], float] = attrgetter("counter")
+_share: Callable[[_Tenant], float] = attrgetter("share")
+_since_s: Callable[[_Tenant | _Lane], float] = attrgetter("since_s")
 
 
-class Entry:
-    """One request, from `add` to `close`. Its fields are for reading."""
+class _Account:
+    """The cost that a tenant, or an adapter of a tenant, was charged so far. It starts at the least
+    counter of the accounts that wait, so that idle time earns no credit."""
 
-    __slots__ = ("cost", "enqueued_s", "is_waiting", "lane")
+    __slots__ = ("counter", "num_open")
 
-    def __init__(self, lane: _Lane, cost: float, now_s: float) -> None:
-        self.lane = lane
-        self.cost = cost
-        self.enqueued_s = now_s
-        self.is_waiting = True
+    def __init__(self) -> None:
+        self.counter = 0.0  # cost units, of a tenant divided by its weight
+        self.num_open = 0  # requests that wait or run: an account with any is not forgotten
 
-    @property
-    def tenant(self) -> str:
-        return self.lane.band.tenant.name
-
-    @property
-    def adapter(self) -> str:
-        return self.lane.account.name
-
-    @property
-    def priority(self) -> int:
-        return self.lane.band.priority
+    def lift(self, others: Iterable[_Account], floor: float) -> None:
+        """Raises the counter as a wait begins: to the least counter of the `others` that wait, or
+        to `floor` without others."""
+        least = min(others, key=_counter, default=None)
+        self.counter = max(self.counter, floor if least is None else least.counter)
 
 
-class _Tenant(Account):
-    __slots__ = ("adapters", "bands", "cost", "floor", "num_waiting", "overdue", "since_s")
-
-    def __init__(self, name: str, weight: float) -> None:
-        super().__init__(name, weight)
-        self.adapters = Accounts(lambda adapter: Account(adapter, 1.0), _MAX_IDLE_ADAPTERS)
-        self.bands: dict[int, _Band] = {}  # by priority; those where something waits
-        self.overdue: Overdue[_Lane] = Overdue()
-        self.floor = 0.0
-        self.since_s = inf  # it waits, and was not served
-        self.num_waiting = 0
-        self.cost = 0.0  # of what waits
-
-    @property
-    def excess(self) -> float:
-        """What it holds of the queue, by weight."""
-        return self.num_waiting / self.weight
-
-    @property
-    def last_band(self) -> _Band:
-        """Its worst class; something of it must wait."""
-        return self.bands[max(self.bands)]
+A = TypeVar("A", bound=_Account)
 
 
-class _Band:
-    """What waits of one tenant with one priority."""
+class _Accounts(Generic[A]):
+    """Accounts by name. At most `max_idle` accounts without requests are kept, and the longest idle
+    is forgotten first: a counter that was far above the others then starts again at their level."""
 
-    __slots__ = ("cost", "lanes", "priority", "ranking", "tenant")
+    def __init__(self, make: Callable[[str], A], max_idle: int) -> None:
+        self.busy: dict[str, A] = {}
+        self._idle: OrderedDict[str, A] = OrderedDict()
+        self._make = make
+        self._max_idle = max_idle
 
-    def __init__(self, tenant: _Tenant, priority: int) -> None:
-        self.tenant = tenant
-        self.priority = priority
-        self.lanes: dict[Account, _Lane] = {}
-        self.ranking: Ranking[Account] = Ranking()
-        self.cost = 0.0
+    def __len__(self) -> int:
+        return len(self.busy) + len(self._idle)
+
+    def every(self) -> list[A]:
+        return [*self.busy.values(), *self._idle.values()]
+
+    def open(self, name: str) -> A:
+        """Returns the account for one more request, which must `close` it once."""
+        account = self.busy.get(name)
+        if account is None:
+            account = self.busy[name] = self._idle.pop(name, None) or self._make(name)
+        account.num_open += 1
+        return account
+
+    def close(self, name: str) -> None:
+        account = self.busy[name]
+        account.num_open -= 1
+        if not account.num_open:
+            self._idle[name] = self.busy.pop(name)
+            if len(self._idle) > self._max_idle:
+                self._idle.popitem(last=False)
 
 
 class _Lane:
-    """What waits of one adapter in a band, the oldest first."""
+    """The waiting requests of a tenant with the same adapter and priority, oldest first."""
 
-    __slots__ = ("account", "band", "cost", "entries", "since_s")
+    __slots__ = ("account", "cost", "priority", "requests", "since_s")
 
-    def __init__(self, band: _Band, account: Account) -> None:
-        self.band = band
+    def __init__(self, account: _Account, priority: int, now_s: float) -> None:
         self.account = account
-        self.entries: OrderedDict[Entry, None] = OrderedDict()
-        self.cost = 0.0
-        self.since_s = inf  # it waits, and was not served
+        self.priority = priority
+        self.requests: dict[QueuedRequest, None] = {}
+        self.cost = 0.0  # of `requests`
+        self.since_s = now_s  # when it was last served or began to wait
+
+
+class _Tenant(_Account):
+    """The account of a tenant, its adapters' accounts, and its waiting requests."""
+
+    __slots__ = ("adapters", "cost", "floor", "lanes", "num_waiting", "since_s", "weight")
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.adapters = _Accounts(lambda _: _Account(), _MAX_IDLE_ADAPTERS)
+        self.lanes: dict[tuple[int, str], _Lane] = {}  # by (priority, adapter), none is empty
+        self.floor = 0.0  # counter of the adapter that was last served by its counter
+        self.since_s = 0.0  # when it was last served or began to wait
+        self.num_waiting = 0
+        self.cost = 0.0  # of the requests that wait
+
+    @property
+    def share(self) -> float:
+        """The part of the queue that its requests hold, by weight."""
+        return self.num_waiting / self.weight
+
+    def newest(self, newcomer: RoutingRequest | None = None) -> QueuedRequest | None:
+        """Returns the newest request, in the worst class, of the adapter with most requests there;
+        None if that would be the `newcomer`, a further request of this tenant."""
+        worst, _ = max(self.lanes)
+        in_class = (lane for lane in self.lanes.values() if lane.priority == worst)
+        longest = max(in_class, key=lambda lane: len(lane.requests))
+        if newcomer is not None and newcomer.priority >= worst:
+            own = self.lanes.get((worst, newcomer.adapter_name))
+            num_own = 1 + (0 if own is None else len(own.requests))
+            if newcomer.priority > worst or num_own >= len(longest.requests):
+                return None
+        return next(reversed(longest.requests))
+
+    def cost_ahead(self, request: RoutingRequest, cost: float) -> float:
+        """Returns the cost of the tenant's own requests that go before a newcomer: the better
+        classes, the same adapter in its class, and the share that other adapters get meanwhile."""
+        own = self.lanes.get((request.priority, request.adapter_name))
+        ahead = 0.0 if own is None else own.cost
+        most = ahead + cost
+        for lane in self.lanes.values():
+            if lane.priority < request.priority:
+                ahead += lane.cost
+            elif lane.priority == request.priority and lane is not own:
+                ahead += lane.cost if lane.cost < most else most
+        return ahead
 
 
 class FairQueue:
-    """Every method takes the time, so that simulators and tests can make it."""
+    """The waiting requests of a base, in the order of the module's rules."""
 
     def __init__(self, weights: Mapping[str, float], max_wait_s: float) -> None:
+        """`weights`: of tenants, 1 for all others."""
         self._weights = weights
         self._max_wait_s = max_wait_s
-        self._tenants: Accounts[_Tenant] = Accounts(self._make_tenant, _MAX_IDLE_TENANTS)
-        self._ranking: Ranking[_Tenant] = Ranking()  # those of which something waits
-        self._overdue: Overdue[_Tenant] = Overdue()
-        self._floor = 0.0
+        self._tenants = _Accounts(lambda name: _Tenant(self._weight(name)), _MAX_IDLE_TENANTS)
+        self._waiting: dict[str, _Tenant] = {}  # the tenants that have waiting requests
+        self._floor = 0.0  # counter of the tenant that was last served by its counter
         self._num_waiting = 0
 
     def __len__(self) -> int:
-        """Those that wait."""
+        """The number of requests that wait."""
         return self._num_waiting
 
     @property
     def num_accounts(self) -> int:
-        """Tenants and adapters whose counters are kept."""
-        return sum(1 + len(tenant.adapters) for tenant in self._tenants)
+        """The number of tenants and adapters whose counters are kept."""
+        return sum(1 + len(tenant.adapters) for tenant in self._tenants.every())
 
-    def add(self, tenant: str, adapter: str, priority: int, cost: float, now_s: float) -> Entry:
-        """`cost`: what it is expected to take, see `routing.cost`."""
-        owner = self._tenants.open(tenant)
-        account = owner.adapters.open(adapter)
-        band = owner.bands.get(priority) or self._new_band(owner, priority, now_s)
-        lane = band.lanes.get(account) or _new_lane(band, account, now_s)
-        entry = Entry(lane, cost, now_s)
-        lane.entries[entry] = None
-        lane.cost += cost
-        band.cost += cost
-        owner.num_waiting += 1
-        owner.cost += cost
-        self._num_waiting += 1
-        return entry
-
-    def pop(self, now_s: float) -> Entry | None:
-        """The next to go, charged; None: nobody waits. `close` it when its request ended."""
-        if not len(self._ranking):
-            return None
-        lane = self._next_lane(now_s)
-        entry = next(iter(lane.entries))
-        tenant = lane.band.tenant
-        self._take_out(entry)
-        self.charge(entry, entry.cost)
-        if lane.entries:
-            lane.since_s = now_s
-            tenant.overdue.push(lane)
-        if tenant.bands:
+    def add_request(self, queued: QueuedRequest, now_s: float) -> None:
+        request = queued.request
+        tenant = self._tenants.open(request.tenant)
+        account = tenant.adapters.open(request.adapter_name)
+        if not tenant.lanes:
+            tenant.lift(self._waiting.values(), self._floor)
+            self._waiting[request.tenant] = tenant
             tenant.since_s = now_s
-            self._overdue.push(tenant)
-        return entry
-
-    def charge(self, entry: Entry, cost: float) -> None:
-        """To who it belongs to; below zero: it took less than was expected."""
-        entry.lane.account.charge(cost)
-        entry.lane.band.tenant.charge(cost)
-
-    def close(self, entry: Entry) -> None:
-        """Its request ended, or does not wait any more. Once for every entry."""
-        if entry.is_waiting:
-            self._take_out(entry)
-        tenant = entry.lane.band.tenant
-        tenant.adapters.close(entry.lane.account)
-        self._tenants.close(tenant)
-
-    def rival(self, tenant: str, adapter: str, priority: int) -> Entry | None:
-        """The entry that leaves a full queue for a newcomer: the newest of the last class of the
-        tenant that holds most of the queue, by weight. None: the newcomer itself. So every tenant
-        finds room for its share, and a flood is told at once to come back later."""
-        own = self._tenants.get(tenant)
-        own_excess = 1 / self._weights.get(tenant, 1.0) + (0.0 if own is None else own.excess)
-        others = (one for one in self._ranking if one is not own)
-        largest = max(others, key=lambda one: one.excess, default=None)
-        if largest is not None and largest.excess > own_excess:
-            return _newest(largest.last_band, None)
-        if own is None or not own.bands or priority > max(own.bands):
-            return None
-        band = own.last_band
-        return _newest(band, adapter if band.priority == priority else None)
-
-    def largest(self) -> Entry | None:
-        """The newest of the last class of the tenant that holds most of the queue, by weight."""
-        if not len(self._ranking):
-            return None
-        return _newest(max(self._ranking, key=lambda tenant: tenant.excess).last_band, None)
-
-    def cost_ahead(self, tenant: str, adapter: str, priority: int, cost: float) -> float:
-        """The cost that goes before a newcomer is served if nobody else comes, in a fluid
-        approximation: all of its tenant's better classes, its share of its own class, and what the
-        other tenants get in the meantime."""
-        own, others = 0.0, []
-        for one in self._ranking:
-            if one.name != tenant:
-                others.append((one.cost, one.weight))
-                continue
-            own = sum(band.cost for band in one.bands.values() if band.priority < priority)
-            if (band := one.bands.get(priority)) is not None:
-                own += _cost_ahead_in_band(band, adapter, cost)
-        share = (own + cost) / self._weights.get(tenant, 1.0)
-        return own + sum(min(waits, share * weight) for waits, weight in others)
-
-    def _make_tenant(self, name: str) -> _Tenant:
-        return _Tenant(name, self._weights.get(name, 1.0))
-
-    def _new_band(self, tenant: _Tenant, priority: int, now_s: float) -> _Band:
-        if not tenant.bands:
-            ranking = self._ranking
-            tenant.lift(ranking.first().counter if len(ranking) else self._floor)
-            ranking.add(tenant)
-            tenant.since_s = now_s
-            self._overdue.push(tenant)
-        band = tenant.bands[priority] = _Band(tenant, priority)
-        return band
-
-    def _next_lane(self, now_s: float) -> _Lane:
-        long_ago_s = now_s - self._max_wait_s
-        tenant = self._overdue.first(long_ago_s)
-        if tenant is None:
-            tenant = self._ranking.first()
-            self._floor = tenant.counter
-        band = tenant.bands[min(tenant.bands)]
-        lane = tenant.overdue.first(long_ago_s)
+        key = request.priority, request.adapter_name
+        lane = tenant.lanes.get(key)
         if lane is None:
-            account = band.ranking.first()
-            tenant.floor = account.counter
-            lane = band.lanes[account]
-        return lane
+            lanes = tenant.lanes.values()
+            same_class = [one.account for one in lanes if one.priority == request.priority]
+            account.lift(same_class, tenant.floor)
+            lane = tenant.lanes[key] = _Lane(account, request.priority, now_s)
+        lane.requests[queued] = None
+        lane.cost += queued.cost
+        tenant.cost += queued.cost
+        tenant.num_waiting += 1
+        self._num_waiting += 1
 
-    def _take_out(self, entry: Entry) -> None:
-        lane, band = entry.lane, entry.lane.band
-        tenant = band.tenant
-        entry.is_waiting = False
-        del lane.entries[entry]
-        lane.cost -= entry.cost
-        band.cost -= entry.cost
-        tenant.num_waiting -= 1
-        tenant.cost -= entry.cost
-        self._num_waiting -= 1
-        if lane.entries:
-            return
-        lane.since_s = inf
-        del band.lanes[lane.account]
-        band.ranking.remove(lane.account)
-        if band.lanes:
-            return
-        del tenant.bands[band.priority]
-        if not tenant.bands:
-            self._ranking.remove(tenant)
-            tenant.since_s = inf
-            tenant.cost = 0.0  # without what rounding left
-
-
-def _new_lane(band: _Band, account: Account, now_s: float) -> _Lane:
-    ranking = band.ranking
-    account.lift(ranking.first().counter if len(ranking) else band.tenant.floor)
-    ranking.add(account)
-    lane = band.lanes[account] = _Lane(band, account)
-    lane.since_s = now_s
-    band.tenant.overdue.push(lane)
-    return lane
-
-
-def _cost_ahead_in_band(band: _Band, adapter: str, cost: float) -> float:
-    """All of the newcomer's own adapter, and what the others get in the meantime."""
-    lanes = band.lanes.values()
-    mine = sum(lane.cost for lane in lanes if lane.account.name == adapter)
-    others = (lane.cost for lane in lanes if lane.account.name != adapter)
-    return mine + sum(min(waits, mine + cost) for waits in others)
-
-
-def _newest(band: _Band, newcomer: str | None) -> Entry | None:
-    """Of the adapter that holds most of the band; None: that is the newcomer's."""
-
-    def length(lane: _Lane) -> int:
-        return len(lane.entries) + (lane.account.name == newcomer)
-
-    lanes = band.lanes.values()
-    longest = max(lanes, key=length)
-    if newcomer is not None:
-        own = max((length(lane) for lane in lanes if lane.account.name == newcomer), default=1)
-        if own >= length(longest):
+    def pop_request(self, now_s: float) -> QueuedRequest | None:
+        """Returns the next request to go and charges its cost; None if the queue is empty. `close`
+        it when its response has ended."""
+        if not self._waiting:
             return None
-    return next(reversed(longest.entries))
+        tenant, lane = self._next(now_s)
+        queued = next(iter(lane.requests))
+        self._remove(queued)
+        self.charge(queued, queued.cost)
+        tenant.since_s = lane.since_s = now_s
+        return queued
+
+    def charge(self, queued: QueuedRequest, cost: float) -> None:
+        """Charges its tenant and adapter; a negative cost refunds unused output."""
+        tenant = self._tenants.busy[queued.request.tenant]
+        tenant.counter += cost / tenant.weight
+        tenant.adapters.busy[queued.request.adapter_name].counter += cost
+
+    def close(self, queued: QueuedRequest) -> None:
+        """Ends a request, which is removed if it still waits. Call it once for each."""
+        if queued.is_waiting:
+            self._remove(queued)
+        queued.is_closed = True
+        self._tenants.busy[queued.request.tenant].adapters.close(queued.request.adapter_name)
+        self._tenants.close(queued.request.tenant)
+
+    def eviction_victim(self, newcomer: RoutingRequest) -> QueuedRequest | None:
+        """Returns the request to evict from a full queue: the newest, in the worst class, of the
+        tenant with the largest weighted share of the queue; None if that is the newcomer. So each
+        tenant finds a place for its share, and a flood is refused at once."""
+        own = self._waiting.get(newcomer.tenant)
+        own_share = (1 + (0 if own is None else own.num_waiting)) / self._weight(newcomer.tenant)
+        others = (tenant for tenant in self._waiting.values() if tenant is not own)
+        largest = max(others, key=_share, default=None)
+        if largest is not None and largest.share > own_share:
+            return largest.newest()
+        return None if own is None else own.newest(newcomer)
+
+    def newest_of_largest(self) -> QueuedRequest | None:
+        """Returns the newest request, in the worst class, of the tenant with the largest weighted
+        share of the queue; None if the queue is empty."""
+        largest = max(self._waiting.values(), key=_share, default=None)
+        return None if largest is None else largest.newest()
+
+    def cost_ahead(self, request: RoutingRequest, cost: float) -> float:
+        """Returns the cost that goes before a newcomer if no further request comes, in a fluid
+        approximation: its tenant's own requests, and the share that other tenants get meanwhile."""
+        own = self._waiting.get(request.tenant)
+        ahead = 0.0 if own is None else own.cost_ahead(request, cost)
+        served = (ahead + cost) / self._weight(request.tenant)
+        for tenant in self._waiting.values():
+            if tenant is not own:
+                most = served * tenant.weight
+                ahead += tenant.cost if tenant.cost < most else most
+        return ahead
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _next(self, now_s: float) -> tuple[_Tenant, _Lane]:
+        """Returns the tenant and the lane that are served next."""
+        long_ago_s = now_s - self._max_wait_s
+        tenant = min(self._waiting.values(), key=_since_s)
+        if tenant.since_s > long_ago_s:
+            tenant = min(self._waiting.values(), key=_counter)
+            self._floor = tenant.counter
+        lane = min(tenant.lanes.values(), key=_since_s)
+        if lane.since_s > long_ago_s:
+            lane = min(tenant.lanes.values(), key=lambda one: (one.priority, one.account.counter))
+            tenant.floor = lane.account.counter
+        return tenant, lane
+
+    def _remove(self, queued: QueuedRequest) -> None:
+        request = queued.request
+        key = request.priority, request.adapter_name
+        tenant = self._waiting[request.tenant]
+        lane = tenant.lanes[key]
+        queued.is_waiting = False
+        del lane.requests[queued]
+        lane.cost -= queued.cost
+        tenant.cost -= queued.cost
+        tenant.num_waiting -= 1
+        self._num_waiting -= 1
+        if not lane.requests:
+            del tenant.lanes[key]
+            if not tenant.lanes:
+                del self._waiting[request.tenant]
+                tenant.cost = 0.0  # rounding left a rest

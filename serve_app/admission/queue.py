@@ -1,8 +1,8 @@
-"""Where requests of one base wait for an engine: the waiting room as coroutines see it.
+"""The queue of a base in an ingress replica: `AdmissionController` with coroutines and timers.
 
-A request goes when an engine replica has room, or waits for its turn, or is refused. A client that
-leaves, leaves the queue. Each ingress replica puts its own requests in order; what the others sent
-shows in the engines' frames.
+A request goes to an engine as soon as a replica has capacity for it, waits for its turn, or is
+refused. A request whose client leaves is removed. Each ingress replica orders its own requests;
+the requests of other ingresses show in the frames of the engines.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from math import ceil
 
 from starlette.types import Receive
 
-from serve_app.admission.capacity import has_room
-from serve_app.admission.waiting_room import Applicant, Guest, Reason, Refused, WaitingRoom
+from serve_app.admission.capacity import has_capacity
+from serve_app.admission.controller import AdmissionController, Reason, Refused
+from serve_app.admission.queued_request import QueuedRequest
 from serve_app.config import FairnessArgs
 from serve_app.disconnects import call_when_gone
 from serve_app.errors import ClientGoneError, OverloadedError
@@ -24,39 +25,13 @@ from serve_app.metrics.queue import QueueStats
 from serve_app.routing.view import ReplicaViews
 from serve_app.tasks import spawn
 
-_LOOK_AGAIN_S = 0.1  # should no frame come
-_TRIM_S = 0.5
-_MAX_RETRY_AFTER_S = 60  # clients of OpenAI's library do not wait longer
-
-
-class Ticket:
-    """One HTTP request that may go to an engine, or waits for it, until `leave`."""
-
-    def __init__(self, queue: AdmissionQueue, guest: Guest, ask: RoutingRequest) -> None:
-        self._queue = queue
-        self._guest = guest
-        self._ask = ask
-        self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_open = True
-
-    @property
-    def waited_s(self) -> float:
-        return self._guest.waited_s
-
-    def generated(self, num_tokens: int) -> None:
-        """So many output tokens until now, of all its choices."""
-        if self._is_open and num_tokens > self._guest.num_generated:
-            self._queue._generated(self._guest, num_tokens)
-
-    def leave(self) -> None:
-        """Its answer ended, or nobody wants it any more. Once or more often."""
-        if self._is_open:
-            self._is_open = False
-            self._queue._left(self)
+_POLL_S = 0.1  # without a frame
+_TRIM_INTERVAL_S = 0.5
+_MAX_RETRY_AFTER_S = 60  # OpenAI's client library does not wait longer
 
 
 class AdmissionQueue:
-    """Of one base and ingress replica; all in one event loop, but for `placed`."""
+    """All methods but `placed` run in the same event loop."""
 
     def __init__(
         self,
@@ -67,159 +42,166 @@ class AdmissionQueue:
         base: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`views`: of the base's engine replicas; without any, Serve's own limits apply."""
+        """`views`: of the base's engine replicas; while it returns None, Serve's own limits
+        apply."""
         self._max_engine_queue_s = settings.max_engine_queue_s
         self._views = views
-        self._stats, self._of_base = stats, stats.of_base(base)
+        self._stats, self._base_stats = stats, stats.of_base(base)
         self._clock = clock
-        self._room = WaitingRoom(
-            settings.weights, settings.max_wait_s, settings.max_queue_s, max_waiting
+        self._controller = AdmissionController(
+            settings.weights, settings.max_wait_s, settings.max_queue_s, max_waiting, owner=self
         )
-        self._waiting: dict[Guest, Ticket] = {}
-        self._under_way: dict[str, RoutingRequest] = {}  # by call, until a replica counts it
+        self._turns: dict[QueuedRequest, asyncio.Future[None]] = {}  # of the requests that wait
+        self._under_way: dict[str, RoutingRequest] = {}  # by call id, until a view counts it
         self._trimmed_s = 0.0
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._room)
+        return len(self._controller)
 
     @property
     def backlog(self) -> Backlog:
-        sent, refused = self._room.demand.per_s(self._clock())
-        return Backlog(len(self._room), self._room.waiting_tokens, sent, refused)
+        controller = self._controller
+        sent, refused = controller.rates.per_s(self._clock())
+        return Backlog(len(controller), controller.num_waiting_tokens, sent, refused)
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, and nobody's answer is still to be charged."""
-        return not self._room.num_open
+        """No request waits, and none is still to be charged for its output."""
+        return not self._controller.num_open
 
-    def check(self, who: Applicant) -> None:
-        """Refuses what is hopeless while it has cost nothing: before its prompt is known."""
+    def check(self, request: RoutingRequest) -> None:
+        """Refuses a request early, before its prompt is tokenized. `request`: with sizes of 0.
+        Raises OverloadedError."""
         try:
-            self._room.check(who, self._clock())
+            self._controller.check(request, self._clock())
         except Refused as refused:
             raise self._overloaded(refused) from None
 
-    async def enter(
-        self, who: Applicant, ask: RoutingRequest, max_tokens: int, receive: Receive | None = None
-    ) -> Ticket:
-        """Returns when the request may go. `max_tokens`: of all its choices; `receive`: tells when
-        the client leaves, the body must have been read. Raises OverloadedError, ClientGoneError."""
-        has_room = not len(self._room) and self._has_room()
+    async def add_request(
+        self, request: RoutingRequest, max_tokens: int, receive: Receive | None = None
+    ) -> QueuedRequest:
+        """Returns when the request may be sent to an engine. `max_tokens`: of all choices;
+        `receive`: returns when the client leaves, the body must have been read. Raises
+        OverloadedError, ClientGoneError."""
+        may_go = not len(self._controller) and self._has_capacity()
         try:
-            guest, rival = self._room.enter(
-                who, ask.num_tokens, ask.num_sequences, max_tokens, self._clock(), has_room=has_room
+            queued, victim = self._controller.add_request(
+                request, max_tokens, self._clock(), has_capacity=may_go
             )
         except Refused as refused:
             raise self._overloaded(refused) from None
-        ticket = Ticket(self, guest, ask)
-        if rival is not None:
-            self._refuse(self._waiting[rival], "full")
-        if guest.is_waiting:
-            self._waiting[guest] = ticket
-            self._of_base.num_waiting += 1
-            await self._wait(ticket, receive)
+        if victim is not None:
+            self._refuse(victim, "full")
+        if queued.is_waiting:
+            await self._wait(queued, receive)
         else:
-            self._went(ticket)
-        return ticket
+            self._record_sent(queued)
+        return queued
+
+    def set_generated(self, queued: QueuedRequest, num_tokens: int) -> None:
+        self._stats.count_tokens(queued.request.tenant, num_tokens - queued.num_generated)
+        self._controller.set_generated(queued, num_tokens)
+
+    def close(self, queued: QueuedRequest) -> None:
+        self._forget(queued)
+        self._controller.close(queued, self._clock())
+        self.wake()
 
     def placed(self, call_id: str) -> None:
         """A replica's view counts this call from now on. From any thread."""
         self._under_way.pop(call_id, None)
 
     def wake(self) -> None:
-        """There may be room: a frame came, or an answer ended."""
-        if self._soon is None and len(self._room):
-            self._soon = asyncio.get_running_loop().call_soon(self._look)
+        """Checks the capacity soon: a frame arrived, or a response ended."""
+        if self._soon is None and len(self._controller):
+            self._soon = asyncio.get_running_loop().call_soon(self._send_waiting)
 
-    async def _wait(self, ticket: Ticket, receive: Receive | None) -> None:
+    async def _wait(self, queued: QueuedRequest, receive: Receive | None) -> None:
         loop = asyncio.get_running_loop()
-        self._look_later()
-        timer = loop.call_later(self._room.patience_s, self._refuse, ticket, "waited")
+        turn = self._turns[queued] = loop.create_future()
+        self._base_stats.num_waiting += 1
+        self._poll_later()
+
+        def leave() -> None:
+            queued.close()
+            if not turn.done():
+                turn.set_exception(ClientGoneError())
+
+        timer = loop.call_later(self._controller.timeout_s, self._refuse, queued, "waited")
         watch: asyncio.Task[None] | None = None
         if receive is not None:
-            gone = ClientGoneError()
-            watch = spawn(call_when_gone(receive, lambda: _end(ticket, gone)), "watch-client")
+            watch = spawn(call_when_gone(receive, leave), "watch-client")
         try:
-            await ticket._turn
+            await turn
         except BaseException:
-            ticket.leave()
+            queued.close()
             raise
         finally:
             timer.cancel()
             if watch is not None:
                 watch.cancel()
 
-    def _look(self) -> None:
+    def _send_waiting(self) -> None:
+        """Ends the wait of as many requests as the engines have capacity for."""
         self._soon = None
-        while len(self._room) and self._has_room():
-            guest = self._room.next(self._clock())
-            assert guest is not None
-            ticket = self._waiting.pop(guest)
-            self._of_base.num_waiting -= 1
-            self._went(ticket)
-            if not ticket._turn.done():
-                ticket._turn.set_result(None)
-        if len(self._room) and self._clock() - self._trimmed_s >= _TRIM_S:
+        while len(self._controller) and self._has_capacity():
+            queued = self._controller.pop_request(self._clock())
+            assert queued is not None
+            turn = self._turns.pop(queued)
+            self._base_stats.num_waiting -= 1
+            self._record_sent(queued)
+            if not turn.done():
+                turn.set_result(None)
+        if len(self._controller) and self._clock() - self._trimmed_s >= _TRIM_INTERVAL_S:
             self._trim()
-        self._look_later()
+        self._poll_later()
 
     def _trim(self) -> None:
-        """Those without hope are told now and not in the end."""
+        """Refuses the requests that cannot be served in time, without waiting for their timeout."""
         self._trimmed_s = self._clock()
-        while (guest := self._room.hopeless(self._clock())) is not None:
-            self._refuse(self._waiting[guest], "waited")
+        while (queued := self._controller.unserviceable(self._clock())) is not None:
+            self._refuse(queued, "waited")
 
-    def _look_later(self) -> None:
+    def _poll_later(self) -> None:
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        if len(self._room):
+        if len(self._controller):
             loop = asyncio.get_running_loop()
-            self._later = loop.call_later(_LOOK_AGAIN_S, self._look)
+            self._later = loop.call_later(_POLL_S, self._send_waiting)
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         views = self._views()
         if views is None:
             return True
-        under_way = tuple(self._under_way.values())  # one bytecode: safe beside `placed`
-        return has_room(views.replicas, under_way, self._max_engine_queue_s)
+        under_way = tuple(self._under_way.values())  # one bytecode: safe while `placed` runs
+        return has_capacity(views.replicas, under_way, self._max_engine_queue_s)
 
-    def _went(self, ticket: Ticket) -> None:
-        ask, guest = ticket._ask, ticket._guest
-        self._under_way[ask.call_id] = ask
-        self._of_base.waits.observe(guest.waited_s)
-        self._stats.count_tokens(guest.entry.tenant, ask.num_tokens)
+    def _record_sent(self, queued: QueuedRequest) -> None:
+        request = queued.request
+        self._under_way[request.call_id] = request
+        self._base_stats.waits.observe(queued.waited_s)
+        self._stats.count_tokens(request.tenant, request.num_tokens)
 
-    def _refuse(self, ticket: Ticket, reason: Reason) -> None:
-        if ticket._guest.is_waiting:
-            ticket._is_open = False
-            self._forget(ticket)
-            _end(ticket, self._overloaded(self._room.refuse(ticket._guest, reason, self._clock())))
+    def _refuse(self, queued: QueuedRequest, reason: Reason) -> None:
+        if queued.is_waiting:
+            turn = self._forget(queued)
+            error = self._overloaded(self._controller.refuse(queued, reason, self._clock()))
+            if turn is not None and not turn.done():
+                turn.set_exception(error)
 
     def _overloaded(self, refused: Refused) -> OverloadedError:
-        self._of_base.sheds[refused.reason] += 1
+        self._base_stats.sheds[refused.reason] += 1
         wait_s = min(refused.wait_s, _MAX_RETRY_AFTER_S)
         return OverloadedError("Too many requests wait for this model.", max(1, ceil(wait_s)))
 
-    def _generated(self, guest: Guest, num_tokens: int) -> None:
-        self._stats.count_tokens(guest.entry.tenant, num_tokens - guest.num_generated)
-        self._room.generated(guest, num_tokens)
-
-    def _left(self, ticket: Ticket) -> None:
-        self._forget(ticket)
-        self._room.leave(ticket._guest, self._clock())
-        self.wake()
-
-    def _forget(self, ticket: Ticket) -> None:
-        self._under_way.pop(ticket._ask.call_id, None)
-        if self._waiting.pop(ticket._guest, None) is not None:
-            self._of_base.num_waiting -= 1
-
-
-def _end(ticket: Ticket, error: Exception) -> None:
-    ticket.leave()
-    if not ticket._turn.done():
-        ticket._turn.set_exception(error)
+    def _forget(self, queued: QueuedRequest) -> asyncio.Future[None] | None:
+        """Returns the future of its wait; None if it does not wait."""
+        self._under_way.pop(queued.request.call_id, None)
+        turn = self._turns.pop(queued, None)
+        if turn is not None:
+            self._base_stats.num_waiting -= 1
+        return turn

@@ -21,9 +21,7 @@ from starlette.types import Receive
 
 from engine.types import EngineLoad, Request
 from registry.catalog import Resolution
-from registry.entities import AdapterVersion
-from serve_app.admission.queue import Ticket
-from serve_app.admission.waiting_room import Applicant
+from serve_app.admission.queued_request import QueuedRequest
 from serve_app.api.explain import explain_headers, is_wanted
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
@@ -141,9 +139,9 @@ async def _begin(
     body, route = asked.body, admission.route
     front, adapter = route.front, route.resolution.adapter
     queue = state.queues.of(front)
-    who = _applicant(state, asked, adapter)
-    queue.check(who)
     limits = front.description.limits
+    tenant, priority = state.queues.tenants.account(asked.tenant, body.priority or 0)
+    queue.check(make_routing_request((), adapter, limits, tenant=tenant, priority=priority))
     prompts = await _prompts(state, asked, front)
     salt = state.queues.cache_salt(asked.tenant, body.cache_salt)
     requests = engine_requests(
@@ -155,13 +153,15 @@ async def _begin(
         defaults=front.defaults,
         cache_salt=salt,
     )
-    ask = make_routing_request(requests, adapter, limits, asked.session)
+    ask = make_routing_request(
+        requests, adapter, limits, asked.session, tenant=tenant, priority=priority
+    )
     max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
-    ticket = await queue.enter(who, ask, max_tokens, receive)
+    queued = await queue.add_request(ask, max_tokens, receive)
     try:
-        return _call(state, body, admission, prompts, requests, ask, ticket)
+        return _call(state, body, admission, prompts, requests, ask, queued)
     except BaseException:
-        ticket.leave()
+        queued.close()
         raise
 
 
@@ -172,7 +172,7 @@ def _call(
     prompts: tuple[Prompt, ...],
     requests: tuple[Request, ...],
     ask: RoutingRequest,
-    ticket: Ticket,
+    queued: QueuedRequest,
 ) -> Completion:
     route, gateway = admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
@@ -192,7 +192,7 @@ def _call(
 
     render = partial(state.texts.logprobs, base=front.base.digest, files=front.description.files)
     return Completion(
-        generation, answer, requests, watch, on_first_token, admission.visit, ticket, render
+        generation, answer, requests, watch, on_first_token, admission.visit, queued, render
     )
 
 
@@ -217,11 +217,6 @@ async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -
         close()
         raise
     return response
-
-
-def _applicant(state: IngressState, asked: _Asked, adapter: AdapterVersion | None) -> Applicant:
-    name, rank = ("", 0) if adapter is None else (adapter.name, adapter.rank)
-    return state.queues.tenants.applicant(asked.tenant, name, rank, asked.body.priority or 0)
 
 
 def who_asks(http: HttpRequest, body: Body) -> str | None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine.types import EngineLoad, Request, TokenOutput
-from serve_app.admission.queue import Ticket
+from serve_app.admission.queued_request import QueuedRequest
 from serve_app.canary.arm_stats import ArmRequest
 from serve_app.dispatch.activity import Visit
 from serve_app.dispatch.generation import Generation
@@ -30,11 +30,11 @@ class Completion:
         watch: ArmRequest | None = None,
         on_first_token: OnFirstToken | None = None,
         visit: Visit | None = None,
-        ticket: Ticket | None = None,
+        queued: QueuedRequest | None = None,
         render: Render | None = None,
     ) -> None:
         """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake;
-        `ticket`: charges its tenant; `render`: of many log-probabilities, outside the event loop.
+        `queued`: charges its tenant; `render`: of many log-probabilities, outside the event loop.
         """
         self._generation = generation
         self._answer = answer
@@ -42,7 +42,7 @@ class Completion:
         self._watch = watch
         self._on_first_token = on_first_token
         self._visit = visit
-        self._ticket = ticket
+        self._queued = queued
         self._render = render
         self._has_first_token = False
         self.first_token_s = 0.0  # time.time(); 0: not yet
@@ -55,7 +55,7 @@ class Completion:
     @property
     def waited_s(self) -> float:
         """In the fair queue."""
-        return 0.0 if self._ticket is None else self._ticket.waited_s
+        return 0.0 if self._queued is None else self._queued.waited_s
 
     async def read(self) -> bytes:
         """The next bytes of the stream: all chunks that arrived together, as one write."""
@@ -93,8 +93,8 @@ class Completion:
             self._note_warm(self._watch)
             self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
         self._generation.close()
-        if self._ticket is not None:
-            self._ticket.leave()
+        if self._queued is not None:
+            self._queued.close()
         if self._visit is not None:
             self._visit.leave()
 
@@ -111,8 +111,8 @@ class Completion:
                 self._note_warm(self._watch)
                 self._watch.failed(error, answer.num_tokens)
             raise
-        if self._ticket is not None:
-            self._ticket.generated(answer.num_tokens)
+        if self._queued is not None:
+            self._queued.set_generated(answer.num_tokens)
         if answer.is_done and self._watch is not None:
             self._watch.done(answer.has_text, answer.num_tokens)
         if any(fed.rendering is not None for fed in feds):

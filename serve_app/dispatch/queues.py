@@ -1,7 +1,7 @@
-"""The queues of one ingress replica, one a running base, and who is asking.
+"""The admission queues of an ingress replica, one for each running base.
 
-A tenant is what the gateway in front says in a header; `routing.tenants` has the rule for names
-that no trusted gateway proves.
+The tenant of a request is named by a header that a gateway in front sets; `admission.tenants` has
+the rule for names that no trusted gateway proves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve_app.metrics.queue import QueueStats
 from serve_app.routing.view import ReplicaViews
 
 _MAX_TENANT_CHARS = 128
-_USUAL_MAX_WAITING = 256
+_DEFAULT_MAX_WAITING = 256  # of a base that the platform view does not list
 
 ViewsOf = Callable[[str], ReplicaViews | None]  # by application
 
@@ -34,7 +34,8 @@ class AdmissionQueues:
         *,
         is_proven: bool,
     ) -> None:
-        """`is_proven`: a trusted gateway sets the tenant header."""
+        """`views_of`: returns the replica views of an application; `is_proven`: a trusted gateway
+        sets the tenant header."""
         self.stats = stats
         self.tenants = Tenants(settings, is_proven=is_proven)
         self._gateway = gateway
@@ -42,21 +43,23 @@ class AdmissionQueues:
         self._views_of = views_of
         self._queues: dict[str, AdmissionQueue] = {}  # by application
 
-    def of(self, front: BaseHandle) -> AdmissionQueue:
-        queue = self._queues.get(front.app_name)
+    def of(self, base: BaseHandle) -> AdmissionQueue:
+        """Returns the queue of a base, which the first request creates."""
+        queue = self._queues.get(base.app_name)
         if queue is None:
-            self._forget()
-            queue = self._queues[front.app_name] = self._open(front)
+            self._forget_removed()
+            queue = self._queues[base.app_name] = self._create(base)
         return queue
 
     def backlog(self, digest: str) -> Backlog:
-        """Of a base, by digest: what waits for its engines here, or finds no place."""
-        fronts = [front for front in self._gateway.fronts if front.base.digest == digest]
-        queues = [self._queues[f.app_name] for f in fronts if f.app_name in self._queues]
+        """Returns the requests that wait here for the engines of a base, and their rates. `digest`:
+        of the base."""
+        bases = [base for base in self._gateway.fronts if base.base.digest == digest]
+        queues = [self._queues[b.app_name] for b in bases if b.app_name in self._queues]
         return total([queue.backlog for queue in queues])
 
     def wake(self) -> None:
-        """A frame came from some engine."""
+        """Checks the capacity of all bases soon: a frame arrived from some engine."""
         for queue in self._queues.values():
             queue.wake()
 
@@ -66,7 +69,7 @@ class AdmissionQueues:
             queue.placed(call_id)
 
     def tenant(self, header: str | None) -> str:
-        """As the request's header names it; "" without one."""
+        """Returns the tenant that the header names; "" without the header. Raises ApiError."""
         name = (header or "").strip()
         if len(name) > _MAX_TENANT_CHARS or not name.isprintable():
             field = self._settings.tenant_header
@@ -79,7 +82,8 @@ class AdmissionQueues:
         return name
 
     def cache_salt(self, tenant: str, client_salt: str | None) -> str:
-        """Of a request whose model was resolved: then there is a view."""
+        """Returns the prefix-cache salt of a request. Its model has been resolved, so that the
+        platform view is known."""
         view = self._gateway.view
         assert view is not None
         return self.tenants.cache_salt(view.cache_salt_key, tenant, client_salt or "")
@@ -88,16 +92,16 @@ class AdmissionQueues:
     def tenant_header(self) -> str:
         return self._settings.tenant_header
 
-    def _open(self, front: BaseHandle) -> AdmissionQueue:
-        served = self._gateway.served(front.base.digest)
-        limit = _USUAL_MAX_WAITING if served is None else served.cold_start.max_waiting
-        app_name = front.app_name
+    def _create(self, base: BaseHandle) -> AdmissionQueue:
+        served = self._gateway.served(base.base.digest)
+        limit = _DEFAULT_MAX_WAITING if served is None else served.cold_start.max_waiting
+        app_name = base.app_name
         return AdmissionQueue(
-            self._settings, limit, lambda: self._views_of(app_name), self.stats, front.base.name
+            self._settings, limit, lambda: self._views_of(app_name), self.stats, base.base.name
         )
 
-    def _forget(self) -> None:
-        """Those of applications that are gone."""
-        there = {front.app_name for front in self._gateway.fronts}
-        for name in [n for n, q in self._queues.items() if n not in there and q.is_idle]:
+    def _forget_removed(self) -> None:
+        """Forgets the idle queues of applications that no longer exist."""
+        running = {base.app_name for base in self._gateway.fronts}
+        for name in [n for n, q in self._queues.items() if n not in running and q.is_idle]:
             del self._queues[name]

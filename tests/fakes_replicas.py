@@ -15,7 +15,8 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.generation import CallParameters, Generation
+from serve_app.dispatch.attempt import CallParameters
+from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
 from serve_app.messages import SubmitCall
@@ -134,10 +135,8 @@ class Fleet:
         return self
 
     @property
-    def lane(self) -> CallParameters:
-        handle = cast(DeploymentHandle[object], self)
-        limits = PacedEngine().model_limits
-        return CallParameters(self.server, handle, limits, APP, "base", self.args)
+    def parameters(self) -> CallParameters:
+        return parameters(self.server, self.args, self)
 
     @property
     def placed(self) -> list[tuple[str, SubmitCall]]:
@@ -177,8 +176,8 @@ class Fleet:
         self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        ask = make_routing_request(requests, None, self.lane.limits, session)
-        return Generation(self.migrations, self.lane, requests, None, ask)
+        routing = make_routing_request(requests, None, self.parameters.limits, session)
+        return Generation(self.migrations, self.parameters, requests, None, routing)
 
     async def _run(self, call: SubmitCall) -> None:
         if self.num_refusals:
@@ -198,6 +197,12 @@ class Fleet:
             for name, replica in self.replicas.items()
             if replica.is_up and name not in call.ask.avoid
         ]
+
+
+def parameters(server: StreamServer, args: MigrationArgs, handle: object = None) -> CallParameters:
+    deployment = cast(DeploymentHandle[object], handle)
+    limits = PacedEngine().model_limits
+    return CallParameters(server, deployment, limits, APP, "base", args)
 
 
 @asynccontextmanager

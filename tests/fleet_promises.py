@@ -19,8 +19,8 @@ from tests.virtual_loop import VirtualLoop
 _LASTING = (
     "Gateway._follow",
     "Gateway._report",
-    "Attendance._",
-    "Migrations._keep_looking",
+    "EngineConnections._",
+    "Migrations._watch_engines",
     "EngineHost._beat",
     "EngineNode._exit_with_the_engine",
     "Manager.",

@@ -15,11 +15,11 @@ import pytest
 
 from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.journey import MigrationState
+from serve_app.dispatch.migration_state import MigrationState
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.stream.server import StreamServer
-from tests.fakes_replicas import APP, Router
+from tests.fakes_replicas import APP, Router, parameters
 from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet
 
@@ -58,12 +58,15 @@ def test_a_seed_gives_the_same_fleet_each_time(results: list[Result]) -> None:
 
 
 async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:
-    migrations = Migrations(StreamServer(), Router(), "i0")
-    journey = MigrationState(migrations, APP, "base", MigrationArgs())
-    attempt = cast(Any, SimpleNamespace(engine_id="e0", has_output=False, began_s=0.0))
-    journey.judge(EngineDeadError("gone"), attempt, on_probation=False)
+    server = StreamServer()
+    migrations = Migrations(server, Router(), "i0")
+    state = MigrationState(migrations, parameters(server, MigrationArgs()))
+    attempt = cast(
+        Any, SimpleNamespace(app_name=APP, engine_id="e0", has_output=False, began_s=0.0)
+    )
+    state.on_failure(EngineDeadError("gone"), attempt, is_on_trial=False)
     refusal = AdapterUnsupportedError("layer 3 holds NaN")
     with pytest.raises(AdapterUnsupportedError):
-        journey.judge(refusal, attempt, on_probation=False)
+        state.on_failure(refusal, attempt, is_on_trial=False)
     assert migrations.metrics._moves == {("base", "death", False): 1}
     assert not migrations.metrics._lost

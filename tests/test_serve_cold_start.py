@@ -213,11 +213,11 @@ async def test_requests_for_a_canary_whose_base_sleeps_wake_it_and_are_answered_
     assert world.gateway.view is not None
     (awake,) = world.gateway.view.bases
     world.gateway._take(PlatformView("2", catalog, (awake, asleep), (), True, None))
-    admission = await world.cold_starts.admit("pirate", world.receive)
+    route, _ = await world.cold_starts.admit("pirate", world.receive)
     await settle()
     assert world.manager.woken == [other.digest]
-    assert admission.route.arm is not None
-    assert (admission.route.arm.arm, admission.route.arm.version) == ("stable", 1)
+    assert route.arm is not None
+    assert (route.arm.arm, route.arm.version) == ("stable", 1)
     starting = replace(asleep, state="starting", is_waking=True)
     world.gateway._take(PlatformView("3", catalog, (awake, starting), (), True, None))
     await world.cold_starts.admit("pirate", world.receive)

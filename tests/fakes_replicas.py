@@ -1,5 +1,6 @@
-"""Engine replicas of one base in this process, behind what a Serve handle offers a Generation: real
-engine hosts with the paced engine and real sockets, no Ray. They can be killed, hung and drained.
+"""The engine replicas of a base in this process, behind the part of a Serve handle that a
+Generation uses: real engine hosts with the paced engine and real sockets, no Ray. They can be
+killed, hung and drained.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Replica:
         return self._died.is_set()
 
     def kill(self) -> None:
-        """As `kill -9` of its process."""
+        """Acts as `kill -9` of its process."""
         self.engine._stopped.set()
         self._end()
 
     def hang(self) -> None:
-        """As SIGSTOP: its connections stay."""
+        """Acts as SIGSTOP: its connections stay."""
         self._is_hung = True
         self.engine._stopped.set()
         assert self.host._heartbeat is not None
@@ -88,7 +89,7 @@ class _Response:
         self._task = task
 
     def __await__(self) -> Generator[object, None, object]:
-        """As Serve's: who is cancelled here cancels the call."""
+        """Cancels the call when its awaiter is cancelled, as Serve's response does."""
         try:
             return (yield from asyncio.shield(self._task).__await__())
         except asyncio.CancelledError:
@@ -107,7 +108,7 @@ class Router:
     shunned: set[str] = field(default_factory=set)
 
     def placed_at(self, app_name: str, call_id: str) -> str | None:
-        found = (engine for engine, call in self.placed if call.ask.call_id == call_id)
+        found = (engine for engine, call in self.placed if call.routing.call_id == call_id)
         return next(found, None)
 
     def shun(self, engine_id: str) -> None:
@@ -116,7 +117,7 @@ class Router:
 
 @dataclass
 class Fleet:
-    """`submit` stands for the handle's method. Replicas take turns."""
+    """Implements the handle's method `submit`. Calls go to the replicas in turn."""
 
     server: StreamServer
     router: Router
@@ -157,7 +158,8 @@ class Fleet:
         self.tell()
 
     def tell(self) -> None:
-        """As Serve's router learns it; of a death later than the connection's end tells."""
+        """Updates the replicas as Serve's router does: later than the connection of a dead engine
+        ends."""
         up = [
             name
             for name, replica in self.replicas.items()
@@ -195,7 +197,7 @@ class Fleet:
         return [
             replica
             for name, replica in self.replicas.items()
-            if replica.is_up and name not in call.ask.avoid
+            if replica.is_up and name not in call.routing.avoid
         ]
 
 
@@ -243,7 +245,7 @@ async def read_all(
 
 
 def tokens(outputs: list[TokenOutput], choice: int = 0, name: str = "r") -> tuple[int, ...]:
-    """Of one choice; fails when one is missing or doubled."""
+    """Returns the tokens of a choice; fails if any is missing or doubled."""
     found: list[int] = []
     for output in outputs:
         if (output.request_id, output.choice) == (name, choice):

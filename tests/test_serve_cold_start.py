@@ -1,4 +1,4 @@
-"""What a request for a base that sleeps gets, at one ingress, without Serve."""
+"""Requests for a base that sleeps, at a single ingress, without Serve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASLEEP = ServedBase(BASE, "app", False, state="asleep", start_s=6.2)
 
 
 class Manager:
-    """Stands in for the manager's handle: `wake_base.remote`."""
+    """Implements `wake_base.remote` of the manager's handle."""
 
     def __init__(self) -> None:
         self.woken: list[str] = []

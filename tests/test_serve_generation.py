@@ -1,10 +1,11 @@
-"""A generation whose engines die, hang, drain and refuse: no token is lost or doubled, and only
-what kills engines is quarantined.
+"""Generations whose engines die, hang, drain and refuse: no token is lost or doubled, and only
+requests that kill engines are quarantined.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from serve_app.errors import (
     RequestQuarantinedError,
     to_api_error,
 )
-from serve_app.messages import SubmitCall
+from serve_app.messages import RoutingRequest, SubmitCall
 from serve_app.openai.engine_params import Prompt
 from serve_app.routing import state as routing_state
 from serve_app.routing.connections import EngineConnections
@@ -113,11 +114,11 @@ async def test_a_resumed_call_has_new_ids_the_same_seed_and_avoids_the_dead_engi
         await read_all(generation)
         (dead, first), (_, second) = fleet.placed
         (before,), (after,) = first.requests, second.requests
-        assert before.request_id != after.request_id == second.ask.call_id
+        assert before.request_id != after.request_id == second.routing.call_id
         assert before.params.seed is not None
         assert before.params == after.params
         assert after.resumed[0].token_ids[:5] == tokens(outputs)[:5]
-        assert second.ask.avoid == {dead}
+        assert second.routing.avoid == {dead}
 
 
 async def test_choices_that_ended_are_not_sent_again() -> None:
@@ -443,6 +444,18 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
         await asyncio.wait_for(attempt.read(), 10)
     attempt.close(())
     server.close()
+
+
+async def test_a_replica_gets_a_call_without_the_part_for_the_router() -> None:
+    async with running_fleet(1) as fleet:
+        generation = fleet.generate(make_request(PROMPT), session="s")
+        await read_some(generation, 1)
+        ((_, call),) = fleet.placed
+        generation.close()
+    assert call.routing.num_tokens == len(PROMPT)
+    at_replica = pickle.loads(pickle.dumps(call))
+    assert at_replica.routing == RoutingRequest(call.routing.call_id, num_tokens=0)
+    assert replace(at_replica, routing=call.routing) == call
 
 
 async def test_full_queues_are_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""What one request goes through while replicas die and come, as Serve's router learns it late."""
+"""Requests whose replicas die and come back while Serve's router still has the old list."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_engines_that_were_dead_when_a_request_came_make_it_no_suspect() -
         await until(lambda: len(fleet.server.engines) == 2)
         for replica in fleet.replicas.values():
             replica.kill()
-            replica.is_up = True  # as Serve's router takes it, for some time
+            replica.is_up = True  # Serve's router still lists it
         await until(lambda: not fleet.server.engines)
         fleet.args = MigrationArgs(limit=1, timeout_s=10.0)
         generation = fleet.generate(make_request(PROMPT))

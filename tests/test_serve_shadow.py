@@ -1,4 +1,4 @@
-"""When a copy is not made. How they run and end: test_serve_canary_http."""
+"""The reasons not to make a copy. test_serve_canary_http tests how copies run and end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IDLE = EngineLoad(num_blocks=100, num_free_blocks=100)
         (EngineLoad(num_running=9, num_blocks=100, num_free_blocks=20), False),
         (EngineLoad(num_running=9, num_blocks=100, num_free_blocks=19), True),
         (EngineLoad(num_waiting=1, num_blocks=100, num_free_blocks=90), True),
-        # Waits for its adapter, not for room: nobody else is held up by that.
+        # It waits for its adapter, not for capacity, so that no other request is held up.
         (
             EngineLoad(num_waiting=1, num_waiting_for_adapter=1, num_blocks=9, num_free_blocks=9),
             False,

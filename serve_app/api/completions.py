@@ -76,7 +76,9 @@ async def _complete(
             queue.check(applicant)
             prompts = await _prompts(state, body, raw, route.handle)
             del raw  # a thousand requests may wait for an engine
-            prepared = _prepare(state, route, body, prompts, tenant, session, arrival_s)
+            prepared = _prepare(
+                state, route, body, prompts, tenant=tenant, session=session, arrival_s=arrival_s
+            )
             max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
             queued = await queue.enter(applicant, prepared.routing, max_tokens, http.receive)
             scope.callback(queued.leave)
@@ -132,6 +134,7 @@ def _prepare(
     route: Route,
     body: Body,
     prompts: tuple[Prompt, ...],
+    *,
     tenant: str,
     session: str | None,
     arrival_s: float,

@@ -75,7 +75,7 @@ class Attempt:
         self.is_first = is_first
         self.is_movable = parameters.migration.limit > 0
         self.app_name = parameters.app_name
-        self.call_id = call.ask.call_id
+        self.call_id = call.routing.call_id
         self.began_s = time.monotonic()
         self._is_closed = False
         self._stream = parameters.server.open(request.request_id for request in call.requests)

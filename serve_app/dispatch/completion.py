@@ -74,7 +74,7 @@ class Completion:
         self.first_token_s = 0.0  # time.time() of the first token; 0 before it
 
     async def read(self) -> bytes:
-        """Returns the next bytes of the stream: all chunks that arrived together, as a single write."""
+        """Returns the next write of the stream: all chunks that arrived together."""
         builder = self._builder
         while True:
             parts = await self._feed()

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 from ray.serve.exceptions import BackPressureError
@@ -16,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.attempt import CallParameters
+from serve_app.dispatch.attempt import Attempt, CallParameters
 from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
@@ -205,6 +206,13 @@ def parameters(server: StreamServer, args: MigrationArgs, handle: object = None)
     deployment = cast(DeploymentHandle[object], handle)
     limits = PacedEngine().model_limits
     return CallParameters(server, deployment, limits, APP, "base", args)
+
+
+def made_attempt(engine_id: str | None) -> Attempt:
+    """Returns an attempt at this engine that has no token and no call behind it."""
+    stream = SimpleNamespace(engine_id=engine_id, has_output=False)
+    attempt = SimpleNamespace(app_name=APP, call_id="c", began_s=0.0, stream=stream)
+    return cast(Attempt, attempt)
 
 
 @asynccontextmanager

@@ -10,8 +10,6 @@ import asyncio
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from starlette.types import Message
@@ -23,7 +21,7 @@ from serve_app.dispatch.migration_state import MigrationState
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.stream.server import StreamServer
-from tests.fakes_replicas import APP, Router, parameters
+from tests.fakes_replicas import Router, made_attempt, parameters
 from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet
 
@@ -94,9 +92,7 @@ async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counte
     server = StreamServer()
     migrations = Migrations(server, Router(), "i0")
     state = MigrationState(migrations, parameters(server, MigrationArgs()))
-    attempt = cast(
-        Any, SimpleNamespace(app_name=APP, engine_id="e0", has_output=False, began_s=0.0)
-    )
+    attempt = made_attempt("e0")
     state.on_failure(EngineDeadError("gone"), attempt, is_on_trial=False)
     refusal = AdapterUnsupportedError("layer 3 holds NaN")
     with pytest.raises(AdapterUnsupportedError):

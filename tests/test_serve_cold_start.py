@@ -229,15 +229,15 @@ async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
     old = replace(BASE, version=1, digest="0" * 64)
     world = World()
     description = BaseDescription({}, EngineLimits(64, 64, 64))
-    handle, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
-    front = BaseHandle(old, "old", handle, description, text, 0.0)
-    world.gateway._fronts[old.digest] = front
+    deployment, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
+    handle = BaseHandle(old, "old", deployment, description, text, 0.0)
+    world.gateway._fronts[old.digest] = handle
     new = replace(BASE, version=2)
     starts = ServedBase(new, "app", False, is_awaited=False)
     stands = ServedBase(old, "old", True, state="running", replaced_by=new.digest)
     catalog = Catalog((old, new))
     world.gateway._take(PlatformView("2", catalog, (starts, stands), (), True, None))
     assert world.gateway.is_ready
-    assert world.gateway.resolve("a")[0] is front
+    assert world.gateway.resolve("a")[0] is handle
     with pytest.raises(ServiceUnavailableError):
         world.gateway.resolve("a@2")

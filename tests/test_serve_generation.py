@@ -62,7 +62,7 @@ def engine_of(fleet: Fleet, index: int = -1) -> str:
 
 
 def engine_now(generation: Generation) -> str | None:
-    return None if generation._attempt is None else generation._attempt.engine_id
+    return None if generation._attempt is None else generation._attempt.stream.engine_id
 
 
 def migrated(fleet: Fleet, reason: str, result: str = "ok") -> float:
@@ -441,7 +441,7 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
     call = SubmitCall((request,), None, server.address, routing)
     attempt = Attempt(parameters(server, MigrationArgs(), handle), call)
     with pytest.raises(CallCancelledError):
-        await asyncio.wait_for(attempt.read(), 10)
+        await asyncio.wait_for(attempt.stream.read(), 10)
     attempt.close(())
     server.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -18,8 +18,8 @@ from serve_app.messages import StreamAddress
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import StreamError
 from tests.fakes_replicas import (
-    APP,
     Router,
+    made_attempt,
     make_request,
     parameters,
     read_all,
@@ -96,7 +96,7 @@ def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(migration_state, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     server, args = StreamServer(), MigrationArgs(limit=3, timeout_s=3.0)
     migrating = MigrationState(Migrations(server, Router(), "i0"), parameters(server, args))
-    attempt = cast(Any, SimpleNamespace(app_name=APP, engine_id=None, call_id="c", began_s=0.0))
+    attempt = made_attempt(None)
     dead = EngineGoneError("it died", "e0", was_dead=True)
     for _ in range(30):
         try:

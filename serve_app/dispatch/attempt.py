@@ -21,7 +21,6 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
 from engine.errors import EngineDeadError
-from engine.types import EngineLoad, TokenOutput
 from serve_app.config import MigrationArgs
 from serve_app.errors import AdapterUnsupportedError, OverloadedError, ServiceUnavailableError
 from serve_app.messages import SubmitCall
@@ -65,8 +64,13 @@ class UnconnectedError(EngineDeadError):
 
 
 class Attempt:
-    """A call with all prompts of an HTTP request: Serve's routers cannot distinguish calls made
-    inside the same HTTP request, so that some of several calls would wait for ever."""
+    """A call with all prompts of an HTTP request, and the `stream` of its tokens.
+
+    Reading the stream raises the failure of the call: OverloadedError, ServiceUnavailableError,
+    AdapterUnsupportedError, an EngineError or a RegistryError. There is a single call for all
+    prompts because Serve's routers cannot distinguish calls made inside the same HTTP request, so
+    that some of several calls would wait for ever.
+    """
 
     def __init__(
         self, parameters: CallParameters, call: SubmitCall, *, is_first: bool = True
@@ -78,54 +82,17 @@ class Attempt:
         self.call_id = call.routing.call_id
         self.began_s = time.monotonic()
         self._is_closed = False
-        self._stream = parameters.server.open(request.request_id for request in call.requests)
+        self.stream = parameters.server.open(request.request_id for request in call.requests)
         try:
             submit = parameters.handle.submit.remote
             # A later call runs in its own context: Serve would confuse it with the call before.
             response = submit(call) if is_first else Context().run(submit, call)
         except BaseException:
-            self._stream.close()
+            self.stream.close()
             raise
         self._response = cast(PendingCall, response)
         self._late: asyncio.TimerHandle | None = None
         self._watch = spawn(self._watch_call(), "watch-call")
-
-    @property
-    def engine_id(self) -> str | None:
-        """The engine that accepted the requests; None until its first frame about them."""
-        return self._stream.engine_id
-
-    @property
-    def engine_load(self) -> EngineLoad | None:
-        """The load of that engine after its last step; None before the first token."""
-        return self._stream.engine_load
-
-    @property
-    def found_in(self) -> str:
-        """The adapter's tier, see `Accepted`; empty until the engine accepted the requests."""
-        return self._stream.found_in
-
-    @property
-    def has_output(self) -> bool:
-        """True as soon as a token arrived, read or not."""
-        return self._stream.has_output
-
-    async def read(self) -> list[TokenOutput]:
-        """Returns everything that arrived since the last read, at least one output.
-
-        After that it raises the failure: OverloadedError, ServiceUnavailableError,
-        AdapterUnsupportedError, an EngineError or a RegistryError.
-        """
-        return await self._stream.read()
-
-    def stop(self, request_id: str, choice: int, num_tokens: int) -> None:
-        """Ends a choice in the engine, see `TokenStream.stop`."""
-        self._stream.stop(request_id, choice, num_tokens)
-
-    def fail(self, error: BaseException) -> None:
-        """Makes `read` raise this error after all tokens that already arrived. The first error
-        counts."""
-        self._stream.fail(error)
 
     def close(self, open_requests: Collection[str]) -> None:
         """Ends the attempt. `open_requests`: ids of the requests to abort in the engine."""
@@ -135,7 +102,7 @@ class Attempt:
         # Both ways: the frame is faster, the cancellation also reaches a request that waits for a
         # replica or for its adapter.
         for request_id in open_requests:
-            self._stream.abort(request_id)
+            self.stream.abort(request_id)
         if open_requests and not self._watch.done():
             # A call that failed at this very moment raises its failure here.
             with suppress(RayError, RayServeException):
@@ -147,7 +114,7 @@ class Attempt:
             self._watch.add_done_callback(lambda _: timer.cancel())
         if self._late is not None:
             self._late.cancel()
-        self._stream.close()
+        self.stream.close()
 
     async def _watch_call(self) -> None:
         try:
@@ -155,17 +122,17 @@ class Attempt:
         except asyncio.CancelledError:
             # With Ray 2.60 the far end's cancellation arrives as that of the awaiting task.
             if not self._is_closed:
-                self._stream.fail(CallCancelledError("the call to the engine was cancelled there"))
+                self.stream.fail(CallCancelledError("the call to the engine was cancelled there"))
             raise
         except Exception as error:
-            self._stream.fail(_domain_error(error))
+            self.stream.fail(_domain_error(error))
             return
         if isinstance(refusal, AdapterUnsupportedError):
-            self._stream.fail(refusal)
+            self.stream.fail(refusal)
         elif not self._is_closed:
             late = EngineDeadError("the engine's last tokens did not arrive")
             loop = asyncio.get_running_loop()
-            self._late = loop.call_later(_LATE_TOKENS_S, self._stream.fail, late)
+            self._late = loop.call_later(_LATE_TOKENS_S, self.stream.fail, late)
 
 
 def _domain_error(error: Exception) -> BaseException:

@@ -60,12 +60,12 @@ class Generation:
     @property
     def engine_load(self) -> EngineLoad | None:
         """The load of the present engine after its last step; None before the first token."""
-        return None if self._attempt is None else self._attempt.engine_load
+        return None if self._attempt is None else self._attempt.stream.engine_load
 
     @property
     def is_warm(self) -> bool:
         """True if an engine accepted the request and had its adapter on the device."""
-        return self._attempt is not None and self._attempt.found_in == "device"
+        return self._attempt is not None and self._attempt.stream.found_in == "device"
 
     @property
     def is_done(self) -> bool:
@@ -83,14 +83,14 @@ class Generation:
                 await self._wait_for_suspect()
                 attempt = self._submit(self._progress.requests, self._routing, is_first=True)
             try:
-                outputs = await attempt.read()
+                outputs = await attempt.stream.read()
             except Exception as error:
                 self._raise_failure()
                 await self._migrate(attempt, error)
                 continue
             if any(output.error == NO_MEMORY for output in outputs):
                 outputs = [output for output in outputs if output.error != NO_MEMORY]
-                attempt.fail(NoMemoryError())  # after the outputs before it
+                attempt.stream.fail(NoMemoryError())  # after the outputs before it
             outputs = self._progress.record(outputs)
             if outputs:
                 if self._timers:
@@ -103,13 +103,13 @@ class Generation:
         if self._progress.is_open(request_id, choice):
             num_tokens = self._progress.end(request_id, choice)
             if self._attempt is not None:
-                self._attempt.stop(self._progress.engine_id(request_id), choice, num_tokens)
+                self._attempt.stream.stop(self._progress.engine_id(request_id), choice, num_tokens)
 
     def fail(self, error: Exception) -> None:
         """Makes `read` raise this error after everything that already arrived."""
         self._failure = error
         if self._attempt is not None:
-            self._attempt.fail(error)
+            self._attempt.stream.fail(error)
         self._end()
 
     def close(self) -> None:
@@ -208,14 +208,14 @@ class Generation:
             self._raise_failure()
 
     def _check_accepted(self, attempt: Attempt) -> None:
-        if attempt.engine_id is None:
+        if attempt.stream.engine_id is None:
             error = NotAcceptedError("no other engine replica took this request over in time")
-            attempt.fail(error)
+            attempt.stream.fail(error)
 
     def _end_turn(self, attempt: Attempt) -> None:
         """Lets the next suspect go, because this request waits long at its engine. While no engine
         has accepted it, the next suspect would only wait with it."""
-        if attempt.engine_id is None:
+        if attempt.stream.engine_id is None:
             self._timers.append(self._loop.call_later(MAX_TURN_S, self._end_turn, attempt))
         elif self._turn is not None:
             self._turn.end()

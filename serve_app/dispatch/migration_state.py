@@ -159,7 +159,7 @@ class MigrationState:
         """Raises RequestQuarantinedError if the request alone can have killed the engine."""
         if engine_id is not None:
             self._migrations.record_death(attempt.app_name, engine_id)
-        self.is_suspect = not attempt.has_output
+        self.is_suspect = not attempt.stream.has_output
         if (
             self.is_suspect
             and is_on_trial

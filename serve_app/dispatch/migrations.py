@@ -94,7 +94,7 @@ class Migrations:
 
     def engine_of(self, attempt: Attempt) -> str | None:
         """Returns the engine replica of this attempt; None while it is unknown."""
-        return attempt.engine_id or self._router.placed_at(attempt.app_name, attempt.call_id)
+        return attempt.stream.engine_id or self._router.placed_at(attempt.app_name, attempt.call_id)
 
     def was_lost_before(self, attempt: Attempt, engine_id: str) -> bool:
         """True if the engine disconnected before this attempt began and has not come back."""
@@ -113,7 +113,7 @@ class Migrations:
         """True if every live attempt has a token of its present engine. `ignore_first`: only
         attempts that follow another engine's have to."""
         return all(
-            attempt.has_output or (ignore_first and attempt.is_first)
+            attempt.stream.has_output or (ignore_first and attempt.is_first)
             for attempt in self._attempts.get(app_name, ())
         )
 
@@ -127,7 +127,7 @@ class Migrations:
         newcomers = frozenset(
             attempt
             for attempt in self._attempts.get(app_name, ())
-            if not attempt.has_output and self.engine_of(attempt) in (None, engine_id)
+            if not attempt.stream.has_output and self.engine_of(attempt) in (None, engine_id)
         )
         self._deaths.pop(engine_id, None)
         self._deaths[engine_id] = (now_s, newcomers)
@@ -184,9 +184,9 @@ class Migrations:
             if not attempt.is_movable or engine_id is None or engine_id not in gone:
                 continue
             if engine_id in self._server.engines:
-                attempt.fail(ReplicaLeavesError())
+                attempt.stream.fail(ReplicaLeavesError())
             else:  # it left because it died: its calls are about to report the same
-                attempt.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
+                attempt.stream.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
 
     def _check_silence(self, attempt: Attempt) -> None:
         engine_id = self.engine_of(attempt)
@@ -195,7 +195,7 @@ class Migrations:
             return
         if silence_s > self._shun_s and time.monotonic() - silence_s < attempt.began_s:
             words = f"engine {engine_id} was silent when a request came"
-            attempt.fail(SilentEngineError(words, engine_id, was_dead=True))
+            attempt.stream.fail(SilentEngineError(words, engine_id, was_dead=True))
         elif silence_s > self._silence_s:
             logger.warning("engine %s has been silent or stuck for %.0f s", engine_id, silence_s)
-            attempt.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))
+            attempt.stream.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))

@@ -1,5 +1,6 @@
-"""Engine replicas of one base in this process, behind what a Serve handle offers a Generation: real
-engine hosts with the paced engine and real sockets, no Ray. They can be killed, hung and drained.
+"""The engine replicas of a base in this process, behind the part of a Serve handle that a
+Generation uses: real engine hosts with the paced engine and real sockets, no Ray. They can be
+killed, hung and drained.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 from ray.serve.exceptions import BackPressureError
@@ -15,7 +17,8 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.generation import CallParameters, Generation
+from serve_app.dispatch.attempt import Attempt, CallParameters
+from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
 from serve_app.messages import SubmitCall
@@ -46,12 +49,12 @@ class Replica:
         return self._died.is_set()
 
     def kill(self) -> None:
-        """As `kill -9` of its process."""
+        """Acts as `kill -9` of its process."""
         self.engine._stopped.set()
         self._end()
 
     def hang(self) -> None:
-        """As SIGSTOP: its connections stay."""
+        """Acts as SIGSTOP: its connections stay."""
         self._is_hung = True
         self.engine._stopped.set()
         assert self.host._heartbeat is not None
@@ -87,7 +90,7 @@ class _Response:
         self._task = task
 
     def __await__(self) -> Generator[object, None, object]:
-        """As Serve's: who is cancelled here cancels the call."""
+        """Cancels the call when its awaiter is cancelled, as Serve's response does."""
         try:
             return (yield from asyncio.shield(self._task).__await__())
         except asyncio.CancelledError:
@@ -106,7 +109,7 @@ class Router:
     shunned: set[str] = field(default_factory=set)
 
     def placed_at(self, app_name: str, call_id: str) -> str | None:
-        found = (engine for engine, call in self.placed if call.ask.call_id == call_id)
+        found = (engine for engine, call in self.placed if call.routing.call_id == call_id)
         return next(found, None)
 
     def shun(self, engine_id: str) -> None:
@@ -115,7 +118,7 @@ class Router:
 
 @dataclass
 class Fleet:
-    """`submit` stands for the handle's method. Replicas take turns."""
+    """Implements the handle's method `submit`. Calls go to the replicas in turn."""
 
     server: StreamServer
     router: Router
@@ -134,10 +137,8 @@ class Fleet:
         return self
 
     @property
-    def lane(self) -> CallParameters:
-        handle = cast(DeploymentHandle[object], self)
-        limits = PacedEngine().model_limits
-        return CallParameters(self.server, handle, limits, APP, "base", self.args)
+    def parameters(self) -> CallParameters:
+        return parameters(self.server, self.args, self)
 
     @property
     def placed(self) -> list[tuple[str, SubmitCall]]:
@@ -158,7 +159,8 @@ class Fleet:
         self.tell()
 
     def tell(self) -> None:
-        """As Serve's router learns it; of a death later than the connection's end tells."""
+        """Updates the replicas as Serve's router does: later than the connection of a dead engine
+        ends."""
         up = [
             name
             for name, replica in self.replicas.items()
@@ -177,8 +179,8 @@ class Fleet:
         self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        ask = make_routing_request(requests, None, self.lane.limits, session)
-        return Generation(self.migrations, self.lane, requests, None, ask)
+        routing = make_routing_request(requests, None, self.parameters.limits, session)
+        return Generation(self.migrations, self.parameters, requests, None, routing)
 
     async def _run(self, call: SubmitCall) -> None:
         if self.num_refusals:
@@ -196,8 +198,21 @@ class Fleet:
         return [
             replica
             for name, replica in self.replicas.items()
-            if replica.is_up and name not in call.ask.avoid
+            if replica.is_up and name not in call.routing.avoid
         ]
+
+
+def parameters(server: StreamServer, args: MigrationArgs, handle: object = None) -> CallParameters:
+    deployment = cast(DeploymentHandle[object], handle)
+    limits = PacedEngine().model_limits
+    return CallParameters(server, deployment, limits, APP, "base", args)
+
+
+def made_attempt(engine_id: str | None) -> Attempt:
+    """Returns an attempt at this engine that has no token and no call behind it."""
+    stream = SimpleNamespace(engine_id=engine_id, has_output=False)
+    attempt = SimpleNamespace(app_name=APP, call_id="c", began_s=0.0, stream=stream)
+    return cast(Attempt, attempt)
 
 
 @asynccontextmanager
@@ -238,7 +253,7 @@ async def read_all(
 
 
 def tokens(outputs: list[TokenOutput], choice: int = 0, name: str = "r") -> tuple[int, ...]:
-    """Of one choice; fails when one is missing or doubled."""
+    """Returns the tokens of a choice; fails if any is missing or doubled."""
     found: list[int] = []
     for output in outputs:
         if (output.request_id, output.choice) == (name, choice):

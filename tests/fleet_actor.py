@@ -1,4 +1,4 @@
-"""Processes of a fleet that are none, and calls of an actor as Ray makes them."""
+"""The processes of a fleet, simulated in this process, and calls of an actor as Ray makes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESS: ContextVar[Process] = ContextVar("process")
 
 
 class Process:
-    """What runs in its contexts finds the state of this process and of no other one."""
+    """Code that runs in its contexts finds the state of this process and no other."""
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
@@ -39,8 +39,8 @@ class Process:
 
 
 class Actor:
-    """As Ray's handle: `name.remote(...)` calls `target.name`. A call takes time both ways, an
-    exception comes wrapped, and nobody's cancellation reaches the call."""
+    """Acts as Ray's handle: `name.remote(...)` calls `target.name`. A call has latency both ways,
+    an exception comes wrapped, and a cancellation of the caller does not reach the call."""
 
     def __init__(self, loop: VirtualLoop, process: Process, targets: dict[str, Any]) -> None:
         self.is_dead = False
@@ -120,6 +120,6 @@ class _Method:
 
 
 def was_read(future: asyncio.Future[Any]) -> None:
-    """Who asked may be gone: its exception is nobody's."""
+    """Reads the exception of a task whose caller may be gone, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

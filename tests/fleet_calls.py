@@ -1,6 +1,7 @@
-"""Serve's end of a replica's process, and a call of it on its way there and back: what Serve does
-with actors is here. A call takes time both ways, is accepted or turned away, a cancellation travels
-to it, and what a process owes is lost when the process ends.
+"""Serve's end of a replica's process, and a call on its way there and back.
+
+Simulates Serve's use of actors: a call has latency both ways and is accepted or rejected, a
+cancellation travels to it, and its result is lost when the process ends.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ServeReplica:
 
 
 class Call(ReplicaResult):
-    """As Ray's ActorReplicaResult."""
+    """Acts as Ray's ActorReplicaResult."""
 
     def __init__(
         self, loop: VirtualLoop, replica: ServeReplica, pending: PendingRequest, rejection: bool

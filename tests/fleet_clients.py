@@ -1,5 +1,5 @@
-"""Clients of a fleet: how one sends its body, reads and leaves, and whether what it got is right to
-the letter.
+"""The clients of a fleet: how they send bodies, read and leave, and whether their answers are right
+to the letter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Client:
             self.loop.call_soon(self._gone.set)
 
     def __str__(self) -> str:
-        """How it ended."""
+        """Returns how the request ended."""
         if self.has_left:
             return "left"
         if not self.task.done():
@@ -68,12 +68,12 @@ class Client:
 
     @property
     def request_id(self) -> str:
-        """As Serve names it in the ingress."""
+        """Serve's name of the request in the ingress."""
         return f"request {self.number}"
 
     @property
     def outcome(self) -> ArmOutcome | None:
-        """As which an arm has to count it; None: it left, maybe after its end."""
+        """The outcome that an arm has to count; None if the client left, maybe after its end."""
         if self.has_left:
             return None
         if self.has_ended_well:
@@ -84,7 +84,7 @@ class Client:
 
     @property
     def reasons(self) -> list[str]:
-        """For which its choices ended."""
+        """The finish reasons of its choices."""
         return list(self._read()[1].values())
 
     @property
@@ -95,7 +95,7 @@ class Client:
 
     @property
     def code(self) -> str | None:
-        """Of the error that it was told; None: none."""
+        """The code of the error that the client received, or None."""
         if self.status == 200 and not self.wish.is_stream:
             return None
         if self.status == 200:
@@ -106,8 +106,8 @@ class Client:
         return str(json.loads(self.body)["error"]["code"])
 
     def faults(self, seeds: dict[str, set[int]], digests: dict[str, str]) -> list[str]:
-        """What is wrong with its answer, whatever it is. `seeds`: see `StepEngine`; `digests`: of
-        adapters, by `name@version`."""
+        """Returns every fault of its answer. `seeds`: see `StepEngine`; `digests`: of adapters, by
+        `name@version`."""
         if not self.task.done():
             return ["it never ended"]
         if self.task.cancelled():
@@ -168,7 +168,7 @@ class Client:
     def _wanted(
         self, prompt: str, adapter: str | None, seed: int, choice: int
     ) -> tuple[str, str, int]:
-        """Text, finish reason and number of tokens."""
+        """Returns text, finish reason and number of tokens."""
         wish = self.wish
         text = "".join(
             letter(prompt, adapter, seed, choice, position) for position in range(wish.max_tokens)
@@ -208,7 +208,7 @@ class Client:
         return found
 
     async def _run(self) -> None:
-        """As Serve's replica calls an application, and cancels what it began."""
+        """Calls the application and cancels its tasks, as Serve's replica does."""
         request_id = self.request_id
         context = ray.serve.context._RequestContext(
             request_id=request_id, _internal_request_id=request_id

@@ -1,7 +1,7 @@
 """An engine on the virtual clock that only counts.
 
 A token is a letter, and a pure function of prompt, adapter, seed, choice and position (`letter`),
-so that a reader can tell whether an answer is right whichever engines made it.
+so that a reader can check an answer whichever engines made it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Run:
 
 @dataclass
 class StepEngine:
-    """`seeds`: those that each `prompt/adapter` came with, of the whole fleet."""
+    """`seeds`: the seeds that each `prompt/adapter` came with, in the whole fleet."""
 
     loop: VirtualLoop
     limits: EngineLimits
@@ -143,7 +143,8 @@ class StepEngine:
         return digest in self.loaded
 
     def evict_idle(self, draw: random.Random) -> None:
-        """An adapter that nothing here uses, and with the next step some of the prefix cache."""
+        """Evicts an adapter that no request here uses, and with the next step some of the prefix
+        cache."""
         used = {run.request.adapter for run in self._runs.values()}
         idle = [digest for digest in self.loaded if digest not in used]
         if idle:

@@ -163,12 +163,12 @@ class FleetIngress:
             "bodies on their way": bounded._arrivals.num_arriving,
             "bytes of bodies": bounded._arrivals.num_bytes,
             "streams": gateway.stream.num_open,
-            "attempts": sum(map(len, gateway.migrations._live.values())),
+            "attempts": sum(map(len, gateway.migrations._attempts.values())),
             "suspects that wait": sum(
-                one.num_waiting for one in gateway.migrations._probations.values()
+                one.num_waiting for one in gateway.migrations._suspects.values()
             ),
             "suspects on their turn": sum(
-                one._current is not None for one in gateway.migrations._probations.values()
+                one._current is not None for one in gateway.migrations._suspects.values()
             ),
             "visits": sum(one.num_open for one in gateway.activity.report()),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),

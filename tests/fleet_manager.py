@@ -1,5 +1,6 @@
-"""The manager of a fleet: it says what there is, wakes the base, and hands on which requests are in
-quarantine at one of the ingresses."""
+"""The manager of a fleet: it publishes the platform's view, wakes the base, and passes quarantined
+requests from an ingress to the others.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Manager:
         self._is_asleep = False
 
     def fall_asleep(self) -> None:
-        """The base, until a request wakes it."""
+        """Lets the base sleep until a request wakes it."""
         self._is_asleep = True
         self._say(is_running=False, state="asleep")
 

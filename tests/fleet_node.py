@@ -1,5 +1,5 @@
-"""One engine replica of a fleet with its engine process: what may happen to both, and what must be
-left of them when everybody is gone.
+"""An engine replica of a fleet with its engine process: the faults of both, and the resources that
+both must have released in the end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LAST_LOOK_S = 0.5
 
 
 class Files:
-    """The part of a registry that a replica reads. `broken` are refused by engines, of `lost` there
-    are no files."""
+    """The part of a registry that a replica reads. Engines refuse `broken`; `lost` have no
+    files."""
 
     def __init__(self, broken: str, lost: str) -> None:
         self._broken, self._lost = broken, lost
@@ -51,7 +51,7 @@ class Files:
 
 
 class _Replica(EngineReplica):
-    """With an actor that is there already. `EngineNode` ends its process."""
+    """A replica that is given its actor. `EngineNode` ends its process."""
 
     def __init__(self, engine_id: str, actor: Actor, limits: EngineLimits, files: Files) -> None:
         self._spec = cast(Any, SimpleNamespace(base=SimpleNamespace(name="base")))
@@ -110,7 +110,7 @@ class EngineNode:
         ]
 
     def kill_engine(self) -> None:
-        """As `kill -9` of the engine's process; its replica's follows."""
+        """Acts as `kill -9` of the engine's process; its replica's follows."""
         if not self.actor.is_dead:
             self.died_s = self._loop.time()
             for connection in self.connections:
@@ -120,7 +120,7 @@ class EngineNode:
             self.host.dead.set()
 
     def kill(self) -> None:
-        """Both processes at once, as when their node is lost."""
+        """Ends both processes at once, as when their node is lost."""
         self._watch.cancel()
         self.kill_engine()
         self.replica._is_dead = True
@@ -129,7 +129,7 @@ class EngineNode:
         self.is_up = False
 
     def freeze(self) -> None:
-        """As SIGSTOP of the engine's process: its connections stay, and nothing comes."""
+        """Acts as SIGSTOP of the engine's process: its connections stay, but no frame comes."""
         self.is_frozen = True
         self.engine.is_hung = True
         self.actor.freeze()
@@ -150,18 +150,18 @@ class EngineNode:
         self.engine.go_on()
 
     def hang(self) -> None:
-        """A step that does not end."""
+        """Begins a step that does not end."""
         self.engine.is_hung = True
 
     async def drain(self) -> None:
-        """As Serve stops a replica: its calls end first."""
+        """Stops the replica as Serve does: its calls end first."""
         self.is_up = False
         while self.serve.calls and not self.is_dead:
             await asyncio.sleep(_LAST_LOOK_S)
         self.kill()
 
     def leftovers(self) -> list[str]:
-        """What nobody would ever take away again."""
+        """Returns the resources that would never be released."""
         host, found = self.host, []
         for what, left in (
             ("calls at the engine host", host._calls),
@@ -175,7 +175,7 @@ class EngineNode:
         return found
 
     def orphans(self) -> list[str]:
-        """Requests that run for an ingress whose connection is gone."""
+        """Returns the requests that run for an ingress whose connection is gone."""
         return [
             request_id
             for request_id, call in self.host._calls.items()
@@ -190,7 +190,7 @@ class EngineNode:
         return self.engine.has_adapter(digest)
 
     async def _exit_with_the_engine(self) -> None:
-        """As `EngineReplica._exit_with_the_actor`, which ends the process."""
+        """Ends the process, as `EngineReplica._exit_with_the_actor` does."""
         await self.host.dead.wait()
         self.replica._is_dead = True
         await asyncio.sleep(_EXIT_S)

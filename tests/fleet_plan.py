@@ -1,4 +1,4 @@
-"""What a random fleet is like: its size, its limits, what is registered, and what may happen."""
+"""The plan of a random fleet: its size, its limits, the registered names, and the faults."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def draw_plan(draw: random.Random) -> Plan:
 
 @cache
 def base_text() -> tuple[dict[str, bytes], BaseText]:
-    """Files and what is read of them."""
+    """Returns the files of a base and its text side."""
     with tempfile.TemporaryDirectory() as folder:
         write_text_files(Path(folder))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -116,7 +116,7 @@ def base_text() -> tuple[dict[str, bytes], BaseText]:
 
 @cache
 def characters() -> tuple[dict[str, int], dict[int, str]]:
-    """Character -> token, and back."""
+    """Returns the map from characters to tokens, and back."""
     _, text = base_text()
     ids = {chr(code): text.encode(chr(code))[0] for code in (10, *range(32, 127))}
     return ids, {token_id: character for character, token_id in ids.items()}

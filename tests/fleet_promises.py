@@ -1,6 +1,6 @@
-"""What holds of every fleet after it has quieted down, whatever happened in it.
+"""The promises that every fleet must have kept after it has quieted down.
 
-Each function yields the words of what does not hold.
+Each function yields the violations in words.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.virtual_loop import VirtualLoop
 _LASTING = (
     "Gateway._follow",
     "Gateway._report",
-    "Attendance._",
-    "Migrations._keep_looking",
+    "EngineConnections._",
+    "Migrations._watch_engines",
     "EngineHost._beat",
     "EngineNode._exit_with_the_engine",
     "Manager.",
@@ -48,8 +48,8 @@ def wrong_answers(
     happened: Mapping[str, int],
     died_s: Sequence[float],
 ) -> Iterator[str]:
-    """Every request ended once, with its own tokens, and failed for a reason only. `happened`: how
-    often each kind of fault; `died_s`: when each of the engines died."""
+    """Checks that every request ended once, with its own tokens, and failed only for a reason.
+    `happened`: how often each kind of fault; `died_s`: when each engine died."""
     for client in clients:
         name = f"request {client.number} ({client.wish})"
         for fault in client.faults(seeds, DIGESTS):
@@ -69,8 +69,8 @@ def wrong_answers(
 def _is_excused(
     client: Client, code: str, plan: Plan, happened: Mapping[str, int], most: int
 ) -> bool:
-    """Whether something happened in this fleet for which a request may be told this. `most`: so
-    many engines may have been lost under it."""
+    """Returns True if a fault of this fleet justifies this error code. `most`: so many engines may
+    have been lost under the request."""
     wish, limit = client.wish, plan.migration.limit
     deaths = min(most, sum(happened[one] for one in DEATHS) + 9 * bool(plan.poison))
     if code == "model_not_found":
@@ -96,7 +96,7 @@ def _is_excused(
 
 
 def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:
-    """Metrics agree with what the clients of this ingress saw, each of them once."""
+    """Checks that the metrics agree with the clients of this ingress, each counted once."""
     name, metrics = ingress.name, ingress.state.metrics
     own = [client for client in clients if client.ingress is ingress and client.task.done()]
     stayed = [client for client in own if not client.has_left]
@@ -124,7 +124,7 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
 
 
 def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:
-    """Each arm counts each of its requests once, as what it was."""
+    """Checks that each arm counts each of its requests once, with its own outcome."""
     by_id = {client.request_id: client for client in clients}
     wanted: defaultdict[ArmKey, Counter[str]] = defaultdict(Counter)
     outcomes = ingress.outcomes
@@ -144,7 +144,8 @@ def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterato
 def leftovers(
     loop: VirtualLoop, ingresses: Sequence[FleetIngress], nodes: Sequence[EngineNode]
 ) -> Iterator[str]:
-    """Of no request anything is left, and every view is right again. `nodes`: that serve."""
+    """Checks that no request leaves anything behind and that every view is right again. `nodes`:
+    the nodes that serve."""
     for node in nodes:
         yield from node.leftovers()
     for ingress in ingresses:

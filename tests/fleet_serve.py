@@ -1,6 +1,4 @@
-"""Ray Serve without Ray: its handle, its responses and its router as they are, over the replicas of
-a fleet.
-"""
+"""Ray Serve without Ray: its real handle, responses and router, over the replicas of a fleet."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class _RunningReplica:
 
 
 class _Router(AsyncioRouter):
-    """Without the controller's long poll: `ServeRouter.update` says what there is."""
+    """Has no long poll of the controller: `ServeRouter.update` sets the replicas."""
 
     def __init__(self, loop: VirtualLoop, deployment: DeploymentID, queued: int) -> None:
         source = DeploymentHandleSource.REPLICA
@@ -84,7 +82,7 @@ class _Router(AsyncioRouter):
 
 
 class _Limits:
-    """Of Serve's DeploymentConfig, what a router reads."""
+    """The part of Serve's DeploymentConfig that a router reads."""
 
     autoscaling_config = None
 
@@ -100,7 +98,7 @@ class _Unseen:
 
 
 class ServeRouter(SingletonThreadRouter):
-    """Of one ingress process and one application; its thread is the fleet's."""
+    """The router of an ingress process for an application; its thread is the fleet's."""
 
     def __init__(
         self, loop: VirtualLoop, process: Process, app: str, policy: str, max_queued: int
@@ -122,12 +120,12 @@ class ServeRouter(SingletonThreadRouter):
 
     @property
     def num_sent(self) -> Counter[str]:
-        """By replica: sent there and not ended, as Serve counts them."""
+        """The open calls of each replica, as Serve counts them."""
         sent = self._asyncio_router._metrics_manager.num_requests_sent_to_replicas
         return +Counter({one.unique_id: count for one, count in sent.items()})
 
     def update(self, replicas: list[ServeReplica]) -> None:
-        """As the controller's news."""
+        """Sets the replicas, as an update from the controller does."""
         loop = cast(VirtualLoop, self._asyncio_loop)
         for one in replicas:
             if one.engine_id not in self._known:
@@ -145,11 +143,11 @@ class ServeRouter(SingletonThreadRouter):
         )
 
     def assign_request(self, request_meta: RequestMetadata, *args: Any, **kwargs: Any) -> Any:
-        """Its tasks run in the contexts of this process, whatever the caller's is."""
+        """Runs its tasks in the contexts of this process, whatever the caller's is."""
         return self._process.run(
             lambda: super(ServeRouter, self).assign_request(request_meta, *args, **kwargs)
         )
 
 
 async def _nothing(*_: object) -> None:
-    """No argument of a call is a response of another one."""
+    """Resolves no argument: none is the response of another call."""

@@ -1,4 +1,4 @@
-"""What a client of a fleet asks for, and when it leaves."""
+"""The requests of a fleet's clients, and when the clients leave."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Wish:
 
     @property
     def engine_prompts(self) -> tuple[str, ...]:
-        """As the engine sees them."""
+        """The prompts as the engine gets them."""
         if self.is_chat:
             return tuple(f"<user>{prompt}\n<assistant>" for prompt in self.prompts)
         return self.prompts
@@ -77,7 +77,7 @@ class Wish:
 def draw_wish(
     draw: random.Random, number: int, models: Sequence[str], poison: float, leaving: float
 ) -> Wish:
-    """`poison`, `leaving`: how likely each is."""
+    """`poison`, `leaving`: the probability of each."""
     is_chat = draw.random() < 0.4
     word = "".join(draw.choice(LETTERS) for _ in range(draw.choice((3, 20, 90))))
     count = 1 if is_chat else draw.choice((1, 1, 1, 2, 4))

@@ -3,8 +3,9 @@ through their queues, Serve's router, engine replicas and the side stream, with 
 count. Clients come, and leave at any iteration of the event loop; engines die, hang, drain and come
 back; links are cut, calls are cancelled, adapters fall out of memory, the base falls asleep.
 
-What holds of every fleet is in `fleet_promises`. A seed gives the same fleet each time in processes
-of the same PYTHONHASHSEED; `python -m tests.benchmarks.request_path` runs hundreds of them.
+`fleet_promises` has the promises that every fleet must keep. A seed gives the same fleet each time
+in processes of the same PYTHONHASHSEED; `python -m tests.benchmarks.request_path` runs hundreds of
+them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _CUT_AT_ONCE_S = 3.0
 
 @dataclass
 class Result:
-    """`events`: (seconds, words); `tally`: how often what happened."""
+    """`events`: (seconds, words); `tally`: the number of each kind of event."""
 
     seed: int
     violations: list[str] = field(default_factory=list)
@@ -146,7 +147,7 @@ class Fleet:
         self._tell()
 
     def _tell(self) -> None:
-        """The controller's news reach each ingress a little later."""
+        """Sends the controller's update to each ingress a little later."""
         for ingress in self.ingresses:
             self.loop.call_later(self.draw.uniform(0.0, 0.5), self._update, ingress)
 
@@ -192,7 +193,8 @@ class Fleet:
                 self._add_engine()
 
     async def _control(self) -> None:
-        """As Serve's controller: who died is not listed any more, and two are kept."""
+        """Acts as Serve's controller: removes dead replicas from the list and keeps at least
+        two."""
         known: list[EngineNode] = []
         while True:
             await asyncio.sleep(1.0)
@@ -241,7 +243,7 @@ class Fleet:
         self.loop.on_connection = lambda _: None
 
     def _mend(self) -> None:
-        """Whatever is left of the fleet can serve."""
+        """Repairs the rest of the fleet so that it can serve."""
         self._note("the last fault is over")
         self._cut_no_more()
         for node in self.nodes:
@@ -272,7 +274,7 @@ class Fleet:
             self._violate(wrong_counts(ingress, self.clients))
 
     async def _judge_rest(self) -> None:
-        """An adapter that is loaded ahead of requests passes, what is lost stays."""
+        """Reports leftovers that last; an adapter loaded ahead of requests goes away by itself."""
         left: list[str] = []
         for _ in range(_LOOKS):
             left = list(leftovers(self.loop, self.ingresses, self.serving))
@@ -282,7 +284,8 @@ class Fleet:
         self._violate(left)
 
     async def _judge_new_requests(self) -> None:
-        """The fleet answers as a new one, and its engines count what they did."""
+        """Checks that the fleet answers as a new fleet would and that its engines count their
+        work."""
         for ingress in self.ingresses:
             before, clients = self._finished(), []
             for kind in range(4):
@@ -313,14 +316,14 @@ class Fleet:
 
 
 def _plain(kind: int, number: int) -> Wish:
-    """Of four kinds: streamed and whole, a stop string, an adapter."""
+    """Returns a wish of four kinds: streamed and whole, a stop string, an adapter."""
     stop = "e" if kind == 1 else None
     model = "pirate" if kind == 3 else "base"
     return Wish(kind < 2, kind % 2 == 0, model, (f"new{number}",), 1, 40, stop, number, "", 0)
 
 
 def run_fleet(seed: int) -> Result:
-    """One fleet from its beginning to its end."""
+    """Runs a fleet from its beginning to its end."""
     loop = VirtualLoop(seed)
     loop.inherited = (PROCESS,)
     state, disabled = random.getstate(), logging.root.manager.disable

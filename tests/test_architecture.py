@@ -43,7 +43,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "network": set(),
     "config_values": set(),
     "cache_salt": set(),
-    "disconnects": set(),
+    "disconnects": {"tasks"},
     "tally": set(),
     "text": set(),
     "messages": {"tally"},

@@ -22,7 +22,7 @@ from serve_app.cache_salt import KEY_FILE, cache_salt, kept_key
 from serve_app.config import FairnessArgs, PlatformArgs
 from serve_app.control.manager import Manager
 from serve_app.dispatch.progress import Progress
-from serve_app.dispatch.shadow import _copy
+from serve_app.dispatch.shadow import _copy_request
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, engine_requests
 from serve_app.openai.json_body import parse_body
@@ -114,7 +114,7 @@ def test_the_router_finds_a_tenants_own_prefixes_and_explains_nothing_of_others(
 
 def test_a_shadow_and_a_migrated_request_keep_the_salt() -> None:
     request = ask_for("hospital")
-    assert _copy(request, ADAPTER).cache_salt == request.cache_salt
+    assert _copy_request(request, ADAPTER).cache_salt == request.cache_salt
     assert Progress((request,)).resume()[0].cache_salt == request.cache_salt
 
 

@@ -1,4 +1,4 @@
-"""What a request for a base that sleeps gets, at one ingress, without Serve."""
+"""Requests for a base that sleeps, at a single ingress, without Serve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASLEEP = ServedBase(BASE, "app", False, state="asleep", start_s=6.2)
 
 
 class Manager:
-    """Stands in for the manager's handle: `wake_base.remote`."""
+    """Implements `wake_base.remote` of the manager's handle."""
 
     def __init__(self) -> None:
         self.woken: list[str] = []
@@ -213,11 +213,11 @@ async def test_requests_for_a_canary_whose_base_sleeps_wake_it_and_are_answered_
     assert world.gateway.view is not None
     (awake,) = world.gateway.view.bases
     world.gateway._take(PlatformView("2", catalog, (awake, asleep), (), True, None))
-    admission = await world.cold_starts.admit("pirate", world.receive)
+    route, _ = await world.cold_starts.admit("pirate", world.receive)
     await settle()
     assert world.manager.woken == [other.digest]
-    assert admission.route.arm is not None
-    assert (admission.route.arm.arm, admission.route.arm.version) == ("stable", 1)
+    assert route.arm is not None
+    assert (route.arm.arm, route.arm.version) == ("stable", 1)
     starting = replace(asleep, state="starting", is_waking=True)
     world.gateway._take(PlatformView("3", catalog, (awake, starting), (), True, None))
     await world.cold_starts.admit("pirate", world.receive)
@@ -229,15 +229,15 @@ async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
     old = replace(BASE, version=1, digest="0" * 64)
     world = World()
     description = BaseDescription({}, EngineLimits(64, 64, 64))
-    handle, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
-    front = BaseHandle(old, "old", handle, description, text, 0.0)
-    world.gateway._fronts[old.digest] = front
+    deployment, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
+    handle = BaseHandle(old, "old", deployment, description, text, 0.0)
+    world.gateway._fronts[old.digest] = handle
     new = replace(BASE, version=2)
     starts = ServedBase(new, "app", False, is_awaited=False)
     stands = ServedBase(old, "old", True, state="running", replaced_by=new.digest)
     catalog = Catalog((old, new))
     world.gateway._take(PlatformView("2", catalog, (starts, stands), (), True, None))
     assert world.gateway.is_ready
-    assert world.gateway.resolve("a")[0] is front
+    assert world.gateway.resolve("a")[0] is handle
     with pytest.raises(ServiceUnavailableError):
         world.gateway.resolve("a@2")

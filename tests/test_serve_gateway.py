@@ -106,7 +106,7 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
             gateway.view = replace(gateway.view, bases=())  # not wanted any more
         raise OSError("no memory")
 
-    monkeypatch.setattr(gateway_module, "open_front", fail)
+    monkeypatch.setattr(gateway_module, "open_base", fail)
     monkeypatch.setattr(gateway_module, "_RETRY_S", 0.001)
     gateway._opening["app", served.deployed_s] = cast("asyncio.Task[None]", None)
     await gateway._open(served)

@@ -1,21 +1,21 @@
-"""A generation whose engines die, hang, drain and refuse: no token is lost or doubled, and only
-what kills engines is quarantined.
+"""Generations whose engines die, hang, drain and refuse: no token is lost or doubled, and only
+requests that kill engines are quarantined.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from ray.exceptions import TaskCancelledError
 from ray.serve._private.replica_result import ActorReplicaResult
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentResponse
 
 from engine.errors import EngineDeadError
 from engine.types import TokenOutput
@@ -31,7 +31,7 @@ from serve_app.errors import (
     RequestQuarantinedError,
     to_api_error,
 )
-from serve_app.messages import SubmitCall
+from serve_app.messages import RoutingRequest, SubmitCall
 from serve_app.openai.engine_params import Prompt
 from serve_app.routing import state as routing_state
 from serve_app.routing.connections import EngineConnections
@@ -41,7 +41,15 @@ from serve_app.stream.wire import HEARTBEAT_S
 from serve_app.tally import ArmKey
 from tests.answer_factory import completion
 from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN, PacedEngine
-from tests.fakes_replicas import APP, Fleet, make_request, read_all, running_fleet, tokens
+from tests.fakes_replicas import (
+    APP,
+    Fleet,
+    make_request,
+    parameters,
+    read_all,
+    running_fleet,
+    tokens,
+)
 from tests.text_factory import base_text
 from tests.waiting import until
 
@@ -54,7 +62,7 @@ def engine_of(fleet: Fleet, index: int = -1) -> str:
 
 
 def engine_now(generation: Generation) -> str | None:
-    return None if generation._attempt is None else generation._attempt.engine_id
+    return None if generation._attempt is None else generation._attempt.stream.engine_id
 
 
 def migrated(fleet: Fleet, reason: str, result: str = "ok") -> float:
@@ -106,11 +114,11 @@ async def test_a_resumed_call_has_new_ids_the_same_seed_and_avoids_the_dead_engi
         await read_all(generation)
         (dead, first), (_, second) = fleet.placed
         (before,), (after,) = first.requests, second.requests
-        assert before.request_id != after.request_id == second.ask.call_id
+        assert before.request_id != after.request_id == second.routing.call_id
         assert before.params.seed is not None
         assert before.params == after.params
         assert after.resumed[0].token_ids[:5] == tokens(outputs)[:5]
-        assert second.ask.avoid == {dead}
+        assert second.routing.avoid == {dead}
 
 
 async def test_choices_that_ended_are_not_sent_again() -> None:
@@ -160,9 +168,9 @@ async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
         for name, leaves in (("a", False), ("b", True)):
             request = replace(make_request(PROMPT, name=name), adapter="d2")
             generation = fleet.generate(request)
-            answer = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
+            builder = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
             leave = (lambda _, one=generation: one.fail(ClientGoneError())) if leaves else None
-            made = Completion(generation, answer, (request,), arms.begin(key), leave)
+            made = Completion(generation, builder, arms.begin(key), leave)
             with pytest.raises(ClientGoneError) if leaves else nullcontext():
                 await asyncio.wait_for(made.whole(), 20)
             made.close()
@@ -178,7 +186,7 @@ async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
         old = fleet.replicas[engine_of(fleet)]
         old.hang()
         await asyncio.sleep(0.1)
-        fleet.migrations.look()
+        fleet.migrations.check_engines()
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
         assert migrated(fleet, "silence") == 1
@@ -192,7 +200,7 @@ async def test_requests_leave_an_engine_whose_step_hangs_though_its_heartbeat_go
         old = fleet.replicas[engine_of(fleet)]
         old.engine.hung_s = time.monotonic() - 11.0
         await until(lambda: (fleet.server.silence_s(old.engine_id) or 0.0) > 10.0)
-        fleet.migrations.look()
+        fleet.migrations.check_engines()
         assert fleet.migrations.has_silent_engine
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
@@ -209,7 +217,7 @@ async def test_an_engine_in_a_long_step_of_a_usual_length_keeps_its_requests() -
         engine = fleet.replicas[engine_of(fleet)].engine
         engine.usual_s, engine.hung_s = 7.4, time.monotonic() - 11.0
         await asyncio.sleep(1.5 * HEARTBEAT_S)
-        fleet.migrations.look()
+        fleet.migrations.check_engines()
         assert not fleet.migrations.has_silent_engine
         assert len(fleet.placed) == 1
         generation.close()
@@ -296,12 +304,12 @@ async def test_what_came_to_an_engine_that_was_silent_goes_on_sooner_and_is_no_s
         reading = asyncio.create_task(read_all(generation))
         await until(lambda: bool(fleet.placed))
         await asyncio.sleep(0.1)
-        fleet.migrations.look()
+        fleet.migrations.check_engines()
         assert "e0" in fleet.router.shunned
         fleet.add()
         assert tokens(await reading) == WHOLE
         assert [engine for engine, _ in fleet.placed] == ["e0", "e2"]
-        assert not generation._journey.num_deaths
+        assert not generation._state.num_deaths
 
 
 async def test_drained_requests_move_at_once_and_are_aborted_where_they_were() -> None:
@@ -374,11 +382,11 @@ async def test_a_wait_behind_a_suspect_is_not_taken_off_its_time_limit(
         fleet.args = MigrationArgs(timeout_s=1.0)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
-        turn = fleet.migrations.probation(APP).join(is_exclusive=True)  # another request's
+        turn = fleet.migrations.suspects(APP).join(is_exclusive=True)  # another request's
         fleet.replicas[engine_of(fleet)].kill()
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
-        turn.leave()
+        turn.end()
 
 
 async def test_a_suspect_that_is_refused_everywhere_meets_its_time_limit() -> None:
@@ -391,7 +399,7 @@ async def test_a_suspect_that_is_refused_everywhere_meets_its_time_limit() -> No
         fleet.replicas[engine_of(fleet)].kill()
         with pytest.raises(OverloadedError):
             await reading
-        assert generation._journey.is_suspect
+        assert generation._state.is_suspect
 
 
 async def test_a_call_that_its_far_end_cancels_goes_on_elsewhere() -> None:
@@ -403,7 +411,7 @@ async def test_a_call_that_its_far_end_cancels_goes_on_elsewhere() -> None:
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
         assert len(fleet.placed) == 2
-        assert not generation._journey.num_deaths
+        assert not generation._state.num_deaths
 
 
 class _CancelledResponse:
@@ -428,14 +436,26 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
     server = StreamServer()
     await server.listen("127.0.0.1")
     request = make_request(PROMPT)
-    ask = make_routing_request([request], None, PacedEngine().model_limits)
+    routing = make_routing_request([request], None, PacedEngine().model_limits)
     handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
-    call = SubmitCall((request,), None, server.address, ask)
-    attempt = Attempt(server, cast(DeploymentHandle[object], handle), call)
+    call = SubmitCall((request,), None, server.address, routing)
+    attempt = Attempt(parameters(server, MigrationArgs(), handle), call)
     with pytest.raises(CallCancelledError):
-        await asyncio.wait_for(attempt.read(), 10)
+        await asyncio.wait_for(attempt.stream.read(), 10)
     attempt.close(())
     server.close()
+
+
+async def test_a_replica_gets_a_call_without_the_part_for_the_router() -> None:
+    async with running_fleet(1) as fleet:
+        generation = fleet.generate(make_request(PROMPT), session="s")
+        await read_some(generation, 1)
+        ((_, call),) = fleet.placed
+        generation.close()
+    assert call.routing.num_tokens == len(PROMPT)
+    at_replica = pickle.loads(pickle.dumps(call))
+    assert at_replica.routing == RoutingRequest(call.routing.call_id, num_tokens=0)
+    assert replace(at_replica, routing=call.routing) == call
 
 
 async def test_full_queues_are_waited_for() -> None:

@@ -1,23 +1,31 @@
-"""What one request goes through while replicas die and come, as Serve's router learns it late."""
+"""Requests whose replicas die and come back while Serve's router still has the old list."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
-from serve_app.dispatch import journey
-from serve_app.dispatch.journey import MigrationState
+from serve_app.dispatch import migration_state
+from serve_app.dispatch.migration_state import MigrationState
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
 from serve_app.messages import StreamAddress
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import StreamError
-from tests.fakes_replicas import APP, Router, make_request, read_all, running_fleet, tokens
+from tests.fakes_replicas import (
+    Router,
+    made_attempt,
+    make_request,
+    parameters,
+    read_all,
+    running_fleet,
+    tokens,
+)
 from tests.waiting import until
 
 PROMPT = (11, 12, 13, 14)
@@ -31,7 +39,7 @@ async def test_engines_that_were_dead_when_a_request_came_make_it_no_suspect() -
         await until(lambda: len(fleet.server.engines) == 2)
         for replica in fleet.replicas.values():
             replica.kill()
-            replica.is_up = True  # as Serve's router takes it, for some time
+            replica.is_up = True  # Serve's router still lists it
         await until(lambda: not fleet.server.engines)
         fleet.args = MigrationArgs(limit=1, timeout_s=10.0)
         generation = fleet.generate(make_request(PROMPT))
@@ -39,7 +47,7 @@ async def test_engines_that_were_dead_when_a_request_came_make_it_no_suspect() -
         await until(lambda: len(fleet.placed) >= 2 or reading.done())
         fleet.add()
         assert tokens(await reading) == WHOLE
-        assert generation._journey.num_deaths == 0
+        assert generation._state.num_deaths == 0
         assert {engine for engine, _ in fleet.placed} == {"e0", "e1", "e2"}
 
 
@@ -60,13 +68,13 @@ async def test_engines_that_cannot_reach_the_ingress_make_no_request_a_suspect()
         generation = fleet.generate(make_request(PROMPT))
         assert tokens(await read_all(generation)) == WHOLE
         assert len(set(refused)) == 2
-        assert generation._journey.num_deaths == 0
+        assert generation._state.num_deaths == 0
 
 
 async def test_a_request_that_pauses_goes_on_when_a_replica_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(MigrationState, "_pause", lambda *_: 300.0)
+    monkeypatch.setattr(MigrationState, "_next_pause", lambda *_: 300.0)
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(timeout_s=600.0)
         generation = fleet.generate(make_request(PROMPT))
@@ -85,16 +93,14 @@ async def test_a_request_that_pauses_goes_on_when_a_replica_comes(
 def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses grow to a second, which is no reason to give up a second early."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(journey, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    server = StreamServer()
-    moving = MigrationState(
-        Migrations(server, Router(), "i0"), APP, "base", MigrationArgs(limit=3, timeout_s=3.0)
-    )
-    attempt = cast(Any, SimpleNamespace(engine_id=None, call_id="c", began_s=0.0))
+    monkeypatch.setattr(migration_state, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    server, args = StreamServer(), MigrationArgs(limit=3, timeout_s=3.0)
+    migrating = MigrationState(Migrations(server, Router(), "i0"), parameters(server, args))
+    attempt = made_attempt(None)
     dead = EngineGoneError("it died", "e0", was_dead=True)
     for _ in range(30):
         try:
-            clock.now_s += moving.judge(dead, attempt, on_probation=False)
+            clock.now_s += migrating.on_failure(dead, attempt, is_on_trial=False)
         except EngineDeadError:
             break
     else:

@@ -1,5 +1,5 @@
-"""Engines that are killed by process id, drained and poisoned under real Serve: clients see a pause
-and nothing else."""
+"""Engines that are killed by process id, drained and poisoned under real Serve: clients see only a
+pause."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def client(rig: Rig) -> Iterator[httpx.Client]:
 
 @dataclass
 class Told:
-    """What a client makes of an answer, streamed or whole."""
+    """An answer as a client reads it, streamed or whole."""
 
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ BODIES = [
     body(prompt=[PROMPT, PROMPT[::-1]]),
     body(logprobs=1),
     body(logprobs=1, stream=False),
-    # One of these is in the middle of its stop string when the engine dies.
+    # Some of these are in the middle of its stop string when the engine dies.
     *(body(stop=PROMPT[first : first + 10]) for first in range(0, 70, 10)),
 ]
 
@@ -145,7 +145,7 @@ def wait_for_replicas(client: httpx.Client) -> None:
 
 
 def kill_engine_amid(client: httpx.Client, num_tokens: int) -> None:
-    """`kill -9` of one engine's process when a stream that starts now has had so many tokens."""
+    """Runs `kill -9` on an engine's process when a new stream has had so many tokens."""
     with client.stream("POST", "/v1/completions", json=body()) as response:
         seen = 0
         for line in response.iter_lines():
@@ -190,7 +190,7 @@ def test_all_answers_are_the_same_when_a_step_hangs_and_its_engine_is_replaced(
 
 
 def test_a_rolling_update_moves_every_request(rig: Rig, client: httpx.Client) -> None:
-    """Serve stops one replica after another; none waits for its requests to end."""
+    """Serve stops the replicas in turn, without waiting for their requests to end."""
     undisturbed = ask_all(client, BODIES)
     (base,) = rig.registry.snapshot().bases
     lines = admin(client, "/admin/bases")["bases"]

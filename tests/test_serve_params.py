@@ -23,7 +23,7 @@ from engine.types import SamplingParams
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
-from serve_app.api.completions import who_asks
+from serve_app.api.completions import session_key
 from serve_app.api.ingress import build_asgi
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import (
@@ -288,9 +288,9 @@ def test_all_prompts_of_a_request_have_a_bounded_number_of_tokens(text: BaseText
 def test_a_session_header_that_is_too_long_is_refused(header: str) -> None:
     scope = {"type": "http", "headers": [(b"x-session-id", header.encode())]}
     with pytest.raises(ApiError, match=f"x-session-id: at most 256 characters, got {len(header)}"):
-        who_asks(Request(scope), completion())
+        session_key(Request(scope), completion())
     scope["headers"] = [(b"x-session-id", b"x" * 256)]
-    assert who_asks(Request(scope), completion()) == "x" * 256
+    assert session_key(Request(scope), completion()) == "x" * 256
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])

@@ -1,4 +1,4 @@
-"""Which requests are refused because they killed engines, for how long, and who is told."""
+"""Requests that killed engines: which of them are refused, for how long, and at which ingresses."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ def test_the_other_ingresses_hold_it_too_and_no_longer() -> None:
     one.quarantine.add([request(1, 2)])
     one.now_s += 400
     for ingress, name in ((one, "one"), (two, "two")):
-        told = ingress.quarantine.told()
-        keeper.hear(IngressReport(name, quarantined=told), 10.0)
+        entries = ingress.quarantine.export()
+        keeper.hear(IngressReport(name, quarantined=entries), 10.0)
     assert keeper.answer("one", 10.5).quarantined == ()
     answer = keeper.answer("two", 10.5)
     assert answer.num_ingresses == 2
-    for _ in range(3):  # as often as it is told
-        two.quarantine.learn(answer.quarantined)
+    for _ in range(3):  # with every report's answer
+        two.quarantine.merge(answer.quarantined)
     assert two.refuses(request(1, 2, seed=9))
-    assert two.quarantine.told() == ()  # it is not its own to tell
+    assert two.quarantine.export() == ()  # it is another ingress's entry
     two.now_s += HELD_S - 400 + 1
     assert not two.refuses(request(1, 2))
 
 
 def test_what_was_told_is_refused_no_longer_than_usual() -> None:
     ingress = Ingress()
-    ingress.quarantine.learn([(b"x" * 32, 1e9)])
+    ingress.quarantine.merge([(b"x" * 32, 1e9)])
     ingress.quarantine.add([request(1)])
     ingress.now_s += HELD_S + 1
-    assert ingress.quarantine.told() == ()
+    assert ingress.quarantine.export() == ()
     assert not ingress.refuses(request(1))
 
 
@@ -83,6 +83,6 @@ def test_an_ingress_tells_the_newest_of_many() -> None:
     for number in range(100):
         ingress.now_s += 1
         ingress.quarantine.add([request(number)])
-    told = ingress.quarantine.told()
-    assert len(told) == 64
-    assert max(left_s for _, left_s in told) == pytest.approx(HELD_S)
+    entries = ingress.quarantine.export()
+    assert len(entries) == 64
+    assert max(left_s for _, left_s in entries) == pytest.approx(HELD_S)

@@ -111,7 +111,7 @@ async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> Non
     links.send(StepOutput((), IDLE, (1, 2, 3), ()), {})
     await until(lambda: view.num_cached_tokens((1, 2, 3)) == 96)
     await until(lambda: (server.silence_s("silent") or 0.0) > 0.05)
-    migrations.look()
+    migrations.check_engines()
     assert not view.is_connected
     links.send(StepOutput((), IDLE, (4,), (3,)), {})
     await until(lambda: view.is_connected)

@@ -1,21 +1,19 @@
-"""When a copy is not made. How they run and end: test_serve_canary_http."""
+"""The reasons not to make a copy. test_serve_canary_http tests how copies run and end."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from engine.types import EngineLoad, Request
 from serve_app.canary.arm_stats import ArmStats
-from serve_app.dispatch.base_handle import BaseHandle
+from serve_app.dispatch.completion import PreparedRequest
 from serve_app.dispatch.migrations import Migrations
-from serve_app.dispatch.shadow import Shadows, Submitted, _copy, is_busy
+from serve_app.dispatch.shadow import Shadows, _copy_request, is_busy
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.responses import ResponseHead
+from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import StreamServer
 from serve_app.text.base_text import BaseText
 from serve_app.text.tokenizer import TextTokenizer
@@ -36,7 +34,7 @@ IDLE = EngineLoad(num_blocks=100, num_free_blocks=100)
         (EngineLoad(num_running=9, num_blocks=100, num_free_blocks=20), False),
         (EngineLoad(num_running=9, num_blocks=100, num_free_blocks=19), True),
         (EngineLoad(num_waiting=1, num_blocks=100, num_free_blocks=90), True),
-        # Waits for its adapter, not for room: nobody else is held up by that.
+        # It waits for its adapter, not for capacity, so that no other request is held up.
         (
             EngineLoad(num_waiting=1, num_waiting_for_adapter=1, num_blocks=9, num_free_blocks=9),
             False,
@@ -52,21 +50,21 @@ def test_an_engine_is_busy_when_somebody_waits_for_room(load: EngineLoad, busy: 
     [(0, IDLE), (8, None), (8, EngineLoad(num_waiting=3, num_blocks=100, num_free_blocks=100))],
 )
 async def test_a_copy_that_others_would_feel_is_not_begun(
-    limit: int, load: EngineLoad | None, submitted: Submitted
+    limit: int, load: EngineLoad | None, prepared: PreparedRequest
 ) -> None:
     arms = ArmStats()
     shadows = Shadows(Migrations(StreamServer(), Router(), "i0"), arms, limit)
-    shadows.offer(submitted, CANARY, load)
+    shadows.offer(prepared, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
     assert arms.counts() == ()
 
 
-def _given(fleet: Fleet, request: Request) -> Submitted:
+def _prepared(fleet: Fleet, request: Request) -> PreparedRequest:
     parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
     prompts = (Prompt(request.prompt_token_ids, None),)
-    front = cast(BaseHandle, SimpleNamespace(text=TEXT))
     head = ResponseHead("completion", "id", "m", 0, "fp")
-    return Submitted(front, fleet.lane, parsed, prompts, (request,), head)
+    routing = make_routing_request((request,), None, fleet.parameters.limits)
+    return PreparedRequest(fleet.parameters, TEXT, parsed, head, prompts, (request,), None, routing)
 
 
 async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
@@ -74,10 +72,10 @@ async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
 ) -> None:
     async with running_fleet(1) as fleet:
         request, arms = make_request((11, 12, 13, 14), max_tokens=4), ArmStats()
-        fleet.migrations.quarantine.add((_copy(request, CANARY),))
+        fleet.migrations.quarantine.add((_copy_request(request, CANARY),))
         shadows = Shadows(fleet.migrations, arms, 1)
         caplog.clear()
-        shadows.offer(_given(fleet, request), CANARY, IDLE)
+        shadows.offer(_prepared(fleet, request), CANARY, IDLE)
         await until(lambda: shadows.num_open == 0)
         assert (shadows.num_dropped, fleet.placed, arms.counts()) == (1, [], ())
         assert not [one for one in caplog.records if one.levelname == "ERROR"]
@@ -85,9 +83,9 @@ async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(
 
 async def test_a_copy_whose_engine_dies_is_lost_by_no_client() -> None:
     async with running_fleet(1) as fleet:
-        given = _given(fleet, make_request((11, 12, 13, 14), max_tokens=4000))
+        prepared = _prepared(fleet, make_request((11, 12, 13, 14), max_tokens=4000))
         shadows = Shadows(fleet.migrations, ArmStats(), 1)
-        shadows.offer(given, CANARY, IDLE)
+        shadows.offer(prepared, CANARY, IDLE)
         await until(lambda: fleet.replicas["e0"].engine.load().num_running > 0)
         fleet.replicas["e0"].kill()
         await until(lambda: shadows.num_open == 0)
@@ -96,6 +94,6 @@ async def test_a_copy_whose_engine_dies_is_lost_by_no_client() -> None:
 
 
 @pytest.fixture
-def submitted() -> Submitted:
-    """Never looked at."""
-    return Submitted.__new__(Submitted)
+def prepared() -> PreparedRequest:
+    """An instance without fields: none of them may be read."""
+    return PreparedRequest.__new__(PreparedRequest)

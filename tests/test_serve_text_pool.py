@@ -13,7 +13,7 @@ import pytest
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
-from engine.types import Request, SamplingParams, TokenLogprobs, TokenOutput
+from engine.types import TokenLogprobs, TokenOutput
 from serve_app.dispatch.completion import Completion
 from serve_app.dispatch.generation import Generation
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
@@ -177,6 +177,7 @@ class Arrived:
 
     def __init__(self, outputs: list[TokenOutput]) -> None:
         self._outputs = outputs
+        self.request_ids = tuple({output.request_id for output in outputs})
         self.engine_load = None
 
     async def read(self) -> list[TokenOutput]:
@@ -205,9 +206,8 @@ def large_answer(
 
 async def answered(text: BaseText, render: Render | None, *, is_chat: bool, stream: bool) -> bytes:
     answer, output = large_answer(text, is_chat=is_chat, stream=stream)
-    request = Request("r", TOKENS, SamplingParams())
     generation = cast("Generation", Arrived([output]))
-    completion = Completion(generation, answer, (request,), render=render)
+    completion = Completion(generation, answer, render=render)
     return await (completion.read() if stream else completion.whole())
 
 

@@ -1,5 +1,5 @@
-"""/admin/route: where a request would go and why, without sending it; /admin/decisions: where the
-newest ones went, and what came of them."""
+"""/admin/route shows where a request would go and why, without sending it; /admin/decisions shows
+where the newest requests went, and their times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from fastapi import APIRouter, Depends, Request, Response
 
 from serve_app.api.admin_auth import require_admin
-from serve_app.api.completions import who_asks
+from serve_app.api.completions import session_key
 from serve_app.api.state import IngressState, state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.http.asgi import json_response, read_body
@@ -28,60 +28,59 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], inclu
 
 @router.post("/route")
 async def route(request: Request) -> Response:
-    """Body: of a chat or of a completion. The replicas in the policy's order."""
+    """Returns the replicas in the policy's order for the body of a chat or a completion."""
     state = state_of(request)
     raw = await read_body(request, state.args.max_body_bytes)
-    is_chat = b'"messages"' in raw  # inside a text its quotes would be escaped
+    is_chat = b'"messages"' in raw  # inside a string its quotes would be escaped
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
     tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
-    front, ask = _ask(state, body, who_asks(request, body), tenant)
-    meeting = routing_state.meet(front.app_name)
-    ranked = meeting.rank(ask) if meeting.views.replicas else []
+    handle, routing = _routing_request(state, body, session_key(request, body), tenant)
+    app = routing_state.meet(handle.app_name)
+    ranked = app.rank(routing) if app.views.replicas else []
     return json_response(
         {
-            "base": f"{front.base.name}@{front.base.version}",
-            "policy": meeting.policy_name,
-            "tokens": ask.num_tokens,
-            "adapter": ask.adapter,
-            "replicas": [_line(ask, one) for one in ranked],
+            "base": f"{handle.base.name}@{handle.base.version}",
+            "policy": app.policy_name,
+            "tokens": routing.num_tokens,
+            "adapter": routing.adapter,
+            "replicas": [_line(routing, replica) for replica in ranked],
         }
     )
 
 
 @router.get("/decisions")
 async def decisions(request: Request) -> Response:
-    """Of this ingress, the newest first."""
+    """Returns the decisions of this ingress, for each base the newest first."""
     lines = [
-        {"application": meeting.app_name, "age_s": time.time() - one.chosen_s, **asdict(one)}
-        for meeting in state_of(request).gateway.attendance.meetings
-        for one in reversed(meeting.decisions.newest)
+        {"application": app.app_name, "age_s": time.time() - each.chosen_s, **asdict(each)}
+        for app in state_of(request).gateway.attendance.meetings
+        for each in reversed(app.decisions.newest)
     ]
     return json_response({"decisions": lines})
 
 
-def _ask(
+def _routing_request(
     state: IngressState, body: ChatRequest | CompletionRequest, session: str | None, tenant: str
 ) -> tuple[BaseHandle, RoutingRequest]:
-    """As of a real request: the same prompts, the same session, the same prefix cache."""
-    found = state.gateway.resolve(body.model)
-    front, adapter = found[0], found[1].adapter
-    limits = front.description.limits
-    prompts = read_prompts(body, front.text, limits)
+    """Returns the same as a real request's: its prompts, session and prefix cache."""
+    handle, resolution = state.gateway.resolve(body.model)
+    adapter, limits = resolution.adapter, handle.description.limits
+    prompts = read_prompts(body, handle.text, limits)
     salt = state.queues.cache_salt(tenant, body.cache_salt)
     requests = engine_requests(
-        body, prompts, adapter, limits, defaults=front.defaults, cache_salt=salt
+        body, prompts, adapter, limits, defaults=handle.defaults, cache_salt=salt
     )
-    return front, replace(make_routing_request(requests, adapter, limits, session), dry_run=True)
+    return handle, replace(make_routing_request(requests, adapter, limits, session), dry_run=True)
 
 
-def _line(ask: RoutingRequest, ranked: Ranked) -> dict[str, object]:
+def _line(routing: RoutingRequest, ranked: Ranked) -> dict[str, object]:
     view = ranked.replica
     return {
         "replica": view.replica_id,
         "reason": ranked.reason,
         "expected_ms": _in_ms(ranked.terms),
-        "adapter_tier": _tier(ask, ranked),
-        "cached_tokens": view.num_cached_tokens(ask.prefixes),
+        "adapter_tier": _tier(routing, ranked),
+        "cached_tokens": view.num_cached_tokens(routing.prefixes),
         "queued_tokens": view.queued_tokens,
         "sequences": view.num_sequences,
         "kv_usage": round(view.kv_usage, 4),
@@ -95,8 +94,8 @@ def _in_ms(terms: Terms) -> dict[str, float]:
     return {name.removesuffix("_s"): round(1000 * s, 2) for name, s in parts.items()}
 
 
-def _tier(ask: RoutingRequest, ranked: Ranked) -> str:
-    view, adapter = ranked.replica, ask.adapter
+def _tier(routing: RoutingRequest, ranked: Ranked) -> str:
+    view, adapter = ranked.replica, routing.adapter
     if adapter is None:
         return ""
     tiers = (("device", view.on_device), ("host", view.on_host), ("disk", view.on_disk))

@@ -1,9 +1,9 @@
-"""/v1/chat/completions and /v1/completions: one body in, one answer out, streamed or whole.
+"""/v1/chat/completions and /v1/completions: a body in, an answer out, streamed or whole.
 
-Parse, resolve the model (its base may have to be woken), tokenize, wait for an engine with room,
-submit, read the side stream into a `ResponseBuilder`. The first token is awaited before the
-response begins, so that every refusal has a status. A client that goes away ends its requests in
-the engine.
+`_complete` parses the body, resolves the model (whose base may have to be woken), tokenizes, waits
+for an engine with capacity, submits and reads the side stream into a `ResponseBuilder`. It awaits
+the first token before the response begins, so that every refusal has a status. A client that
+disconnects ends its requests in the engine.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from starlette.types import Receive
 
 from engine.types import EngineLoad, Request
 from registry.catalog import Resolution
@@ -25,16 +23,11 @@ from serve_app.admission.queued_request import QueuedRequest
 from serve_app.api.explain import explain_headers, is_wanted
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
-from serve_app.disconnects import call_when_gone
-from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.dispatch.cold_start import Admission
-from serve_app.dispatch.completion import Completion, OnFirstToken
-from serve_app.dispatch.generation import Generation
-from serve_app.dispatch.shadow import Submitted
-from serve_app.errors import ApiError, ClientGoneError
+from serve_app.disconnects import RequestScope
+from serve_app.dispatch.base_handle import BaseHandle, Route
+from serve_app.dispatch.completion import Completion, OnFirstToken, PreparedRequest
+from serve_app.errors import ApiError
 from serve_app.http.asgi import SseResponse, error_response, read_body
-from serve_app.messages import RoutingRequest
-from serve_app.openai.answer import ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
@@ -42,28 +35,16 @@ from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
-from serve_app.tasks import spawn
 from serve_app.text.template_guard import TooDearError
 
 router = APIRouter()
 PATHS = ("/v1/chat/completions", "/v1/completions")
 Body = ChatRequest | CompletionRequest
 
-# Up to here the work takes 20 ms at most, and mostly less than the hand-over to a worker (0.5 ms).
+# Shorter bodies need 20 ms at most, and mostly less than the hand-over to a worker (0.5 ms).
 INLINE_BODY_BYTES = 16 * 1024
 _SESSION_HEADER = "x-session-id"
 _VERSION = version("loraplex")
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A request as it came."""
-
-    body: Body  # of a long one without its texts
-    raw: bytes  # until its prompts are read: a thousand requests may wait for an engine
-    tenant: str
-    session: str | None  # who asks, for stickiness
-    arrival_s: float
 
 
 @router.post(PATHS[0])
@@ -83,144 +64,120 @@ async def _complete(
     state = state_of(http)
     tenant = state.queues.tenant(http.headers.get(state.queues.tenant_header))
     body, raw = await _read(http, state, kind)
-    session = who_asks(http, body)
+    session = session_key(http, body)
+    headers: dict[str, str] = {}
     try:
-        admission = await state.cold_starts.admit(body.model, http.receive, session)
-    except ClientGoneError as error:
-        return error_response(error)
-    try:
-        asked = _Asked(body, raw, tenant, session, arrival_s)
-        del raw
-        completion = await _begin(state, asked, admission, http.receive)
-        response = await _respond(http, bool(body.stream), completion)
-    except ClientGoneError as error:  # while it waited for an engine
-        admission.visit.leave()
-        return error_response(error)
-    except BaseException as error:
-        admission.visit.leave()
-        if not isinstance(error, Exception):
-            raise
+        with RequestScope() as scope:
+            route, visit = await state.cold_starts.admit(body.model, http.receive, session)
+            scope.callback(visit.leave)
+            headers = route.headers
+            queue = state.queues.of(route.handle)
+            account, priority = state.queues.tenants.account(tenant, body.priority or 0)
+            routing = partial(
+                make_routing_request,
+                adapter=route.resolution.adapter,
+                limits=route.handle.description.limits,
+                session=session,
+                tenant=account,
+                priority=priority,
+            )
+            queue.check(routing(()))
+            prompts = await _prompts(state, body, raw, route.handle)
+            del raw  # a thousand requests may wait for an engine
+            salt = state.queues.cache_salt(tenant, body.cache_salt)
+            requests = _engine_requests(body, prompts, route, arrival_s, salt)
+            prepared = PreparedRequest(
+                state.gateway.lane(route.handle),
+                route.handle.text,
+                body,
+                _head(body, route.resolution),
+                prompts,
+                requests,
+                route.resolution.adapter,
+                routing(requests),
+            )
+            max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
+            queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
+            scope.callback(queued.close)
+            completion = _make_completion(state, route, prepared, queued)
+            scope.callback(completion.close)
+            scope.watch_client(http.receive, completion.client_left)
+            content = await (completion.read() if body.stream else completion.whole())
+            if is_wanted(http):
+                times = arrival_s, queued.waited_s, completion.first_token_s
+                headers |= explain_headers(http, prepared, *times)
+            if body.stream:  # which releases everything at its own end
+                close = scope.pop_all().close
+                response: Response = SseResponse(content, completion.rest(), close)
+            else:
+                response = Response(content, media_type="application/json")
+    except Exception as error:
         response = error_response(error)
-        response.headers.update(admission.route.headers)
-        return response
-    response.headers.update(admission.route.headers)
-    if is_wanted(http):
-        front = admission.route.front
-        response.headers.update(explain_headers(http, front, completion, arrival_s))
+    response.headers.update(headers)
     return response
 
 
 async def _read(
     http: HttpRequest, state: IngressState, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> tuple[Body, bytes]:
-    """The body and its bytes."""
+    """Returns the body, without its texts if it is long, and its bytes."""
     raw = await read_body(http, state.args.max_body_bytes)
     if len(raw) <= INLINE_BODY_BYTES:
         return parse_body(kind, raw), raw
     return await state.texts.parse(kind, raw), raw
 
 
-async def _prompts(state: IngressState, asked: _Asked, front: BaseHandle) -> tuple[Prompt, ...]:
-    """The prompts; a worker reads a long body, and a chat whose template has much to do."""
-    raw, asked.raw = asked.raw, b""
-    limits, files = front.description.limits, front.description.files
+async def _prompts(
+    state: IngressState, body: Body, raw: bytes, handle: BaseHandle
+) -> tuple[Prompt, ...]:
+    """Tokenizes the prompts; a worker does so for a long body, or a template that needs long."""
+    limits, files = handle.description.limits, handle.description.files
     if len(raw) <= INLINE_BODY_BYTES:
         try:
-            return read_prompts(asked.body, front.text, limits)
+            return read_prompts(body, handle.text, limits)
         except TooDearError:
             pass
-    return await state.texts.prompts(type(asked.body), raw, front.base.digest, files, limits)
+    return await state.texts.prompts(type(body), raw, handle.base.digest, files, limits)
 
 
-async def _begin(
-    state: IngressState, asked: _Asked, admission: Admission, receive: Receive
-) -> Completion:
-    """Ends with a call to an engine that has room."""
-    body, route = asked.body, admission.route
-    front, adapter = route.front, route.resolution.adapter
-    queue = state.queues.of(front)
-    limits = front.description.limits
-    tenant, priority = state.queues.tenants.account(asked.tenant, body.priority or 0)
-    queue.check(make_routing_request((), adapter, limits, tenant=tenant, priority=priority))
-    prompts = await _prompts(state, asked, front)
-    salt = state.queues.cache_salt(asked.tenant, body.cache_salt)
-    requests = engine_requests(
+def _engine_requests(
+    body: Body, prompts: tuple[Prompt, ...], route: Route, arrival_s: float, cache_salt: str
+) -> tuple[Request, ...]:
+    handle = route.handle
+    return engine_requests(
         body,
         prompts,
-        adapter,
-        limits,
-        asked.arrival_s,
-        defaults=front.defaults,
-        cache_salt=salt,
+        route.resolution.adapter,
+        handle.description.limits,
+        arrival_s,
+        defaults=handle.defaults,
+        cache_salt=cache_salt,
     )
-    ask = make_routing_request(
-        requests, adapter, limits, asked.session, tenant=tenant, priority=priority
-    )
-    max_tokens = sum(request.params.max_tokens * request.params.n for request in requests)
-    queued = await queue.add_request(ask, max_tokens, receive)
-    try:
-        return _call(state, body, admission, prompts, requests, ask, queued)
-    except BaseException:
-        queued.close()
-        raise
 
 
-def _call(
-    state: IngressState,
-    body: Body,
-    admission: Admission,
-    prompts: tuple[Prompt, ...],
-    requests: tuple[Request, ...],
-    ask: RoutingRequest,
-    queued: QueuedRequest,
+def _make_completion(
+    state: IngressState, route: Route, prepared: PreparedRequest, queued: QueuedRequest
 ) -> Completion:
-    route, gateway = admission.route, state.gateway
-    front, adapter = route.front, route.resolution.adapter
-    head = _head(body, route.resolution)
-    lane = gateway.lane(front)
-    generation = Generation(gateway.migrations, lane, requests, adapter, ask)
-    watch = None if route.arm is None else gateway.arms.begin(route.arm)
-    answer = ResponseBuilder(body, prompts, front.text, head)
+    """Raises RequestQuarantinedError."""
+    handle, gateway = route.handle, state.gateway
+    builder = prepared.response_builder()
+    generation = prepared.generation(gateway.migrations)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None:
-        submitted = Submitted(front, lane, body, prompts, requests, head)
 
         def on_first_token(load: EngineLoad | None) -> None:
-            # A copy never waits in the queue: where somebody else does, it is not made.
-            is_queueing = state.queues.of(front).num_waiting > 0
-            state.shadows.offer(submitted, shadow, None if is_queueing else load)
+            # A copy never waits in the queue: while other requests do, none is made.
+            is_queueing = state.queues.of(handle).num_waiting > 0
+            state.shadows.offer(prepared, shadow, None if is_queueing else load)
 
-    render = partial(state.texts.logprobs, base=front.base.digest, files=front.description.files)
-    return Completion(
-        generation, answer, requests, watch, on_first_token, admission.visit, queued, render
-    )
-
-
-async def _respond(http: HttpRequest, is_stream: bool, completion: Completion) -> Response:
-    watch = spawn(call_when_gone(http.receive, completion.leave), "watch-client")
-
-    def close() -> None:
-        watch.cancel()
-        completion.close()
-
-    try:
-        if is_stream:
-            first = await completion.read()
-            response: Response = SseResponse(first, completion.rest(), close)
-        else:
-            response = Response(await completion.whole(), media_type="application/json")
-            close()
-    except ClientGoneError as error:
-        close()
-        return error_response(error)
-    except BaseException:  # CancelledError too: Serve's way to say that the client left
-        close()
-        raise
-    return response
+    render = partial(state.texts.logprobs, base=handle.base.digest, files=handle.description.files)
+    arm_request = None if route.arm is None else gateway.arms.begin(route.arm)
+    return Completion(generation, builder, arm_request, on_first_token, queued, render)
 
 
-def who_asks(http: HttpRequest, body: Body) -> str | None:
-    """A person first, then a conversation; last what may be shared by many."""
+def session_key(http: HttpRequest, body: Body) -> str | None:
+    """Returns the key by which requests stick to an arm and a replica: that of a person if the
+    request has it, otherwise that of a conversation, otherwise a key that clients may share."""
     session = http.headers.get(_SESSION_HEADER)
     if session is not None and len(session) > MAX_SESSION_CHARS:
         raise ApiError(

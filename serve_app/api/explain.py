@@ -1,13 +1,13 @@
-"""Why an answer's first token took as long as it did, in headers: what each part took, which sum to
-the whole, and beside them what the router had expected. Only for the bearer of the admin token:
-replicas, queues and what is in whose cache are not a client's to see.
+"""The parts of a request's time to first token, in headers, with the router's expectation of them.
+
+Only for clients with the admin token, because replicas, queues and cache contents are not public.
 
     prepare  reading, resolving the model, tokenizing
     fair     in the fair queue
-    route    in Serve's router: until a replica was chosen
+    route    in Serve's router, until a replica was chosen
     adapter  until the adapter was in the engine's memory
     queue    in the engine, until its first step
-    prefill  its steps to the first token, and the ways to the engine and back
+    prefill  its steps to the first token, and the network to the engine and back
     deliver  from the token's arrival here to the response
 """
 
@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from serve_app.api.admin_auth import is_admin
-from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.dispatch.completion import Completion
+from serve_app.dispatch.completion import PreparedRequest
 from serve_app.routing import state as routing_state
 from serve_app.routing.decisions import Decision
 
 HEADER = "x-loraplex-explain"
-_NOT_TOLD = {HEADER: "needs the admin token"}
+_UNAUTHORIZED = {HEADER: "needs the admin token"}
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Seconds. They sum to the time to first token."""
+    """The seconds of each part; their sum is the time to first token."""
 
     prepare: float
     fair: float
@@ -48,8 +47,10 @@ class Parts:
 
 
 def measured(decision: Decision, arrival_s: float, fair_s: float, first_s: float) -> Parts:
-    """`first_s`: when the response had its first token. Clocks of two machines are in none of it:
-    what the engine told are durations."""
+    """Splits the time from `arrival_s` to `first_s`, when the response had its first token.
+
+    The engine reports durations only, so that the clocks of two machines are never compared.
+    """
     arrived_s = min(decision.first_token_s or first_s, first_s)
     adapter_s, queue_s = decision.adapter_wait_s, decision.engine_queue_s
     return Parts(
@@ -68,15 +69,20 @@ def is_wanted(http: Request) -> bool:
 
 
 def explain_headers(
-    http: Request, front: BaseHandle, completion: Completion, arrival_s: float
+    http: Request, prepared: PreparedRequest, arrival_s: float, fair_s: float, first_s: float
 ) -> dict[str, str]:
-    """Empty where the decision is not remembered any more: a whole answer may take long."""
+    """Returns no headers if the decision was forgotten, as it may be after a long whole answer.
+
+    `arrival_s`, `first_s`: time.time() of the request and of its first token (0: none); `fair_s`:
+    its seconds in the fair queue.
+    """
     if not is_admin(http):
-        return _NOT_TOLD
-    decision = routing_state.meet(front.app_name).decisions.get(completion.call_id)
-    if decision is None or not completion.first_token_s:
+        return _UNAUTHORIZED
+    app_name, call_id = prepared.parameters.app_name, prepared.routing.call_id
+    decision = routing_state.meet(app_name).decisions.get(call_id)
+    if decision is None or not first_s:
         return {}
-    parts = measured(decision, arrival_s, completion.waited_s, completion.first_token_s)
+    parts = measured(decision, arrival_s, fair_s, first_s)
     times = [*parts.items(), ("total", parts.total_s)]
     if (expected := decision.expected) is not None:
         times += [

@@ -111,6 +111,6 @@ async def _front(request: Request, model: str | None) -> BaseHandle:
     """Harnesses that know one model only do not name it."""
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model
-    admission = await state.cold_starts.admit(named, request.receive)
-    admission.visit.leave()
-    return admission.route.front
+    route, visit = await state.cold_starts.admit(named, request.receive)
+    visit.leave()
+    return route.handle

@@ -1,4 +1,4 @@
-"""What an ingress has of a base that can be called, and where one request goes."""
+"""The handle of a base that can be called, and the route of a request to it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from serve_app.tally import ArmKey
 from serve_app.text.base_text import BaseText
 from serve_app.text_workers.pool import TextPool, open_text
 
-_UNKNOWN_START_S = 10.0  # of a base that this manager has not started yet
+_UNKNOWN_START_S = 10.0  # the start of a base that this manager has not started yet
 
 
 @dataclass(frozen=True, slots=True)
 class BaseHandle:
-    """One base that can be called."""
+    """A running base: its deployment handle, its limits and its text files."""
 
     base: BaseVersion
     app_name: str
@@ -38,12 +38,13 @@ class BaseHandle:
     deployed_s: float
     defaults: GenerationDefaults = NO_DEFAULTS
 
-    def is_of(self, base: ServedBase) -> bool:
+    def serves(self, base: ServedBase) -> bool:
+        """True unless the base was deployed again since."""
         return (self.app_name, self.deployed_s) == (base.app_name, base.deployed_s)
 
 
 class BaseAsleepError(ServiceUnavailableError):
-    """The base sleeps or is being woken: who may wait for it waits."""
+    """The base sleeps or is being woken; `ColdStarts` lets requests wait for it."""
 
     def __init__(self, base: ServedBase, retry_after_s: int) -> None:
         super().__init__(f"The base model {base.base.name!r} is being started.", retry_after_s)
@@ -52,23 +53,23 @@ class BaseAsleepError(ServiceUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where one request goes."""
+    """The destination of a request."""
 
-    front: BaseHandle
+    handle: BaseHandle
     resolution: Resolution
     arm: ArmKey | None = None  # None: the adapter is not split
-    shadow: AdapterVersion | None = None  # gets a copy
-    # The base of the canary that the request was drawn for, where that sleeps: stable answers.
+    shadow: AdapterVersion | None = None  # gets a copy of the request
+    # The sleeping base of the canary that the request was drawn for; the stable version answers.
     asleep: ServedBase | None = None
 
     @property
     def headers(self) -> dict[str, str]:
         version = self.resolution.adapter or self.resolution.base
-        told = {"x-loraplex-version": f"{version.name}@{version.version}"}
-        return told if self.arm is None else told | {"x-loraplex-arm": self.arm.arm}
+        headers = {"x-loraplex-version": f"{version.name}@{version.version}"}
+        return headers if self.arm is None else headers | {"x-loraplex-arm": self.arm.arm}
 
 
-async def open_front(base: ServedBase, texts: TextPool | None) -> BaseHandle:
+async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
     text = await open_text(description.files, base.base.digest, texts)
@@ -79,19 +80,20 @@ async def open_front(base: ServedBase, texts: TextPool | None) -> BaseHandle:
     )
 
 
-def not_yet(base: ServedBase) -> ServiceUnavailableError:
+def unavailable(base: ServedBase) -> ServiceUnavailableError:
+    """Returns the error for a base that cannot be called yet, with the time to come back."""
     name = base.base.name
     if base.state == "failed":
         why = f": {base.message}" if base.message else ""
         return ServiceUnavailableError(f"The base model {name!r} does not start{why}.", 30)
-    # Running: its replica is up, our end of it opens this moment.
+    # If it is running, its replica is up and this ingress is about to open its handle.
     if base.state == "asleep" or base.is_waking or base.is_running:
         return BaseAsleepError(base, ceil(base.start_s or _UNKNOWN_START_S))
     return ServiceUnavailableError(f"The base model {name!r} is loading.", 2)
 
 
 def check_supported(resolution: Resolution) -> None:
-    """Raises AdapterUnsupportedError with the reason that the registry holds."""
+    """Raises AdapterUnsupportedError with the registry's reason if the adapter is refused."""
     adapter = resolution.adapter
     if adapter is not None and adapter.refused:
         raise AdapterUnsupportedError(

@@ -1,7 +1,8 @@
-"""A request for a base that sleeps: it wakes the base and waits, or is told when to come back.
+"""Requests for a base that sleeps: they wake it and wait, or get an error with a time to come back.
 
-The wait ends with a front to call, with the reason why the base does not start, at the time limit,
-or at once when the client leaves. Counted as open, so that the base does not fall asleep again.
+The wait ends with a handle to call, with the reason why the base does not start, at the time limit,
+or at once when the client leaves. A waiting request counts as open, so that the base does not fall
+asleep again.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass
 from math import ceil
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import Receive
 
-from serve_app.disconnects import call_when_gone
+from serve_app.disconnects import RequestScope
 from serve_app.dispatch.activity import Visit
 from serve_app.dispatch.base_handle import BaseAsleepError, Route
 from serve_app.dispatch.gateway import Gateway
@@ -26,28 +26,25 @@ from serve_app.tasks import share, spawn
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 1.0  # the manager may have been away
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A request that may go to its base; `visit` keeps that base awake until it is left."""
-
-    route: Route
-    visit: Visit
+_RETRY_S = 1.0  # the manager may have been away
 
 
 class ColdStarts:
-    """Of one ingress replica."""
+    """The requests of an ingress replica that wait for a base."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._num_waiting: Counter[str] = Counter()  # by base digest
-        self._wakes: dict[str, asyncio.Task[None]] = {}
+        self._wakes: dict[str, asyncio.Task[None]] = {}  # by base digest
 
-    async def admit(self, model: str, receive: Receive, key: str | None = None) -> Admission:
-        """`key`: see `Gateway.route`. Raises what that does, and ClientGoneError. The body must
-        have been read."""
+    async def admit(
+        self, model: str, receive: Receive, key: str | None = None
+    ) -> tuple[Route, Visit]:
+        """Returns the route of a request, and the visit that keeps its base awake until `leave`.
+
+        `key`: see `Gateway.route`. Raises what that raises, and ClientGoneError. The body must have
+        been read.
+        """
         while True:
             try:
                 route = self._gateway.route(model, key)
@@ -56,21 +53,18 @@ class ColdStarts:
                 continue
             if route.asleep is not None:
                 self._wake(route.asleep.base.digest)
-            return Admission(route, self._gateway.activity.enter(route.front.base.digest))
+            return route, self._gateway.activity.enter(route.handle.base.digest)
 
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:
-        digest, policy = base.base.digest, base.cold_start
+        digest, name, policy = base.base.digest, base.base.name, base.cold_start
         self._wake(digest)
-        if policy.is_refused and not base.is_running:  # else our end of it opens this moment
+        # If it is running, this ingress is about to open its handle.
+        if policy.is_refused and not base.is_running:
             raise ServiceUnavailableError(
-                f"The base model {base.base.name!r} is being started.", retry_after_s
+                f"The base model {name!r} is being started.", retry_after_s
             )
         if self._num_waiting[digest] >= policy.max_waiting:
             raise OverloadedError("Too many requests wait for this model.", retry_after_s)
-        visit = self._gateway.activity.enter(digest)
-        self._num_waiting[digest] += 1
-        request = asyncio.current_task()
-        assert request is not None
         is_gone = False
 
         def leave() -> None:
@@ -78,28 +72,27 @@ class ColdStarts:
             is_gone = True
             wait.cancel()
 
-        wait = share(self._until_awake(digest, policy.timeout_s), "wait-for-base")
-        watch = spawn(call_when_gone(receive, leave), "watch-client")
-        try:
-            await wait
-        except asyncio.CancelledError:
-            if is_gone:
-                raise ClientGoneError from None
-            raise
-        except TimeoutError:
-            raise ServiceUnavailableError(
-                f"The base model {base.base.name!r} did not start within "
-                f"{ceil(policy.timeout_s)} s.",
-                retry_after_s,
-            ) from None
-        finally:
-            wait.cancel()
-            watch.cancel()
-            self._num_waiting[digest] -= 1
-            visit.leave()
+        with RequestScope() as scope:
+            scope.callback(self._gateway.activity.enter(digest).leave)
+            self._num_waiting[digest] += 1
+            scope.callback(self._num_waiting.subtract, (digest,))
+            wait = share(self._wait_until_awake(digest, policy.timeout_s), "wait-for-base")
+            scope.callback(wait.cancel)
+            scope.watch_client(receive, leave)
+            try:
+                await wait
+            except asyncio.CancelledError:
+                if is_gone:
+                    raise ClientGoneError from None
+                raise
+            except TimeoutError:
+                raise ServiceUnavailableError(
+                    f"The base model {name!r} did not start within {ceil(policy.timeout_s)} s.",
+                    retry_after_s,
+                ) from None
 
-    async def _until_awake(self, digest: str, timeout_s: float) -> None:
-        """Until asking the gateway again gives another answer than that it sleeps."""
+    async def _wait_until_awake(self, digest: str, timeout_s: float) -> None:
+        """Returns when the gateway no longer answers that the base sleeps."""
         async with asyncio.timeout(timeout_s):
             while True:
                 base = self._gateway.served(digest)
@@ -107,16 +100,16 @@ class ColdStarts:
                     return
                 if base.state == "asleep":
                     self._wake(digest)
-                await self._gateway.change(_ASK_AGAIN_S)
+                await self._gateway.change(_RETRY_S)
 
     def _wake(self, digest: str) -> None:
         if digest not in self._wakes:
-            task = spawn(self._ask(digest), "wake-base")
+            task = spawn(self._call_manager(digest), "wake-base")
             self._wakes[digest] = task
             task.add_done_callback(lambda _: self._wakes.pop(digest, None))
 
-    async def _ask(self, digest: str) -> None:
+    async def _call_manager(self, digest: str) -> None:
         try:
             await self._gateway.manager.wake_base.remote(digest)
-        except (RayError, RayServeException) as error:  # asked again as long as somebody waits
-            logger.warning("the manager does not answer: %s", error)
+        except (RayError, RayServeException) as error:  # retried as long as a request waits
+            logger.warning("could not ask the manager to wake a base: %s", error)

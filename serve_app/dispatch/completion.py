@@ -1,76 +1,92 @@
-"""An answer being made: the engine's outputs go in, stop strings are told to the engine.
+"""An answer in the making: the engine's outputs go in, stop strings go back to the engine.
 
-Streamed, whole, or for nobody (a shadow). Ignorant of HTTP.
+Streamed, whole, or discarded (a shadow). Ignorant of HTTP.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from engine.types import EngineLoad, Request, TokenOutput
+from registry.entities import AdapterVersion
 from serve_app.admission.queued_request import QueuedRequest
 from serve_app.canary.arm_stats import ArmRequest
-from serve_app.dispatch.activity import Visit
+from serve_app.dispatch.attempt import CallParameters
 from serve_app.dispatch.generation import Generation
+from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import ClientGoneError, to_api_error
+from serve_app.messages import RoutingRequest
 from serve_app.openai.answer import FeedResult, ResponseBuilder
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.engine_params import Prompt
 from serve_app.openai.logprobs_parts import PartsRenderer, Render
-from serve_app.openai.responses import error_event
+from serve_app.openai.responses import ResponseHead, error_event
+from serve_app.text.base_text import BaseText
 
 OnFirstToken = Callable[[EngineLoad | None], None]
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """An HTTP request as it goes to the engines of its base; a shadow gets a changed copy."""
+
+    parameters: CallParameters
+    text: BaseText
+    body: ChatRequest | CompletionRequest
+    head: ResponseHead
+    prompts: tuple[Prompt, ...]
+    requests: tuple[Request, ...]  # each with one prompt
+    adapter: AdapterVersion | None
+    routing: RoutingRequest
+
+    def generation(self, migrations: Migrations) -> Generation:
+        """Raises RequestQuarantinedError."""
+        return Generation(migrations, self.parameters, self.requests, self.adapter, self.routing)
+
+    def response_builder(self) -> ResponseBuilder:
+        return ResponseBuilder(self.body, self.prompts, self.text, self.head)
+
+
 class Completion:
+    """Feeds a generation to a response builder; `close` ends both it and its arm's record."""
+
     def __init__(
         self,
         generation: Generation,
-        answer: ResponseBuilder,
-        requests: tuple[Request, ...],
-        watch: ArmRequest | None = None,
+        builder: ResponseBuilder,
+        arm_request: ArmRequest | None = None,
         on_first_token: OnFirstToken | None = None,
-        visit: Visit | None = None,
         queued: QueuedRequest | None = None,
         render: Render | None = None,
     ) -> None:
-        """`watch`: of the arm that this request belongs to; `visit`: keeps its base awake;
-        `queued`: charges its tenant; `render`: of many log-probabilities, outside the event loop.
-        """
+        """`arm_request`: the record of its arm; `queued` charges its tenant for the output;
+        `render` renders many log-probabilities outside the event loop."""
         self._generation = generation
-        self._answer = answer
-        self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
-        self._watch = watch
+        self._builder = builder
+        self._prompt_of = {name: i for i, name in enumerate(generation.request_ids)}
+        self._arm_request = arm_request
         self._on_first_token = on_first_token
-        self._visit = visit
         self._queued = queued
         self._render = render
-        self._has_first_token = False
-        self.first_token_s = 0.0  # time.time(); 0: not yet
-
-    @property
-    def call_id(self) -> str:
-        """Of its submit call."""
-        return next(iter(self._prompt_of))
-
-    @property
-    def waited_s(self) -> float:
-        """In the fair queue."""
-        return 0.0 if self._queued is None else self._queued.waited_s
+        self.first_token_s = 0.0  # time.time() of the first token; 0 before it
 
     async def read(self) -> bytes:
-        """The next bytes of the stream: all chunks that arrived together, as one write."""
-        answer = self._answer
+        """Returns the next write of the stream: all chunks that arrived together."""
+        builder = self._builder
         while True:
             parts = await self._feed()
-            if answer.is_done:
-                return b"".join((*parts, answer.stream_end()))
+            if builder.is_done:
+                return b"".join((*parts, builder.stream_end()))
             if parts:
                 return b"".join(parts)
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """After the first `read`. A failure becomes the last event."""
+        """Yields the stream after the first `read`. A failure becomes the last event."""
         try:
-            while not self._answer.is_done:
+            while not self._builder.is_done:
                 yield await self.read()
         except ClientGoneError:
             raise
@@ -79,71 +95,67 @@ class Completion:
 
     async def whole(self) -> bytes:
         await self.finish()
-        return await self._renderer().run(self._answer.rendering())
+        return await self._renderer().run(self._builder.rendering())
 
     async def finish(self) -> None:
-        while not self._answer.is_done:
+        while not self._builder.is_done:
             await self._feed()
 
-    def leave(self) -> None:
+    def client_left(self) -> None:
         self._generation.fail(ClientGoneError())
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._note_warm(self._watch)
-            self._watch.left(self._answer.num_tokens)  # unless it ended otherwise
+        if self._arm_request is not None:
+            self._record_warmth(self._arm_request)
+            self._arm_request.left(self._builder.num_tokens)  # unless it ended otherwise
         self._generation.close()
-        if self._queued is not None:
-            self._queued.close()
-        if self._visit is not None:
-            self._visit.leave()
 
     async def _feed(self) -> list[bytes]:
-        """What arrived since the last time, as chunks."""
-        answer = self._answer
+        """Returns the chunks of everything that arrived since the last call."""
+        builder, arm_request = self._builder, self._arm_request
         try:
             outputs = await self._generation.read()
-            if not self._has_first_token:
-                self._begin()
-            feds = [self._feed_one(output) for output in outputs]
+            if not self.first_token_s:
+                self._note_first_token()
+            results = [self._feed_one(output) for output in outputs]
         except BaseException as error:
-            if self._watch is not None:
-                self._note_warm(self._watch)
-                self._watch.failed(error, answer.num_tokens)
+            if arm_request is not None:
+                self._record_warmth(arm_request)
+                arm_request.failed(error, builder.num_tokens)
             raise
         if self._queued is not None:
-            self._queued.set_generated(answer.num_tokens)
-        if answer.is_done and self._watch is not None:
-            self._watch.done(answer.has_text, answer.num_tokens)
-        if any(fed.rendering is not None for fed in feds):
-            return await self._rendered(feds)
-        return [fed.data for fed in feds if fed.data]
+            self._queued.set_generated(builder.num_tokens)
+        if builder.is_done and arm_request is not None:
+            arm_request.done(builder.has_text, builder.num_tokens)
+        if any(result.rendering is not None for result in results):
+            return await self._rendered(results)
+        return [result.data for result in results if result.data]
 
-    async def _rendered(self, feds: Sequence[FeedResult]) -> list[bytes]:
+    async def _rendered(self, results: Sequence[FeedResult]) -> list[bytes]:
         renderer = self._renderer()
         parts = [
-            fed.data if fed.rendering is None else await renderer.run(fed.rendering) for fed in feds
+            result.data if result.rendering is None else await renderer.run(result.rendering)
+            for result in results
         ]
         return [part for part in parts if part]
 
     def _renderer(self) -> PartsRenderer:
-        return PartsRenderer(self._answer.tokenizer, self._render)
+        return PartsRenderer(self._builder.tokenizer, self._render)
 
-    def _begin(self) -> None:
-        self._has_first_token = True
+    def _note_first_token(self) -> None:
         self.first_token_s = time.time()
-        if self._watch is not None:
-            self._note_warm(self._watch)
-            self._watch.first_token()
+        if self._arm_request is not None:
+            self._record_warmth(self._arm_request)
+            self._arm_request.first_token()
         if self._on_first_token is not None:
             self._on_first_token(self._generation.engine_load)
 
-    def _note_warm(self, watch: ArmRequest) -> None:
+    def _record_warmth(self, arm_request: ArmRequest) -> None:
         if self._generation.is_warm:
-            watch.warm()
+            arm_request.warm()
 
     def _feed_one(self, output: TokenOutput) -> FeedResult:
-        fed = self._answer.feed(self._prompt_of[output.request_id], output)
-        if fed.abort:
+        result = self._builder.feed(self._prompt_of[output.request_id], output)
+        if result.abort:
             self._generation.end_choice(output.request_id, output.choice)
-        return fed
+        return result

@@ -27,8 +27,15 @@ from registry.names import parse_model
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.canary.split import Traffic, read_traffic
 from serve_app.dispatch.activity import Activity, CountsReporter
-from serve_app.dispatch.base_handle import BaseHandle, Route, check_supported, not_yet, open_front
-from serve_app.dispatch.generation import STAY, CallParameters
+from serve_app.dispatch.attempt import CallParameters
+from serve_app.dispatch.base_handle import (
+    BaseHandle,
+    Route,
+    check_supported,
+    open_base,
+    unavailable,
+)
+from serve_app.dispatch.generation import NO_MIGRATION
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.messages import REPORT_INTERVAL_S, IngressReport
@@ -165,7 +172,7 @@ class Gateway:
             return old, Resolution(old.base)
         for base in view.bases:
             if base.base.digest == digest:
-                raise not_yet(base)
+                raise unavailable(base)
         raise NotFoundError(
             f"{resolution.base.name!r} version {resolution.base.version} is registered "
             "but not served here"
@@ -184,7 +191,7 @@ class Gateway:
             front.description.limits,
             front.app_name,
             front.base.name,
-            STAY if base is None else base.migration,
+            NO_MIGRATION if base is None else base.migration,
         )
 
     def stand_in(self, digest: str) -> BaseHandle | None:
@@ -257,7 +264,7 @@ class Gateway:
                 fronts,
                 self._asleep(),
                 self.arms.counts(),
-                self.migrations.quarantine.told(),
+                self.migrations.quarantine.export(),
                 self.view is not None and self.view.is_draining,
                 None if number % _COUNTS_EVERY else self.counts.next(),
             )
@@ -265,7 +272,7 @@ class Gateway:
                 answer = await self.manager.report.remote(report)
                 self.counts.was_taken |= report.counts is not None
                 self.attendance.num_ingresses = answer.num_ingresses
-                self.migrations.quarantine.learn(answer.quarantined)
+                self.migrations.quarantine.merge(answer.quarantined)
             except (RayError, RayServeException) as error:  # the next one tells it anew
                 logger.warning("the manager took no report: %s", error)
             except Exception:
@@ -296,7 +303,7 @@ class Gateway:
             del self._resting[digest]
         for digest, base in running.items():
             known = self._fronts.get(digest) or self._resting.pop(digest, None)
-            if known is not None and known.is_of(base):
+            if known is not None and known.serves(base):
                 self._admit(known)
             elif (key := (base.app_name, base.deployed_s)) not in self._opening:
                 self._opening[key] = spawn(self._open(base), "open-base")
@@ -317,7 +324,7 @@ class Gateway:
         try:
             while self._wants(base):
                 try:
-                    front = await open_front(base, self.texts)
+                    front = await open_base(base, self.texts)
                 except (RayError, RayServeException) as error:
                     logger.warning("%s does not answer yet: %s", base.app_name, error)
                     await asyncio.sleep(_RETRY_S)

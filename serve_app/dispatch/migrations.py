@@ -1,9 +1,9 @@
-"""What the generations of one ingress replica share so that they outlive their engines.
+"""The state that the generations of an ingress replica share so that they outlive their engines.
 
-Every attempt is known here while it lives. Those at a replica that left Serve's set (it drains) are
-told to go on elsewhere as soon as there is an elsewhere; those at an engine from which nothing came
-for `silence_s` as well, and sooner those that came when it was silent already. Here too: suspects'
-turns, quarantine, the count of what happened. Ignorant of tokens.
+Holds every live attempt. Attempts on a draining replica, or on an engine silent for `silence_s`,
+fail so that their generations continue on another replica, as soon as there is one; attempts sent
+to an engine that was already silent fail sooner. Also holds the queues of suspects, the quarantine
+and the metrics. Ignorant of tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from serve_app.dispatch.attempt import Attempt
-from serve_app.dispatch.probation import SuspectQueue
 from serve_app.dispatch.request_quarantine import RequestQuarantine
+from serve_app.dispatch.suspects import SuspectQueue
 from serve_app.errors import EngineGoneError
 from serve_app.metrics.migration import MigrationMetrics
 from serve_app.stream.server import StreamServer
@@ -25,29 +25,30 @@ from serve_app.tasks import keep
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-_LATE_S = 0.5  # a look that comes so late: this process was held up, and has frames to read yet
-_MAX_DEATHS_KNOWN = 32
-_LATE_NEWS_S = 5.0
+_CHECK_INTERVAL_S = 1.0
+# A check that is this late is skipped: the process was held up and has unread frames.
+_LATE_S = 0.5
+_MAX_DEATHS = 32
+_SAME_DEATH_S = 5.0  # reports of an engine's death within this time are of the same death
 
 
 class ReplicaLeavesError(Exception):
-    """The engine's replica is drained: its requests go on elsewhere."""
+    """The engine's replica drains: its requests continue on another replica."""
 
 
 class SilentEngineError(EngineGoneError):
-    """Nothing comes from the engine, which is connected, or its step does not end."""
+    """The engine is connected, but no frame comes from it or its step does not end."""
 
 
 class RouterView(Protocol):
-    """What is asked of whoever chooses replicas."""
+    """The part of the router that migrations use."""
 
     def placed_at(self, app_name: str, call_id: str) -> str | None:
-        """The replica that a call was sent to, as long as that is remembered."""
+        """Returns the replica that a call was sent to, while the router remembers it."""
         ...
 
     def shun(self, engine_id: str) -> None:
-        """The last resort, until a frame comes from it."""
+        """Makes the engine the last choice until a frame comes from it."""
         ...
 
 
@@ -62,82 +63,84 @@ class Migrations:
     ) -> None:
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
-        self.has_silent_engine = False  # connected, and given up
+        self.has_silent_engine = False  # an engine is connected, but silent for `silence_s`
         self._server = server
         self._router = router
         self._silence_s, self._shun_s = silence_s, shun_s
-        self._live: dict[str, set[Attempt]] = {}  # by application
+        self._attempts: dict[str, set[Attempt]] = {}  # live, by application
         self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
-        self._gone: dict[str, set[str]] = {}  # that were up, and may have requests yet
+        self._gone: dict[str, set[str]] = {}  # were up, and may still have requests
         self._arrivals: dict[str, asyncio.Future[None]] = {}  # by application, see `arrival`
-        self._probations: dict[str, SuspectQueue] = {}
+        self._suspects: dict[str, SuspectQueue] = {}  # by application
         # Engine id -> when it died, the attempts there without a token; the newest deaths.
         self._deaths: dict[str, tuple[float, frozenset[Attempt]]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._looking = keep(self._keep_looking, "watch-engines")
+        self._watch = keep(self._watch_engines, "watch-engines")
 
     def stop(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
 
-    def enter(self, app_name: str, attempt: Attempt) -> None:
-        self._live.setdefault(app_name, set()).add(attempt)
+    def add(self, attempt: Attempt) -> None:
+        self._attempts.setdefault(attempt.app_name, set()).add(attempt)
 
-    def leave(self, app_name: str, attempt: Attempt) -> None:
-        live = self._live.get(app_name, set())
+    def remove(self, attempt: Attempt) -> None:
+        live = self._attempts.get(attempt.app_name, set())
         live.discard(attempt)
         if not live:
-            self._live.pop(app_name, None)
+            self._attempts.pop(attempt.app_name, None)
 
-    def where(self, app_name: str, attempt: Attempt) -> str | None:
-        """The engine replica that it is at, as far as that is known."""
-        return attempt.engine_id or self._router.placed_at(app_name, attempt.call_id)
+    def engine_of(self, attempt: Attempt) -> str | None:
+        """Returns the engine replica of this attempt; None while it is unknown."""
+        return attempt.stream.engine_id or self._router.placed_at(attempt.app_name, attempt.call_id)
 
-    def was_gone(self, attempt: Attempt, engine_id: str) -> bool:
-        """The engine had left before this attempt began, and has not come back since."""
+    def was_lost_before(self, attempt: Attempt, engine_id: str) -> bool:
+        """True if the engine disconnected before this attempt began and has not come back."""
         return self._server.has_lost(engine_id, attempt.began_s)
 
     def arrival(self, app_name: str) -> asyncio.Future[None]:
-        """Done when Serve's router gets a replica that it does not have now."""
+        """Returns a future that is done when Serve's router gets a new replica."""
         if app_name not in self._arrivals:
             self._arrivals[app_name] = asyncio.get_running_loop().create_future()
         return self._arrivals[app_name]
 
-    def probation(self, app_name: str) -> SuspectQueue:
-        return self._probations.setdefault(app_name, SuspectQueue())
+    def suspects(self, app_name: str) -> SuspectQueue:
+        return self._suspects.setdefault(app_name, SuspectQueue())
 
-    def is_quiet(self, app_name: str, *, but_for_new: bool) -> bool:
-        """Nobody waits for its first token at its present engine, or for an engine. `but_for_new`:
-        nobody who left another engine does."""
+    def is_quiet(self, app_name: str, *, ignore_first: bool) -> bool:
+        """True if every live attempt has a token of its present engine. `ignore_first`: only
+        attempts that follow another engine's have to."""
         return all(
-            one.has_output or (but_for_new and one.is_first) for one in self._live.get(app_name, ())
+            attempt.stream.has_output or (ignore_first and attempt.is_first)
+            for attempt in self._attempts.get(app_name, ())
         )
 
-    def note_death(self, app_name: str, engine_id: str) -> None:
-        """For `was_alone`; the first of those that were there says it, the others may be late."""
+    def record_death(self, app_name: str, engine_id: str) -> None:
+        """Notes which attempts the engine had without a token, for `was_alone`. The first report of
+        a death counts: attempts that report it later may be elsewhere by then."""
         known = self._deaths.get(engine_id)
         now_s = time.monotonic()
-        if known is not None and now_s - known[0] < _LATE_NEWS_S:
+        if known is not None and now_s - known[0] < _SAME_DEATH_S:
             return
         newcomers = frozenset(
-            one
-            for one in self._live.get(app_name, ())
-            if not one.has_output and self.where(app_name, one) in (None, engine_id)
+            attempt
+            for attempt in self._attempts.get(app_name, ())
+            if not attempt.stream.has_output and self.engine_of(attempt) in (None, engine_id)
         )
         self._deaths.pop(engine_id, None)
         self._deaths[engine_id] = (now_s, newcomers)
-        while len(self._deaths) > _MAX_DEATHS_KNOWN:
+        while len(self._deaths) > _MAX_DEATHS:
             del self._deaths[next(iter(self._deaths))]
 
     def was_alone(self, attempt: Attempt, engine_id: str) -> bool:
-        """No other attempt of this ingress could have been at this engine, without a token, when
-        it died."""
+        """True if no other attempt of this ingress could have been at this engine without a token
+        when it died."""
         return self._deaths[engine_id][1] <= {attempt}
 
     def replicas_changed(self, app_name: str, up: Iterable[str]) -> None:
-        """Serve's router sends new requests to these."""
+        """Updates the ids of the engines to which Serve's router sends new requests."""
         before, now = self._up.get(app_name, frozenset()), frozenset(up)
         self._up[app_name] = now
         gone = self._gone.setdefault(app_name, set())
@@ -145,52 +148,54 @@ class Migrations:
         gone -= now
         if now - before and (arrival := self._arrivals.pop(app_name, None)) is not None:
             arrival.set_result(None)
-        self._move_on(app_name)
+        self._leave_gone_replicas(app_name)
 
-    async def _keep_looking(self) -> None:
+    async def _watch_engines(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due_s = loop.time() + _LOOK_S
-            await asyncio.sleep(_LOOK_S)
+            due_s = loop.time() + _CHECK_INTERVAL_S
+            await asyncio.sleep(_CHECK_INTERVAL_S)
             if loop.time() - due_s < _LATE_S:
-                self.look()
+                self.check_engines()
 
-    def look(self) -> None:
-        """At those whose engine became known late, and at silent engines."""
-        silence_s = {one: self._server.silence_s(one) or 0.0 for one in self._server.engines}
-        self.has_silent_engine = any(one > self._silence_s for one in silence_s.values())
-        for engine_id, its_s in silence_s.items():
-            if its_s > self._shun_s:
+    def check_engines(self) -> None:
+        """Fails the attempts whose engine is silent, or was found to be on a replica that left."""
+        silence_s = {
+            engine: self._server.silence_s(engine) or 0.0 for engine in self._server.engines
+        }
+        self.has_silent_engine = any(each_s > self._silence_s for each_s in silence_s.values())
+        for engine_id, each_s in silence_s.items():
+            if each_s > self._shun_s:
                 self._router.shun(engine_id)
-        for app_name, attempts in tuple(self._live.items()):
-            self._move_on(app_name)
+        for app_name, attempts in tuple(self._attempts.items()):
+            self._leave_gone_replicas(app_name)
             for attempt in tuple(attempts):
                 if attempt.is_movable:
-                    self._check_silence(app_name, attempt)
+                    self._check_silence(attempt)
         for gone in self._gone.values():
             gone &= self._server.engines
 
-    def _move_on(self, app_name: str) -> None:
+    def _leave_gone_replicas(self, app_name: str) -> None:
         gone = self._gone.get(app_name)
         if not gone or not self._up[app_name]:
-            return  # without another replica they had better end where they are
-        for attempt in tuple(self._live.get(app_name, ())):
-            engine_id = self.where(app_name, attempt)
+            return  # without another replica the attempts had better end where they are
+        for attempt in tuple(self._attempts.get(app_name, ())):
+            engine_id = self.engine_of(attempt)
             if not attempt.is_movable or engine_id is None or engine_id not in gone:
                 continue
             if engine_id in self._server.engines:
-                attempt.fail(ReplicaLeavesError())
-            else:  # it left because it died: what its calls are about to say, too
-                attempt.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
+                attempt.stream.fail(ReplicaLeavesError())
+            else:  # it left because it died: its calls are about to report the same
+                attempt.stream.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
 
-    def _check_silence(self, app_name: str, attempt: Attempt) -> None:
-        engine_id = self.where(app_name, attempt)
+    def _check_silence(self, attempt: Attempt) -> None:
+        engine_id = self.engine_of(attempt)
         silence_s = None if engine_id is None else self._server.silence_s(engine_id)
         if engine_id is None or silence_s is None:
             return
         if silence_s > self._shun_s and time.monotonic() - silence_s < attempt.began_s:
             words = f"engine {engine_id} was silent when a request came"
-            attempt.fail(SilentEngineError(words, engine_id, was_dead=True))
+            attempt.stream.fail(SilentEngineError(words, engine_id, was_dead=True))
         elif silence_s > self._silence_s:
-            logger.warning("engine %s is silent or hangs, for %.0f s", engine_id, silence_s)
-            attempt.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))
+            logger.warning("engine %s has been silent or stuck for %.0f s", engine_id, silence_s)
+            attempt.stream.fail(SilentEngineError(f"engine {engine_id} is silent", engine_id))

@@ -1,9 +1,9 @@
-"""How far the choices of one submit call have come: all that another engine needs to go on.
+"""The progress of a submit call's choices: everything that another engine needs to continue.
 
-Each engine that takes the call over knows its requests under ids of its own, so that late tokens of
-the engine before find nobody; readers see the first ids. The last token of a choice comes together
-with its finish reason, so a choice that is open here has not ended anywhere. Pure: ignorant of
-engines, streams and text.
+Each engine gets the requests under new ids, so that late tokens of the engine before match no
+request; readers see the first ids. The last token of a choice comes together with its finish
+reason, so a choice that is open here has not ended anywhere. Pure: ignorant of engines, streams and
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Progress:
     def __init__(self, requests: Sequence[Request]) -> None:
         seeded = [_with_seed(request) for request in requests]
         self._requests = {request.request_id: request for request in seeded}
-        # Output so far, by (request, choice), of those that have not ended.
+        # Output tokens so far of the open choices, by (request id, choice).
         self._open: dict[tuple[str, int], list[int]] = {
             (request.request_id, choice): []
             for request in requests
@@ -28,12 +28,14 @@ class Progress:
         }
         self._num_cached: dict[tuple[str, int], int] = {}
         self._has_prompt_logprobs: set[str] = set()
-        self._engine_ids: dict[str, str] = {}  # what the present engine calls a request
-        self._originals: dict[str, str] = {}  # and back; both empty on the first engine
+        # Request id -> its id at the present engine, and back; both empty at the first engine.
+        self._engine_ids: dict[str, str] = {}
+        self._originals: dict[str, str] = {}
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """As the first engine gets them: each has a seed, so that a second one draws the same."""
+        """The requests for the first engine, each with a seed, so that a second engine draws the
+        same tokens."""
         return tuple(self._requests.values())
 
     @property
@@ -42,7 +44,7 @@ class Progress:
 
     @property
     def open_requests(self) -> set[str]:
-        """By the present engine's ids."""
+        """The present engine's ids of the requests that have open choices."""
         return {self.engine_id(request_id) for request_id, _ in self._open}
 
     def engine_id(self, request_id: str) -> str:
@@ -52,26 +54,27 @@ class Progress:
         return (request_id, choice) in self._open
 
     def end(self, request_id: str, choice: int) -> int:
-        """How many output tokens the choice had."""
+        """Closes the choice and returns its number of output tokens."""
         return len(self._open.pop((request_id, choice), ()))
 
     def end_all(self) -> None:
         self._open.clear()
 
-    def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Outputs of the present engine, noted and as the reader knows them."""
+    def record(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Records outputs of the present engine and returns them under the first ids."""
         if self._originals:
             outputs = [
-                self._as_first(output, original)
+                self._renamed(output, original)
                 for output in outputs
                 if (original := self._originals.get(output.request_id)) is not None
             ]
         for output in outputs:
-            self._note(output)
+            self._record(output)
         return outputs
 
     def resume(self) -> tuple[Request, ...]:
-        """What the next engine is to be sent, under new ids; from now on `take` expects those."""
+        """Returns the open requests for the next engine, under new ids, which `record` expects
+        from now on."""
         self._engine_ids, self._originals = {}, {}
         resumed = []
         for request_id, request in self._requests.items():
@@ -92,13 +95,13 @@ class Progress:
                 replace(
                     request,
                     request_id=engine_id,
-                    params=self._params(request),
+                    params=self._remaining_params(request),
                     resumed=() if is_untouched else choices,
                 )
             )
         return tuple(resumed)
 
-    def _note(self, output: TokenOutput) -> None:
+    def _record(self, output: TokenOutput) -> None:
         key = (output.request_id, output.choice)
         token_ids = self._open.get(key)
         if token_ids is None:
@@ -112,17 +115,17 @@ class Progress:
         if output.finish_reason is not None:
             del self._open[key]
 
-    def _as_first(self, output: TokenOutput, request_id: str) -> TokenOutput:
-        """What the client is told of its prompt's cache is the first engine's word: this one may
-        have found more than the prompt."""
+    def _renamed(self, output: TokenOutput, request_id: str) -> TokenOutput:
+        """Returns the output under the first id, with the first engine's count of cached prompt
+        tokens: this engine may have found cached output tokens as well."""
         num_cached = self._num_cached.get((request_id, output.choice))
         if num_cached is None:
             prompt = self._requests[request_id].prompt_token_ids
             num_cached = min(output.num_cached_tokens, len(prompt))
         return replace(output, request_id=request_id, num_cached_tokens=num_cached)
 
-    def _params(self, request: Request) -> SamplingParams:
-        """Without what was already answered."""
+    def _remaining_params(self, request: Request) -> SamplingParams:
+        """Leaves out the prompt's log-probabilities once the client has them."""
         if request.request_id in self._has_prompt_logprobs:
             return replace(request.params, prompt_logprobs=None)
         return request.params

@@ -181,7 +181,7 @@ class LoraplexRouter(RequestRouter):
 def _ask_of(pending: PendingRequest) -> RoutingRequest | None:
     for argument in (*pending.args, *pending.kwargs.values()):
         if isinstance(argument, SubmitCall):
-            return argument.ask
+            return argument.routing
         if isinstance(argument, RoutingRequest):
             return argument
     return None

@@ -217,16 +217,16 @@ class Ingress:
 
 
 def opener(serve: FakeServe) -> Any:
-    """In the place of `open_front`: the text files of a base are no part of the control plane."""
+    """Replaces `open_base`: the text files of a base are no part of the control plane."""
 
-    async def open_front(base: ServedBase, _: object) -> BaseHandle:
+    async def open_base(base: ServedBase, _: object) -> BaseHandle:
         if not serve.runs(base.app_name):
             raise RayServeException("injected: no engine answers")
         described: Any = SimpleNamespace(limits=None)
         nothing: Any = None
         return BaseHandle(base.base, base.app_name, nothing, described, nothing, base.deployed_s)
 
-    return open_front
+    return open_base
 
 
 def reader_of(

@@ -1,10 +1,10 @@
-"""Requests that may have killed their engine go to the next one by one, so that when that dies too
-it is known whose doing it was, and no innocent one is judged with the guilty.
+"""The queue of suspects: requests that may have killed their engine go to the next engine in turn,
+so that another death shows which of them is guilty and no innocent request is convicted with it.
 
-A request is a suspect when its engine died before giving it a token since it was placed there. The
-next suspect's turn begins when the one before got a token, failed or left. A turn of one that saw
-more than one death is exclusive: who wants to go to an engine meanwhile is held, for a bounded
-time. Of one base and one ingress replica; ignorant of engines and tokens.
+A request is a suspect if its engine died before it sent a token for it. The next suspect's turn
+begins when the suspect before it got a token, failed or left. The turn of a suspect that saw two or
+more deaths is exclusive: other requests that want an engine meanwhile wait, for a bounded time.
+There is a queue for each base in each ingress replica. Ignorant of engines and tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SuspectQueue:
 
     @property
     def exclusive(self) -> SuspectTurn | None:
-        """The turn for whose end all others have to wait."""
+        """The turn whose end all other requests have to await, or None."""
         turn = self._current
         return turn if turn is not None and turn.is_exclusive else None
 
@@ -34,7 +34,7 @@ class SuspectQueue:
         self._advance()
         return turn
 
-    def _leave(self, turn: SuspectTurn) -> None:
+    def _end(self, turn: SuspectTurn) -> None:
         if turn is self._current:
             self._current = None
         elif turn in self._waiting:
@@ -50,15 +50,15 @@ class SuspectQueue:
 
 
 class SuspectTurn:
-    """`has_begun` is done when this suspect may go, `is_over` when the next one may."""
+    """The turn of a suspect: `has_begun` is done when it may go, `is_over` when the next may."""
 
-    def __init__(self, probation: SuspectQueue, is_exclusive: bool) -> None:
+    def __init__(self, queue: SuspectQueue, is_exclusive: bool) -> None:
         loop = asyncio.get_running_loop()
         self.has_begun: asyncio.Future[None] = loop.create_future()
         self.is_over: asyncio.Future[None] = loop.create_future()
         self.is_exclusive = is_exclusive
-        self._probation = probation
+        self._queue = queue
 
-    def leave(self) -> None:
-        """A second time does nothing."""
-        self._probation._leave(self)
+    def end(self) -> None:
+        """Lets the next suspect go. May be called again."""
+        self._queue._end(self)

@@ -1,0 +1,189 @@
+"""The migration state of a request: which engines it left, and whether a failure ends it or moves
+it to another engine.
+
+A death, a silence or a lack of memory counts against the limit, a drain does not. An engine that
+was dead before the request came, a full queue or a missing adapter is retried until the time limit
+of the current migration. A request whose engine died before it sent a token is a suspect; if its
+engine dies during its turn as a suspect, with no other newcomer there, it is quarantined. Reads
+errors and clocks, calls no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+from engine.errors import EngineDeadError, UnknownAdapterError
+from registry.errors import CacheFullError, RegistryUnavailableError
+from serve_app.dispatch.attempt import (
+    Attempt,
+    CallCancelledError,
+    CallParameters,
+    UnconnectedError,
+)
+from serve_app.dispatch.migrations import Migrations, ReplicaLeavesError, SilentEngineError
+from serve_app.errors import (
+    AdapterUnsupportedError,
+    EngineGoneError,
+    NoMemoryError,
+    OverloadedError,
+    RequestQuarantinedError,
+)
+from serve_app.metrics.migration import Reason
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# Refusals of another replica that may pass.
+_TRANSIENT = (UnknownAdapterError, RegistryUnavailableError, CacheFullError)
+
+
+class NotAcceptedError(EngineDeadError):
+    """No other replica accepted the request in time."""
+
+
+class MigrationState:
+    """A migration lasts from the loss of an engine to the first token of the next."""
+
+    def __init__(self, migrations: Migrations, parameters: CallParameters) -> None:
+        self.avoid: frozenset[str] = frozenset()  # ids of the engines that the request left
+        self.is_suspect = False
+        self.num_deaths = 0
+        self.deadline_s = 0.0  # of the current migration, on the monotonic clock
+        self._migrations = migrations
+        self._parameters = parameters
+        self._limit = parameters.migration.limit
+        self._reason: Reason | None = None  # of the current migration; None: there is none
+        self._pause_s = _FIRST_PAUSE_S  # before its next retry
+        self._last_token_s: float | None = None
+
+    def on_failure(self, error: BaseException, attempt: Attempt, *, is_on_trial: bool) -> float:
+        """Returns the seconds to wait before the next attempt; raises the error for the client if
+        there is to be none. `is_on_trial`: the attempt was a suspect's turn."""
+        engine_id = (
+            error.engine_id
+            if isinstance(error, EngineGoneError)
+            else self._migrations.engine_of(attempt)
+        )
+        try:
+            pause_s = self._pause_after(error, attempt, engine_id, is_on_trial)
+        except Exception as final:
+            self._end(final)
+            raise
+        if engine_id is not None:
+            self.avoid |= {engine_id}
+        logger.info("a request of %s leaves engine %s: %s", attempt.app_name, engine_id, error)
+        return pause_s
+
+    def on_tokens(self) -> None:
+        """Notes that tokens came from the present engine, which ends a migration."""
+        now_s = time.monotonic()
+        if self._reason is not None:
+            metrics, model = self._migrations.metrics, self._parameters.model_name
+            metrics.moved(model, self._reason, is_ok=True)
+            if self._last_token_s is not None:
+                metrics.gap(model, now_s - self._last_token_s)
+            self._reason = None
+            self.is_suspect = False
+        self._last_token_s = now_s
+
+    def extend(self, seconds: float) -> None:
+        """Moves the deadline by the wait for a suspect's turn, which is no wait for a replica. The
+        deadline is not set again: a request that is refused again and again still meets it."""
+        self.deadline_s += seconds
+
+    def _pause_after(
+        self, error: BaseException, attempt: Attempt, engine_id: str | None, is_on_trial: bool
+    ) -> float:
+        if self._limit == 0 or isinstance(error, NotAcceptedError):
+            raise error
+        if isinstance(error, ReplicaLeavesError):
+            self._begin("drain")
+        elif _is_loss(error) and not self._was_lost_before(attempt, engine_id):
+            self._begin(_reason(error))
+            self._suspect(error, attempt, engine_id, is_on_trial)
+            self._count_death(error)
+        elif isinstance(error, NoMemoryError):
+            self._begin("memory")
+            self._count_death(error)
+        elif isinstance(error, EngineDeadError):
+            if self._reason is None:
+                self._begin(_reason(error))
+            return self._next_pause(error)
+        elif self._reason is not None and _is_transient(error):
+            return self._next_pause(error)
+        else:
+            raise error
+        return 0.0
+
+    def _begin(self, reason: Reason) -> None:
+        if self._reason is not None:
+            metrics = self._migrations.metrics
+            metrics.moved(self._parameters.model_name, self._reason, is_ok=False)
+        self._reason = reason
+        self._pause_s = _FIRST_PAUSE_S
+        self.deadline_s = time.monotonic() + self._parameters.migration.timeout_s
+
+    def _end(self, error: Exception) -> None:
+        """Counts a request that ends without its last token."""
+        metrics, model, reason = self._migrations.metrics, self._parameters.model_name, self._reason
+        self._reason = None
+        if reason is not None:
+            metrics.moved(model, reason, is_ok=False)
+        if isinstance(error, AdapterUnsupportedError):
+            return  # no engine would have answered it
+        if isinstance(error, RequestQuarantinedError):
+            metrics.quarantined(model)
+        elif self._parameters.has_client and (
+            reason is not None or isinstance(error, EngineDeadError)
+        ):
+            metrics.lost(model)
+
+    def _count_death(self, error: BaseException) -> None:
+        self.num_deaths += 1
+        if self.num_deaths > self._limit:
+            raise error
+
+    def _next_pause(self, error: BaseException) -> float:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s < _FIRST_PAUSE_S:
+            raise error
+        pause_s = min(self._pause_s, left_s / 2) * random.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def _suspect(
+        self, error: BaseException, attempt: Attempt, engine_id: str | None, is_on_trial: bool
+    ) -> None:
+        """Raises RequestQuarantinedError if the request alone can have killed the engine."""
+        if engine_id is not None:
+            self._migrations.record_death(attempt.app_name, engine_id)
+        self.is_suspect = not attempt.stream.has_output
+        if (
+            self.is_suspect
+            and is_on_trial
+            and engine_id is not None
+            and self._migrations.was_alone(attempt, engine_id)
+        ):
+            raise RequestQuarantinedError from error
+
+    def _was_lost_before(self, attempt: Attempt, engine_id: str | None) -> bool:
+        """Serve may send requests to a dead replica for some time: that is no second death."""
+        return engine_id is not None and self._migrations.was_lost_before(attempt, engine_id)
+
+
+def _reason(error: BaseException) -> Reason:
+    return "silence" if isinstance(error, SilentEngineError) else "death"
+
+
+def _is_loss(error: BaseException) -> bool:
+    """True if an engine that had the request, as far as is known, has it no longer."""
+    if isinstance(error, EngineGoneError) and error.was_dead:
+        return False
+    is_alive = isinstance(error, CallCancelledError | UnconnectedError)
+    return isinstance(error, EngineDeadError) and not is_alive
+
+
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, _TRANSIENT) or type(error) is OverloadedError

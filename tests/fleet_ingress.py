@@ -18,21 +18,20 @@ from starlette.types import ASGIApp
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.admission.queue import AdmissionQueue
-from serve_app.api.ingress import ConcurrencyLimitMiddleware, build_asgi
-from serve_app.api.state import IngressState
+from serve_app.api.ingress import (
+    ConcurrencyLimitMiddleware,
+    build_asgi,
+    make_state,
+)
 from serve_app.config import FairnessArgs, IngressArgs
+from serve_app.dispatch.assembly import make_gateway
 from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.dispatch.cold_start import ColdStarts
-from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.queues import AdmissionQueues
-from serve_app.dispatch.shadow import Shadows
-from serve_app.messages import BaseDescription
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.dispatch.warm_ups import WarmUps
+from serve_app.messages import Backlog, BaseDescription
 from serve_app.openai.engine_params import Prompt, read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import ServedBase
-from serve_app.routing import state as routing_state
+from serve_app.routing import state as routing
 from serve_app.routing.view import ReplicaView
 from serve_app.tally import OUTCOMES, ArmKey
 from serve_app.text.base_text import BaseText
@@ -45,29 +44,29 @@ from tests.virtual_loop import VirtualLoop
 
 
 class _PerProcess:
-    """Stands for the state of the process in `routing_state`."""
+    """Stands for the states of the process in `routing.state`."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(PROCESS.get().registry, name)
+        return getattr(PROCESS.get().states, name)
 
 
 class _ConnectedPerProcess:
     def __getattr__(self, name: str) -> Any:
-        return getattr(PROCESS.get().registry.connected, name)
+        return getattr(PROCESS.get().states.connected, name)
 
 
 @contextmanager
 def processes(clock: Callable[[], float]) -> Iterator[None]:
-    """The contexts of different processes see different states of `routing_state`."""
-    names = {"_registry": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
-    before = {name: getattr(routing_state, name) for name in names}
+    """The contexts of different processes see different states of `routing.state`."""
+    names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
+    before = {name: getattr(routing, name) for name in names}
     for name, value in names.items():
-        setattr(routing_state, name, value)
+        setattr(routing, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(routing_state, name, value)
+            setattr(routing, name, value)
 
 
 class _Texts(TextPool):
@@ -107,25 +106,15 @@ class FleetIngress:
         self, manager: Manager, front: BaseHandle, args: IngressArgs, fairness: FairnessArgs
     ) -> None:
         """As `Ingress.__init__` puts it together."""
-        self.gateway = gateway = Gateway(cast("DeploymentHandle[object]", manager), self.name)
-        stats = QueueStats(self.name, fairness.weights)
-        self.queues_stats = stats
-        self.state = IngressState(
-            args,
-            gateway,
-            IngressMetrics(self.name),
-            ColdStarts(gateway),
-            Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests),
-            AdmissionQueues(gateway, fairness, stats, routing_state.of, is_proven=True),
-            _Texts(1),
-        )
-        gateway.attendance.on_frame = self.state.queues.wake
-        gateway.attendance.on_placed = self.state.queues.placed
-        gateway.activity.backlog = self.state.queues.backlog
+        handle = cast("DeploymentHandle[object]", manager)
+        self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
+        self.state = make_state(args, gateway, _Texts(1))
         gateway._resting[front.base.digest] = front  # else it would be looked for in Ray
         self._count_watches()
         self.app: ASGIApp = build_asgi(self.state)
-        gateway.start()
+        gateway.start(self.state.counts)
+        self._warm_ups = WarmUps(gateway)
+        self._warm_ups.start()
 
     def _count_watches(self) -> None:
         watch = self.gateway.arms.watch
@@ -151,7 +140,7 @@ class FleetIngress:
     @property
     def views(self) -> tuple[ReplicaView, ...]:
         replicas: tuple[ReplicaView, ...] = self.process.run(
-            lambda: routing_state.of(self.app_name).replicas
+            lambda: routing.views_of(self.app_name).replicas
         )
         return replicas
 
@@ -170,7 +159,7 @@ class FleetIngress:
             "suspects on their turn": sum(
                 one._current is not None for one in gateway.migrations._probations.values()
             ),
-            "visits": sum(one.num_open for one in gateway.activity.report()),
+            "visits": sum(one.num_open for one in gateway.activity.report(lambda _: Backlog())),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
             "shadows": self.state.shadows.num_open,
             "pending requests of Serve's router": len(requests._by_metadata),
@@ -204,7 +193,7 @@ class FleetIngress:
     def misjudged(self, nodes: Iterable[EngineNode]) -> list[str]:
         """Views that differ from the engines, some seconds after the last change."""
         found, views = [], {view.replica_id: view for view in self.views}
-        connected = self.process.registry.connected
+        connected = self.process.states.connected
         for node in nodes:
             view = views.get(node.engine_id)
             if view is None or not view.is_connected:

@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from serve_app.config import RouterArgs
 from serve_app.messages import RoutingRequest
-from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
+from serve_app.routing.state import routing_state
 from serve_app.routing.view import ReplicaView
 
 APP = "fan"
@@ -59,13 +59,13 @@ class Fan:
         """Body: the calls, made at once; the answers are in their order."""
         calls = msgspec.json.decode(await request.body(), type=list[Call])
         answers = await asyncio.gather(*(self._say(call) for call in calls))
-        meeting = routing_state.meet(APP)
+        state = routing_state(APP)
         return {
             "answers": answers,
-            "replicas": sorted(view.replica_id for view in meeting.views.replicas),
-            "placed": sum(view.num_placed for view in meeting.views.replicas),
-            "reasons": dict(meeting.decisions.reasons),
-            "policy": meeting.policy_name,
+            "replicas": sorted(view.replica_id for view in state.views.replicas),
+            "placed": sum(view.num_placed for view in state.views.replicas),
+            "reasons": dict(state.decisions.reasons),
+            "policy": state.policy_name,
         }
 
     async def _say(self, call: Call) -> object:

@@ -56,7 +56,7 @@ class World:
     queue: AdmissionQueue = field(init=False)
 
     def __post_init__(self) -> None:
-        self.views.keep(["replica"])
+        self.views.set_replicas(["replica"])
         self.queue = AdmissionQueue(
             self.settings,
             self.max_waiting,
@@ -116,7 +116,7 @@ async def test_a_request_goes_at_once_where_an_engine_has_room() -> None:
 
 async def test_without_a_known_replica_nobody_waits_here() -> None:
     world = World()
-    world.views.keep([])
+    world.views.set_replicas([])
     await asyncio.gather(*(world.enter() for _ in range(50)))
 
 

@@ -14,8 +14,9 @@ from serve_app.app import _http_host
 from serve_app.cli.drain import drain
 from serve_app.messages import StreamAddress
 from serve_app.stream.server import StreamServer
-from serve_app.stream.wire import Step, StreamError
+from serve_app.stream.wire import StreamError
 from tests.fakes_engine import CRASH_TOKEN
+from tests.routing_factory import EngineEvents
 from tests.serve_rig import RIG_ADAPTER, RIG_BASE, RIG_TOKEN, deploy, rig_args, wait_ready
 from tests.waiting import until
 
@@ -29,10 +30,9 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
     wait_ready(rig)
     (name,) = (one for one in serve.status().applications if one != "api")
     attend: Attend = serve.get_app_handle(name).attend.remote
-    server, lost, frames = StreamServer(), list[str](), list[Step]()
+    events = EngineEvents()
+    server, lost, frames = StreamServer(events), events.lost, events.frames
     await server.listen("127.0.0.1")
-    server.on_frame = lambda _, frame: frames.append(frame)
-    server.on_lost = lost.append
     await attend(server.address)
     await until(lambda: bool(frames), 30)
     assert frames[0].is_whole

@@ -94,13 +94,13 @@ def test_cold_adapters_stay_where_they_are() -> None:
 
 
 def test_a_remembered_session_takes_16_bytes_whatever_its_length() -> None:
-    lookout = CandidateSampler(random.Random(0), 2)
+    sampler = CandidateSampler(random.Random(0), 2)
     for number in range(70_000):
-        lookout.went(make_ask(session=f"{number}" + "x" * 256), "r0")
-    assert len(lookout._sessions) == 65_536
-    assert {len(key) for key in lookout._sessions._entries} == {16}
-    assert lookout.session_place("69999" + "x" * 256) == "r0"
-    assert lookout.session_place("69999" + "x" * 255) is None
+        sampler.record(make_ask(session=f"{number}" + "x" * 256), "r0")
+    assert len(sampler._sessions) == 65_536
+    assert {len(key) for key in sampler._sessions._entries} == {16}
+    assert sampler.session_place("69999" + "x" * 256) == "r0"
+    assert sampler.session_place("69999" + "x" * 255) is None
 
 
 def test_a_session_stays_where_it_was_among_those_that_are_as_soon() -> None:
@@ -119,7 +119,7 @@ def test_a_session_stays_where_it_was_among_those_that_are_as_soon() -> None:
 def test_who_is_to_be_avoided_is_the_last_resort(name: str) -> None:
     views = make_views(3).replicas
     views[2].is_draining = True
-    views[1].lose()
+    views[1].disconnect()
     ask = make_ask(avoid=frozenset({"r0"}))
     for _ in range(10):
         assert order(_policy(name), ask, views)[0] == "r1"
@@ -259,7 +259,7 @@ def test_ingresses_with_the_same_old_view_do_not_herd(name: str) -> None:
         ("fastest", {}, "policy 'fastest' is none of expected_ttft, adapter_affinity"),
         ("nowhere:Policy", {}, "policy 'nowhere:Policy' cannot be imported: ModuleNotFound"),
         ("serve_app.routing.policies:Nobody", {}, "cannot be imported: AttributeError"),
-        ("serve_app.routing.policies:POLICIES", {}, "is no class"),
+        ("serve_app.routing.policies:POLICIES", {}, "is not a class"),
         (f"{__name__}:NoPolicy", {}, "has no method rank and no changed"),
         ("round_robin", {"speed": 1}, "options.speed: policy 'round_robin' does not have it; its"),
         (f"{__name__}:Alphabetical", {"backwards": "yes"}, "options.backwards is 'yes', but must"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ from serve_app.messages import StreamAddress
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.openai.engine_params import MAX_LOGPROB_ENTRIES
 from serve_app.replica.engine_actor import EngineHost
+from serve_app.stream import server as stream_server
 from serve_app.stream.client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
+from serve_app.stream.links import IngressLinks
 from serve_app.stream.server import StreamServer, TokenStream
 from serve_app.stream.snapshot import EngineSnapshot
 from serve_app.stream.wire import (
@@ -40,6 +43,7 @@ from serve_app.stream.wire import (
     encode_frame,
 )
 from tests.fakes_engine import PacedEngine
+from tests.routing_factory import EngineEvents
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Rig:
     engine: PacedEngine
     host: EngineHost
     server: StreamServer
+    events: EngineEvents
 
     def submit(self, *requests: Request) -> asyncio.Task[None]:
         call = self.host.submit(requests, self.server.address, None)
@@ -59,11 +64,12 @@ async def running_rig(
 ) -> AsyncIterator[Rig]:
     engine = engine or PacedEngine(rate=rate)
     host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16, 0))
-    server = StreamServer()
+    events = EngineEvents()
+    server = StreamServer(events)
     await server.listen("127.0.0.1", encrypt=encrypt)
     host.start()
     try:
-        yield Rig(engine, host, server)
+        yield Rig(engine, host, server, events)
     finally:
         host.stop()
         server.close()
@@ -257,9 +263,8 @@ async def test_an_engine_whose_loop_ends_fails_every_call() -> None:
 
 
 async def attended(rig: Rig) -> list[Step]:
-    """The frames from now on."""
-    frames: list[Step] = []
-    rig.server.on_frame = lambda _, frame: frames.append(frame)
+    """Returns a list that gets the frames from now on."""
+    frames = rig.events.frames = []
     await rig.host.attend(rig.server.address)
     return frames
 
@@ -269,8 +274,7 @@ async def test_an_ingress_that_asked_is_told_of_every_step_and_of_the_end() -> N
         other = StreamServer()
         await other.listen("127.0.0.1")
         stream = other.open(["r"])
-        frames, lost = await attended(rig), list[str]()
-        rig.server.on_lost = lost.append
+        frames, lost = await attended(rig), rig.events.lost
         await until(lambda: bool(frames))
         assert rig.server.engines == {"e0"}
         call = asyncio.create_task(rig.host.submit([new_request()], other.address, None))
@@ -576,7 +580,7 @@ async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineSnapshot]:
     link = IngressLink(server.address, "e0", "key", news, lambda *_: None, lambda _: None)
     transport = StuckTransport()
     link.connection_made(transport)
-    link.tell_whole()
+    link.send_full_state()
     server.close()
     return link, transport, news
 
@@ -619,7 +623,7 @@ async def test_a_request_is_told_of_with_a_load_that_counts_it() -> None:
     news.observe(step(num_waiting=0))
     link.accept(Accepted("r", 0.0, ""))
     link.send(is_step=False)  # a heartbeat while a long step runs
-    link.tell_whole()
+    link.send_full_state()
     assert [frame.accepted for frame in steps_of(transport)] == [(), (), ()]
     news.observe(step(num_waiting=1))
     link.send()
@@ -649,7 +653,7 @@ async def test_the_first_frame_has_the_whole_and_the_next_ones_the_changes() -> 
     news.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(1, 2)))
     news.note_disk(("a", "b"), 0.25, 3.0)
     link.send()
-    link.tell_whole()
+    link.send_full_state()
     news.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(3,)))
     link.send()
     news.observe(replace(step(adapters_on_device=("c",)), evicted_prefixes=(1,)))
@@ -840,3 +844,27 @@ async def test_a_link_that_ends_right_behind_its_dialling_takes_no_request(
         call = rig.submit(new_request("again"))
         assert len(await read_all(again)) == 5
         await asyncio.wait_for(call, 10)
+
+
+async def test_only_the_engines_lost_most_recently_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_server, "_MAX_LOST", 2)
+    events = EngineEvents()
+    server = StreamServer(events)
+    await server.listen("127.0.0.1")
+    for name in ("e0", "e1", "e2", "e1"):  # e1 comes back
+        links = IngressLinks(name, lambda *_: None, lambda _: None)
+        monkeypatch.setattr(links, "_engine_key", f"the key of {name}")
+        await links.attend(server.address)
+        await until(lambda name=name: name in server.engines)  # type: ignore[misc]
+        num_lost = len(events.lost)
+        assert not server.has_lost(name, time.monotonic())
+        links.close()
+        await until(lambda num_lost=num_lost: len(events.lost) > num_lost)  # type: ignore[misc]
+    assert events.lost == ["e0", "e1", "e2", "e1"]
+    now_s = time.monotonic()
+    assert [server.has_lost(name, now_s) for name in ("e0", "e1", "e2")] == [False, True, True]
+    assert list(server._lost_s) == ["e2", "e1"]
+    assert set(server._keys) == {"e1", "e2"}
+    server.close()

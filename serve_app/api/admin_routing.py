@@ -18,10 +18,10 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import engine_requests, read_prompts
 from serve_app.openai.json_body import parse_body
-from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
 from serve_app.routing.request import make_routing_request
 from serve_app.routing.score import Terms
+from serve_app.routing.state import routing_state
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
 
@@ -35,7 +35,7 @@ async def route(request: Request) -> Response:
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
     tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
     front, ask = _ask(state, body, who_asks(request, body), tenant)
-    meeting = routing_state.meet(front.app_name)
+    meeting = routing_state(front.app_name)
     ranked = meeting.rank(ask) if meeting.views.replicas else []
     return json_response(
         {
@@ -53,7 +53,7 @@ async def decisions(request: Request) -> Response:
     """Of this ingress, the newest first."""
     lines = [
         {"application": meeting.app_name, "age_s": time.time() - one.chosen_s, **asdict(one)}
-        for meeting in state_of(request).gateway.attendance.meetings
+        for meeting in state_of(request).gateway.connections.states
         for one in reversed(meeting.decisions.newest)
     ]
     return json_response({"decisions": lines})
@@ -67,7 +67,7 @@ def _ask(
     front, adapter = found[0], found[1].adapter
     limits = front.description.limits
     prompts = read_prompts(body, front.text, limits)
-    salt = state.queues.cache_salt(tenant, body.cache_salt)
+    salt = state.gateway.cache_salt(tenant, body.cache_salt)
     requests = engine_requests(
         body, prompts, adapter, limits, defaults=front.defaults, cache_salt=salt
     )

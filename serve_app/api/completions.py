@@ -145,7 +145,7 @@ async def _begin(
     queue.check(who)
     limits = front.description.limits
     prompts = await _prompts(state, asked, front)
-    salt = state.queues.cache_salt(asked.tenant, body.cache_salt)
+    salt = state.gateway.cache_salt(asked.tenant, body.cache_salt)
     requests = engine_requests(
         body,
         prompts,
@@ -177,7 +177,7 @@ def _call(
     route, gateway = admission.route, state.gateway
     front, adapter = route.front, route.resolution.adapter
     head = _head(body, route.resolution)
-    lane = gateway.lane(front)
+    lane = gateway.call_parameters(front)
     generation = Generation(gateway.migrations, lane, requests, adapter, ask)
     watch = None if route.arm is None else gateway.arms.watch(route.arm)
     answer = ResponseBuilder(body, prompts, front.text, head)

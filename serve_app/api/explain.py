@@ -20,8 +20,8 @@ from fastapi import Request
 from serve_app.api.admin_auth import is_admin
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.completion import Completion
-from serve_app.routing import state as routing_state
 from serve_app.routing.decisions import Decision
+from serve_app.routing.state import routing_state
 
 HEADER = "x-loraplex-explain"
 _NOT_TOLD = {HEADER: "needs the admin token"}
@@ -73,7 +73,7 @@ def explain_headers(
     """Empty where the decision is not remembered any more: a whole answer may take long."""
     if not is_admin(http):
         return _NOT_TOLD
-    decision = routing_state.meet(front.app_name).decisions.get(completion.call_id)
+    decision = routing_state(front.app_name).decisions.get(completion.call_id)
     if decision is None or not completion.first_token_s:
         return {}
     parts = measured(decision, arrival_s, completion.waited_s, completion.first_token_s)

@@ -8,10 +8,13 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
 
-from serve_app.api.state import IngressState, state_of
+from serve_app.api.state import state_of
 from serve_app.canary.metrics import ArmNumbers, arms_text
+from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.shadow import Shadows
 from serve_app.http.asgi import json_response
 from serve_app.metrics.exposition import join_texts
+from serve_app.metrics.ingress import IngressMetrics
 from serve_app.tasks import failures_text
 
 router = APIRouter()
@@ -45,7 +48,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """The metrics of all ingresses, engines and the manager, in Prometheus' text format."""
     state = state_of(request)
-    text = await state.scrape.text(state.gateway, state.args.metrics_max_age_s)
+    text = await state.scrape.text(state.args.metrics_max_age_s)
     return Response(text, media_type=_METRICS_TYPE)
 
 
@@ -54,21 +57,19 @@ async def get_version() -> Response:
     return json_response({"version": version("loraplex")})
 
 
-def own_metrics(state: IngressState) -> bytes:
-    """The metrics of this ingress replica."""
-    gateway = state.gateway
-    own = state.metrics.text(gateway.stream.num_open, gateway.attendance.routed())
-    tasks = failures_text({"process": "ingress", "ingress": state.metrics.ingress})
-    return join_texts(
-        (own, gateway.migrations.metrics.text(), _arms(state), state.queues.stats.text(), tasks)
-    )
+def own_metrics(metrics: IngressMetrics, gateway: Gateway, shadows: Shadows) -> bytes:
+    """Returns the metrics of this ingress replica."""
+    own = metrics.text(gateway.stream.num_open, gateway.connections.routed())
+    arms = _arms(metrics.ingress, gateway, shadows)
+    tasks = failures_text({"process": "ingress", "ingress": metrics.ingress})
+    migrations, queues = gateway.migrations.metrics.text(), gateway.queues.stats.text()
+    return join_texts((own, migrations, arms, queues, tasks))
 
 
-def _arms(state: IngressState) -> bytes:
-    gateway, shadows = state.gateway, state.shadows
+def _arms(ingress: str, gateway: Gateway, shadows: Shadows) -> bytes:
     return arms_text(
         ArmNumbers(
-            state.metrics.ingress,
+            ingress,
             gateway.arms.tallies(),
             () if gateway.view is None else gateway.view.canary.num_rollbacks,
             shadows.num_open,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.gateway import Gateway
 from serve_app.metrics.exposition import join_texts
 from serve_app.tasks import share
@@ -20,32 +21,32 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0
 
 
-async def collect(gateway: Gateway) -> bytes:
+async def collect(gateway: Gateway, counts: CountsReporter) -> bytes:
     """The whole server's exposition as of now."""
-    engines, manager = await asyncio.gather(_engines(gateway), _manager(gateway))
+    engines, manager = await asyncio.gather(_engines(gateway), _manager(gateway, counts))
     return join_texts([*engines, *manager])
 
 
 class Scrape:
     """The newest collection of one ingress replica."""
 
-    def __init__(self, collect: Callable[[Gateway], Awaitable[bytes]] = collect) -> None:
+    def __init__(self, collect: Callable[[], Awaitable[bytes]]) -> None:
         self._collect = collect
         self._collecting: asyncio.Task[bytes] | None = None
         self._begun_s = 0.0
 
-    async def text(self, gateway: Gateway, max_age_s: float) -> bytes:
+    async def text(self, max_age_s: float) -> bytes:
         """A collection that is under way, or that began at most `max_age_s` seconds ago."""
         loop = asyncio.get_running_loop()
         known = self._collecting
         is_old = known is not None and known.done() and loop.time() - self._begun_s >= max_age_s
         if known is None or is_old or _has_failed(known):
             self._begun_s = loop.time()
-            self._collecting = known = share(self._run(gateway), "metrics")
+            self._collecting = known = share(self._run(), "metrics")
         return await asyncio.shield(known)
 
-    async def _run(self, gateway: Gateway) -> bytes:
-        return await self._collect(gateway)
+    async def _run(self) -> bytes:
+        return await self._collect()
 
 
 def _has_failed(task: asyncio.Task[bytes]) -> bool:
@@ -55,7 +56,7 @@ def _has_failed(task: asyncio.Task[bytes]) -> bool:
 async def _engines(gateway: Gateway) -> list[bytes]:
     """The texts of every replica of every base; a replica that does not answer in time is left
     out."""
-    broadcasts = [front.handle.broadcast("metrics") for front in gateway.fronts]
+    broadcasts = [front.handle.broadcast("metrics") for front in gateway.handles]
     results = await asyncio.gather(
         *(
             broadcast.results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
@@ -67,10 +68,9 @@ async def _engines(gateway: Gateway) -> list[bytes]:
     return [answer for answer in answers if isinstance(answer, bytes)]
 
 
-async def _manager(gateway: Gateway) -> list[bytes]:
+async def _manager(gateway: Gateway, counts: CountsReporter) -> list[bytes]:
     """The manager's own and the sums over all ingresses, this one as it stands now. None while it
     does not answer: a part of a sum would look like a counter that fell."""
-    counts = gateway.counts
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             text: bytes = await gateway.manager.metrics.remote(counts.ingress_id, counts.next())

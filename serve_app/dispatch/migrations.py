@@ -20,7 +20,7 @@ from serve_app.dispatch.request_quarantine import RequestQuarantine
 from serve_app.errors import EngineGoneError
 from serve_app.metrics.migration import MigrationMetrics
 from serve_app.stream.server import StreamServer
-from serve_app.stream.wire import SHUN_S, SILENCE_S
+from serve_app.stream.wire import DEPRIORITISE_S, SILENCE_S
 from serve_app.tasks import keep
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class RouterView(Protocol):
         """The replica that a call was sent to, as long as that is remembered."""
         ...
 
-    def shun(self, engine_id: str) -> None:
+    def deprioritise(self, engine_id: str) -> None:
         """The last resort, until a frame comes from it."""
         ...
 
@@ -58,7 +58,7 @@ class Migrations:
         router: RouterView,
         ingress: str,
         silence_s: float = SILENCE_S,
-        shun_s: float = SHUN_S,
+        shun_s: float = DEPRIORITISE_S,
     ) -> None:
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
@@ -161,7 +161,7 @@ class Migrations:
         self.has_silent_engine = any(one > self._silence_s for one in silence_s.values())
         for engine_id, its_s in silence_s.items():
             if its_s > self._shun_s:
-                self._router.shun(engine_id)
+                self._router.deprioritise(engine_id)
         for app_name, attempts in tuple(self._live.items()):
             self._move_on(app_name)
             for attempt in tuple(attempts):

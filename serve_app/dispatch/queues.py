@@ -6,20 +6,18 @@ that no trusted gateway proves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from serve_app.admission.queue import AdmissionQueue
 from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
 from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, shown
-from serve_app.messages import Backlog, total
+from serve_app.messages import Backlog
 from serve_app.metrics.queue import QueueStats
 from serve_app.routing.view import ReplicaViews
 
 _MAX_TENANT_CHARS = 128
-_USUAL_MAX_WAITING = 256
 
 ViewsOf = Callable[[str], ReplicaViews | None]  # by application
 
@@ -27,7 +25,6 @@ ViewsOf = Callable[[str], ReplicaViews | None]  # by application
 class AdmissionQueues:
     def __init__(
         self,
-        gateway: Gateway,
         settings: FairnessArgs,
         stats: QueueStats,
         views_of: ViewsOf,
@@ -37,9 +34,9 @@ class AdmissionQueues:
         """`is_proven`: a trusted gateway sets the tenant header."""
         self.stats = stats
         self.tenants = Tenants(settings, is_proven=is_proven)
-        self._gateway = gateway
         self._settings = settings
         self._views_of = views_of
+        self._app_names: Collection[str] = ()  # applications that can be called now
         self._queues: dict[str, AdmissionQueue] = {}  # by application
 
     def of(self, front: BaseHandle) -> AdmissionQueue:
@@ -49,11 +46,13 @@ class AdmissionQueues:
             queue = self._queues[front.app_name] = self._open(front)
         return queue
 
-    def backlog(self, digest: str) -> Backlog:
-        """Of a base, by digest: what waits for its engines here, or finds no place."""
-        fronts = [front for front in self._gateway.fronts if front.base.digest == digest]
-        queues = [self._queues[f.app_name] for f in fronts if f.app_name in self._queues]
-        return total([queue.backlog for queue in queues])
+    def set_applications(self, app_names: Collection[str]) -> None:
+        self._app_names = app_names
+
+    def backlog(self, app_name: str) -> Backlog:
+        """Returns the requests that wait here for the engines of an application, or are refused."""
+        queue = self._queues.get(app_name)
+        return Backlog() if queue is None else queue.backlog
 
     def wake(self) -> None:
         """A frame came from some engine."""
@@ -78,26 +77,21 @@ class AdmissionQueues:
             )
         return name
 
-    def cache_salt(self, tenant: str, client_salt: str | None) -> str:
-        """Of a request whose model was resolved: then there is a view."""
-        view = self._gateway.view
-        assert view is not None
-        return self.tenants.cache_salt(view.cache_salt_key, tenant, client_salt or "")
-
     @property
     def tenant_header(self) -> str:
         return self._settings.tenant_header
 
     def _open(self, front: BaseHandle) -> AdmissionQueue:
-        served = self._gateway.served(front.base.digest)
-        limit = _USUAL_MAX_WAITING if served is None else served.cold_start.max_waiting
-        app_name = front.app_name
         return AdmissionQueue(
-            self._settings, limit, lambda: self._views_of(app_name), self.stats, front.base.name
+            self._settings,
+            front.max_waiting,
+            lambda: self._views_of(front.app_name),
+            self.stats,
+            front.base.name,
         )
 
     def _forget(self) -> None:
-        """Those of applications that are gone."""
-        there = {front.app_name for front in self._gateway.fronts}
+        """Drops the idle queues of applications that cannot be called any more."""
+        there = self._app_names
         for name in [n for n, q in self._queues.items() if n not in there and q.is_idle]:
             del self._queues[name]

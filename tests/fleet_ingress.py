@@ -1,5 +1,5 @@
-"""One ingress process of a fleet: the whole ASGI application with its gateway, queues, router and
-side stream, behind a manager that only says what there is. `leftovers` names everything that an
+"""An ingress process of a fleet: the whole ASGI application with its gateway, queues, router and
+side stream, and a manager that only reports the platform. `leftovers` names everything that an
 ingress without a request must not have.
 """
 
@@ -44,7 +44,7 @@ from tests.virtual_loop import VirtualLoop
 
 
 class _PerProcess:
-    """Stands for the states of the process in `routing.state`."""
+    """Replaces the states of the process in `routing.state`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(PROCESS.get().states, name)
@@ -57,7 +57,7 @@ class _ConnectedPerProcess:
 
 @contextmanager
 def processes(clock: Callable[[], float]) -> Iterator[None]:
-    """The contexts of different processes see different states of `routing.state`."""
+    """Gives the contexts of different processes different states in `routing.state`."""
     names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
     before = {name: getattr(routing, name) for name in names}
     for name, value in names.items():
@@ -99,13 +99,13 @@ class FleetIngress:
         self.process = Process(loop, name)
         self.app_name = manager.platform.bases[0].app_name
         self.router = ServeRouter(loop, self.process, self.app_name, policy, max_queued)
-        self.watched: list[tuple[ArmKey, str]] = []  # and the request; empty: a copy of one
+        self.watched: list[tuple[ArmKey, str]] = []  # and the request; empty: of a shadow copy
         self.process.run(self._open, manager, front(self.router.handle()), args, fairness)
 
     def _open(
         self, manager: Manager, front: BaseHandle, args: IngressArgs, fairness: FairnessArgs
     ) -> None:
-        """As `Ingress.__init__` puts it together."""
+        """Constructs the same parts as `Ingress.__init__`."""
         handle = cast("DeploymentHandle[object]", manager)
         self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
         self.state = make_state(args, gateway, _Texts(1))
@@ -145,7 +145,7 @@ class FleetIngress:
         return replicas
 
     def leftovers(self) -> list[str]:
-        """What remains though no request is open."""
+        """Names everything that remains although no request is open."""
         gateway, bounded, requests = self.gateway, self.bounded, self.router.requests
         counts: dict[str, object] = {
             "open HTTP requests": bounded._num_open,
@@ -218,7 +218,7 @@ class FleetIngress:
 
 
 def _work(load: EngineLoad) -> tuple[int, int, int]:
-    """Without the adapters, which are loaded at any time ahead of requests."""
+    """Leaves out the adapters, which may be loaded ahead of requests at any time."""
     return load.num_running, load.num_waiting, load.queued_tokens
 
 

@@ -22,7 +22,7 @@ def make_gateway(manager: object = None, ingress_id: str = "i0") -> Gateway:
 
 
 def make_state(args: IngressArgs | None = None, manager: object = None) -> IngressState:
-    # The name by which Starlette's test client calls.
+    # The host name that Starlette's test client uses.
     update = {"allowed_hosts": ("testserver",), "max_shadow_requests": 0}
     args = (args or IngressArgs()).model_copy(update=update)
     return ingress.make_state(args, make_gateway(manager), TextPool(1))

@@ -1,5 +1,5 @@
 """A Serve application for the tests of the router: an ingress that makes many handle calls inside
-one HTTP request, and three replicas that say who they are."""
+an HTTP request, and three replicas that return their ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_ONGOING = 3
 
 
 class Call(msgspec.Struct):
-    """What one handle call asks for."""
+    """The parameters of a handle call."""
 
     id: str
     only: str | None = None
@@ -56,7 +56,7 @@ class Fan:
         self._echo = echo
 
     async def __call__(self, request: Request) -> dict[str, object]:
-        """Body: the calls, made at once; the answers are in their order."""
+        """Makes the calls of the body at once; returns the answers in their order."""
         calls = msgspec.json.decode(await request.body(), type=list[Call])
         answers = await asyncio.gather(*(self._say(call) for call in calls))
         state = routing_state(APP)

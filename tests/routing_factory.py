@@ -1,4 +1,4 @@
-"""Views and asks for the tests of routing, with defaults that make every engine alike and idle."""
+"""Views and requests for the tests of routing; by default all engines are equal and idle."""
 
 from __future__ import annotations
 

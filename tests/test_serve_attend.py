@@ -1,4 +1,4 @@
-"""An ingress that is told of every step, through Ray Serve: the paced engine, a server here."""
+"""The side stream through Ray Serve: a paced engine sends every step to a server in the test."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
         body = {"model": f"{RIG_BASE}:{RIG_ADAPTER}", "prompt": "abcdefgh", "max_tokens": 5}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         await until(lambda: frames[-1].load.num_steps >= 5)
-        assert not any(frame.outputs or frame.accepted for frame in frames)  # another's
+        assert not any(frame.outputs or frame.accepted for frame in frames)  # of the other ingress
         (adapter,) = frames[-1].load.adapters_on_device
         await until(lambda: any(adapter in (f.adapters_on_disk or ()) for f in frames))
         await until(lambda: frames[-1].load_s[1] > 0)  # it was loaded from there
@@ -55,7 +55,7 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
         while not server.engines:  # Serve starts another replica
             try:
                 await attend(server.address)
-            except Exception:  # the dead one's call
+            except Exception:  # the call to the dead replica
                 await asyncio.sleep(0.1)
     assert engine not in server.engines
     server.close()
@@ -88,7 +88,7 @@ async def test_a_server_that_drains_ends_its_open_stream_and_takes_nothing_new(
         assert sum('"text"' in line for line in rest) >= 50
     with httpx.Client(timeout=30) as client:
         assert drain(client, rig.url, RIG_TOKEN, 30.0, lambda: False)
-    serve.delete("api")  # the next module's server takes requests
+    serve.delete("api")  # the next module starts its own server
 
 
 async def until_status(client: httpx.AsyncClient, path: str, status: int) -> None:

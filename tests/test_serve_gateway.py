@@ -1,4 +1,4 @@
-"""What an ingress says of bases that will not come."""
+"""The readiness, health and routes of an ingress whose bases are missing, failed or refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an ingress keeps of its engines: views that outlast Serve's and the stream's disorder, the
-newest decisions, and who is told of changes."""
+"""The routing state of an ingress: views that survive any order of Serve's reports and the stream's
+connections, the newest decisions, and the calls of listeners."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
     router = threading.Thread(target=state.set_replicas, args=(["e0"],))
 
     def slow_view(replica_id: str, limits: EngineLimits) -> ReplicaView:
-        """The router's thread runs between the look for a view and its making."""
+        """Lets the router's thread run between the look-up of a view and its construction."""
         monkeypatch.undo()
         router.start()
-        router.join(0.2)  # or it waits until the view is there
+        router.join(0.2)  # it may wait until the view exists
         return ReplicaView(replica_id, limits)
 
     monkeypatch.setattr(routing, "ReplicaView", slow_view)
@@ -118,7 +118,7 @@ async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> Non
     assert view.prefixes == {1, 2, 4} == links.snapshot.prefixes
     links.close()
     await until(lambda: not server.engines)
-    assert not view.prefixes  # its next connection brings them all
+    assert not view.prefixes  # its next connection sends all of them
     server.close()
 
 
@@ -225,7 +225,7 @@ def test_the_parts_of_a_first_token_sum_to_its_time() -> None:
     decisions = Decisions()
     decisions.add(make_ask("call"), "r0", [], "expected_ttft", 10.5, 10.6)
     decisions.accepted("call", 0.2, "disk")
-    decisions.accepted("call", 9.9, "host")  # of a frame that came twice
+    decisions.accepted("call", 9.9, "host")  # a frame that arrived twice
     decisions.first_token("call", 0.3, 11.5)
     decisions.first_token("call", 0.4, 12.0)
     (decision,) = decisions.newest
@@ -310,7 +310,7 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
     assert gaps_s[0] < 3.0
     assert 60.0 <= gaps_s[-1] < 62.0
     assert max(len(first), len(second)) < 20
-    assert len(third) > 300  # what is wanted again and again and succeeds has no pause
+    assert len(third) > 300  # repeated warm-ups that succeed have no pause
     assert len(fourth) < 20
     warned = [record.getMessage().split(": ")[1] for record in caplog.records]
     assert warned == ["the files are gone", "the store is down", "the files are gone"]

@@ -1,4 +1,4 @@
-"""What a replica reports to the autoscaling policy, and how it hears of the ingresses' queues."""
+"""The report of a replica to the autoscaling policy, and the way of the backlog to it."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class Ingress:
         self._go(call)
 
     def see(self, frame: Frame, prefixes: set[int]) -> None:
-        """What `routing.attendance` does with a step, but for the sets, which views share here:
-        made anew for each, those of 1,000 replicas and 8 ingresses would take gigabytes."""
+        """Applies a step as `routing.view_feed` does, except that the views share their sets:
+        separate sets for 1,000 replicas and 8 ingresses would occupy gigabytes."""
         view = self.views.get(frame.replica_id)
         if view is None:
             return

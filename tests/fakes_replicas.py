@@ -25,7 +25,7 @@ from serve_app.messages import SubmitCall
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.replica.engine_actor import EngineHost
 from serve_app.routing.request import make_routing_request
-from serve_app.stream.server import StreamServer
+from serve_app.stream.server import EngineListener, StreamServer
 from tests.fakes_engine import PacedEngine
 
 APP = "base-app"
@@ -106,14 +106,14 @@ class Router:
     """Implements `migrations.RouterView`."""
 
     placed: list[tuple[str, SubmitCall]] = field(default_factory=list)
-    shunned: set[str] = field(default_factory=set)
+    deprioritised: set[str] = field(default_factory=set)
 
     def placed_at(self, app_name: str, call_id: str) -> str | None:
         found = (engine for engine, call in self.placed if call.routing.call_id == call_id)
         return next(found, None)
 
-    def shun(self, engine_id: str) -> None:
-        self.shunned.add(engine_id)
+    def deprioritise(self, engine_id: str) -> None:
+        self.deprioritised.add(engine_id)
 
 
 @dataclass
@@ -217,9 +217,13 @@ def made_attempt(engine_id: str | None) -> Attempt:
 
 @asynccontextmanager
 async def running_fleet(
-    count: int, rate: float = 200.0, silence_s: float = 10.0, shun_s: float = 3.0
+    count: int,
+    rate: float = 200.0,
+    silence_s: float = 10.0,
+    shun_s: float = 3.0,
+    listener: EngineListener | None = None,
 ) -> AsyncIterator[Fleet]:
-    server = StreamServer()
+    server = StreamServer(listener)
     await server.listen("127.0.0.1")
     router = Router()
     fleet = Fleet(server, router, Migrations(server, router, "i0", silence_s, shun_s), rate)

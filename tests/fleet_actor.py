@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from serve_app.routing.state import Registry
+from serve_app.routing.state import RoutingStates
 from tests.virtual_loop import VirtualLoop
 
 _CALL_S = (0.0002, 0.004)  # one way, between a replica and its actor
@@ -23,7 +23,7 @@ class Process:
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
-        self.registry = Registry()
+        self.states = RoutingStates()
         self._loop = loop
         self._context = copy_context()
         self._context.run(PROCESS.set, self)

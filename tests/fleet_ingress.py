@@ -1,5 +1,5 @@
-"""One ingress process of a fleet: the whole ASGI application with its gateway, queues, router and
-side stream, behind a manager that only says what there is. `leftovers` names everything that an
+"""An ingress process of a fleet: the whole ASGI application with its gateway, queues, router and
+side stream, and a manager that only reports the platform. `leftovers` names everything that an
 ingress without a request must not have.
 """
 
@@ -18,21 +18,20 @@ from starlette.types import ASGIApp
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.admission.queue import AdmissionQueue
-from serve_app.api.ingress import ConcurrencyLimitMiddleware, build_asgi
-from serve_app.api.state import IngressState
+from serve_app.api.ingress import (
+    ConcurrencyLimitMiddleware,
+    build_asgi,
+    make_state,
+)
 from serve_app.config import FairnessArgs, IngressArgs
+from serve_app.dispatch.assembly import make_gateway
 from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.dispatch.cold_start import ColdStarts
-from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.queues import AdmissionQueues
-from serve_app.dispatch.shadow import Shadows
-from serve_app.messages import BaseDescription
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.dispatch.warm_ups import WarmUps
+from serve_app.messages import Backlog, BaseDescription
 from serve_app.openai.engine_params import Prompt, read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import ServedBase
-from serve_app.routing import state as routing_state
+from serve_app.routing import state as routing
 from serve_app.routing.view import ReplicaView
 from serve_app.tally import OUTCOMES, ArmKey
 from serve_app.text.base_text import BaseText
@@ -45,29 +44,29 @@ from tests.virtual_loop import VirtualLoop
 
 
 class _PerProcess:
-    """Stands for the state of the process in `routing_state`."""
+    """Replaces the states of the process in `routing.state`."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(PROCESS.get().registry, name)
+        return getattr(PROCESS.get().states, name)
 
 
 class _ConnectedPerProcess:
     def __getattr__(self, name: str) -> Any:
-        return getattr(PROCESS.get().registry.connected, name)
+        return getattr(PROCESS.get().states.connected, name)
 
 
 @contextmanager
 def processes(clock: Callable[[], float]) -> Iterator[None]:
-    """The contexts of different processes see different states of `routing_state`."""
-    names = {"_registry": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
-    before = {name: getattr(routing_state, name) for name in names}
+    """Gives the contexts of different processes different states in `routing.state`."""
+    names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
+    before = {name: getattr(routing, name) for name in names}
     for name, value in names.items():
-        setattr(routing_state, name, value)
+        setattr(routing, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(routing_state, name, value)
+            setattr(routing, name, value)
 
 
 class _Texts(TextPool):
@@ -100,32 +99,22 @@ class FleetIngress:
         self.process = Process(loop, name)
         self.app_name = manager.platform.bases[0].app_name
         self.router = ServeRouter(loop, self.process, self.app_name, policy, max_queued)
-        self.watched: list[tuple[ArmKey, str]] = []  # and the request; empty: a copy of one
+        self.watched: list[tuple[ArmKey, str]] = []  # and the request; empty: of a shadow copy
         self.process.run(self._open, manager, front(self.router.handle()), args, fairness)
 
     def _open(
         self, manager: Manager, front: BaseHandle, args: IngressArgs, fairness: FairnessArgs
     ) -> None:
-        """As `Ingress.__init__` puts it together."""
-        self.gateway = gateway = Gateway(cast("DeploymentHandle[object]", manager), self.name)
-        stats = QueueStats(self.name, fairness.weights)
-        self.queues_stats = stats
-        self.state = IngressState(
-            args,
-            gateway,
-            IngressMetrics(self.name),
-            ColdStarts(gateway),
-            Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests),
-            AdmissionQueues(gateway, fairness, stats, routing_state.of, is_proven=True),
-            _Texts(1),
-        )
-        gateway.attendance.on_frame = self.state.queues.wake
-        gateway.attendance.on_placed = self.state.queues.placed
-        gateway.activity.backlog = self.state.queues.backlog
+        """Constructs the same parts as `Ingress.__init__`."""
+        handle = cast("DeploymentHandle[object]", manager)
+        self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
+        self.state = make_state(args, gateway, _Texts(1))
         gateway._resting[front.base.digest] = front  # else it would be looked for in Ray
         self._count_watches()
         self.app: ASGIApp = build_asgi(self.state)
-        gateway.start()
+        gateway.start(self.state.counts)
+        self._warm_ups = WarmUps(gateway)
+        self._warm_ups.start()
 
     def _count_watches(self) -> None:
         watch = self.gateway.arms.begin
@@ -151,12 +140,12 @@ class FleetIngress:
     @property
     def views(self) -> tuple[ReplicaView, ...]:
         replicas: tuple[ReplicaView, ...] = self.process.run(
-            lambda: routing_state.of(self.app_name).replicas
+            lambda: routing.views_of(self.app_name).replicas
         )
         return replicas
 
     def leftovers(self) -> list[str]:
-        """What remains though no request is open."""
+        """Names everything that remains although no request is open."""
         gateway, bounded, requests = self.gateway, self.bounded, self.router.requests
         counts: dict[str, object] = {
             "open HTTP requests": bounded._num_open,
@@ -170,7 +159,7 @@ class FleetIngress:
             "suspects on their turn": sum(
                 one._current is not None for one in gateway.migrations._suspects.values()
             ),
-            "visits": sum(one.num_open for one in gateway.activity.report()),
+            "visits": sum(one.num_open for one in gateway.activity.report(lambda _: Backlog())),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
             "shadows": self.state.shadows.num_open,
             "pending requests of Serve's router": len(requests._by_metadata),
@@ -203,7 +192,7 @@ class FleetIngress:
     def misjudged(self, nodes: Iterable[EngineNode]) -> list[str]:
         """Views that differ from the engines, some seconds after the last change."""
         found, views = [], {view.replica_id: view for view in self.views}
-        connected = self.process.registry.connected
+        connected = self.process.states.connected
         for node in nodes:
             view = views.get(node.engine_id)
             if view is None or not view.is_connected:
@@ -228,7 +217,7 @@ class FleetIngress:
 
 
 def _work(load: EngineLoad) -> tuple[int, int, int]:
-    """Without the adapters, which are loaded at any time ahead of requests."""
+    """Leaves out the adapters, which may be loaded ahead of requests at any time."""
     return load.num_running, load.num_waiting, load.queued_tokens
 
 

@@ -7,32 +7,25 @@ from typing import cast
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from serve_app.api import ingress
 from serve_app.api.ingress import build_asgi
 from serve_app.api.state import IngressState
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.dispatch.cold_start import ColdStarts
+from serve_app.dispatch import assembly
 from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.queues import AdmissionQueues
-from serve_app.dispatch.shadow import Shadows
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
-from serve_app.routing import state as routing_state
 from serve_app.text_workers.pool import TextPool
 
 
+def make_gateway(manager: object = None, ingress_id: str = "i0") -> Gateway:
+    handle = cast("DeploymentHandle[object]", manager)
+    return assembly.make_gateway(handle, ingress_id, FairnessArgs(), None, is_proven=False)
+
+
 def make_state(args: IngressArgs | None = None, manager: object = None) -> IngressState:
-    gateway = Gateway(cast("DeploymentHandle[object]", manager), "i0")
-    stats = QueueStats("i0", ())
-    return IngressState(
-        # The name by which Starlette's test client calls.
-        (args or IngressArgs()).model_copy(update={"allowed_hosts": ("testserver",)}),
-        gateway,
-        IngressMetrics("i0"),
-        ColdStarts(gateway),
-        Shadows(gateway.migrations, gateway.arms, 0),
-        AdmissionQueues(gateway, FairnessArgs(), stats, routing_state.of, is_proven=False),
-        TextPool(1),
-    )
+    # The host name that Starlette's test client uses.
+    update = {"allowed_hosts": ("testserver",), "max_shadow_requests": 0}
+    args = (args or IngressArgs()).model_copy(update=update)
+    return ingress.make_state(args, make_gateway(manager), TextPool(1))
 
 
 def make_app(args: IngressArgs | None = None) -> ASGIApp:

@@ -1,5 +1,5 @@
 """A Serve application for the tests of the router: an ingress that makes many handle calls inside
-one HTTP request, and three replicas that say who they are."""
+an HTTP request, and three replicas that return their ids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from serve_app.config import RouterArgs
 from serve_app.messages import RoutingRequest
-from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
+from serve_app.routing.state import routing_state
 from serve_app.routing.view import ReplicaView
 
 APP = "fan"
@@ -23,7 +23,7 @@ MAX_ONGOING = 3
 
 
 class Call(msgspec.Struct):
-    """What one handle call asks for."""
+    """The parameters of a handle call."""
 
     id: str
     only: str | None = None
@@ -56,16 +56,16 @@ class Fan:
         self._echo = echo
 
     async def __call__(self, request: Request) -> dict[str, object]:
-        """Body: the calls, made at once; the answers are in their order."""
+        """Makes the calls of the body at once; returns the answers in their order."""
         calls = msgspec.json.decode(await request.body(), type=list[Call])
         answers = await asyncio.gather(*(self._say(call) for call in calls))
-        meeting = routing_state.meet(APP)
+        state = routing_state(APP)
         return {
             "answers": answers,
-            "replicas": sorted(view.replica_id for view in meeting.views.replicas),
-            "placed": sum(view.num_placed for view in meeting.views.replicas),
-            "reasons": dict(meeting.decisions.reasons),
-            "policy": meeting.policy_name,
+            "replicas": sorted(view.replica_id for view in state.views.replicas),
+            "placed": sum(view.num_placed for view in state.views.replicas),
+            "reasons": dict(state.decisions.reasons),
+            "policy": state.policy_name,
         }
 
     async def _say(self, call: Call) -> object:

@@ -1,15 +1,16 @@
-"""Views and asks for the tests of routing, with defaults that make every engine alike and idle."""
+"""Views and requests for the tests of routing; by default all engines are equal and idle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Policy
 from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
+from serve_app.stream.wire import Step
 
 LIMITS = EngineLimits(
     max_model_len=4096,
@@ -55,7 +56,7 @@ def make_view(
 
 def make_views(count: int, **load: object) -> ReplicaViews:
     views = ReplicaViews(LIMITS)
-    views.keep(f"r{i}" for i in range(count))
+    views.set_replicas(f"r{i}" for i in range(count))
     for view in views.replicas:
         view.load_s = LOADS
         view.observe(make_load(**load), 1.0)
@@ -70,3 +71,20 @@ def order(
     policy: Policy, ask: RoutingRequest, views: Sequence[ReplicaView], now_s: float = 1.0
 ) -> list[str]:
     return [one.replica.replica_id for one in policy.rank(ask, views, now_s)]
+
+
+@dataclass
+class EngineEvents:
+    """Records the events of a StreamServer."""
+
+    frames: list[Step] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def frame_received(self, engine_id: str, step: Step) -> None:
+        self.frames.append(step)
+
+    def choice_stopped(self, engine_id: str, num_tokens: int) -> None:
+        pass
+
+    def engine_lost(self, engine_id: str) -> None:
+        self.lost.append(engine_id)

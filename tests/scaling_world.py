@@ -1,4 +1,4 @@
-"""A base under load in numbers: replicas that take time to start, a queue, sequences in rows.
+"""A base under load in numbers: replicas with a start-up time, a queue, sequences in rows.
 
 For tests of the scaling decision. A fluid, not events: prompts are tokens a second, and a sequence
 holds its row for `row_s`.
@@ -19,14 +19,14 @@ from serve_app.autoscaling.policy import (
 )
 
 TICK_S = 0.5
-TOKEN_S = 0.0001  # a replica prefills 10,000 tokens a second and does nothing else in that time
+TOKEN_S = 0.0001  # a replica prefills 10,000 tokens per second and decodes none in that time
 PROMPT = 1000  # tokens
 MAX_NUM_SEQS = 64
 
 
 @dataclass(slots=True)
 class World:
-    """`step` once a tick; `history`: (seconds, ordered, running, seconds that the queue takes)."""
+    """`step` is called per tick. `history`: (seconds, ordered, running, seconds of queued work)."""
 
     args: ScalingArgs
     start_s: float = 10.0
@@ -34,7 +34,7 @@ class World:
     engine_queue_s: float | None = None  # the rest of the queue waits in the ingresses
     replicas: int = 1
     history: list[tuple[float, int, int, float]] = field(default_factory=list)
-    _starting: list[float] = field(default_factory=list)  # when each will run
+    _starting: list[float] = field(default_factory=list)  # when each replica will run
     _queue: float = 0.0  # tokens
     _arrivals: list[float] = field(default_factory=list)
     _state: ScalingState = field(default_factory=ScalingState)
@@ -45,7 +45,7 @@ class World:
 
     @property
     def orders(self) -> list[int]:
-        """Each number that was ordered, in turn."""
+        """The numbers that were ordered, in turn."""
         found: list[int] = []
         for _, ordered, _, _ in self.history:
             if not found or found[-1] != ordered:
@@ -54,13 +54,13 @@ class World:
 
     @property
     def num_turns(self) -> int:
-        """From more to fewer and from fewer to more."""
+        """The changes of direction: from more to fewer or from fewer to more."""
         orders = self.orders
         signs = [after > before for before, after in pairwise(orders)]
         return sum(a != b for a, b in pairwise(signs))
 
     def run(self, seconds: float, load: Callable[[float], float]) -> None:
-        """`load`: prompt tokens a second at a moment of this run."""
+        """`load` returns the prompt tokens per second at a moment of this run."""
         for tick in range(round(seconds / TICK_S)):
             self._step(load(tick * TICK_S))
 

@@ -55,7 +55,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "openai": {"errors", "text"},
     "text_workers": {"errors", "openai", "text"},
     "stream": {"messages", "network", "tasks"},
-    "routing": {"messages", "metrics", "ray_calls", "stream", "tasks"},
+    "routing": {"messages", "metrics", "stream", "tasks"},
     # configuration: the options of a routing policy are checked by its constructor
     "config": {"config_values", "home", "routing"},
     "serve_file": {"config", "network", "routing"},

@@ -58,7 +58,7 @@ class World:
     queue: AdmissionQueue = field(init=False)
 
     def __post_init__(self) -> None:
-        self.views.keep(["replica"])
+        self.views.set_replicas(["replica"])
         self.queue = AdmissionQueue(
             self.settings,
             self.max_waiting,
@@ -118,7 +118,7 @@ async def test_a_request_goes_at_once_where_an_engine_has_capacity() -> None:
 
 async def test_without_a_known_replica_nobody_waits_here() -> None:
     world = World()
-    world.views.keep([])
+    world.views.set_replicas([])
     await asyncio.gather(*(world.add() for _ in range(50)))
 
 

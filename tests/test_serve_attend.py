@@ -1,4 +1,4 @@
-"""An ingress that is told of every step, through Ray Serve: the paced engine, a server here."""
+"""The side stream through Ray Serve: a paced engine sends every step to a server in the test."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from serve_app.app import _http_host
 from serve_app.cli.drain import drain
 from serve_app.messages import StreamAddress
 from serve_app.stream.server import StreamServer
-from serve_app.stream.wire import Step, StreamError
+from serve_app.stream.wire import StreamError
 from tests.fakes_engine import CRASH_TOKEN
+from tests.routing_factory import EngineEvents
 from tests.serve_rig import RIG_ADAPTER, RIG_BASE, RIG_TOKEN, deploy, rig_args, wait_ready
 from tests.waiting import until
 
@@ -29,10 +30,9 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
     wait_ready(rig)
     (name,) = (one for one in serve.status().applications if one != "api")
     attend: Attend = serve.get_app_handle(name).attend.remote
-    server, lost, frames = StreamServer(), list[str](), list[Step]()
+    events = EngineEvents()
+    server, lost, frames = StreamServer(events), events.lost, events.frames
     await server.listen("127.0.0.1")
-    server.on_frame = lambda _, frame: frames.append(frame)
-    server.on_lost = lost.append
     await attend(server.address)
     await until(lambda: bool(frames), 30)
     assert frames[0].is_whole
@@ -41,7 +41,7 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
         body = {"model": f"{RIG_BASE}:{RIG_ADAPTER}", "prompt": "abcdefgh", "max_tokens": 5}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         await until(lambda: frames[-1].load.num_steps >= 5)
-        assert not any(frame.outputs or frame.accepted for frame in frames)  # another's
+        assert not any(frame.outputs or frame.accepted for frame in frames)  # of the other ingress
         (adapter,) = frames[-1].load.adapters_on_device
         await until(lambda: any(adapter in (f.adapters_on_disk or ()) for f in frames))
         await until(lambda: frames[-1].load_s[1] > 0)  # it was loaded from there
@@ -55,7 +55,7 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
         while not server.engines:  # Serve starts another replica
             try:
                 await attend(server.address)
-            except Exception:  # the dead one's call
+            except Exception:  # the call to the dead replica
                 await asyncio.sleep(0.1)
     assert engine not in server.engines
     server.close()
@@ -88,7 +88,7 @@ async def test_a_server_that_drains_ends_its_open_stream_and_takes_nothing_new(
         assert sum('"text"' in line for line in rest) >= 50
     with httpx.Client(timeout=30) as client:
         assert drain(client, rig.url, RIG_TOKEN, 30.0, lambda: False)
-    serve.delete("api")  # the next module's server takes requests
+    serve.delete("api")  # the next module starts its own server
 
 
 async def until_status(client: httpx.AsyncClient, path: str, status: int) -> None:

@@ -18,12 +18,11 @@ from registry.errors import NotFoundError
 from serve_app.api.ingress import build_asgi
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.cold_start import ColdStarts
-from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
-from serve_app.messages import BaseDescription
+from serve_app.messages import Backlog, BaseDescription
 from serve_app.platform_view import ColdStart, PlatformView, ServedBase
 from serve_app.text.base_text import BaseText
-from tests.ingress_app import make_state
+from tests.ingress_app import make_gateway, make_state
 
 BASE = BaseVersion("a", 1, "a" * 64, "")
 ASLEEP = ServedBase(BASE, "app", False, state="asleep", start_s=6.2)
@@ -43,13 +42,13 @@ class Manager:
 class World:
     def __init__(self, base: ServedBase = ASLEEP) -> None:
         self.manager = Manager()
-        self.gateway = Gateway(cast("DeploymentHandle[object]", self.manager), "ingress")
+        self.gateway = make_gateway(self.manager)
         self.cold_starts = ColdStarts(self.gateway)
         self.left = asyncio.Event()
         self.see(base)
 
     def see(self, *bases: ServedBase) -> None:
-        self.gateway._take(PlatformView("1", Catalog((BASE,)), bases, (), True, None))
+        self.gateway._apply(PlatformView("1", Catalog((BASE,)), bases, (), True, None))
 
     def come_up(self) -> None:
         running = replace(ASLEEP, is_running=True, state="running", deployed_s=2.0)
@@ -69,7 +68,7 @@ class World:
 
     @property
     def num_open(self) -> int:
-        return sum(base.num_open for base in self.gateway.activity.report())
+        return sum(base.num_open for base in self.gateway.activity.report(lambda _: Backlog()))
 
 
 async def settle() -> None:
@@ -153,7 +152,7 @@ async def test_a_client_that_leaves_tokenize_at_a_base_asleep_is_no_failure_of_t
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = make_state(manager=Manager())
-    state.gateway._take(PlatformView("1", Catalog((BASE,)), (ASLEEP,), (), True, None))
+    state.gateway._apply(PlatformView("1", Catalog((BASE,)), (ASLEEP,), (), True, None))
     headers = {"host": "testserver", "content-type": "application/json"}
     scope = {
         "type": "http",
@@ -212,14 +211,14 @@ async def test_requests_for_a_canary_whose_base_sleeps_wake_it_and_are_answered_
     asleep = replace(ASLEEP, base=other, app_name="far")
     assert world.gateway.view is not None
     (awake,) = world.gateway.view.bases
-    world.gateway._take(PlatformView("2", catalog, (awake, asleep), (), True, None))
+    world.gateway._apply(PlatformView("2", catalog, (awake, asleep), (), True, None))
     route, _ = await world.cold_starts.admit("pirate", world.receive)
     await settle()
     assert world.manager.woken == [other.digest]
     assert route.arm is not None
     assert (route.arm.arm, route.arm.version) == ("stable", 1)
     starting = replace(asleep, state="starting", is_waking=True)
-    world.gateway._take(PlatformView("3", catalog, (awake, starting), (), True, None))
+    world.gateway._apply(PlatformView("3", catalog, (awake, starting), (), True, None))
     await world.cold_starts.admit("pirate", world.receive)
     await settle()
     assert world.manager.woken == [other.digest]  # once
@@ -231,12 +230,12 @@ async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
     description = BaseDescription({}, EngineLimits(64, 64, 64))
     deployment, text = cast("DeploymentHandle[object]", None), cast("BaseText", None)
     handle = BaseHandle(old, "old", deployment, description, text, 0.0)
-    world.gateway._fronts[old.digest] = handle
+    world.gateway._handles[old.digest] = handle
     new = replace(BASE, version=2)
     starts = ServedBase(new, "app", False, is_awaited=False)
     stands = ServedBase(old, "old", True, state="running", replaced_by=new.digest)
     catalog = Catalog((old, new))
-    world.gateway._take(PlatformView("2", catalog, (starts, stands), (), True, None))
+    world.gateway._apply(PlatformView("2", catalog, (starts, stands), (), True, None))
     assert world.gateway.is_ready
     assert world.gateway.resolve("a")[0] is handle
     with pytest.raises(ServiceUnavailableError):

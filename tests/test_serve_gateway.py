@@ -1,4 +1,4 @@
-"""What an ingress says of bases that will not come."""
+"""The readiness, health and routes of an ingress whose bases are missing, failed or refused."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.model_list import ModelList
 from serve_app.dispatch import gateway as gateway_module
-from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.platform_view import PlatformView, ServedBase
+from tests.ingress_app import make_gateway
 
 
 def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     assert not gateway.is_ready
     assert gateway.obstacles == []
     gateway.view = PlatformView(
@@ -37,14 +36,14 @@ def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
 
 
 def test_a_server_with_an_engine_that_is_silent_is_not_healthy() -> None:
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     assert gateway.is_healthy
     gateway.migrations.has_silent_engine = True
     assert not gateway.is_healthy
 
 
 def test_a_server_that_is_being_stopped_refuses_new_requests_and_says_so() -> None:
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     gateway.view = PlatformView("1", Catalog((), ()), (), (), True, None, is_draining=True)
     assert not gateway.is_ready
     assert gateway.obstacles == ["the server is being stopped"]
@@ -55,7 +54,7 @@ def test_a_server_that_is_being_stopped_refuses_new_requests_and_says_so() -> No
 @pytest.mark.parametrize("model", ["new", "base:new", "org/new", "new@champion"])
 def test_an_unknown_name_while_the_registry_is_away_is_worth_another_try(model: str) -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     gateway.view = PlatformView("1", Catalog((base,), ()), (), (), True, "connection refused")
     with pytest.raises(RegistryUnavailableError):
         gateway.route(model, None)
@@ -68,7 +67,7 @@ def test_an_adapter_that_cannot_be_served_is_refused_with_the_reason() -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     sound = AdapterVersion("dora", 1, "a" * 64, "base", base.digest, 8, (), "source")
     refused = replace(sound, version=2, digest="b" * 64, refused="it uses DoRA")
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     gateway.view = PlatformView("1", Catalog((base,), (sound, refused)), (), (), True, None)
     with pytest.raises(AdapterUnsupportedError, match=r"'dora' version 2 .*: it uses DoRA"):
         gateway.route("dora@2", None)
@@ -86,7 +85,7 @@ async def test_the_model_list_leaves_out_what_cannot_be_served() -> None:
     refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
     served = ServedBase(base, "app", True)
     view = PlatformView("1", Catalog((base,), (sound, refused)), (served,), (), True, None)
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     listed = json.loads(await ModelList().encoded(gateway, view))["data"]
     assert [one["id"] for one in listed] == ["base", "sound"]
 
@@ -96,7 +95,7 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
 ) -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     served = ServedBase(base, "app", True)
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
+    gateway = make_gateway()
     gateway.view = PlatformView("1", Catalog((base,), ()), (served,), (), True, None)
     tries = []
 

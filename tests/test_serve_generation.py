@@ -33,9 +33,9 @@ from serve_app.errors import (
 )
 from serve_app.messages import RoutingRequest, SubmitCall
 from serve_app.openai.engine_params import Prompt
-from serve_app.routing import state as routing_state
-from serve_app.routing.connections import EngineConnections
+from serve_app.routing import state as routing
 from serve_app.routing.request import make_routing_request
+from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import HEARTBEAT_S
 from serve_app.tally import ArmKey
@@ -139,11 +139,10 @@ async def test_choices_that_ended_are_not_sent_again() -> None:
 
 
 async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_that_stopped() -> None:
-    async with running_fleet(1) as fleet:
-        EngineConnections(fleet.server, lambda digest: None)
+    async with running_fleet(1, listener=ViewFeed()) as fleet:
         generation = fleet.generate(make_request(PROMPT, 4000))
         outputs = await read_some(generation, 3)
-        view = routing_state.connected["e0"]
+        view = routing.connected["e0"]
         before = view.output_tokens
         generation.end_choice("r", 0)
         metrics = fleet.replicas["e0"].host._metrics
@@ -207,7 +206,7 @@ async def test_requests_leave_an_engine_whose_step_hangs_though_its_heartbeat_go
         assert [engine for engine, _ in fleet.placed] == [old.engine_id, engine_now(generation)]
         assert migrated(fleet, "silence") == 1
         assert len({engine for engine, _ in fleet.placed}) == 2
-        assert fleet.router.shunned == {old.engine_id}
+        assert fleet.router.deprioritised == {old.engine_id}
 
 
 async def test_an_engine_in_a_long_step_of_a_usual_length_keeps_its_requests() -> None:
@@ -305,7 +304,7 @@ async def test_what_came_to_an_engine_that_was_silent_goes_on_sooner_and_is_no_s
         await until(lambda: bool(fleet.placed))
         await asyncio.sleep(0.1)
         fleet.migrations.check_engines()
-        assert "e0" in fleet.router.shunned
+        assert "e0" in fleet.router.deprioritised
         fleet.add()
         assert tokens(await reading) == WHOLE
         assert [engine for engine, _ in fleet.placed] == ["e0", "e2"]

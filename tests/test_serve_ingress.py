@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
-from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,6 +43,7 @@ from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.queue import QueueStats
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.serve_file import called_by
+from tests.ingress_app import make_gateway
 
 LOCAL = "http://localhost"
 PATH = "/v1/completions"
@@ -259,7 +259,7 @@ def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     sound = AdapterVersion("sound", 1, "a" * 64, "base", base.digest, 8, (), "source")
     refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
-    gateway = Gateway(cast("DeploymentHandle[object]", None), "i")
+    gateway = make_gateway()
     catalog = Catalog((base,), (sound, refused))
     gateway.view = PlatformView("1", catalog, (ServedBase(base, "app", True),), (), True, None)
     client = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL)

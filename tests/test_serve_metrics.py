@@ -19,13 +19,11 @@ from engine.types import (
 )
 from registry.cache import CacheStats
 from serve_app.api.scrape import Scrape
-from serve_app.dispatch.gateway import Gateway
 from serve_app.metrics.cache import cache_text
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import join_texts
 from serve_app.metrics.histograms import GAP_SECONDS, Histogram
 from serve_app.metrics.ingress import IngressMetrics
-from tests.ingress_app import make_state
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -249,27 +247,27 @@ class Collection:
         self.count = 0
         self.may_end = asyncio.Event()
 
-    async def __call__(self, gateway: Gateway) -> bytes:
+    async def __call__(self) -> bytes:
         self.count += 1
         await self.may_end.wait()
         return b"%d" % self.count
 
 
 async def test_scrapes_at_once_share_one_collection_which_is_kept_for_a_moment() -> None:
-    collection, gateway = Collection(), make_state().gateway
+    collection = Collection()
     scrape = Scrape(collection)
-    scrapes = [asyncio.create_task(scrape.text(gateway, 60.0)) for _ in range(30)]
+    scrapes = [asyncio.create_task(scrape.text(60.0)) for _ in range(30)]
     await asyncio.sleep(0)
     collection.may_end.set()
     assert set(await asyncio.gather(*scrapes)) == {b"1"}
-    assert await scrape.text(gateway, 60.0) == b"1"
-    assert await scrape.text(gateway, 0.0) == b"2"
+    assert await scrape.text(60.0) == b"1"
+    assert await scrape.text(0.0) == b"2"
 
 
 async def test_a_scraper_that_leaves_ends_no_collection_of_the_others() -> None:
-    collection, gateway = Collection(), make_state().gateway
+    collection = Collection()
     scrape = Scrape(collection)
-    first, second = (asyncio.create_task(scrape.text(gateway, 60.0)) for _ in range(2))
+    first, second = (asyncio.create_task(scrape.text(60.0)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     collection.may_end.set()
@@ -277,12 +275,12 @@ async def test_a_scraper_that_leaves_ends_no_collection_of_the_others() -> None:
 
 
 async def test_a_collection_that_failed_is_not_kept() -> None:
-    async def fail(gateway: Gateway) -> bytes:
+    async def fail() -> bytes:
         raise RuntimeError("broken")
 
-    gateway, scrape = make_state().gateway, Scrape(fail)
+    scrape = Scrape(fail)
     with pytest.raises(RuntimeError, match="broken"):
-        await scrape.text(gateway, 60.0)
+        await scrape.text(60.0)
     scrape._collect = collection = Collection()
     collection.may_end.set()
-    assert await scrape.text(gateway, 60.0) == b"1"
+    assert await scrape.text(60.0) == b"1"

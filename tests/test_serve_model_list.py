@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.api.model_list import ModelList
 from serve_app.dispatch.gateway import Gateway
 from serve_app.platform_view import PlatformView, ServedBase
+from tests.ingress_app import make_gateway
 
 BASE = BaseVersion("base", 1, "b" * 64, "")
 NUM_ADAPTERS = 3_000
@@ -26,10 +26,6 @@ def adapter(name: str) -> AdapterVersion:
 def make_view(*names: str) -> PlatformView:
     catalog = Catalog((BASE,), tuple(map(adapter, names)))
     return PlatformView("1", catalog, (ServedBase(BASE, "app", True),), (), True, None)
-
-
-def make_gateway() -> Gateway:
-    return Gateway(cast("DeploymentHandle[object]", None), "i0")
 
 
 async def ids(models: ModelList, gateway: Gateway, view: PlatformView) -> list[str]:

@@ -251,7 +251,7 @@ async def test_clients_are_told_the_length_that_a_request_may_have(text: BaseTex
     )
     handle = cast("DeploymentHandle[object]", None)
     description = BaseDescription({}, SMALL_CACHE)
-    state.gateway._fronts[base.digest] = BaseHandle(base, "app", handle, description, text, 0.0)
+    state.gateway._handles[base.digest] = BaseHandle(base, "app", handle, description, text, 0.0)
     client = TestClient(build_asgi(state))
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 400
     assert client.get("/v1/models/base").json()["max_model_len"] == 400

@@ -1,5 +1,5 @@
-"""Routing from HTTP to three paced engines: adapters stay on few, dry run and decision agree, the
-headers' parts sum to the time to first token."""
+"""Routing from HTTP to three paced engines: adapters stay on few engines, dry run and decision
+agree, the headers' parts sum to the time to first token."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_a_session_stays_where_it_was(client: httpx.Client) -> None:
 
 
 def test_a_full_engine_is_passed_over(client: httpx.Client) -> None:
-    """More at once than one of them takes: all are answered, none by an engine beyond its limit."""
+    """Sends more requests at once than an engine accepts: all are answered, no engine exceeds its
+    limit."""
     with ThreadPoolExecutor(2 * MAX_ONGOING) as pool:
         asked = [
             pool.submit(_ask, client, ADAPTERS[3], max_tokens=60) for _ in range(2 * MAX_ONGOING)

@@ -23,8 +23,8 @@ from ray.serve._private.router import AsyncioRouter
 
 from serve_app.admission.capacity import has_capacity
 from serve_app.messages import StreamAddress, SubmitCall
-from serve_app.routing import state as routing_state
 from serve_app.routing.serve_router import LoraplexRouter
+from serve_app.routing.state import routing_state
 from serve_app.routing.view import ReplicaView
 from tests.routing_factory import IDLE, LIMITS, make_ask
 from tests.waiting import until
@@ -78,7 +78,7 @@ class Rig:
         self.router = LoraplexRouter(deployment, source, use_replica_queue_len_cache=True)
         self.router.initialize_state(policy="expected_ttft", options={})
         self.replica = Replica(deployment)
-        views = routing_state.meet(app_name).views
+        views = routing_state(app_name).views
         views.set_limits(LIMITS)
         self.router.update_replicas([cast(RunningReplica, self.replica)])
         self.view = cast(ReplicaView, views.get("e0"))

@@ -80,7 +80,7 @@ def test_more_work_never_has_fewer_homes(history: list[tuple[float, float]], fac
 
 
 def _drive(placement: Placement, per_s: float, seconds: float, start_s: float) -> float:
-    """Requests of 10 ms of a replica."""
+    """Sends requests of 10 ms of a replica's time."""
     now_s, end_s = start_s, start_s + seconds
     while now_s < end_s:
         placement.observe("a", 0.01, now_s)

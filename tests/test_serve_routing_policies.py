@@ -1,4 +1,4 @@
-"""Which replica each policy puts first, by tables; what they cost and how they are made."""
+"""The replica that each policy ranks first, by tables; the policies' cost and construction."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.routing_factory import make_ask, make_load, make_view, make_views, or
 
 
 class Alphabetical:
-    """A user's own."""
+    """A user's own policy."""
 
     def __init__(self, backwards: bool = False) -> None:
         self._backwards = backwards
 
     def rank(
-        self, ask: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
+        self, request: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
     ) -> list[Ranked]:
         raise NotImplementedError
 
@@ -66,18 +66,18 @@ def test_an_adapter_in_memory_is_worth_a_queue_that_is_shorter_than_its_load() -
 def test_a_cached_prefix_is_worth_a_queue_that_is_shorter_than_its_prefill() -> None:
     prefixes = tuple(range(20))
     views = [make_view("has", prefixes=prefixes, queued_tokens=300), make_view("lacks")]
-    ask = make_ask(num_tokens=700, prefixes=prefixes)
-    assert order(_policy(), ask, views)[0] == "has"
+    request = make_ask(num_tokens=700, prefixes=prefixes)
+    assert order(_policy(), request, views)[0] == "has"
     views[0].observe(make_load(queued_tokens=2000), 1.0)
-    assert order(_policy(), ask, views)[0] == "lacks"
+    assert order(_policy(), request, views)[0] == "lacks"
 
 
 def test_an_unknown_adapter_goes_to_its_home_whoever_asks() -> None:
     views = make_views(8).replicas
     policies = [_policy(seed=seed) for seed in range(4)]
     for number in range(20):
-        ask = make_ask(adapter=f"adapter-{number}", session=f"session-{number}")
-        ranked = [policy.rank(ask, views, 1.0)[0] for policy in policies]
+        request = make_ask(adapter=f"adapter-{number}", session=f"session-{number}")
+        ranked = [policy.rank(request, views, 1.0)[0] for policy in policies]
         assert len({one.replica.replica_id for one in ranked}) == 1
         assert {one.reason for one in ranked} == {"home"}
 
@@ -86,21 +86,21 @@ def test_cold_adapters_stay_where_they_are() -> None:
     views = make_views(8).replicas
     policy = _policy()
     for number in range(200):
-        ask = make_ask(str(number), adapter=f"adapter-{number % 20}")
-        replica = policy.rank(ask, views, float(number))[0].replica
-        replica.on_device |= {ask.adapter or ""}
+        request = make_ask(str(number), adapter=f"adapter-{number % 20}")
+        replica = policy.rank(request, views, float(number))[0].replica
+        replica.on_device |= {request.adapter or ""}
     holders = Counter(adapter for view in views for adapter in view.on_device)
     assert set(holders.values()) == {1}
 
 
 def test_a_remembered_session_takes_16_bytes_whatever_its_length() -> None:
-    lookout = CandidateSampler(random.Random(0), 2)
+    sampler = CandidateSampler(random.Random(0), 2)
     for number in range(70_000):
-        lookout.went(make_ask(session=f"{number}" + "x" * 256), "r0")
-    assert len(lookout._sessions) == 65_536
-    assert {len(key) for key in lookout._sessions._entries} == {16}
-    assert lookout.session_place("69999" + "x" * 256) == "r0"
-    assert lookout.session_place("69999" + "x" * 255) is None
+        sampler.record(make_ask(session=f"{number}" + "x" * 256), "r0")
+    assert len(sampler._sessions) == 65_536
+    assert {len(key) for key in sampler._sessions._entries} == {16}
+    assert sampler.session_place("69999" + "x" * 256) == "r0"
+    assert sampler.session_place("69999" + "x" * 255) is None
 
 
 def test_a_session_stays_where_it_was_among_those_that_are_as_soon() -> None:
@@ -119,12 +119,12 @@ def test_a_session_stays_where_it_was_among_those_that_are_as_soon() -> None:
 def test_who_is_to_be_avoided_is_the_last_resort(name: str) -> None:
     views = make_views(3).replicas
     views[2].is_draining = True
-    views[1].lose()
-    ask = make_ask(avoid=frozenset({"r0"}))
+    views[1].disconnect()
+    request = make_ask(avoid=frozenset({"r0"}))
     for _ in range(10):
-        assert order(_policy(name), ask, views)[0] == "r1"
+        assert order(_policy(name), request, views)[0] == "r1"
     views[1].observe(make_load(), 2.0)
-    assert order(_policy(name), ask, views)[0] == "r1"
+    assert order(_policy(name), request, views)[0] == "r1"
     nobody_else = make_ask(avoid=frozenset({"r0", "r1", "r2"}))
     assert order(_policy(name), nobody_else, views)
 
@@ -142,7 +142,7 @@ def test_the_same_seed_gives_the_same_decisions(name: str) -> None:
     def decisions(seed: int) -> list[list[str]]:
         views, policy = make_views(40).replicas, _policy(name, seed=seed)
         asks = [make_ask(str(i), adapter=f"a{i % 7}") for i in range(50)]
-        return [order(policy, ask, views, i * 0.1) for i, ask in enumerate(asks)]
+        return [order(policy, request, views, i * 0.1) for i, request in enumerate(asks)]
 
     assert decisions(3) == decisions(3)
 
@@ -172,19 +172,19 @@ def test_of_a_thousand_replicas_few_are_looked_at(name: str) -> None:
     holder = views.replicas[321]
     holder.on_device = frozenset({"a"})
     for number in range(50):
-        ask = make_ask(str(number), adapter="a", session="s", prefixes=tuple(range(100)))
-        ranked = policy.rank(ask, views.replicas, 1.0)
+        request = make_ask(str(number), adapter="a", session="s", prefixes=tuple(range(100)))
+        ranked = policy.rank(request, views.replicas, 1.0)
         assert 2 <= len(ranked) <= 20
         assert len({one.replica.replica_id for one in ranked}) == len(ranked)
 
 
 def test_among_a_thousand_a_prefix_is_found_again() -> None:
     views, policy = make_views(1000).replicas, _policy()
-    ask = make_ask(num_tokens=3200, prefixes=tuple(range(100)))
-    first = policy.rank(ask, views, 1.0)[0].replica
-    first.change_prefixes(ask.prefixes, ())
+    request = make_ask(num_tokens=3200, prefixes=tuple(range(100)))
+    first = policy.rank(request, views, 1.0)[0].replica
+    first.change_prefixes(request.prefixes, ())
     for _ in range(10):
-        assert policy.rank(ask, views, 1.0)[0].replica is first
+        assert policy.rank(request, views, 1.0)[0].replica is first
 
 
 def test_power_of_two_takes_the_emptier_of_two() -> None:
@@ -199,20 +199,20 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_adapter_affinity_holds_until_the_holder_has_six_more() -> None:
-    policy, ask = _policy("adapter_affinity"), make_ask(adapter="a")
+    policy, request = _policy("adapter_affinity"), make_ask(adapter="a")
     views = [make_view("has", device="a", num_running=5), make_view("lacks")]
-    assert order(policy, ask, views)[0] == "has"
+    assert order(policy, request, views)[0] == "has"
     views[0].observe(make_load(num_running=7, adapters_on_device=("a",)), 1.0)
-    assert order(policy, ask, views)[0] == "lacks"
+    assert order(policy, request, views)[0] == "lacks"
 
 
 def test_prefix_affinity_holds_while_the_load_is_even() -> None:
     policy = _policy("prefix_affinity")
-    ask = make_ask(num_tokens=100, prefixes=(1, 2, 3))
+    request = make_ask(num_tokens=100, prefixes=(1, 2, 3))
     views = [make_view("has", prefixes=(1, 2), num_running=30), make_view("lacks")]
-    assert order(policy, ask, views)[0] == "has"
+    assert order(policy, request, views)[0] == "has"
     views[0].observe(make_load(num_running=40), 1.0)
-    assert order(policy, ask, views)[0] == "lacks"
+    assert order(policy, request, views)[0] == "lacks"
     views[0].observe(make_load(num_running=30), 1.0)
     assert order(policy, make_ask(num_tokens=1000, prefixes=(1, 2, 3)), views)[0] == "lacks"
 
@@ -238,14 +238,14 @@ def test_a_hot_adapter_gets_homes_and_they_are_told_to_load_it() -> None:
 
 @pytest.mark.parametrize("name", ["expected_ttft", "power_of_two"])
 def test_ingresses_with_the_same_old_view_do_not_herd(name: str) -> None:
-    """Four of them, a burst of 64 requests each before the next frame, eight idle engines."""
+    """Four ingresses send 64 requests each before the next frame; eight engines are idle."""
     ingresses = [(make_views(8), _policy(name, seed=seed)) for seed in range(4)]
     counts: Counter[str] = Counter()
     for number in range(64):
         for place, (views, policy) in enumerate(ingresses):
-            ask = make_ask(f"{place}-{number}")
-            chosen = policy.rank(ask, views.replicas, 1.0)[0].replica
-            chosen.place(ask, 1.0)
+            request = make_ask(f"{place}-{number}")
+            chosen = policy.rank(request, views.replicas, 1.0)[0].replica
+            chosen.place(request, 1.0)
             counts[chosen.replica_id] += 1
     assert sum(counts.values()) == 256
     slack = 4 if name == "expected_ttft" else 16
@@ -259,7 +259,7 @@ def test_ingresses_with_the_same_old_view_do_not_herd(name: str) -> None:
         ("fastest", {}, "policy 'fastest' is none of expected_ttft, adapter_affinity"),
         ("nowhere:Policy", {}, "policy 'nowhere:Policy' cannot be imported: ModuleNotFound"),
         ("serve_app.routing.policies:Nobody", {}, "cannot be imported: AttributeError"),
-        ("serve_app.routing.policies:POLICIES", {}, "is no class"),
+        ("serve_app.routing.policies:POLICIES", {}, "is not a class"),
         (f"{__name__}:NoPolicy", {}, "has no method rank and no changed"),
         ("round_robin", {"speed": 1}, "options.speed: policy 'round_robin' does not have it; its"),
         (f"{__name__}:Alphabetical", {"backwards": "yes"}, "options.backwards is 'yes', but must"),

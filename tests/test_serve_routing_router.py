@@ -1,5 +1,5 @@
-"""Serve's router with our policies in it, in a real Serve: each handle call gets the decision that
-was made for it, and every one gets some replica whatever happens."""
+"""Serve's router with the product's policies, in a real Serve: each handle call gets the
+decision that was made for it, and every call gets a replica whatever happens."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_every_call_of_one_http_request_goes_where_it_was_sent(url: str, is_brok
     body = fan(url, ({"only": one} for one in wanted))
     if not is_broken:
         misled = sum(told != one for (_, told), one in zip(body["answers"], wanted, strict=True))
-        # Three at once are taken by each replica; who finds it full goes elsewhere.
+        # Each replica accepts three calls at once; a call that finds it full goes elsewhere.
         assert misled <= 60 - 9
-        # A replica may count the last of them for a moment after its answer has come.
+        # A replica may count the last call for a moment after its answer has arrived.
         eventually(lambda: all(fan_one(url, only=one) == one for one in ids))
         calm = [fan_one(url, only=one) for one in wanted[:12]]
         assert calm == wanted[:12]

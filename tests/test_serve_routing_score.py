@@ -21,12 +21,12 @@ APPROX_S = 1e-9
         (2500, {}, 0.0, 0.25 + 3 * 0.01),  # three steps of the budget of 1000
         (100, {"queued_tokens": 400}, 0.04, 0.02),
         (100, {"queued_tokens": 2000}, 0.2 + 2 * 0.01, 0.02),
-        # Ten sequences: steps of 11 ms, half of one is under way.
+        # Ten sequences: steps of 11 ms, half a step is under way.
         (100, {"num_running": 10}, 0.0055, 0.01 + 0.011),
-        # All 64 rows taken: 16.4 ms a step, a row comes free every second one.
+        # All 64 rows used: 16.4 ms per step, a row becomes free every second step.
         (100, {"num_running": 64}, 128 / 64 * 0.0164 + 0.0082, 0.01 + 0.0164),
         (100, {"num_running": 64, "num_waiting": 9}, 10 * 128 / 64 * 0.0164 + 0.0082, 0.0264),
-        # 100 tokens of KV lack of 100,000 that are used: they come back in 0.128 steps.
+        # 100 KV tokens are missing, 100,000 are used: so many become free in 0.128 steps.
         (100, {"num_running": 10, "num_free_blocks": 0}, 0.128 * 0.011 + 0.0055, 0.021),
     ],
 )
@@ -51,9 +51,9 @@ def test_queue_and_prefill_follow_the_measured_steps(
 )
 def test_the_adapter_comes_from_its_fastest_tier(tiers: dict[str, str], load_s: float) -> None:
     view = make_view(**tiers)  # type: ignore[arg-type]
-    ask = make_ask(adapter="a")
+    request = make_ask(adapter="a")
     assert adapter_load_s("a", view) == pytest.approx(load_s)
-    assert expected_ttft(ask, view).adapter_s == pytest.approx(load_s)
+    assert expected_ttft(request, view).adapter_s == pytest.approx(load_s)
 
 
 def test_an_adapter_is_loaded_while_the_queue_is_worked_off() -> None:
@@ -71,9 +71,9 @@ def test_an_adapter_that_another_request_brings_is_half_way_here() -> None:
 
 def test_cached_prefixes_need_no_prefill() -> None:
     view = make_view(prefixes=(11, 12, 13))
-    ask = make_ask(num_tokens=100, prefixes=(11, 12, 99))
-    assert view.num_cached_tokens(ask.prefixes) == 64
-    assert expected_ttft(ask, view).prefill_s == pytest.approx(0.01 + 36 * 0.0001)
+    request = make_ask(num_tokens=100, prefixes=(11, 12, 99))
+    assert view.num_cached_tokens(request.prefixes) == 64
+    assert expected_ttft(request, view).prefill_s == pytest.approx(0.01 + 36 * 0.0001)
 
 
 @pytest.mark.parametrize("held", range(9))
@@ -88,7 +88,7 @@ def test_what_was_placed_counts_until_the_engine_says_that_it_has_it() -> None:
     view.place(make_ask("a", num_tokens=500, num_sequences=2), 1.0)
     assert (view.queued_tokens, view.num_sequences, view.num_placed) == (500, 2, 1)
     assert expected_ttft(make_ask(), view).total_s > before + 0.05
-    view.place(make_ask("a", num_tokens=300), 1.0)  # tried again: once, as it is now
+    view.place(make_ask("a", num_tokens=300), 1.0)  # a retry: counted once, with its new size
     assert (view.queued_tokens, view.num_sequences) == (300, 1)
     view.unplace("a")
     view.unplace("a")
@@ -122,6 +122,8 @@ def test_who_measured_nothing_yet_is_as_good_as_the_others() -> None:
         view.on_disk = frozenset({"a"})
     new.observe(EngineLoad(), 2.0)
     new.on_disk = frozenset({"a"})
-    ask = make_ask(adapter="a")
-    assert expected_ttft(ask, new) == expected_ttft(ask, old) == expected_ttft(ask, other)
+    request = make_ask(adapter="a")
+    assert (
+        expected_ttft(request, new) == expected_ttft(request, old) == expected_ttft(request, other)
+    )
     assert adapter_load_s("a", new) == pytest.approx(0.02 + 0.14)

@@ -1,5 +1,5 @@
-"""What an ingress keeps of its engines: views that outlast Serve's and the stream's disorder, the
-newest decisions, and who is told of changes."""
+"""The routing state of an ingress: views that survive any order of Serve's reports and the stream's
+connections, the newest decisions, and the calls of listeners."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from engine.types import StepOutput
 from serve_app.api.explain import measured
 from serve_app.config import RouterArgs
 from serve_app.dispatch.migrations import Migrations
+from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import EngineOutcome
-from serve_app.routing import state as routing_state
-from serve_app.routing.connections import EngineConnections
+from serve_app.routing import state as routing
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.state import Registry, RoutingState
+from serve_app.routing.state import RoutingListener, RoutingState, RoutingStates
 from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
+from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.links import IngressLinks
 from serve_app.stream.server import StreamServer
 from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
@@ -32,41 +33,41 @@ from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
 
 
-def _meeting(*replica_ids: str) -> RoutingState:
-    meeting = Registry().meet("app")
-    meeting.views.set_limits(LIMITS)
-    meeting.keep(replica_ids)
-    return meeting
+def _state(*replica_ids: str) -> RoutingState:
+    state = RoutingStates().of("app")
+    state.views.set_limits(LIMITS)
+    state.set_replicas(replica_ids)
+    return state
 
 
 def test_replicas_come_and_go_and_the_others_keep_what_is_known() -> None:
     views = ReplicaViews(LIMITS)
-    assert views.keep(["a", "b"]) == (frozenset({"a", "b"}), frozenset())
+    assert views.set_replicas(["a", "b"])
     kept, before = views.get("b"), views.replicas
-    assert views.keep(["b", "a"]) == (frozenset(), frozenset())
+    assert not views.set_replicas(["b", "a"])
     assert views.replicas is before
-    assert views.keep(["b", "c"]) == (frozenset({"c"}), frozenset({"a"}))
+    assert views.set_replicas(["b", "c"])
     assert views.get("b") is kept
     assert [view.replica_id for view in views.replicas] == ["b", "c"]
 
 
 def test_an_engine_that_dialled_before_serve_told_of_it_loses_nothing() -> None:
-    registry = Registry()
-    early = registry.adopt("early")
+    states = RoutingStates()
+    early = states.attach("early")
     early.observe(make_load(adapters_on_device=("a",)), 1.0)
     early.change_prefixes((1, 2), (), is_whole=True)
-    meeting = registry.meet("app")
-    meeting.views.set_limits(LIMITS)
-    meeting.keep(["early", "late"])
-    assert meeting.views.get("early") is early
+    state = states.of("app")
+    state.views.set_limits(LIMITS)
+    state.set_replicas(["early", "late"])
+    assert state.views.get("early") is early
     assert early.limits == LIMITS
     assert early.num_cached_tokens((1, 2)) == 64
-    assert registry.adopt("late") is meeting.views.get("late")
+    assert states.attach("late") is state.views.get("late")
 
 
 def test_a_lost_connection_leaves_a_view_that_is_known_to_be_old() -> None:
     view = make_view(prefixes=(1,))
-    view.lose()
+    view.disconnect()
     assert not view.is_connected
     assert view.num_cached_tokens((1,)) == 0
     view.observe(make_load(), 2.0)
@@ -76,35 +77,34 @@ def test_a_lost_connection_leaves_a_view_that_is_known_to_be_old() -> None:
 def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    registry = Registry()
-    meeting = registry.meet("app")
-    meeting.views.set_limits(LIMITS)
-    router = threading.Thread(target=meeting.keep, args=(["e0"],))
+    states = RoutingStates()
+    state = states.of("app")
+    state.views.set_limits(LIMITS)
+    router = threading.Thread(target=state.set_replicas, args=(["e0"],))
 
     def slow_view(replica_id: str, limits: EngineLimits) -> ReplicaView:
-        """The router's thread runs between the look for a view and its making."""
+        """Lets the router's thread run between the look-up of a view and its construction."""
         monkeypatch.undo()
         router.start()
-        router.join(0.2)  # or it waits until the view is there
+        router.join(0.2)  # it may wait until the view exists
         return ReplicaView(replica_id, limits)
 
-    monkeypatch.setattr(routing_state, "ReplicaView", slow_view)
-    adopted = registry.adopt("e0")
+    monkeypatch.setattr(routing, "ReplicaView", slow_view)
+    adopted = states.attach("e0")
     router.join(10)
-    assert meeting.views.get("e0") is adopted
+    assert state.views.get("e0") is adopted
     assert adopted.limits == LIMITS
-    assert registry.adopt("e0") is adopted
+    assert states.attach("e0") is adopted
 
 
 async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> None:
-    server = StreamServer()
+    server = StreamServer(ViewFeed())
     await server.listen("127.0.0.1")
-    EngineConnections(server, lambda digest: None)
-    migrations = Migrations(server, routing_state, "i0", 10.0, 0.05)
-    meeting = routing_state.meet("app of an engine that was silent")
-    meeting.views.set_limits(LIMITS)
-    meeting.keep(["silent"])
-    view = meeting.views.get("silent")
+    migrations = Migrations(server, routing, "i0", 10.0, 0.05)
+    state = routing.routing_state("app of an engine that was silent")
+    state.views.set_limits(LIMITS)
+    state.set_replicas(["silent"])
+    view = state.views.get("silent")
     assert view is not None
     links = IngressLinks("silent", lambda *_: None, lambda _: None)
     await links.attend(server.address)
@@ -115,10 +115,10 @@ async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> Non
     assert not view.is_connected
     links.send(StepOutput((), IDLE, (4,), (3,)), {})
     await until(lambda: view.is_connected)
-    assert view.prefixes == {1, 2, 4} == links.news.prefixes
+    assert view.prefixes == {1, 2, 4} == links.snapshot.prefixes
     links.close()
     await until(lambda: not server.engines)
-    assert not view.prefixes  # its next connection brings them all
+    assert not view.prefixes  # its next connection sends all of them
     server.close()
 
 
@@ -142,49 +142,55 @@ def test_placing_from_two_threads_at_once_counts_right() -> None:
 def test_output_lengths_are_learned() -> None:
     view = make_view()
     for _ in range(200):
-        view.ended(1000)
+        view.record_length(1000)
     assert view.output_tokens == pytest.approx(1000, rel=0.01)
 
 
 def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
-    meeting, told = _meeting("a"), []
+    state = _state("a")
+    seen: list[list[str]] = []
 
-    def harm(came: frozenset[str], went: frozenset[str]) -> None:
+    def harm() -> None:
         raise RuntimeError("not mine")
 
-    meeting.listen(harm)
-    end = meeting.listen(lambda came, went: told.append((set(came), set(went))))
-    meeting.keep(["a", "b"])
-    meeting.keep(["a", "b"])
-    meeting.keep(["b"])
-    end()
-    meeting.keep([])
-    assert told == [({"b"}, set()), (set(), {"a"})]
+    def record() -> None:
+        seen.append([view.replica_id for view in state.views.replicas])
+
+    listener = RoutingListener(record, lambda _: None)
+    state.add_listener(RoutingListener(harm, lambda _: None))
+    state.add_listener(listener)
+    state.set_replicas(["a", "b"])
+    state.set_replicas(["a", "b"])
+    state.set_replicas(["b"])
+    state.remove_listener(listener)
+    state.set_replicas([])
+    assert seen == [["a", "b"], ["b"]]
 
 
 def test_a_placed_call_is_told_and_taken_back() -> None:
-    meeting, told = _meeting("a"), []
-    meeting.on_placed = lambda app_name, call_id: told.append((app_name, call_id))
-    ask = make_ask("call")
-    ranked = meeting.rank(ask)
-    meeting.decisions.add(ask, "a", ranked, "expected_ttft", 1.0, 2.0)
-    meeting.place(ask, "a")
-    view = meeting.views.get("a")
-    assert told == [("app", "call")]
+    state = _state("a")
+    placed: list[str] = []
+    state.add_listener(RoutingListener(lambda: None, placed.append))
+    request = make_ask("call")
+    ranked = state.rank(request)
+    state.decisions.add(request, "a", ranked, "expected_ttft", 1.0, 2.0)
+    state.place(request, "a")
+    view = state.views.get("a")
+    assert placed == ["call"]
     assert view is not None
     assert view.num_placed == 1
-    meeting.unplace("call")
-    meeting.unplace("nobody")
+    state.unplace("call")
+    state.unplace("nobody")
     assert view.num_placed == 0
 
 
 def test_a_policy_that_cannot_be_made_here_leaves_the_one_before() -> None:
-    meeting = _meeting("a", "b")
-    meeting.set_policy(RouterArgs(policy="round_robin"))
+    state = _state("a", "b")
+    state.set_policy(RouterArgs(policy="round_robin"))
     broken = RouterArgs.model_construct(policy="no:where", options={})
-    meeting.set_policy(broken)
-    assert meeting.policy_name == "round_robin"
-    assert meeting.rank(make_ask())
+    state.set_policy(broken)
+    assert state.policy_name == "round_robin"
+    assert state.rank(make_ask())
 
 
 def _ranked(view: ReplicaView) -> list[Ranked]:
@@ -196,8 +202,8 @@ def test_the_newest_decisions_are_kept_and_all_are_counted() -> None:
     has, lacks = make_view("has", device="a"), make_view("lacks")
     for number in range(1500):
         view = has if number % 3 else lacks
-        ask = make_ask(str(number), adapter="a")
-        decisions.add(ask, view.replica_id, _ranked(view), "expected_ttft", 1.0, 2.0)
+        request = make_ask(str(number), adapter="a")
+        decisions.add(request, view.replica_id, _ranked(view), "expected_ttft", 1.0, 2.0)
     decisions.add(make_ask("full"), "else", _ranked(has), "expected_ttft", 1.0, 2.0)
     decisions.add(make_ask("failed"), "has", [], "expected_ttft", 1.0, 2.0)
     assert decisions.reasons == {"home": 1500, "other": 1, "fallback": 1}
@@ -219,7 +225,7 @@ def test_the_parts_of_a_first_token_sum_to_its_time() -> None:
     decisions = Decisions()
     decisions.add(make_ask("call"), "r0", [], "expected_ttft", 10.5, 10.6)
     decisions.accepted("call", 0.2, "disk")
-    decisions.accepted("call", 9.9, "host")  # of a frame that came twice
+    decisions.accepted("call", 9.9, "host")  # a frame that arrived twice
     decisions.first_token("call", 0.3, 11.5)
     decisions.first_token("call", 0.4, 12.0)
     (decision,) = decisions.newest
@@ -240,19 +246,19 @@ def test_the_parts_of_a_first_token_sum_to_its_time() -> None:
 
 
 def test_the_usual_way_is_learned_and_a_few_that_took_long_move_it_little() -> None:
-    usual = BaseEstimates()
+    estimates = BaseEstimates()
     for number in range(400):
-        usual.learn_way(9.0 if number % 10 == 0 else 0.03)
-    assert usual.way_s == pytest.approx(0.03, rel=0.15)
+        estimates.learn_overhead(9.0 if number % 10 == 0 else 0.03)
+    assert estimates.overhead_s == pytest.approx(0.03, rel=0.15)
     for _ in range(400):
-        usual.learn_way(-0.001)
-    assert usual.way_s < 0.001
+        estimates.learn_overhead(-0.001)
+    assert estimates.overhead_s < 0.001
 
 
 def test_the_way_is_expected_of_every_replica_alike_and_decides_nothing() -> None:
     view = make_view("r0")
     before = expected_ttft(make_ask(), view)
-    view.usual.way_s = 0.02
+    view.estimates.overhead_s = 0.02
     after = expected_ttft(make_ask(), view)
     assert after.total_s == pytest.approx(before.total_s + 0.02)
     assert after.there_s == before.there_s
@@ -269,7 +275,7 @@ class _WarmHandle:
     def warm(self) -> _WarmHandle:
         return self
 
-    async def remote(self, adapter: object, ask: object) -> EngineOutcome:
+    async def remote(self, adapter: object, request: object) -> EngineOutcome:
         self.began_s.append(asyncio.get_running_loop().time())
         return self.outcome
 
@@ -283,15 +289,16 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
 
     async def run() -> None:
         adapter = cast(Any, SimpleNamespace(name="pirate", rank=8))
-        attendance = EngineConnections(StreamServer(), lambda digest: adapter)
-        attendance.enter("app of a lost adapter", "base", cast(Any, handle), LIMITS)
-        attendance.start()
+        base = SimpleNamespace(app_name="app of a lost adapter", handle=handle)
+        models = SimpleNamespace(handles=[base], num_ingresses=1, find_adapter=lambda _: adapter)
+        warm_ups = WarmUps(cast(Any, models))
+        warm_ups.start()
         for outcome in ("the files are gone", "the store is down", "", "the files are gone"):
             handle.outcome, handle.began_s = EngineOutcome("e0", not outcome, outcome), []
             await asyncio.sleep(600.0)
             calls.append(handle.began_s)
-        assert attendance._task is not None
-        attendance._task.cancel()
+        assert warm_ups._task is not None
+        warm_ups._task.cancel()
 
     loop = VirtualLoop(0)
     try:
@@ -303,7 +310,7 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
     assert gaps_s[0] < 3.0
     assert 60.0 <= gaps_s[-1] < 62.0
     assert max(len(first), len(second)) < 20
-    assert len(third) > 300  # what is wanted again and again and succeeds has no pause
+    assert len(third) > 300  # repeated warm-ups that succeed have no pause
     assert len(fourth) < 20
     warned = [record.getMessage().split(": ")[1] for record in caplog.records]
     assert warned == ["the files are gone", "the store is down", "the files are gone"]

@@ -1,4 +1,4 @@
-"""Engine replicas follow the load on a real Serve, with paced engines: one, two, and one again."""
+"""Engine replicas follow the load on a real Serve, with paced engines: 1, 2, and 1 again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wait_for(client: httpx.Client, replicas: int) -> None:
 
 
 async def stream(client: httpx.AsyncClient, number: int, max_tokens: int) -> str:
-    """The text, once it ended as it should."""
+    """Returns the text, after checking that it ended as it should."""
     body = {
         "model": RIG_BASE,
         "prompt": f"stream {number:03d} ",
@@ -96,7 +96,7 @@ async def _load(rig: Rig, watcher: httpx.Client) -> None:
     async with httpx.AsyncClient(base_url=rig.url, timeout=120) as client:
         many = [asyncio.create_task(stream(client, i, MANY)) for i in range(2 * ROWS)]
         await asyncio.to_thread(wait_for, watcher, 2)
-        # On both; they last until after one of these is told to go.
+        # On both replicas; they last until after Serve has told one replica to stop.
         long = [asyncio.create_task(stream(client, 100 + i, LONG)) for i in range(2)]
         texts = await asyncio.gather(*many, *long)
     for number, text in zip([*range(2 * ROWS), 100, 101], texts, strict=True):

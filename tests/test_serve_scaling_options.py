@@ -1,4 +1,4 @@
-"""Autoscaling from the file to Serve's options, and what Serve's status says of replicas."""
+"""Autoscaling from the file to Serve's options, and the replicas in Serve's status."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_replicas_without_room_are_told_of_in_words() -> None:
     assert lack_in_words(app(message=NO_ROOM, RUNNING=1, STARTING=2)) == (
         '2 of 3 replicas wait for a node with {"GPU": 1.0} free'
     )
-    assert lack_in_words(app(message=NO_ROOM, RUNNING=3)) == ""  # old news
+    assert lack_in_words(app(message=NO_ROOM, RUNNING=3)) == ""  # an outdated message
     assert lack_in_words(app(message="", RUNNING=1, STARTING=2)) == ""
 
 

@@ -1,4 +1,4 @@
-"""How many replicas a base gets: the need by tables, the decision over time by simulation."""
+"""The number of replicas of a base: the need by tables, the decision over time by simulation."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def base(*replicas: ReplicaSample, requests: float = 0, unsent: float = 0) -> Ba
     ("sample", "resource", "replicas"),
     [
         (base(IDLE, IDLE), "time", 0.0),
-        # 20,000 tokens a second are 2 s of work a second, a replica is full at 0.8.
+        # 20,000 tokens per second are 2 s of work per second; a replica is full at 0.8.
         (base(replace(IDLE, arriving_tokens_per_s=20_000)), "time", 2.5),
-        # 20 rows in steps of 20 + 20 ms draw 500 tokens a second; in steps with all 64 rows one
-        # takes 20 / 64 + 1 ms: 0.656 s a second.
+        # 20 rows in steps of 20 + 20 ms decode 500 tokens per second; in steps with all 64 rows a
+        # token needs 20 / 64 + 1 ms: 0.656 s per second.
         (
             base(replace(IDLE, num_running=20, step_fixed_s=0.02, step_sequence_s=0.001)),
             "time",
             0.656 / 0.8,
         ),
-        # The memory holds 25 of them: one takes 20 / 25 + 1 ms.
+        # The memory holds 25 sequences: a token needs 20 / 25 + 1 ms.
         (
             base(
                 replace(
@@ -63,7 +63,7 @@ def base(*replicas: ReplicaSample, requests: float = 0, unsent: float = 0) -> Ba
             "time",
             0.9 / 0.8,
         ),
-        # Half of the time goes into 5,000 prompt tokens a second, the other half draws 250.
+        # Half of the time goes into 5,000 prompt tokens per second, the other half decodes 250.
         (
             base(
                 replace(
@@ -77,7 +77,7 @@ def base(*replicas: ReplicaSample, requests: float = 0, unsent: float = 0) -> Ba
             "time",
             (0.5 + 0.328) / 0.8,
         ),
-        # Twice as many are refused as go.
+        # Twice as many are refused as sent.
         (
             base(
                 replace(IDLE, arriving_tokens_per_s=8000, sent_per_s=5, refused_per_s=10),
@@ -88,15 +88,15 @@ def base(*replicas: ReplicaSample, requests: float = 0, unsent: float = 0) -> Ba
         ),
         (base(replace(IDLE, num_running=57.6, sent_per_s=1, refused_per_s=2)), "rows", 3.0),
         (base(replace(IDLE, num_running=57.6, sent_per_s=1, refused_per_s=1e6)), "rows", 16.0),
-        (base(replace(IDLE, num_running=57.6, refused_per_s=5)), "rows", 1.0),  # none went
+        (base(replace(IDLE, num_running=57.6, refused_per_s=5)), "rows", 1.0),  # none was sent
         (base(replace(IDLE, kv_usage=0.85, sent_per_s=1, refused_per_s=1)), "kv", 2.0),
-        # 11 s of work are waiting; in 10 s all but 1 s a replica is to be done.
+        # 11 s of work are waiting; in 10 s all but 1 s per replica must be done.
         (base(replace(IDLE, queued_tokens=110_000)), "ttft", 1.0),
         (base(replace(IDLE, queued_tokens=110_000), IDLE), "ttft", 1.0),
         (base(replace(IDLE, backlog_tokens=440_000), replace(IDLE)), "ttft", 4.0),
-        # 10 s of it, and 2 s of work that each second brings.
+        # 10 s of work, and 2 s of work that arrive each second.
         (base(replace(IDLE, queued_tokens=130_000, arriving_tokens_per_s=20_000)), "ttft", 3.0),
-        # A full step decodes beside its prompts: 8192 tokens take 0.82 s and 0.41 s.
+        # A full step also decodes: 8192 tokens need 0.82 s and 0.41 s.
         (
             base(
                 replace(
@@ -113,7 +113,7 @@ def base(*replicas: ReplicaSample, requests: float = 0, unsent: float = 0) -> Ba
         (base(replace(IDLE, num_running=57.6)), "rows", 1.0),
         (base(replace(IDLE, num_running=57.6, num_waiting=57.6), IDLE), "rows", 2.0),
         (base(replace(IDLE, num_running=57.6), unsent=57.6), "rows", 2.0),
-        (base(IDLE, requests=172.8), "rows", 3.0),  # they load their adapters
+        (base(IDLE, requests=172.8), "rows", 3.0),  # waiting for their adapters
         (base(replace(IDLE, num_running=57.6, backlog_requests=115.2)), "rows", 3.0),
         (base(replace(IDLE, kv_usage=0.85), replace(IDLE, kv_usage=0.85)), "kv", 2.0),
         (base(replace(IDLE, kv_usage=0.85, queued_tokens=85_000)), "kv", 2.0),
@@ -142,10 +142,10 @@ def test_a_step_is_followed_at_once_upward_and_slowly_downward(
     world.run(30, constant(3000))
     assert world.orders == [1]
     world.run(5, constant(45_000))  # 4.5 replicas' work
-    assert world.ordered >= 4  # one order, no climbing stairs
+    assert world.ordered >= 4  # in a single order, not step by step
     world.run(55, constant(45_000))
     assert world.history[-1][3] <= ARGS.target_ttft_s
-    assert 6 <= max(world.orders) <= 14  # full at 0.8, and more for the queue that had grown
+    assert 6 <= max(world.orders) <= 14  # full at 0.8, and more for the grown queue
     world.run(600, constant(45_000))
     assert world.ordered in (6, 7)
     began = len(world.history)
@@ -192,7 +192,7 @@ def test_noise_moves_nothing(seed: int) -> None:
 
 def test_sequences_that_stay_long_get_rows() -> None:
     world = World(ARGS, row_s=30.0)
-    world.run(300, constant(15_000))  # 15 a second, 450 at a time, 57.6 a replica
+    world.run(300, constant(15_000))  # 15 per second, 450 at a time, 57.6 per replica
     assert world.ordered == 8
 
 
@@ -303,7 +303,7 @@ def test_options_that_nobody_knows_leave_the_replicas_alone() -> None:
 
 
 def test_the_policy_works_in_a_process_that_has_none_of_our_modules() -> None:
-    """Serve's controller unpickles it; what it imported from here would be missing there."""
+    """The policy must unpickle in Serve's controller, where the product's modules are missing."""
     policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
         policy_function="serve_app.autoscaling.policy:EngineScalingPolicy", policy_kwargs=POLICY
     )

@@ -1,4 +1,4 @@
-"""What a replica reports to the autoscaling policy, and how it hears of the ingresses' queues."""
+"""The report of a replica to the autoscaling policy, and the way of the backlog to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_arriving_tokens_are_those_that_the_prefix_cache_lacked() -> None:
 def test_a_backlog_is_reported_until_nobody_tells_of_it_any_more() -> None:
     clock = Clock()
     stats = ScalingStats(LIMITS, clock)
-    stats.hear(Backlog(7, 900))
+    stats.set_backlog(Backlog(7, 900))
     found = stats.sample(EngineLoad())
     assert (found["backlog_requests"], found["backlog_tokens"]) == (7, 900)
     clock.now_s += 6.0
@@ -84,9 +84,8 @@ def test_the_manager_adds_up_what_waits_in_all_ingresses() -> None:
 def test_an_ingress_reports_what_its_queue_says() -> None:
     activity = Activity()
     activity.enter("b" * 64)
-    (quiet,) = activity.report()
-    activity.backlog = lambda digest: Backlog(2, 50) if digest == "b" * 64 else Backlog()
-    (busy,) = activity.report()
+    (quiet,) = activity.report(lambda _: Backlog())
+    (busy,) = activity.report({"b" * 64: Backlog(2, 50)}.__getitem__)
     assert (quiet.backlog, busy) == (Backlog(), replace(quiet, backlog=Backlog(2, 50)))
 
 

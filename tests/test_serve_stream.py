@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ from serve_app.messages import StreamAddress
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.openai.engine_params import MAX_LOGPROB_ENTRIES
 from serve_app.replica.engine_actor import EngineHost
+from serve_app.stream import server as stream_server
 from serve_app.stream.client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
+from serve_app.stream.links import IngressLinks
 from serve_app.stream.server import StreamServer, TokenStream
 from serve_app.stream.snapshot import EngineSnapshot
 from serve_app.stream.wire import (
@@ -40,6 +43,7 @@ from serve_app.stream.wire import (
     encode_frame,
 )
 from tests.fakes_engine import PacedEngine
+from tests.routing_factory import EngineEvents
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Rig:
     engine: PacedEngine
     host: EngineHost
     server: StreamServer
+    events: EngineEvents
 
     def submit(self, *requests: Request) -> asyncio.Task[None]:
         call = self.host.submit(requests, self.server.address, None)
@@ -59,11 +64,12 @@ async def running_rig(
 ) -> AsyncIterator[Rig]:
     engine = engine or PacedEngine(rate=rate)
     host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16, 0))
-    server = StreamServer()
+    events = EngineEvents()
+    server = StreamServer(events)
     await server.listen("127.0.0.1", encrypt=encrypt)
     host.start()
     try:
-        yield Rig(engine, host, server)
+        yield Rig(engine, host, server, events)
     finally:
         host.stop()
         server.close()
@@ -83,7 +89,7 @@ async def read_all(stream: TokenStream, num_choices: int = 1) -> list[TokenOutpu
 
 
 def sample(rig: Rig, name: str, reason: str | None = None) -> float:
-    """Of the engine's metrics. `reason`: its label `finished_reason`."""
+    """Returns a value of the engine's metrics. `reason`: its label `finished_reason`."""
     lines = rig.host._metrics.text().decode().splitlines()
     label = "" if reason is None else f'finished_reason="{reason}"'
     (line,) = [line for line in lines if line.startswith(name + "{") and label in line]
@@ -144,7 +150,7 @@ async def test_a_refused_request_fails_the_call_and_aborts_its_companions() -> N
 
 
 class LongStepEngine(PacedEngine):
-    """Admits a request at once and says so after the step under way, which `step_ended` ends."""
+    """Admits a request at once and reports it after the step under way, which `step_ended` ends."""
 
     def __init__(self) -> None:
         super().__init__(rate=500.0)
@@ -257,9 +263,8 @@ async def test_an_engine_whose_loop_ends_fails_every_call() -> None:
 
 
 async def attended(rig: Rig) -> list[Step]:
-    """The frames from now on."""
-    frames: list[Step] = []
-    rig.server.on_frame = lambda _, frame: frames.append(frame)
+    """Returns a list that gets the frames from now on."""
+    frames = rig.events.frames = []
     await rig.host.attend(rig.server.address)
     return frames
 
@@ -269,8 +274,7 @@ async def test_an_ingress_that_asked_is_told_of_every_step_and_of_the_end() -> N
         other = StreamServer()
         await other.listen("127.0.0.1")
         stream = other.open(["r"])
-        frames, lost = await attended(rig), list[str]()
-        rig.server.on_lost = lost.append
+        frames, lost = await attended(rig), rig.events.lost
         await until(lambda: bool(frames))
         assert rig.server.engines == {"e0"}
         call = asyncio.create_task(rig.host.submit([new_request()], other.address, None))
@@ -461,7 +465,7 @@ async def test_a_connection_without_a_handshake_is_closed_as_one_without_a_hello
 
 
 async def test_tls_begins_on_uvloop_too() -> None:
-    """Serve runs the ingress on it."""
+    """Runs the test on uvloop, as Serve runs the ingress."""
     uvloop = pytest.importorskip("uvloop")
 
     async def check() -> None:
@@ -536,7 +540,7 @@ def test_frames_survive_any_cut_of_the_bytes() -> None:
         assert [decode_frame(payload) for payload in payloads] == frames
 
 
-NO_UTF8 = b"\x94\x00\xa1\xff\xa2e0\xa1k"  # a hello whose token is the byte 255
+NO_UTF8 = b"\x94\x00\xa1\xff\xa2e0\xa1k"  # a Hello whose token is the byte 255
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x93\x00", b"\x92\x09\x01", b"junk", b"\x80", NO_UTF8])
@@ -572,13 +576,13 @@ class StuckTransport(asyncio.Transport):
 async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineSnapshot]:
     server = StreamServer()
     await server.listen("127.0.0.1")
-    news = EngineSnapshot()
-    link = IngressLink(server.address, "e0", "key", news, lambda *_: None, lambda _: None)
+    snapshot = EngineSnapshot()
+    link = IngressLink(server.address, "e0", "key", snapshot, lambda *_: None, lambda _: None)
     transport = StuckTransport()
     link.connection_made(transport)
-    link.tell_whole()
+    link.send_full_state()
     server.close()
-    return link, transport, news
+    return link, transport, snapshot
 
 
 def steps_of(transport: StuckTransport) -> list[Step]:
@@ -591,10 +595,10 @@ def step(*outputs: TokenOutput, **load: int | tuple[str, ...]) -> StepOutput:
 
 
 async def test_what_a_slow_ingress_missed_comes_as_one_frame() -> None:
-    link, transport, news = await stuck_link()
+    link, transport, snapshot = await stuck_link()
     link.pause_writing()
     for offset in range(10):
-        news.observe(
+        snapshot.observe(
             replace(
                 step(num_steps=offset), cached_prefixes=(offset,), evicted_prefixes=(offset - 3,)
             )
@@ -602,28 +606,28 @@ async def test_what_a_slow_ingress_missed_comes_as_one_frame() -> None:
         if offset == 4:
             link.accept(Accepted("r", 0.5, "disk"))
         link.send([TokenOutput("r", 0, offset, (1,))])
-    assert len(steps_of(transport)) == 1  # of its beginning
+    assert len(steps_of(transport)) == 1  # the first frame
     link.resume_writing()
     _, frame = steps_of(transport)
     assert [output.offset for output in frame.outputs] == list(range(10))
     assert frame.load.num_steps == 9
     assert frame.accepted == (Accepted("r", 0.5, "disk"),)
-    assert set(frame.cached_prefixes) == {7, 8, 9} == news.prefixes
+    assert set(frame.cached_prefixes) == {7, 8, 9} == snapshot.prefixes
     assert not frame.is_whole
     link.send()
     assert steps_of(transport)[-1].outputs == ()
 
 
 async def test_a_request_is_told_of_with_a_load_that_counts_it() -> None:
-    link, transport, news = await stuck_link()
-    news.observe(step(num_waiting=0))
+    link, transport, snapshot = await stuck_link()
+    snapshot.observe(step(num_waiting=0))
     link.accept(Accepted("r", 0.0, ""))
     link.send(is_step=False)  # a heartbeat while a long step runs
-    link.tell_whole()
+    link.send_full_state()
     assert [frame.accepted for frame in steps_of(transport)] == [(), (), ()]
-    news.observe(step(num_waiting=1))
+    snapshot.observe(step(num_waiting=1))
     link.send()
-    news.observe(step(num_waiting=1))
+    snapshot.observe(step(num_waiting=1))
     link.send()
     *_, told, later = steps_of(transport)
     assert (told.accepted, told.load.num_waiting) == ((Accepted("r", 0.0, ""),), 1)
@@ -631,28 +635,28 @@ async def test_a_request_is_told_of_with_a_load_that_counts_it() -> None:
 
 
 async def test_changes_that_outgrow_the_whole_are_replaced_by_it() -> None:
-    link, transport, news = await stuck_link()
+    link, transport, snapshot = await stuck_link()
     link.pause_writing()
     for first in range(0, 4 * MIN_MERGED, 64):
         chunk = tuple(range(first, first + 64))
-        news.observe(replace(step(), cached_prefixes=chunk, evicted_prefixes=chunk[8:]))
+        snapshot.observe(replace(step(), cached_prefixes=chunk, evicted_prefixes=chunk[8:]))
         link.send()
     link.resume_writing()
     frame = steps_of(transport)[-1]
     assert frame.is_whole
-    assert set(frame.cached_prefixes) == news.prefixes
+    assert set(frame.cached_prefixes) == snapshot.prefixes
     assert frame.evicted_prefixes == ()
 
 
 async def test_the_first_frame_has_the_whole_and_the_next_ones_the_changes() -> None:
-    link, transport, news = await stuck_link()
-    news.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(1, 2)))
-    news.note_disk(("a", "b"), 0.25, 3.0)
+    link, transport, snapshot = await stuck_link()
+    snapshot.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(1, 2)))
+    snapshot.note_disk(("a", "b"), 0.25, 3.0)
     link.send()
-    link.tell_whole()
-    news.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(3,)))
+    link.send_full_state()
+    snapshot.observe(replace(step(adapters_on_device=("a",)), cached_prefixes=(3,)))
     link.send()
-    news.observe(replace(step(adapters_on_device=("c",)), evicted_prefixes=(1,)))
+    snapshot.observe(replace(step(adapters_on_device=("c",)), evicted_prefixes=(1,)))
     link.send([TokenOutput("r", 0, 0, (1,))])
     first, changed, whole, third, last = steps_of(transport)
     assert (first.is_whole, first.cached_prefixes, first.adapters_on_disk) == (True, (), ())
@@ -669,30 +673,30 @@ async def test_the_first_frame_has_the_whole_and_the_next_ones_the_changes() -> 
 
 @pytest.fixture
 def max_frame_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Small, so that outputs of a few KiB are large."""
+    """Lowers the bounds, so that outputs of a few KiB are large."""
     monkeypatch.setattr("serve_app.stream.client.MAX_FRAME_BYTES", 16 * 1024)
     return 16 * 1024
 
 
 def large_output(request_id: str, offset: int = 0, num_positions: int = 16) -> TokenOutput:
-    """About 5 KiB, or 0.3 KiB a position."""
+    """Returns an output of about 5 KiB, or 0.3 KiB per position."""
     entry = TokenLogprobs(12345, -1.25, 1, tuple((rank, -1.5 - rank) for rank in range(20)))
     return TokenOutput(request_id, 0, offset, (1,), prompt_logprobs=(entry,) * num_positions)
 
 
 def frame_bytes(transport: StuckTransport) -> int:
-    """The length of the longest frame."""
+    """Returns the length of the longest frame."""
     return max(len(data) for data in transport.written)
 
 
 async def test_what_waits_for_a_slow_ingress_goes_out_in_frames_of_a_bounded_size(
     max_frame_bytes: int,
 ) -> None:
-    link, transport, news = await stuck_link()
+    link, transport, snapshot = await stuck_link()
     link.pause_writing()
     link.accept(Accepted("r", 0.0, ""))
     for offset in range(10):
-        news.observe(replace(step(num_steps=offset), cached_prefixes=(offset,)))
+        snapshot.observe(replace(step(num_steps=offset), cached_prefixes=(offset,)))
         link.send([large_output("r", offset)])
     link.resume_writing()
     _, *frames = steps_of(transport)
@@ -707,22 +711,22 @@ async def test_what_waits_for_a_slow_ingress_goes_out_in_frames_of_a_bounded_siz
 
 
 async def test_a_slow_ingress_gets_one_frame_at_a_time(max_frame_bytes: int) -> None:
-    link, transport, news = await stuck_link()
+    link, transport, snapshot = await stuck_link()
     link.pause_writing()
-    news.observe(step())
+    snapshot.observe(step())
     link.send([large_output("r", offset) for offset in range(9)])
     num_told = len(steps_of(transport))
 
     class Stuck(StuckTransport):
         def write(self, data: bytes | bytearray | memoryview) -> None:
             transport.write(data)
-            link.pause_writing()  # as a transport does whose buffer is full
+            link.pause_writing()  # as a transport with a full buffer does
 
     link._transport = Stuck()
     for num_frames in range(1, 4):
         link.resume_writing()
         assert len(steps_of(transport)) == num_told + num_frames
-    link.send([large_output("r", 9)])  # behind what waits
+    link.send([large_output("r", 9)])  # behind the waiting outputs
     while link._waiting:
         link.resume_writing()
     told = [output.offset for frame in steps_of(transport) for output in frame.outputs]
@@ -733,8 +737,8 @@ async def test_a_slow_ingress_gets_one_frame_at_a_time(max_frame_bytes: int) -> 
 async def test_the_large_outputs_of_one_step_go_out_in_frames_of_a_bounded_size(
     max_frame_bytes: int,
 ) -> None:
-    link, transport, news = await stuck_link()
-    news.observe(step())
+    link, transport, snapshot = await stuck_link()
+    snapshot.observe(step())
     link.send([large_output(f"r{number}") for number in range(9)])
     names = [output.request_id for frame in steps_of(transport) for output in frame.outputs]
     assert names == [f"r{number}" for number in range(9)]
@@ -765,7 +769,7 @@ async def test_a_burst_of_large_outputs_beside_a_slow_ingress_costs_no_other_str
         connection._transport.pause_reading()
         (link,) = rig.host._links._links.values()
         num_sent = 0
-        while len(link._waiting) < 15:  # the sockets' buffers come first
+        while len(link._waiting) < 15:  # the sockets' buffers fill first
             link.send([large_output("burst", num_sent, num_positions=1000)])
             num_sent += 1
             await asyncio.sleep(0)
@@ -807,9 +811,9 @@ async def test_an_ingress_that_never_reads_is_cut_off_at_the_bound_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("serve_app.stream.client.MAX_WAITING_BYTES", 12 * 1024)
-    link, transport, news = await stuck_link()
+    link, transport, snapshot = await stuck_link()
     link.pause_writing()
-    news.observe(step())
+    snapshot.observe(step())
     link.send([large_output("r", offset) for offset in range(2)])
     assert not transport.is_aborted
     link.send([large_output("r", 2)])
@@ -827,7 +831,7 @@ async def test_a_link_that_ends_right_behind_its_dialling_takes_no_request(
         async def dial_and_lose(address: StreamAddress) -> IngressLink:
             link = await dial(address)
             assert link._transport is not None
-            link._transport.abort()  # `connection_lost` comes before who waits for the dialling
+            link._transport.abort()  # `connection_lost` precedes the dialling's waiters
             return link
 
         monkeypatch.setattr(rig.host._links, "_dial", dial_and_lose)
@@ -840,3 +844,27 @@ async def test_a_link_that_ends_right_behind_its_dialling_takes_no_request(
         call = rig.submit(new_request("again"))
         assert len(await read_all(again)) == 5
         await asyncio.wait_for(call, 10)
+
+
+async def test_only_the_engines_lost_most_recently_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_server, "_MAX_LOST", 2)
+    events = EngineEvents()
+    server = StreamServer(events)
+    await server.listen("127.0.0.1")
+    for name in ("e0", "e1", "e2", "e1"):  # e1 comes back
+        links = IngressLinks(name, lambda *_: None, lambda _: None)
+        monkeypatch.setattr(links, "_engine_key", f"the key of {name}")
+        await links.attend(server.address)
+        await until(lambda name=name: name in server.engines)  # type: ignore[misc]
+        num_lost = len(events.lost)
+        assert not server.has_lost(name, time.monotonic())
+        links.close()
+        await until(lambda num_lost=num_lost: len(events.lost) > num_lost)  # type: ignore[misc]
+    assert events.lost == ["e0", "e1", "e2", "e1"]
+    now_s = time.monotonic()
+    assert [server.has_lost(name, now_s) for name in ("e0", "e1", "e2")] == [False, True, True]
+    assert list(server._lost_s) == ["e2", "e1"]
+    assert set(server._keys) == {"e1", "e2"}
+    server.close()

@@ -6,21 +6,20 @@ import asyncio
 import logging
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from ray.serve.handle import DeploymentHandle
 
 from engine.types import StepOutput
 from serve_app import tasks
 from serve_app.canary.arm_stats import ArmStats
-from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.activity import CountsReporter
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.replica import engine_actor
 from serve_app.replica.engine_actor import EngineHost
 from serve_app.tasks import check_running, failures_text, keep, share, spawn
 from tests.fakes_engine import PacedEngine
+from tests.ingress_app import make_gateway
 from tests.waiting import until
 
 
@@ -143,11 +142,10 @@ async def test_an_ingress_whose_report_cannot_be_made_reports_again(
             return ()
 
     manager = FakeManager()
-    gateway = Gateway(cast("DeploymentHandle[object]", manager), "ingress")
+    gateway = make_gateway(manager)
     gateway.arms = FailingArms()
-    gateway.counts.render = lambda: b""
     with caplog.at_level(logging.ERROR):
-        gateway.start()
+        gateway.start(CountsReporter("i0", lambda: b""))
         await until(lambda: manager.num_reports > 0)
     assert "the task report failed" in caplog.text
     assert gateway.is_healthy

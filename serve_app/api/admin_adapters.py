@@ -33,7 +33,7 @@ router = APIRouter(
 @router.get("")
 async def list_adapters(request: Request) -> Response:
     gateway = state_of(request).gateway
-    view, fronts = _view(gateway), gateway.fronts
+    view, fronts = _view(gateway), gateway.handles
     answers = await asyncio.gather(*(list_replicas(front) for front in fronts))
     replicas = {front.base.digest: found for front, found in zip(fronts, answers, strict=True)}
     defaults = {

@@ -18,10 +18,10 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import engine_requests, read_prompts
 from serve_app.openai.json_body import parse_body
-from serve_app.routing import state as routing_state
 from serve_app.routing.policy import Ranked
 from serve_app.routing.request import make_routing_request
 from serve_app.routing.score import Terms
+from serve_app.routing.state import routing_state
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
 
@@ -35,7 +35,7 @@ async def route(request: Request) -> Response:
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
     tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
     handle, routing = _routing_request(state, body, session_key(request, body), tenant)
-    app = routing_state.meet(handle.app_name)
+    app = routing_state(handle.app_name)
     ranked = app.rank(routing) if app.views.replicas else []
     return json_response(
         {
@@ -53,7 +53,7 @@ async def decisions(request: Request) -> Response:
     """Returns the decisions of this ingress, for each base the newest first."""
     lines = [
         {"application": app.app_name, "age_s": time.time() - each.chosen_s, **asdict(each)}
-        for app in state_of(request).gateway.attendance.meetings
+        for app in state_of(request).gateway.connections.states
         for each in reversed(app.decisions.newest)
     ]
     return json_response({"decisions": lines})
@@ -66,7 +66,7 @@ def _routing_request(
     handle, resolution = state.gateway.resolve(body.model)
     adapter, limits = resolution.adapter, handle.description.limits
     prompts = read_prompts(body, handle.text, limits)
-    salt = state.queues.cache_salt(tenant, body.cache_salt)
+    salt = state.gateway.cache_salt(tenant, body.cache_salt)
     requests = engine_requests(
         body, prompts, adapter, limits, defaults=handle.defaults, cache_salt=salt
     )

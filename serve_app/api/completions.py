@@ -84,10 +84,10 @@ async def _complete(
             queue.check(routing(()))
             prompts = await _prompts(state, body, raw, route.handle)
             del raw  # a thousand requests may wait for an engine
-            salt = state.queues.cache_salt(tenant, body.cache_salt)
+            salt = state.gateway.cache_salt(tenant, body.cache_salt)
             requests = _engine_requests(body, prompts, route, arrival_s, salt)
             prepared = PreparedRequest(
-                state.gateway.lane(route.handle),
+                state.gateway.call_parameters(route.handle),
                 route.handle.text,
                 body,
                 _head(body, route.resolution),

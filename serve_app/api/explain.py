@@ -19,8 +19,8 @@ from fastapi import Request
 
 from serve_app.api.admin_auth import is_admin
 from serve_app.dispatch.completion import PreparedRequest
-from serve_app.routing import state as routing_state
 from serve_app.routing.decisions import Decision
+from serve_app.routing.state import routing_state
 
 HEADER = "x-loraplex-explain"
 _UNAUTHORIZED = {HEADER: "needs the admin token"}
@@ -79,7 +79,7 @@ def explain_headers(
     if not is_admin(http):
         return _UNAUTHORIZED
     app_name, call_id = prepared.parameters.app_name, prepared.routing.call_id
-    decision = routing_state.meet(app_name).decisions.get(call_id)
+    decision = routing_state(app_name).decisions.get(call_id)
     if decision is None or not first_s:
         return {}
     parts = measured(decision, arrival_s, fair_s, first_s)

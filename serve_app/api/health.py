@@ -8,10 +8,13 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
 
-from serve_app.api.state import IngressState, state_of
+from serve_app.api.state import state_of
 from serve_app.canary.metrics import arms_text
+from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.shadow import Shadows
 from serve_app.http.asgi import json_response
 from serve_app.metrics.exposition import join_texts
+from serve_app.metrics.ingress import IngressMetrics
 from serve_app.tasks import failures_text
 
 router = APIRouter()
@@ -46,7 +49,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Returns the metrics of all ingresses, engines and the manager, in Prometheus' text format."""
     state = state_of(request)
-    text = await state.scrape.text(state.gateway, state.args.metrics_max_age_s)
+    text = await state.scrape.text(state.args.metrics_max_age_s)
     return Response(text, media_type=_METRICS_TYPE)
 
 
@@ -55,20 +58,15 @@ async def get_version() -> Response:
     return json_response({"version": version("loraplex")})
 
 
-def own_metrics(state: IngressState) -> bytes:
+def own_metrics(metrics: IngressMetrics, gateway: Gateway, shadows: Shadows) -> bytes:
     """Returns the metrics of this ingress replica."""
-    gateway, shadows, ingress = state.gateway, state.shadows, state.metrics.ingress
+    own = metrics.text(gateway.stream.num_open, gateway.connections.routed())
     num_rollbacks = () if gateway.view is None else gateway.view.canary.num_rollbacks
-    arms = gateway.arms.counts()
-    return join_texts(
-        (
-            state.metrics.text(gateway.stream.num_open, gateway.attendance.routed()),
-            gateway.migrations.metrics.text(),
-            arms_text(ingress, arms, num_rollbacks, shadows.num_open, shadows.num_dropped),
-            state.queues.stats.text(),
-            failures_text({"process": "ingress", "ingress": ingress}),
-        )
-    )
+    counts = gateway.arms.counts()
+    arms = arms_text(metrics.ingress, counts, num_rollbacks, shadows.num_open, shadows.num_dropped)
+    tasks = failures_text({"process": "ingress", "ingress": metrics.ingress})
+    migrations, queues = gateway.migrations.metrics.text(), gateway.queues.stats.text()
+    return join_texts((own, migrations, arms, queues, tasks))
 
 
 def _status(is_good: bool, word: str) -> Response:

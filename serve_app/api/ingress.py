@@ -1,7 +1,7 @@
-"""The ingress deployment: FastAPI on Serve, one process of the front.
+"""The ingress deployment: FastAPI on Serve. Constructs the parts of an ingress process and its ASGI
+application; the routes are in the other files of this folder.
 
-Puts the routes together; the work is in `*_routes`, `completions`, `gateway` and `asgi`.
-Every answer, also to nonsense, has OpenAI's shape.
+Every response, including errors for malformed requests, has OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from serve_app.api import (
     tokenize,
     webhook,
 )
+from serve_app.api.scrape import Scrape, collect
 from serve_app.api.state import IngressState
 from serve_app.autoscaling.options import ingress_scaling
 from serve_app.config import FairnessArgs, IngressArgs, log_format
+from serve_app.dispatch.activity import CountsReporter
+from serve_app.dispatch.assembly import make_gateway
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.shadow import Shadows
+from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.errors import SHOULD_RETRY, OverloadedError, should_retry_of
 from serve_app.http.arrivals import Arrivals, check_header_size
 from serve_app.http.asgi import (
@@ -50,18 +53,18 @@ from serve_app.logs import install_in_replica
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.queue import QueueStats
 from serve_app.ray_network import keep_to_loopback
-from serve_app.routing import state as routing_state
 from serve_app.text_workers.pool import TextPool
 
 logger = logging.getLogger(__name__)
 
-# For health, metrics, operators' orders, and for telling those beyond the limit that they are.
+# Headroom for health, metrics, admin calls and 429 responses.
 _RESERVED_REQUESTS = 128
 _BOUNDED_PATHS = frozenset((*completions.PATHS, *tokenize.PATHS))
 
 
 class MetricsMiddleware:
-    """Outermost: counts answers by route and clients that leave, and answers every exception."""
+    """The outermost middleware: counts responses by route and clients that leave, and turns every
+    exception into a response."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -79,8 +82,8 @@ class MetricsMiddleware:
             if status is None and message["type"] == "http.response.start":
                 status = message["status"]
                 if status >= 400:
-                    _say_whether_to_retry(message)
-                route = scope.get("route")  # the pattern; a client's path would be unbounded
+                    _add_retry_header(message)
+                route = scope.get("route")  # the pattern, because clients' paths are unbounded
                 self._metrics.answered(getattr(route, "path", "unknown"), status)
             elif not message.get("more_body"):
                 is_whole = True
@@ -89,25 +92,25 @@ class MetricsMiddleware:
         try:
             await self._app(scope, receive, counting_send)
         except Exception as error:
-            # Starlette raises again what its last handler answered.
+            # Starlette re-raises an exception that its last handler answered.
             if status is None:
                 await error_response(error)(scope, receive, counting_send)
         finally:
-            # Also when Serve cancels this, which is how it reports that the client left.
+            # Also if Serve cancels this coroutine, its way to report that the client left.
             if not is_whole or status == CLIENT_CLOSED_REQUEST:
                 self._metrics.disconnected()
 
 
-def _say_whether_to_retry(message: Message) -> None:
+def _add_retry_header(message: Message) -> None:
     headers = MutableHeaders(raw=message["headers"])
     if SHOULD_RETRY not in headers:
         headers[SHOULD_RETRY] = "true" if should_retry_of(message["status"]) else "false"
 
 
 class ConcurrencyLimitMiddleware:
-    """Lets a request in when its header is of a sane size and its body whole, and at most `limit`
-    generating requests at once; beyond it 429, before the body is read if it is clear by then.
-    Serve's own limit is higher, so that health checks have an answer then, too."""
+    """Caps concurrent generation requests; excess gets 429, before its body is read if the limit is
+    reached by then. Lets a request in when its header has an acceptable size and its body is
+    complete. Serve's own limit is higher so that health checks still get through."""
 
     def __init__(self, app: ASGIApp, args: IngressArgs, stats: QueueStats) -> None:
         self._app = app
@@ -124,13 +127,13 @@ class ConcurrencyLimitMiddleware:
         check_header_size(scope["headers"], self._max_header_bytes)
         is_bounded = scope["path"] in _BOUNDED_PATHS
         if is_bounded:
-            self._check_room()
+            self._check_capacity()
         receive = await self._arrivals.whole(scope, receive)
         try:
             if not is_bounded:
                 await self._app(scope, receive, send)
                 return
-            self._check_room()
+            self._check_capacity()
             self._num_open += 1
             try:
                 await self._app(scope, receive, send)
@@ -139,7 +142,7 @@ class ConcurrencyLimitMiddleware:
         finally:
             self._arrivals.done(receive)
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         if self._num_open >= self._limit:
             self._stats.num_turned_away += 1
             raise OverloadedError("Too many requests are open here.")
@@ -168,9 +171,21 @@ def build_asgi(state: IngressState) -> ASGIApp:
     return MetricsMiddleware(guarded(bounded, state.args), state.metrics)
 
 
+def make_state(args: IngressArgs, gateway: Gateway, texts: TextPool) -> IngressState:
+    metrics = IngressMetrics(gateway.ingress_id)
+    shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
+    render = partial(health.own_metrics, metrics, gateway, shadows)
+    counts = CountsReporter(gateway.ingress_id, render)
+    scrape = Scrape(partial(collect, gateway, counts))
+    cold_starts = ColdStarts(gateway)
+    return IngressState(
+        args, gateway, metrics, cold_starts, shadows, gateway.queues, texts, counts, scrape
+    )
+
+
 @serve.ingress()
 class Ingress:
-    """Wrapped by `ingress_application`."""
+    """An ingress process. `ingress_application` makes the deployment."""
 
     async def __init__(  # type: ignore[misc]
         self, args: IngressArgs, fairness: FairnessArgs, manager: DeploymentHandle[object]
@@ -178,24 +193,16 @@ class Ingress:
         install_in_replica(log_format())
         keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._gateway = Gateway(manager, replica_id)
-        texts = self._gateway.texts = TextPool(args.tokenizer_threads)
-        gateway, metrics = self._gateway, IngressMetrics(replica_id)
-        shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
-        stats = QueueStats(replica_id, fairness.weights)
+        texts = TextPool(args.tokenizer_threads)
         is_proven = args.trusted_gateway is not None
-        queues = AdmissionQueues(gateway, fairness, stats, routing_state.of, is_proven=is_proven)
-        gateway.attendance.on_frame = queues.wake
-        gateway.attendance.on_placed = queues.placed
-        gateway.activity.backlog = queues.backlog
-        self._state = IngressState(
-            args, gateway, metrics, ColdStarts(gateway), shadows, queues, texts
-        )
-        self._gateway.counts.render = partial(health.own_metrics, self._state)
-        self._gateway.start()
+        self._gateway = make_gateway(manager, replica_id, fairness, texts, is_proven=is_proven)
+        self._state = make_state(args, self._gateway, texts)
+        self._warm_ups = WarmUps(self._gateway)
+        self._gateway.start(self._state.counts)
+        self._warm_ups.start()
 
     async def check_health(self) -> None:
-        """Raises where this ingress does not follow the manager any more; Serve replaces it."""
+        """Raises if this ingress no longer follows the manager, so that Serve replaces it."""
         self._gateway.check_tasks()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -130,7 +130,7 @@ async def _undo(gateway: Gateway, undo: AdapterChange) -> None:
 def _base(gateway: Gateway, name: str | None) -> BaseHandle:
     if name is not None:
         return gateway.resolve(name)[0]
-    fronts = gateway.fronts
+    fronts = gateway.handles
     if not fronts:
         raise ServiceUnavailableError("The models are loading.", 2)
     if len(fronts) > 1:

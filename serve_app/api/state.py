@@ -1,4 +1,4 @@
-"""What every route of one ingress replica shares. Set once on the FastAPI application's state."""
+"""The state that all routes of one ingress replica share, on the FastAPI application's state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from registry.webhooks import SeenDeliveries
 from serve_app.api.model_list import ModelList
 from serve_app.api.scrape import Scrape
 from serve_app.config import IngressArgs
+from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.queues import AdmissionQueues
@@ -27,9 +28,10 @@ class IngressState:
     shadows: Shadows
     queues: AdmissionQueues
     texts: TextPool  # long bodies are read and tokenized there
+    counts: CountsReporter
+    scrape: Scrape
     deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
     model_list: ModelList = field(default_factory=ModelList)
-    scrape: Scrape = field(default_factory=Scrape)
 
 
 def state_of(request: Request) -> IngressState:

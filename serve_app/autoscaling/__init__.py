@@ -1,1 +1,1 @@
-"""The number of engine replicas of a base. The policy runs inside Serve's controller."""
+"""Decides the number of engine replicas of a base. The policy runs inside Serve's controller."""

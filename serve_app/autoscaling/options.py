@@ -1,5 +1,5 @@
-"""Autoscaling as Serve takes it: of a base's engine replicas by our policy, of ingress replicas by
-Serve's own, on open requests.
+"""Autoscaling options for Serve: the product's policy scales the engine replicas of a base, Serve's
+own policy scales the ingress replicas by open requests.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from serve_app.autoscaling.policy import EngineScalingPolicy, ScalingArgs
 from serve_app.config import IngressArgs, ModelArgs
 
-_REPORT_S = 1.0  # how often replicas and handles tell; Serve's default of 10 s is too late
+_REPORT_S = 1.0  # how often replicas and handles report; Serve's default of 10 s is too late
 _LOOK_BACK_S = 2.0
 
 
 def engine_scaling(model: ModelArgs) -> AutoscalingConfig | None:
-    """None: `replicas` of them, always."""
+    """Returns None if the base always has `replicas` engine replicas."""
     args = model.autoscaling
     if args is None:
         return None
@@ -30,7 +30,7 @@ def engine_scaling(model: ModelArgs) -> AutoscalingConfig | None:
         initial_replicas=model.replicas,
         max_replicas=args.max_replicas,
         policy=policy,
-        # The delays are in the policy, which knows when a number is to be trusted.
+        # The policy applies the delays itself: it can judge which numbers are reliable.
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,
     )
@@ -45,7 +45,7 @@ def ingress_scaling(ingress: IngressArgs) -> AutoscalingConfig | None:
 
 def _config(**fields: object) -> AutoscalingConfig:
     with warnings.catch_warnings():
-        # `metrics_interval_s` is deprecated for variables that nothing reads yet.
+        # `metrics_interval_s` is deprecated in favour of variables that Serve does not read yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             metrics_interval_s=_REPORT_S,

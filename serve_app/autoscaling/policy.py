@@ -1,9 +1,9 @@
-"""How many engine replicas a base needs, and when it gets more or fewer of them.
+"""Decides how many engine replicas a base needs, and when it gets more or fewer of them.
 
-`wanted_replicas` is the decision: plain numbers in, a number out, time given by the caller; its
-`ScalingState` belongs to one base. `EngineScalingPolicy` puts it behind Serve's autoscaling API.
-Serve pickles this file by value into its controller, where an exception would stop all deployments:
-nothing here raises into it, and nothing but the standard library is imported.
+`wanted_replicas` is the decision: plain numbers in, a number out; the caller passes the time, and a
+`ScalingState` for each base. `EngineScalingPolicy` adapts it to Serve's autoscaling API. Serve
+pickles this file by value into its controller, where an exception would stop all deployments: so it
+lets no exception reach the controller, and imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Protocol
 
 logger = logging.getLogger("ray.serve")
 
-# What counts as full. Above it waits grow faster than load.
+# The usage that counts as full. Above it waiting times grow faster than load.
 _FULL_TIME = 0.8  # of a replica's time
 _FULL_ROWS = 0.9  # of max_num_seqs
-# A replica is given up only where the others would stay below this share of full.
-_SPARE = 0.9
-_MOST_REFUSED = 15.0  # to one that is served: who is refused may come again and again
-_RECOVERY_S = 10.0  # a queue that is too long is gone so long after the replicas for it came
+# A replica is removed only if the others would stay below this share of full.
+_DOWNSCALE_USAGE = 0.9
+_MAX_REFUSED = 15.0  # refused per served request, because refused clients may retry often
+_RECOVERY_S = 10.0  # new replicas clear a queue that is too long within this time
 _SMOOTHING_S = 1.0
-_GROWTH_S = 3.0  # the growth of the queue before the engines, smoothed
-_SLOWEST_SHRINK = 4  # at most one replica in so many goes at a time
+_GROWTH_S = 3.0  # smoothing of the growth of the ingresses' queues
+_SHRINK_DIVISOR = 4  # at most one of so many replicas is removed at a time
 
-_EVERY_S = 0.5  # Serve asks ten times a second, engines report once
+_PERIOD_S = 0.5  # Serve calls ten times per second, engines report once
 _MAX_AGE_S = 10.0  # of a replica's report
-_COMPLAIN_EVERY_S = 60.0
+_LOG_PERIOD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingArgs:
-    """`models[].autoscaling`."""
+    """The fields of `models[].autoscaling`."""
 
     min_replicas: int
     max_replicas: int
@@ -47,12 +47,12 @@ class ScalingArgs:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSample:
-    """One engine replica now. 0 where it is not known."""
+    """The present state of an engine replica. 0 if unknown."""
 
     num_running: float = 0.0  # sequences
     num_waiting: float = 0.0
     queued_tokens: float = 0.0  # still to prefill
-    arriving_tokens_per_s: float = 0.0  # of prompts, without what the prefix cache had
+    arriving_tokens_per_s: float = 0.0  # prompt tokens that the prefix cache does not have
     kv_usage: float = 0.0
     step_fixed_s: float = 0.0  # see `EngineLoad`
     step_token_s: float = 0.0
@@ -60,33 +60,33 @@ class ReplicaSample:
     max_num_seqs: float = 0.0
     max_num_batched_tokens: float = 0.0
     max_kv_tokens: float = 0.0
-    # Of the whole base, in the ingresses' queues, as this replica was told.
+    # Of the whole base, in the ingresses' queues, as reported to this replica.
     backlog_requests: float = 0.0
     backlog_tokens: float = 0.0
-    sent_per_s: float = 0.0  # requests that went from there to engines
-    refused_per_s: float = 0.0  # and that found no place there
+    sent_per_s: float = 0.0  # requests sent from there to engines
+    refused_per_s: float = 0.0  # requests refused there
 
 
 @dataclass(frozen=True, slots=True)
 class BaseSample:
-    """All of one base now."""
+    """The present state of a base."""
 
-    replicas: tuple[ReplicaSample, ...]  # those that reported
-    num_running_replicas: int  # reports may be missing
-    # Requests that Serve holds for it or that are with its engines, as Serve counts.
+    replicas: tuple[ReplicaSample, ...]  # of the replicas that reported
+    num_running_replicas: int  # may be more than reported
+    # Requests that Serve holds for the base or that its engines have, as counted by Serve.
     num_requests: float = 0.0
-    num_unsent_requests: float = 0.0  # of these, in handles
+    num_unsent_requests: float = 0.0  # of these, the requests in handles
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many replicas each resource asks for; the largest counts. Of what is refused it is taken
-    that it resembles what is served."""
+    """The replicas that each resource needs; the largest number counts. Refused requests are
+    assumed to be like the served requests."""
 
-    time: float  # the prompts that keep arriving and the tokens that keep being drawn
-    ttft: float  # the queue that is there, down to the target soon
-    rows: float  # a row of the batch for each sequence
-    kv: float
+    time: float  # to prefill the arriving prompts and decode at the present rate
+    ttft: float  # to reduce the present queue to the target soon
+    rows: float  # to give each sequence a row of a batch
+    kv: float  # to hold the KV cache
 
     @property
     def replicas(self) -> float:
@@ -95,21 +95,22 @@ class Need:
 
 @dataclass(slots=True)
 class ScalingState:
-    """What a decision remembers of those before it."""
+    """The memory of earlier decisions about a base."""
 
     at_s: float | None = None
     need: float = 0.0  # smoothed
     backlog_tokens: float = 0.0
-    growth_tokens_per_s: float = 0.0  # of the backlog
-    above_since_s: float | None = None  # more are needed than there are, without a pause
-    below_since_s: float | None = None  # fewer would do
-    most_below: int = 0  # the most that would have done since then
+    growth_tokens_per_s: float = 0.0  # of the backlog, smoothed
+    above_since_s: float | None = None  # since when more replicas are needed than ordered
+    below_since_s: float | None = None  # since when fewer would suffice
+    most_below: int = 0  # the largest number that was needed since then
 
 
 def wanted_replicas(
     sample: BaseSample, current: int, args: ScalingArgs, state: ScalingState, now_s: float
 ) -> int:
-    """`current`: how many were ordered, those that still start included."""
+    """Returns the number of replicas to order. `current`: the number ordered before, including
+    replicas that are still starting."""
     current = min(args.max_replicas, max(args.min_replicas, current))
     if not sample.replicas:
         return current
@@ -124,8 +125,8 @@ def wanted_replicas(
             return min(args.max_replicas, needed)
         return current
     state.above_since_s = None
-    enough = max(args.min_replicas, ceil(state.need / _SPARE - 1e-6))
-    # A replica that says nothing may be the one that is full.
+    enough = max(args.min_replicas, ceil(state.need / _DOWNSCALE_USAGE - 1e-6))
+    # A replica without a report may be full.
     if enough >= current or len(sample.replicas) < sample.num_running_replicas:
         state.below_since_s = None
         return current
@@ -135,38 +136,39 @@ def wanted_replicas(
     if now_s - state.below_since_s < args.downscale_delay_s:
         return current
     state.below_since_s = None
-    return max(state.most_below, current - max(1, current // _SLOWEST_SHRINK))
+    return max(state.most_below, current - max(1, current // _SHRINK_DIVISOR))
 
 
 def replicas_needed(
     sample: BaseSample, args: ScalingArgs, growth_tokens_per_s: float = 0.0
 ) -> Need:
-    """`growth_tokens_per_s`: of the queues before the engines, whose arrivals engines do not see.
-    Needs at least one report."""
+    """Computes the need from the reports (never empty). `growth_tokens_per_s`: the growth of the
+    ingresses' queues, whose requests the engines do not see yet."""
     replicas = sample.replicas
-    token_s = _mean(_token_s(one) for one in replicas)
-    backlog_tokens = max(one.backlog_tokens for one in replicas)
-    backlog_requests = max(one.backlog_requests for one in replicas)
-    queued_tokens = sum(one.queued_tokens for one in replicas) + backlog_tokens
-    arriving = sum(one.arriving_tokens_per_s for one in replicas) + max(0.0, growth_tokens_per_s)
+    token_s = _mean(_token_s(replica) for replica in replicas)
+    backlog_tokens = max(replica.backlog_tokens for replica in replicas)
+    backlog_requests = max(replica.backlog_requests for replica in replicas)
+    queued_tokens = sum(replica.queued_tokens for replica in replicas) + backlog_tokens
+    arriving = sum(replica.arriving_tokens_per_s for replica in replicas)
+    arriving += max(0.0, growth_tokens_per_s)
     demand = 1 + refused_share(replicas)
     arriving *= demand
-    work = arriving * token_s  # seconds of work a second
+    work = arriving * token_s  # seconds of work per second
     recovery_s = _RECOVERY_S + args.target_ttft_s
-    sequences = sum(one.num_running + one.num_waiting for one in replicas)
+    sequences = sum(replica.num_running + replica.num_waiting for replica in replicas)
     requests = max(sequences + sample.num_unsent_requests, sample.num_requests)
-    rows = _mean(one.max_num_seqs for one in replicas)
-    kv_tokens = _mean(one.max_kv_tokens for one in replicas)
-    used = sum(one.kv_usage for one in replicas)
+    rows = _mean(replica.max_num_seqs for replica in replicas)
+    kv_tokens = _mean(replica.max_kv_tokens for replica in replicas)
+    used = sum(replica.kv_usage for replica in replicas)
     kv = demand * used + (queued_tokens / kv_tokens if kv_tokens else 0.0)
-    running = sum(one.num_running for one in replicas)
-    # As many as the memory holds.
+    running = sum(replica.num_running for replica in replicas)
+    # The rows that the KV cache has memory for.
     most_rows = min(rows, args.target_kv_usage * running / used) if used and running else rows
-    prompts = arriving * _mean(one.step_token_s for one in replicas)
-    drawing = demand * _drawing(replicas, most_rows)
+    prompts = arriving * _mean(replica.step_token_s for replica in replicas)
+    decoding = demand * _decoding(replicas, most_rows)
     return Need(
-        time=(prompts + drawing) / _FULL_TIME,
-        # What clears the queue but for `target_ttft_s` of each replica's work, while more arrives:
+        time=(prompts + decoding) / _FULL_TIME,
+        # The n that reduces the queue to `target_ttft_s` of work per replica while more arrives:
         # n * recovery - work * recovery = queue - n * target.
         ttft=(work * _RECOVERY_S + queued_tokens * token_s) / recovery_s,
         rows=(demand * requests + backlog_requests) / (rows * _FULL_ROWS) if rows else 0.0,
@@ -174,34 +176,34 @@ def replicas_needed(
     )
 
 
-def _drawing(replicas: Sequence[ReplicaSample], most_rows: float) -> float:
-    """Seconds a second that the output tokens of now would take in steps with `most_rows` rows.
+def _decoding(replicas: Sequence[ReplicaSample], most_rows: float) -> float:
+    """Returns the seconds per second to decode at the present rate in steps with `most_rows` rows.
 
-    Rows alone tell little: they fill up the faster the less time is left, so that a replica with a
-    fifth of its rows in use may have half of its load. In a step of s = fixed + rows * sequence
-    seconds and the prompts' share of the time, rows / s tokens are drawn.
+    The number of rows alone is misleading: rows fill up faster the less time is left, so a replica
+    with a fifth of its rows in use may be half loaded. A step lasts s = fixed + rows * sequence
+    seconds and decodes `rows` tokens, in the share of time that prompts leave.
     """
     tokens_per_s = 0.0
-    for one in replicas:
-        step_s = one.step_fixed_s + one.step_sequence_s * one.num_running
+    for replica in replicas:
+        step_s = replica.step_fixed_s + replica.step_sequence_s * replica.num_running
         if step_s:
-            prompts = min(_FULL_TIME, one.arriving_tokens_per_s * one.step_token_s)
-            tokens_per_s += one.num_running * (1 - prompts) / step_s
-    token_s = _mean(one.step_sequence_s for one in replicas)
+            prompts = min(_FULL_TIME, replica.arriving_tokens_per_s * replica.step_token_s)
+            tokens_per_s += replica.num_running * (1 - prompts) / step_s
+    token_s = _mean(replica.step_sequence_s for replica in replicas)
     if most_rows:
-        token_s += _mean(one.step_fixed_s for one in replicas) / most_rows
+        token_s += _mean(replica.step_fixed_s for replica in replicas) / most_rows
     return tokens_per_s * token_s
 
 
 def refused_share(replicas: Sequence[ReplicaSample]) -> float:
-    """Requests that were refused, to one that went to an engine."""
-    sent = max(one.sent_per_s for one in replicas)
-    refused = max(one.refused_per_s for one in replicas)
-    return min(_MOST_REFUSED, refused / sent) if sent else 0.0
+    """Returns the refused requests per request sent to an engine."""
+    sent = max(replica.sent_per_s for replica in replicas)
+    refused = max(replica.refused_per_s for replica in replicas)
+    return min(_MAX_REFUSED, refused / sent) if sent else 0.0
 
 
 def _remember(sample: BaseSample, args: ScalingArgs, state: ScalingState, now_s: float) -> None:
-    backlog = max(one.backlog_tokens for one in sample.replicas)
+    backlog = max(replica.backlog_tokens for replica in sample.replicas)
     if state.at_s is None:
         state.need = min(args.max_replicas, replicas_needed(sample, args).replicas)
     elif (passed_s := now_s - state.at_s) > 0:
@@ -210,36 +212,37 @@ def _remember(sample: BaseSample, args: ScalingArgs, state: ScalingState, now_s:
             passed_s, _GROWTH_S
         )
         need = replicas_needed(sample, args, state.growth_tokens_per_s).replicas
-        # Capped, so that a flood is forgotten as fast as it came.
+        # Capped, so that the need falls as fast after a flood as it rose.
         need = min(args.max_replicas, need)
         state.need += (need - state.need) * _share(passed_s, _SMOOTHING_S)
     state.at_s, state.backlog_tokens = now_s, backlog
 
 
 def _share(passed_s: float, over_s: float) -> float:
-    """Of the new value in a mean that forgets."""
+    """Returns the weight of a new value in an exponentially decaying mean."""
     return 1 - exp(-passed_s / over_s)
 
 
-def _token_s(one: ReplicaSample) -> float:
-    """A queued prompt token's time in full steps, which decode beside it. 0: not measured yet."""
-    if not one.step_token_s or not one.max_num_batched_tokens:
-        return one.step_token_s
-    decode_s = one.step_fixed_s + one.step_sequence_s * one.num_running
-    return one.step_token_s + decode_s / one.max_num_batched_tokens
+def _token_s(replica: ReplicaSample) -> float:
+    """Returns the seconds of a queued prompt token in full steps that also decode; 0 if not
+    measured."""
+    if not replica.step_token_s or not replica.max_num_batched_tokens:
+        return replica.step_token_s
+    decode_s = replica.step_fixed_s + replica.step_sequence_s * replica.num_running
+    return replica.step_token_s + decode_s / replica.max_num_batched_tokens
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Of those that are known."""
+    """Returns the mean of the known (positive) values, or 0."""
     known = [value for value in values if value > 0]
     return sum(known) / len(known) if known else 0.0
 
 
-_NAMES = tuple(one.name for one in fields(ReplicaSample))
+_NAMES = tuple(entry.name for entry in fields(ReplicaSample))
 
 
 def to_stats(sample: ReplicaSample) -> dict[str, float]:
-    """What `record_autoscaling_stats` returns: Serve takes finite numbers and nothing else."""
+    """Returns the result of `record_autoscaling_stats`: Serve accepts finite numbers only."""
     return {name: _finite(value) for name, value in asdict(sample).items()}
 
 
@@ -258,7 +261,7 @@ class _Point(Protocol):
 
 
 class ScalingContext(Protocol):
-    """What is read of `ray.serve.config.AutoscalingContext`."""
+    """The fields of `ray.serve.config.AutoscalingContext` that the policy reads."""
 
     current_num_replicas: int
     target_num_replicas: int
@@ -270,19 +273,19 @@ class ScalingContext(Protocol):
 
 @dataclass(slots=True)
 class _Ticks:
-    due_s: float = 0.0
-    complain_s: float = 0.0
+    due_s: float = 0.0  # of the next decision
+    log_s: float = 0.0  # when an error may be logged again
 
 
 class EngineScalingPolicy:
-    """Made once a base by Serve's controller, called ten times a second."""
+    """The policy of a base. Serve's controller makes it and calls it ten times per second."""
 
     def __init__(self, **options: float) -> None:
         self._args: ScalingArgs | None = None
         try:
             self._args = ScalingArgs(**options)  # type: ignore[arg-type]
         except TypeError:
-            logger.exception("autoscaling options %s", options)
+            logger.exception("invalid autoscaling options, not scaling: %s", options)
         self._state = ScalingState()
         self._ticks = _Ticks()
 
@@ -291,13 +294,13 @@ class EngineScalingPolicy:
         now_s = time.monotonic()
         try:
             if now_s >= self._ticks.due_s and self._args is not None:
-                self._ticks.due_s = now_s + _EVERY_S
+                self._ticks.due_s = now_s + _PERIOD_S
                 target = self._decide(context, self._args, now_s)
-        except Exception:  # whatever it is, the replicas that there are stay
+        except Exception:  # the number of replicas stays
             self._state = ScalingState()
-            if now_s >= self._ticks.complain_s:
-                self._ticks.complain_s = now_s + _COMPLAIN_EVERY_S
-                logger.exception("the number of engine replicas stays as it is")
+            if now_s >= self._ticks.log_s:
+                self._ticks.log_s = now_s + _LOG_PERIOD_S
+                logger.exception("could not decide on the number of engine replicas, keeping it")
         return target, {}
 
     def _decide(self, context: ScalingContext, args: ScalingArgs, now_s: float) -> int:
@@ -305,7 +308,7 @@ class EngineScalingPolicy:
         sample = sample_of(context)
         wanted = wanted_replicas(sample, current, args, self._state, now_s)
         if wanted != current:
-            logger.info("engine replicas %d -> %d for %s", current, wanted, _words(sample))
+            logger.info("engine replicas %d -> %d for %s", current, wanted, _summary(sample))
         return wanted
 
 
@@ -316,19 +319,20 @@ class _Collected:
 
 
 def sample_of(context: ScalingContext) -> BaseSample:
-    """The newest number of each replica; Serve's own means would be a look-back period old."""
+    """Collects the newest numbers of each replica, because Serve's means are as old as the
+    look-back period."""
     found: dict[object, _Collected] = {}
     for name, by_replica in (context.raw_metrics or {}).items():
         for replica, points in by_replica.items():
             if points:
-                one = found.setdefault(replica, _Collected())
-                one.numbers[name] = points[-1].value
-                one.newest_s = max(one.newest_s, points[-1].timestamp)
+                collected = found.setdefault(replica, _Collected())
+                collected.numbers[name] = points[-1].value
+                collected.newest_s = max(collected.newest_s, points[-1].timestamp)
     oldest_s = (context.current_time or 0.0) - _MAX_AGE_S
     reported = tuple(
-        from_stats(one.numbers)
-        for one in found.values()
-        if one.newest_s >= oldest_s and "max_num_seqs" in one.numbers
+        from_stats(collected.numbers)
+        for collected in found.values()
+        if collected.newest_s >= oldest_s and "max_num_seqs" in collected.numbers
     )
     return BaseSample(
         reported,
@@ -338,12 +342,12 @@ def sample_of(context: ScalingContext) -> BaseSample:
     )
 
 
-def _words(sample: BaseSample) -> str:
-    running = sum(one.num_running for one in sample.replicas)
-    waiting = sum(one.num_waiting for one in sample.replicas) + sample.num_unsent_requests
-    backlog = max((one.backlog_requests for one in sample.replicas), default=0.0)
-    tokens = sum(one.queued_tokens for one in sample.replicas)
+def _summary(sample: BaseSample) -> str:
+    running = sum(replica.num_running for replica in sample.replicas)
+    waiting = sum(replica.num_waiting for replica in sample.replicas) + sample.num_unsent_requests
+    backlog = max((replica.backlog_requests for replica in sample.replicas), default=0.0)
+    tokens = sum(replica.queued_tokens for replica in sample.replicas)
     return (
-        f"{running:.0f} running, {waiting:.0f} waiting, {backlog:.0f} in ingresses' queues, "
+        f"{running:.0f} running, {waiting:.0f} waiting, {backlog:.0f} queued in ingresses, "
         f"{tokens:.0f} tokens to prefill"
     )

@@ -1,5 +1,5 @@
-"""What one engine replica tells the autoscaling policy about itself, and about the requests that
-wait for its base before any engine has them. Ignorant of Ray.
+"""The report of an engine replica to the autoscaling policy: its own state, and the backlog of its
+base in the ingresses. Ignorant of Ray.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from engine.types import EngineLoad, Request
 from serve_app.autoscaling.policy import ReplicaSample, to_stats
 from serve_app.messages import Backlog
 
-_OVER_S = 5.0  # the arriving tokens are a mean that forgets so fast
-_BACKLOG_MAX_AGE_S = 5.0  # then the manager that told of it is gone
+_MEAN_S = 5.0  # time constant of the mean of arriving tokens
+_BACKLOG_MAX_AGE_S = 5.0  # an older backlog is of a manager that is gone
 
 
 class ScalingStats:
@@ -22,7 +22,7 @@ class ScalingStats:
         self._limits = limits
         self._clock = clock
         self._num_arrived = 0  # prompt tokens since the start
-        self._num_new = 0  # of these, not found in the prefix cache; as of `_at_s`
+        self._num_new = 0  # of these at `_at_s`, tokens that the prefix cache does not have
         self._at_s = clock()
         self._tokens_per_s = 0.0
         self._backlog, self._backlog_s = Backlog(), 0.0
@@ -30,13 +30,14 @@ class ScalingStats:
     def arrived(self, requests: Sequence[Request]) -> None:
         self._num_arrived += sum(request.num_tokens for request in requests)
 
-    def hear(self, backlog: Backlog) -> None:
-        """Of all ingresses."""
+    def set_backlog(self, backlog: Backlog) -> None:
+        """Sets the base's backlog, the sum over all ingresses."""
         self._backlog, self._backlog_s = backlog, self._clock()
 
     def sample(self, load: EngineLoad) -> dict[str, float]:
+        """Returns the numbers for Serve."""
         now_s = self._clock()
-        self._reckon_arrivals(load, now_s)
+        self._update_arrivals(load, now_s)
         is_fresh = now_s - self._backlog_s <= _BACKLOG_MAX_AGE_S
         backlog = self._backlog if is_fresh else Backlog()
         return to_stats(
@@ -59,12 +60,12 @@ class ScalingStats:
             )
         )
 
-    def _reckon_arrivals(self, load: EngineLoad, now_s: float) -> None:
-        # Found only once they run: for a moment there are more arrivals than new tokens.
+    def _update_arrivals(self, load: EngineLoad, now_s: float) -> None:
+        # Prefix hits are known only when requests run; until then arrivals exceed new tokens.
         num_new = max(self._num_new, self._num_arrived - load.prefix_hits)
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
         rate = (num_new - self._num_new) / passed_s
-        self._tokens_per_s += (rate - self._tokens_per_s) * (1 - exp(-passed_s / _OVER_S))
+        self._tokens_per_s += (rate - self._tokens_per_s) * (1 - exp(-passed_s / _MEAN_S))
         self._num_new, self._at_s = num_new, now_s

@@ -1,4 +1,4 @@
-"""Which bases this ingress has open requests for, and since when it has none."""
+"""The open requests of each base at this ingress, and the ingress's counts for the manager."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from serve_app.messages import Backlog, BaseActivity, IngressCounts
 @dataclass(slots=True)
 class _Count:
     num_open: int = 0
-    last_s: float = 0.0
+    last_s: float = 0.0  # when the last request ended
 
 
 class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counts: dict[str, _Count] = {}  # by base digest
-        # Of a base, by digest. Set by whoever lets requests wait here.
-        self.backlog: Callable[[str], Backlog] = _none
 
     def enter(self, digest: str) -> Visit:
+        """Counts a request of this base as open until its `Visit` is left."""
         self._counts.setdefault(digest, _Count()).num_open += 1
         return Visit(self, digest)
 
-    def report(self) -> tuple[BaseActivity, ...]:
+    def report(self, backlog_of: Callable[[str], Backlog]) -> tuple[BaseActivity, ...]:
+        """`backlog_of` returns the backlog of a base, by digest."""
         now_s = self._clock()
         return tuple(
             BaseActivity(
                 digest,
                 count.num_open,
                 0.0 if count.num_open else now_s - count.last_s,
-                self.backlog(digest),
+                backlog_of(digest),
             )
             for digest, count in self._counts.items()
         )
@@ -46,7 +46,7 @@ class Activity:
 
 @dataclass(slots=True)
 class Visit:
-    """One request that is open; `leave` it once or more often."""
+    """An open request. Its end is counted once, however often `leave` is called."""
 
     _activity: Activity
     _digest: str
@@ -58,19 +58,16 @@ class Visit:
             self._activity._leave(self._digest)
 
 
-def _none(_: str) -> Backlog:
-    return Backlog()
-
-
 class CountsReporter:
-    """Makes the counts of one ingress."""
+    """Numbers the counts that an ingress sends to the manager."""
 
-    def __init__(self, ingress_id: str) -> None:
+    def __init__(self, ingress_id: str, render: Callable[[], bytes]) -> None:
+        """`render` returns the counts in Prometheus' text format."""
         self.ingress_id = ingress_id
-        self.render: Callable[[], bytes] = bytes  # in Prometheus' text format
-        self.was_taken = False
+        self.was_taken = False  # a manager has received some of the counts
+        self._render = render
         self._serial = 0
 
     def next(self) -> IngressCounts:
         self._serial += 1
-        return IngressCounts(self._serial, self.render(), self.was_taken)
+        return IngressCounts(self._serial, self._render(), self.was_taken)

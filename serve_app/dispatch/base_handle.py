@@ -37,6 +37,7 @@ class BaseHandle:
     text: BaseText
     deployed_s: float
     defaults: GenerationDefaults = NO_DEFAULTS
+    max_waiting: int = 256  # requests in its admission queue
 
     def serves(self, base: ServedBase) -> bool:
         """True unless the base was deployed again since."""
@@ -76,7 +77,14 @@ async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
     is_off = description.generation_config == "vllm"
     defaults = read_generation_defaults({} if is_off else description.files, base.base.name)
     return BaseHandle(
-        base.base, base.app_name, handle, description, text, base.deployed_s, defaults
+        base.base,
+        base.app_name,
+        handle,
+        description,
+        text,
+        base.deployed_s,
+        defaults,
+        base.cold_start.max_waiting,
     )
 
 

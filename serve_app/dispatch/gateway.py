@@ -1,8 +1,8 @@
-"""What an ingress replica knows and holds, apart from HTTP: the platform's view, a handle and the
-text files of each running base, and its end of the side stream.
+"""The models that an ingress replica serves: the platform's view, and a handle with the text files
+of each running base. Resolves names to handles.
 
-Follows the manager by long poll; while the manager is away the last view stays. Handles are kept
-by application, never by a client's string.
+Follows the manager by long poll and reports to it; while the manager is away the last view stays.
+Handles are kept by application, never by a client's string.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 
 import ray
@@ -37,10 +38,10 @@ from serve_app.dispatch.base_handle import (
 )
 from serve_app.dispatch.generation import NO_MIGRATION
 from serve_app.dispatch.migrations import Migrations
+from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.errors import ServiceUnavailableError, UnservableError
-from serve_app.messages import REPORT_INTERVAL_S, IngressReport
+from serve_app.messages import REPORT_INTERVAL_S, Backlog, IngressReport
 from serve_app.platform_view import PlatformView, ServedBase
-from serve_app.routing import state as routing_state
 from serve_app.routing.connections import EngineConnections
 from serve_app.stream.server import StreamServer
 from serve_app.tally import ArmKey
@@ -52,41 +53,53 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 20.0
 _RETRY_S = 0.5
 _STOPPING_RETRY_S = 5
-_COUNTS_EVERY = 3  # reports: an ingress that is killed takes with it what it counted since
+_COUNTS_EVERY = 3  # reports; an ingress that is killed loses its counts since the last of them
 
 
 class Gateway:
-    def __init__(self, manager: DeploymentHandle[object], ingress_id: str) -> None:
-        self.stream = StreamServer()
-        self.attendance = EngineConnections(self.stream, self._find_adapter)
-        self.migrations = Migrations(self.stream, routing_state, ingress_id)
-        self.attendance.on_replicas = self.migrations.replicas_changed
-        self.view: PlatformView | None = None
+    def __init__(
+        self,
+        manager: DeploymentHandle[object],
+        ingress_id: str,
+        stream: StreamServer,
+        migrations: Migrations,
+        queues: AdmissionQueues,
+        connections: EngineConnections,
+        texts: TextPool | None,
+    ) -> None:
+        """`texts` tries the chat templates of new bases; None: this process does."""
         self.manager = manager
+        self.stream = stream
+        self.migrations = migrations
+        self.queues = queues
+        self.connections = connections
+        self.view: PlatformView | None = None
+        self.num_ingresses = 1  # share the traffic, this one included
         self.arms = ArmStats()
+        self.activity = Activity()
+        self.ingress_id = ingress_id
+        self._texts = texts
         self._traffic = Traffic()
         self._draw = random.random
-        self._ingress_id = ingress_id
-        self.activity = Activity()
-        self.texts: TextPool | None = None  # set by the ingress; tries the templates of new bases
-        self.counts = CountsReporter(ingress_id)
         self._changed = asyncio.Event()
-        self._revision = ""  # of the last view that came
-        self._fronts: dict[str, BaseHandle] = {}  # by base digest
+        self._revision = ""  # of the last view that arrived
+        self._handles: dict[str, BaseHandle] = {}  # by base digest
         self._resting: dict[str, BaseHandle] = {}  # of bases that sleep, or are about to
         self._once_ready: set[str] = set()  # base digests
         self._unusable: dict[str, str] = {}  # base digest -> why its text files cannot be used
-        # By application and deployment.
+        # By application and deployment time.
         self._opening: dict[tuple[str, float], asyncio.Task[None]] = {}
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
-    def start(self) -> None:
-        self.attendance.start()
+    def start(self, counts: CountsReporter) -> None:
+        """Begins to follow the manager and to report to it. `counts` are part of the reports."""
+        self.connections.start()
         self.migrations.start()
-        self._tasks = (keep(self._follow, "follow-manager"), keep(self._report, "report"))
+        report = keep(partial(self._report, counts), "report")
+        self._tasks = (keep(self._follow, "follow-manager"), report)
 
     def check_tasks(self) -> None:
-        """Raises RuntimeError where this ingress does not follow the manager any more."""
+        """Raises RuntimeError if this ingress no longer follows the manager."""
         check_running(*self._tasks)
 
     @property
@@ -95,12 +108,12 @@ class Gateway:
         return (
             view is not None
             and view.is_ready
-            and all(b.base.digest in self._fronts for b in view.bases if b.is_awaited)
+            and all(b.base.digest in self._handles for b in view.bases if b.is_awaited)
         )
 
     @property
     def obstacles(self) -> list[str]:
-        """What keeps the server from being ready and will not pass by waiting."""
+        """The reasons why the server is not ready that waiting does not remove."""
         view = self.view
         if view is None:
             return []
@@ -116,20 +129,20 @@ class Gateway:
 
     @property
     def is_healthy(self) -> bool:
-        """No engine that worked is gone or stuck, and the manager is followed. A base that still
-        loads is no illness."""
+        """True unless an engine that was serving has died or stalled, or this ingress no longer
+        follows the manager. Bases that are still loading do not count."""
         view = self.view
         if self.migrations.has_silent_engine or any(task.done() for task in self._tasks):
             return False
         return view is None or all(
             base.is_running
             for base in view.bases
-            if base.base.digest in self._once_ready and self.stand_in(base.base.digest) is None
+            if base.base.digest in self._once_ready and self.fallback(base.base.digest) is None
         )
 
     def route(self, model: str, key: str | None) -> Route:
-        """As `resolve`, with the split of a name that has a canary or a shadow. `key`: who asks;
-        the same one always sees the same arm."""
+        """Resolves a name and its traffic split, if it has a canary or a shadow. `key` identifies
+        the client: the same key always gets the same arm. Raises the errors of `resolve`."""
         if self.view is not None:
             if self.view.is_draining:
                 raise ServiceUnavailableError("The server is being stopped.", _STOPPING_RETRY_S)
@@ -140,18 +153,19 @@ class Gateway:
             return Route(*self.resolve(model))
         arm, version = split.choose(key, self._draw)
         missed: ServedBase | None = None
-        if arm == "canary" and version.base_digest not in self._fronts:
+        if arm == "canary" and version.base_digest not in self._handles:
             missed = self.served(version.base_digest)
             arm, version = "stable", split.stable
         of_version = f"{version.name}@{version.version}"
-        front, resolution = self.resolve(model if arm == "stable" else of_version)
+        handle, resolution = self.resolve(model if arm == "stable" else of_version)
         shadow = split.copied_to(version, self._draw)
         key_of_arm = ArmKey(split.name, arm, version.version, version.digest)
         is_asleep = missed is not None and missed.state == "asleep"
-        return Route(front, resolution, key_of_arm, shadow, missed if is_asleep else None)
+        return Route(handle, resolution, key_of_arm, shadow, missed if is_asleep else None)
 
     def resolve(self, model: str) -> tuple[BaseHandle, Resolution]:
-        """Pure look-ups. NotFoundError or InvalidNameError is the client's, the others are ours."""
+        """Resolves a name by look-ups only. NotFoundError and InvalidNameError are the client's
+        fault, other errors the server's."""
         view = self.view
         if view is None:
             raise ServiceUnavailableError("The server is starting.", 2)
@@ -160,14 +174,14 @@ class Gateway:
             resolution = view.catalog.resolve(model)
         check_supported(resolution)
         digest = resolution.base.digest
-        front = self._fronts.get(digest)
-        if front is not None:
-            return front, resolution
+        handle = self._handles.get(digest)
+        if handle is not None:
+            return handle, resolution
         if (why := self._unusable.get(digest)) is not None:
             raise UnservableError(
                 f"The base model {resolution.base.name!r} cannot be served: {why}", 60
             )
-        old = self.stand_in(digest)
+        old = self.fallback(digest)
         if old and resolution.adapter is None and parse_model(model)[0].version is None:
             return old, Resolution(old.base)
         for base in view.bases:
@@ -179,31 +193,32 @@ class Gateway:
         )
 
     @property
-    def fronts(self) -> tuple[BaseHandle, ...]:
-        """Of all bases that can be called now."""
-        return tuple(self._fronts.values())
+    def handles(self) -> tuple[BaseHandle, ...]:
+        """The handles of all bases that can be called now."""
+        return tuple(self._handles.values())
 
-    def lane(self, front: BaseHandle) -> CallParameters:
-        base = self.served(front.base.digest)
+    def call_parameters(self, handle: BaseHandle) -> CallParameters:
+        base = self.served(handle.base.digest)
         return CallParameters(
             self.stream,
-            front.handle,
-            front.description.limits,
-            front.app_name,
-            front.base.name,
+            handle.handle,
+            handle.description.limits,
+            handle.app_name,
+            handle.base.name,
             NO_MIGRATION if base is None else base.migration,
         )
 
-    def stand_in(self, digest: str) -> BaseHandle | None:
-        """The front of the version before, while this one only starts."""
+    def fallback(self, digest: str) -> BaseHandle | None:
+        """Returns the handle of the previous version while this version of the base starts."""
         assert self.view is not None
         for base in self.view.bases:
             if base.replaced_by == digest:
-                return self._fronts.get(base.base.digest)
+                return self._handles.get(base.base.digest)
         return None
 
     def only_model(self) -> str:
-        """The base of a server with one base."""
+        """Returns the name of the base if the server has only one; raises InvalidRequestError if it
+        has several."""
         names = set() if self.view is None else {base.base.name for base in self.view.bases}
         if not names:
             raise ServiceUnavailableError("The models are loading.", 2)
@@ -211,135 +226,146 @@ class Gateway:
             raise InvalidRequestError("model: required, more than one base is served.", "model")
         return names.pop()
 
-    def _find_adapter(self, digest: str) -> AdapterVersion | None:
+    def cache_salt(self, tenant: str, client_salt: str | None) -> str:
+        """Returns the prefix cache salt of a request whose model is resolved."""
+        assert self.view is not None
+        key = self.view.cache_salt_key
+        return self.queues.tenants.cache_salt(key, tenant, client_salt or "")
+
+    def find_adapter(self, digest: str) -> AdapterVersion | None:
         adapters = () if self.view is None else self.view.catalog.adapters
-        return next((one for one in adapters if one.digest == digest), None)
+        return next((adapter for adapter in adapters if adapter.digest == digest), None)
 
     def served(self, digest: str) -> ServedBase | None:
         bases = () if self.view is None else self.view.bases
         return next((base for base in bases if base.base.digest == digest), None)
 
     def is_settled(self, digest: str) -> bool:
-        """Whether it can be called, or never will."""
-        return digest in self._fronts or digest in self._unusable
+        """Returns True if the base can be called, or never will be."""
+        return digest in self._handles or digest in self._unusable
 
     async def change(self, timeout_s: float) -> None:
-        """Returns at the next change of what can be called, or at the time-out."""
+        """Returns at the next change of the bases that can be called, or at the time-out."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def max_model_len(self, base_digest: str) -> int | None:
-        """In tokens, as a request may use it; None: not known before the base has started."""
-        front = self._fronts.get(base_digest) or self._resting.get(base_digest)
-        return None if front is None else front.description.limits.max_request_tokens
+        """Returns the tokens that a request may use; None until the base has started once."""
+        handle = self._handles.get(base_digest) or self._resting.get(base_digest)
+        return None if handle is None else handle.description.limits.max_request_tokens
 
     async def _follow(self) -> None:
         while True:
             try:
                 await self._follow_once()
             except (RayError, RayServeException) as error:
-                logger.warning("the manager does not answer: %s", error)
+                logger.warning("the manager did not answer, retrying: %s", error)
                 await asyncio.sleep(_RETRY_S)
-            except Exception:  # of one view; the ingress follows the next one
-                logger.exception("a view was not taken")
+            except Exception:  # caused by this view; the ingress follows the next
+                logger.exception("could not apply a view of the platform")
                 await asyncio.sleep(_RETRY_S)
 
     async def _follow_once(self) -> None:
-        """Waits for a view of another revision and takes it."""
+        """Waits for a view of another revision and applies it."""
         view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
         if view is None:
             return
-        await self.stream.listen(  # where that fails, the same view is asked for again
+        await self.stream.listen(  # if it fails, the same view is fetched again
             "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         )
-        self._revision = view.revision  # also of a view that cannot be taken: the next one comes
-        self._take(view)
+        self._revision = view.revision  # even if the view cannot be applied
+        self._apply(view)
 
-    async def _report(self) -> None:
+    async def _report(self, counts: CountsReporter) -> None:
         for number in count():
-            fronts = tuple(front.app_name for front in self._fronts.values())
             report = IngressReport(
-                self._ingress_id,
-                self.activity.report(),
-                fronts,
+                self.ingress_id,
+                self.activity.report(self._backlog),
+                tuple(handle.app_name for handle in self.handles),
                 self._asleep(),
                 self.arms.counts(),
                 self.migrations.quarantine.export(),
                 self.view is not None and self.view.is_draining,
-                None if number % _COUNTS_EVERY else self.counts.next(),
+                None if number % _COUNTS_EVERY else counts.next(),
             )
             try:
                 answer = await self.manager.report.remote(report)
-                self.counts.was_taken |= report.counts is not None
-                self.attendance.num_ingresses = answer.num_ingresses
+                counts.was_taken |= report.counts is not None
+                self.num_ingresses = answer.num_ingresses
                 self.migrations.quarantine.merge(answer.quarantined)
-            except (RayError, RayServeException) as error:  # the next one tells it anew
-                logger.warning("the manager took no report: %s", error)
+            except (RayError, RayServeException) as error:  # retried with the next report
+                logger.warning("could not report to the manager: %s", error)
             except Exception:
-                logger.exception("a report failed")
+                logger.exception("could not report to the manager")
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _backlog(self, digest: str) -> Backlog:
+        handle = self._handles.get(digest)
+        return Backlog() if handle is None else self.queues.backlog(handle.app_name)
 
     def _asleep(self) -> tuple[tuple[str, float], ...]:
         bases = () if self.view is None else self.view.bases
         return tuple((base.base.digest, base.rest_id) for base in bases if base.state == "asleep")
 
-    def _take(self, view: PlatformView) -> None:
+    def _apply(self, view: PlatformView) -> None:
         self.view = view
         running = {base.base.digest: base for base in view.bases if base.is_running}
         vetoes = {(name, digest): reason for name, digest, reason in view.canary.vetoes}
         served = {base.base.digest for base in view.bases}
         self._traffic = read_traffic(view.catalog, running, vetoes, served)
-        self.arms.retain({(one.name, one.digest) for one in view.catalog.adapters})
+        self.arms.retain({(adapter.name, adapter.digest) for adapter in view.catalog.adapters})
         asleep = {b.base.digest for b in view.bases if b.state == "asleep" or b.is_waking}
-        self._once_ready -= asleep  # that nothing answers there is no illness
-        for digest, front in tuple(self._fronts.items()):
+        self._once_ready -= asleep  # a base without engines is healthy then
+        for digest, handle in tuple(self._handles.items()):
             if digest not in running:
-                del self._fronts[digest]
-                self.attendance.leave(front.app_name)
+                del self._handles[digest]
+                self.connections.remove_base(handle.app_name)
                 if digest in asleep:
-                    self._resting[digest] = front
-                logger.info("%s gets no more requests", front.app_name)
-        for digest in self._resting.keys() - {base.base.digest for base in view.bases}:
+                    self._resting[digest] = handle
+                logger.info("%s gets no more requests", handle.app_name)
+        for digest in self._resting.keys() - served:
             del self._resting[digest]
         for digest, base in running.items():
-            known = self._fronts.get(digest) or self._resting.pop(digest, None)
+            known = self._handles.get(digest) or self._resting.pop(digest, None)
             if known is not None and known.serves(base):
                 self._admit(known)
             elif (key := (base.app_name, base.deployed_s)) not in self._opening:
                 self._opening[key] = spawn(self._open(base), "open-base")
-        self._tell()
+        self._signal_change()
 
-    def _admit(self, front: BaseHandle) -> None:
-        self._fronts[front.base.digest] = front
-        limits = front.description.limits
-        self.attendance.enter(front.app_name, front.base.name, front.handle, limits)
-        self._once_ready.add(front.base.digest)
+    def _admit(self, handle: BaseHandle) -> None:
+        """Sends requests to this handle from now on."""
+        self._handles[handle.base.digest] = handle
+        limits = handle.description.limits
+        self.connections.add_base(handle.app_name, handle.base.name, handle.handle, limits)
+        self._once_ready.add(handle.base.digest)
 
-    def _tell(self) -> None:
+    def _signal_change(self) -> None:
+        self.queues.set_applications({handle.app_name for handle in self.handles})
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _open(self, base: ServedBase) -> None:
-        """Until it works or the base is not wanted any more."""
+        """Opens a base: tries until it succeeds or the base is not wanted any more."""
         try:
             while self._wants(base):
                 try:
-                    front = await open_base(base, self.texts)
+                    handle = await open_base(base, self._texts)
                 except (RayError, RayServeException) as error:
-                    logger.warning("%s does not answer yet: %s", base.app_name, error)
+                    logger.warning("%s does not answer yet, retrying: %s", base.app_name, error)
                     await asyncio.sleep(_RETRY_S)
                     continue
-                except UnsupportedModelError as error:  # registered around our checks
+                except UnsupportedModelError as error:  # registered without the checks
                     logger.error("%s cannot be served: %s", base.app_name, error)
                     self._unusable[base.base.digest] = str(error)
                     return
                 except Exception:  # such as a worker that was killed while it tried the template
-                    logger.exception("%s could not be opened; it is tried again", base.app_name)
+                    logger.exception("could not open %s, retrying", base.app_name)
                     await asyncio.sleep(_RETRY_S)
                     continue
                 if self._wants(base):
-                    self._admit(front)
-                    self._tell()
+                    self._admit(handle)
+                    self._signal_change()
                     return
         finally:
             del self._opening[base.app_name, base.deployed_s]
@@ -354,7 +380,7 @@ class Gateway:
 
 @contextmanager
 def _registry_read(view: PlatformView) -> Iterator[None]:
-    """A name that is unknown while the registry cannot be read may be new in it: 503, not 404."""
+    """Turns 404 into 503 while the registry cannot be read: an unknown name may be new there."""
     try:
         yield
     except NotFoundError as error:

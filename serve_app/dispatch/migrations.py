@@ -20,7 +20,7 @@ from serve_app.dispatch.suspects import SuspectQueue
 from serve_app.errors import EngineGoneError
 from serve_app.metrics.migration import MigrationMetrics
 from serve_app.stream.server import StreamServer
-from serve_app.stream.wire import SHUN_S, SILENCE_S
+from serve_app.stream.wire import DEPRIORITISE_S, SILENCE_S
 from serve_app.tasks import keep
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class RouterView(Protocol):
         """Returns the replica that a call was sent to, while the router remembers it."""
         ...
 
-    def shun(self, engine_id: str) -> None:
+    def deprioritise(self, engine_id: str) -> None:
         """Makes the engine the last choice until a frame comes from it."""
         ...
 
@@ -59,7 +59,7 @@ class Migrations:
         router: RouterView,
         ingress: str,
         silence_s: float = SILENCE_S,
-        shun_s: float = SHUN_S,
+        shun_s: float = DEPRIORITISE_S,
     ) -> None:
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
@@ -166,7 +166,7 @@ class Migrations:
         self.has_silent_engine = any(each_s > self._silence_s for each_s in silence_s.values())
         for engine_id, each_s in silence_s.items():
             if each_s > self._shun_s:
-                self._router.shun(engine_id)
+                self._router.deprioritise(engine_id)
         for app_name, attempts in tuple(self._attempts.items()):
             self._leave_gone_replicas(app_name)
             for attempt in tuple(attempts):

@@ -204,7 +204,7 @@ class EngineReplica:
 
     async def hear_backlog(self, backlog: Backlog) -> None:
         """What waits in the ingresses for this base. The policy hears of it from here."""
-        self._scaling.hear(backlog)
+        self._scaling.set_backlog(backlog)
 
     async def __del__(self) -> None:  # Serve awaits it, after draining
         self._is_stopping = True

@@ -88,7 +88,7 @@ class EngineHost:
         self._engine.subscribe(on_step)
         self._engine.on_death(on_death)
         self._engine.start()
-        self._links.news.observe(StepOutput((), self._engine.load()))
+        self._links.snapshot.observe(StepOutput((), self._engine.load()))
         self._heartbeat = keep(self._beat, "heartbeat")
 
     def stop(self) -> None:
@@ -112,7 +112,7 @@ class EngineHost:
     def note_disk(self, on_disk: Digests, disk_s: float, registry_s: float) -> None:
         """Adapters whose files are on this node, and what loads from there and from the registry
         took; 0: not yet measured."""
-        self._links.news.note_disk(on_disk, disk_s, registry_s)
+        self._links.snapshot.note_disk(on_disk, disk_s, registry_s)
 
     async def submit(
         self,
@@ -258,7 +258,7 @@ class EngineHost:
                 stall = 0.0
             num_stalled = num_stalled + 1 if stall > _GIVE_UP_AT else 0
             self._metrics.observe_step(StepOutput((), load), time.time())
-            self._links.beat(load, stall)
+            self._links.heartbeat(load, stall)
             if num_stalled >= _GIVE_UP_BEATS and not self.dead.is_set():
                 age_s = self._engine.last_step_age_s()
                 logger.error("a step has not ended for %.1f s, the engine is given up", age_s)

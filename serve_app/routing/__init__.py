@@ -1,1 +1,1 @@
-"""The engine replica that a request goes to: views, scores, policies, Serve's router."""
+"""Chooses the engine replica of a request: views, scores, policies, and the router inside Serve."""

@@ -1,5 +1,5 @@
-"""What was decided of late and what came of it: who was chosen and why, what was expected, what was
-measured. For headers, the admin routes and the metrics; bounded.
+"""The recent routing decisions and their results: the replica and the reason, the expected and the
+measured times. Bounded; read by the response headers, the admin routes and the metrics.
 
 Ignorant of Ray and HTTP. All times are `time.time()`.
 """
@@ -18,47 +18,47 @@ from serve_app.routing.score import Terms
 _MAX_DECISIONS = 1024
 
 FALLBACK = "fallback"  # the policy failed: Serve's own order
-OTHER = "other"  # one that the policy had left out: those that it wanted were full
+OTHER = "other"  # a replica that the policy left out, because its choices were full
 
 
 @dataclass(slots=True)
 class Decision:
-    """One submit call. The times are 0 until they are known."""
+    """The decision about a submit call. A time is 0 until it is known."""
 
     call_id: str
     replica_id: str
     policy: str
     reason: str
-    expected: Terms | None  # None: the policy had not looked at it, or failed
+    expected: Terms | None  # None: the policy did not score this replica, or failed
     num_tokens: int
     adapter: str | None
-    asked_s: float  # the call reached Serve's router
+    asked_s: float  # when the call reached Serve's router
     chosen_s: float
     adapter_wait_s: float = 0.0
-    adapter_tier: str = ""  # that it was found in
+    adapter_tier: str = ""  # where the engine found the adapter
     is_accepted: bool = False
     engine_queue_s: float = 0.0
-    first_token_s: float = 0.0  # it arrived here
-    rejections: int = 0  # replicas that turned out to be full
+    first_token_s: float = 0.0  # when it arrived at this ingress
+    rejections: int = 0  # by replicas that turned out to be full
 
     @property
     def answer_s(self) -> float:
-        """From the choice to the first token."""
+        """The seconds from the choice of the replica to the first token."""
         return self.first_token_s - self.chosen_s
 
 
 class Decisions:
-    """Written by the router's thread and by the event loop."""
+    """The newest decisions about a base. Written by the router's thread and the event loop."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
-        self.affinity_hits = 0  # the adapter was in memory where the request went
-        self._newest: dict[str, Decision] = {}
+        self.affinity_hits = 0  # requests whose adapter was in memory where they went
+        self._newest: dict[str, Decision] = {}  # by call id
         self._lock = threading.Lock()
 
     @property
     def newest(self) -> tuple[Decision, ...]:
-        """The latest last."""
+        """The remembered decisions, the latest last."""
         with self._lock:
             return tuple(self._newest.values())
 
@@ -67,26 +67,26 @@ class Decisions:
 
     def add(
         self,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         replica_id: str,
         ranked: Sequence[Ranked],
         policy: str,
         asked_s: float,
         now_s: float,
     ) -> None:
-        """`ranked`: by the policy; empty: it failed."""
-        line = next((one for one in ranked if one.replica.replica_id == replica_id), None)
-        reason = line.reason if line else OTHER if ranked else FALLBACK
+        """`ranked`: the policy's ranking, empty if it failed."""
+        chosen = next((line for line in ranked if line.replica.replica_id == replica_id), None)
+        reason = chosen.reason if chosen else OTHER if ranked else FALLBACK
         with self._lock:
-            before = self._newest.pop(ask.call_id, None)
-            decision = self._newest[ask.call_id] = Decision(
-                ask.call_id,
+            before = self._newest.pop(request.call_id, None)
+            decision = self._newest[request.call_id] = Decision(
+                request.call_id,
                 replica_id,
                 policy,
                 reason,
-                None if line is None else line.terms,
-                ask.num_tokens,
-                ask.adapter,
+                None if chosen is None else chosen.terms,
+                request.num_tokens,
+                request.adapter,
                 asked_s,
                 now_s,
             )
@@ -95,17 +95,21 @@ class Decisions:
             if len(self._newest) > _MAX_DECISIONS:
                 del self._newest[next(iter(self._newest))]
             self.reasons[reason] += 1
-            if ask.adapter is not None and line and line.replica.has_adapter(ask.adapter):
+            adapter = request.adapter
+            if adapter is not None and chosen and chosen.replica.has_adapter(adapter):
                 self.affinity_hits += 1
 
     def accepted(self, call_id: str, adapter_s: float, found_in: str) -> None:
+        """Records that the engine accepted the call, how long it waited for its adapter, and the
+        tier where that was."""
         decision = self._newest.get(call_id)
         if decision is not None and not decision.is_accepted:
             decision.is_accepted = True
             decision.adapter_wait_s, decision.adapter_tier = adapter_s, found_in
 
     def first_token(self, call_id: str, queued_s: float, now_s: float) -> Decision | None:
-        """None: not known, or not its first."""
+        """Records the call's first token. Returns None if the call is not remembered, or had a
+        token before."""
         decision = self._newest.get(call_id)
         if decision is None or decision.first_token_s:
             return None

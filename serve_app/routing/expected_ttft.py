@@ -1,9 +1,11 @@
-"""`expected_ttft`: to where the first token is expected soonest.
+"""The policy `expected_ttft`: routes to the replica with the smallest expected time to the first
+token.
 
-What is nearly as soon counts as the same: then one that has the adapter goes first, or its home;
-then where the session was; then the draw, so that several ingresses with the same view do not all
-choose the same one. An adapter is loaded where it does not live only if even the whole load is
-worth it: beside a queue it costs this request nothing, but it takes another adapter's room.
+Replicas that are nearly equal count as equal. Among these the order is: a replica that has the
+adapter, or its home; the replica of the session; a random draw, so that several ingresses with the
+same view do not all choose the same replica. An adapter is loaded away from its home only if the
+replica is faster even with the whole load time: while a request queues there the load costs it
+no time, but it evicts another adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from serve_app.routing.view import ReplicaView
 class _Scored:
     cost_s: float
     terms: Terms
-    is_place: bool  # the adapter is there, or it is nowhere and at home there
+    is_place: bool  # it has the adapter, or it is a home and no candidate has the adapter
     replica: ReplicaView
 
 
@@ -35,8 +37,8 @@ class ExpectedTtft(BasePolicy):
         tie_s: float = 0.003,
         target_usage: float = 0.5,
     ) -> None:
-        """Within `tie_share` or `tie_s` of the soonest is the same; `target_usage`: of a replica by
-        one adapter, before the adapter gets another home."""
+        """Replicas within `tie_share` or `tie_s` of the best count as equal. `target_usage`: the
+        share of a replica's time that an adapter may use before it gets another home."""
         super().__init__(seed, num_random)
         for name, value in (("tie_share", tie_share), ("tie_s", tie_s)):
             if value < 0:
@@ -50,54 +52,57 @@ class ExpectedTtft(BasePolicy):
         self.placement.change(replica_ids)
 
     def warm_ups(self, now_s: float) -> list[tuple[str, str]]:
-        """(adapter, replica): homes that lack their adapter, the best one of each adapter."""
+        """Returns (adapter, replica) pairs: for each adapter with several homes the best home that
+        does not have it."""
         wanted = []
         for adapter, homes in self.placement.wide(now_s).items():
             for replica_id in homes:
-                replica = self._lookout.get(replica_id)
+                replica = self._sampler.get(replica_id)
                 if replica is not None and not replica.has_adapter(adapter):
                     wanted.append((adapter, replica_id))
                     break
         return wanted
 
-    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
-        homes = () if ask.adapter is None else self.placement.homes(ask.adapter, now_s)
-        few = self._lookout.look(ask, homes)
-        # A home that does not have it yet is told to load it, and is not a place before that.
-        is_somewhere = any(one.has_adapter(ask.adapter) for one in few)
+    def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
+        homes = () if request.adapter is None else self.placement.homes(request.adapter, now_s)
+        candidates = self._sampler.candidates(request, homes)
+        # A home without the adapter is being warmed up, and does not count as a place until then.
+        is_somewhere = any(replica.has_adapter(request.adapter) for replica in candidates)
         places = () if is_somewhere else homes
-        scored = [self._score(ask, one, places) for one in few]
-        fit = [one.cost_s for one in scored if not unfitness(ask, one.replica)]
-        best_s = min(fit or [one.cost_s for one in scored])
+        scored = [self._score(request, replica, places) for replica in candidates]
+        fit = [line.cost_s for line in scored if not unfitness(request, line.replica)]
+        best_s = min(fit or [line.cost_s for line in scored])
         near_s = best_s + max(self._tie_s, self._tie_share * best_s)
-        is_tie = sum(one.cost_s <= near_s for one in scored) > 1
-        session = self._lookout.session_place(ask.session)
+        is_tie = sum(line.cost_s <= near_s for line in scored) > 1
+        session = self._sampler.session_place(request.session)
 
-        def key(one: _Scored) -> tuple[float, bool, bool, bool, float]:
-            late_s = one.cost_s if one.cost_s > near_s else 0.0
-            is_session = one.replica.replica_id == session
-            is_home = one.replica.replica_id in homes
-            return late_s, not one.is_place, not is_session, not is_home, self._draw.random()
+        def key(line: _Scored) -> tuple[float, bool, bool, bool, float]:
+            late_s = line.cost_s if line.cost_s > near_s else 0.0
+            is_session = line.replica.replica_id == session
+            is_home = line.replica.replica_id in homes
+            return late_s, not line.is_place, not is_session, not is_home, self._draw.random()
 
         scored.sort(key=key)
         ranked = []
-        for one in scored:
+        for line in scored:
             reason = "soonest"
-            if is_tie and one.cost_s <= near_s:
-                replica_id = one.replica.replica_id
-                is_home = one.is_place and replica_id in homes
+            if is_tie and line.cost_s <= near_s:
+                replica_id = line.replica.replica_id
+                is_home = line.is_place and replica_id in homes
                 reason = "session" if replica_id == session else "home" if is_home else "tie"
-            ranked.append(Ranked(one.replica, one.terms, reason))
+            ranked.append(Ranked(line.replica, line.terms, reason))
         return ranked
 
-    def _score(self, ask: RoutingRequest, replica: ReplicaView, places: Sequence[str]) -> _Scored:
-        terms = expected_ttft(ask, replica)
-        if replica.replica_id in places or replica.has_adapter(ask.adapter):
+    def _score(
+        self, request: RoutingRequest, replica: ReplicaView, places: Sequence[str]
+    ) -> _Scored:
+        terms = expected_ttft(request, replica)
+        if replica.replica_id in places or replica.has_adapter(request.adapter):
             return _Scored(terms.there_s, terms, True, replica)
-        whole_load_s = terms.there_s - terms.adapter_s + adapter_load_s(ask.adapter, replica)
+        whole_load_s = terms.there_s - terms.adapter_s + adapter_load_s(request.adapter, replica)
         return _Scored(whole_load_s, terms, False, replica)
 
-    def _went(self, ask: RoutingRequest, replica: ReplicaView, now_s: float) -> None:
-        super()._went(ask, replica, now_s)
-        if ask.adapter is not None:
-            self.placement.observe(ask.adapter, work_s(ask, replica), now_s)
+    def _record(self, request: RoutingRequest, replica: ReplicaView, now_s: float) -> None:
+        super()._record(request, replica, now_s)
+        if request.adapter is not None:
+            self.placement.observe(request.adapter, work_s(request, replica), now_s)

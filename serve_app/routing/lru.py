@@ -1,4 +1,4 @@
-"""A dictionary that forgets what was put longest ago."""
+"""A dictionary that keeps the newest entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class LruDict(Generic[Key, Value]):
-    """A dictionary of the newest entries."""
+    """A dictionary that drops the entry put longest ago when it is full."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries

@@ -1,9 +1,9 @@
-"""Where adapters live: each has an order of replicas, and the first k of it are its homes.
+"""The homes of adapters: each adapter orders the replicas, and the first k are its homes.
 
-The order is rendezvous hashing: the same in every ingress without a word between them, and when a
-replica comes or goes only the adapters that it wins or held move. k is what the adapter's work
-needs, in replicas: it follows a rise within seconds and falls slowly. Ignorant of Ray; the time is
-the caller's.
+The order is rendezvous hashing: every ingress computes the same order without communication, and
+when a replica is added or removed, only the adapters that it gains or had move. k is the number of
+replicas that the adapter's work needs: it follows a rise within seconds and falls slowly. Ignorant
+of Ray; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from heapq import nsmallest
 from serve_app.routing.lru import LruDict
 
 _PRIME = (1 << 61) - 1
-_SHORT_ORDER = 16  # of a rendezvous order, as long as nobody asks for more
-_MAX_ADAPTERS = 32768  # remembered; beyond it the longest unused are forgotten
+_SHORT_ORDER = 16  # replicas of an order that are computed at first
+_MAX_ADAPTERS = 32768  # remembered; beyond it the least recently used are forgotten
 _RISE_S = 5.0  # time constant of an adapter's work
-_FALL_S = 60.0  # and of the highest that it was
+_FALL_S = 60.0  # time constant of its recent maximum
 
 
 class Rendezvous:
-    """Every key's own order of the replicas."""
+    """An order of the replicas for every key."""
 
     def __init__(self) -> None:
         self._seeds: tuple[tuple[int, str], ...] = ()
         self._orders: LruDict[str, tuple[str, ...]] = LruDict(_MAX_ADAPTERS)
 
     def change(self, replica_ids: Iterable[str]) -> None:
-        seeds = tuple(sorted((_hash(one), one) for one in replica_ids))
+        seeds = tuple(sorted((_hash(name), name) for name in replica_ids))
         if seeds != self._seeds:
             self._seeds = seeds
             self._orders.clear()
@@ -48,22 +48,23 @@ class Rendezvous:
         return order[:count]
 
     def _order(self, key: str, count: int) -> tuple[str, ...]:
-        """0.1 us a replica where BLAKE2b of each pair takes 0.8; both spread alike."""
+        """Mixes two hashes in 0.1 us per replica; BLAKE2b of each pair needs 0.8 us and spreads no
+        better."""
         own = _hash(key)
-        scored = [((mixed := own ^ seed) * mixed % _PRIME, one) for seed, one in self._seeds]
-        return tuple(one for _, one in nsmallest(count, scored))
+        scored = [((mixed := own ^ seed) * mixed % _PRIME, name) for seed, name in self._seeds]
+        return tuple(name for _, name in nsmallest(count, scored))
 
 
 @dataclass(slots=True)
 class _Work:
-    """Replicas' seconds a second that an adapter takes."""
+    """The replica seconds per second that an adapter uses."""
 
     now: float = 0.0
-    high: float = 0.0  # follows it up at once and down slowly
+    high: float = 0.0  # follows `now` up at once and down slowly
     at_s: float = 0.0
 
     def settle(self, now_s: float) -> None:
-        """Both as of now."""
+        """Brings both values up to date."""
         passed_s = max(0.0, now_s - self.at_s)
         self.now *= math.exp(-passed_s / _RISE_S)
         self.high = max(self.now, self.high * math.exp(-passed_s / _FALL_S))
@@ -75,21 +76,22 @@ class _Work:
 
 
 class Placement:
-    """The homes of every adapter, as one ingress sees its traffic."""
+    """The homes of every adapter by the traffic of this ingress."""
 
     def __init__(self, target_usage: float) -> None:
-        """`target_usage`: how much of a replica one adapter may take before it gets another."""
-        self.num_ingresses = 1  # that share the traffic evenly; this one sees its part only
+        """`target_usage`: the share of a replica that an adapter may use before it gets another
+        home."""
+        self.num_ingresses = 1  # ingresses that share the traffic evenly; each sees only its part
         self._target_usage = target_usage
         self._order = Rendezvous()
         self._works: LruDict[str, _Work] = LruDict(_MAX_ADAPTERS)
-        self._wide: set[str] = set()  # adapters that had more than one home
+        self._wide: set[str] = set()  # adapters that may have several homes
 
     def change(self, replica_ids: Iterable[str]) -> None:
         self._order.change(replica_ids)
 
     def observe(self, adapter: str, seconds: float, now_s: float) -> None:
-        """A request with this adapter takes so long of a replica."""
+        """Adds a request with this adapter that uses `seconds` of a replica's time."""
         work = self._works.get(adapter) or _Work(at_s=now_s)
         work.settle(now_s)
         work.add(seconds * self.num_ingresses)
@@ -105,13 +107,13 @@ class Placement:
         return max(1, min(math.ceil(work.high / self._target_usage), max(1, len(self._order))))
 
     def homes(self, adapter: str, now_s: float) -> tuple[str, ...]:
-        """The best first; at least one where there are replicas."""
+        """Returns the adapter's homes, the best first; not empty if there are replicas."""
         return self._order.first(adapter, self.num_homes(adapter, now_s))
 
     def wide(self, now_s: float) -> dict[str, tuple[str, ...]]:
-        """The homes of all adapters that have more than one."""
+        """Returns the homes of all adapters that have several."""
         homes = {adapter: self.homes(adapter, now_s) for adapter in self._wide}
-        self._wide = {adapter for adapter, its in homes.items() if len(its) > 1}
+        self._wide = {adapter for adapter, replicas in homes.items() if len(replicas) > 1}
         return {adapter: homes[adapter] for adapter in self._wide}
 
 

@@ -1,7 +1,7 @@
-"""The policies by name, and one made from its settings.
+"""The routing policies by name, and the construction of a policy from its settings.
 
-`expected_ttft` is the one to use. The others are what routers elsewhere do under these names, with
-the same views and manners: to compare with.
+`expected_ttft` is the recommended policy. The others do the same as policies of these names in
+other routers, on the same views, for comparison.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Option = bool | int | float | str
 
 
 class PolicyError(ValueError):
-    """A policy cannot be made as the configuration has it."""
+    """The policy of the configuration cannot be made."""
 
 
 class PolicyArgs(Protocol):
-    """`config.RouterArgs`."""
+    """The fields of `config.RouterArgs`."""
 
     @property
     def policy(self) -> str: ...
@@ -35,55 +35,58 @@ class PolicyArgs(Protocol):
 
 
 class RoundRobin(BasePolicy):
-    """One after the other."""
+    """Ranks the replicas in turn."""
 
     _next = 0
 
-    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
-        every = self._lookout.every
-        first = self._next % len(every)
-        if not ask.dry_run:
+    def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
+        replicas = self._sampler.all
+        first = self._next % len(replicas)
+        if not request.dry_run:
             self._next = first + 1
-        count = min(len(every), 16)
-        turn = [every[(first + i) % len(every)] for i in range(count)]
-        return [Ranked(one, expected_ttft(ask, one), "turn") for one in turn]
+        count = min(len(replicas), 16)
+        turn = [replicas[(first + i) % len(replicas)] for i in range(count)]
+        return [Ranked(replica, expected_ttft(request, replica), "turn") for replica in turn]
 
 
 class PowerOfTwo(BasePolicy):
-    """The one with fewer sequences of two drawn at random."""
+    """Draws two replicas at random and ranks the replica with fewer sequences first."""
 
-    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
-        drawn = self._lookout.some(2)
-        drawn.sort(key=lambda one: (one.num_sequences, one.queued_tokens))
-        return [Ranked(one, expected_ttft(ask, one), "fewer") for one in drawn]
+    def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
+        drawn = self._sampler.sample(2)
+        drawn.sort(key=lambda replica: (replica.num_sequences, replica.queued_tokens))
+        return [Ranked(replica, expected_ttft(request, replica), "fewer") for replica in drawn]
 
 
 class AdapterAffinity(BasePolicy):
-    """Where the adapter is in memory, unless that replica has so many sequences more."""
+    """Prefers replicas that have the adapter in memory, unless they have many more sequences."""
 
     def __init__(
         self, seed: int | None = None, num_random: int = 6, load_cost: float = 6.0
     ) -> None:
-        """`load_cost`: of an adapter that is not there, in sequences."""
+        """`load_cost`: how many sequences a missing adapter counts as."""
         super().__init__(seed, num_random)
         self._load_cost = load_cost
 
-    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
+    def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
         scored = []
-        for one in self._lookout.look(ask):
-            cost = float(one.num_sequences)
-            if not (has := one.has_adapter(ask.adapter)):
+        for replica in self._sampler.candidates(request):
+            cost = float(replica.num_sequences)
+            if not (has := replica.has_adapter(request.adapter)):
                 cost += self._load_cost
-                cost -= one.is_loading(ask.adapter or "") * self._load_cost / 2
-            reason = "affinity" if has and ask.adapter is not None else "fewer"
-            scored.append((cost, self._draw.random(), one, reason))
+                cost -= replica.is_loading(request.adapter or "") * self._load_cost / 2
+            reason = "affinity" if has and request.adapter is not None else "fewer"
+            scored.append((cost, self._draw.random(), replica, reason))
         scored.sort(key=lambda line: line[:2])
-        return [Ranked(one, expected_ttft(ask, one), reason) for *_, one, reason in scored]
+        return [
+            Ranked(replica, expected_ttft(request, replica), reason)
+            for *_, replica, reason in scored
+        ]
 
 
 class PrefixAffinity(BasePolicy):
-    """Where most of the prompt is cached; where it is hardly anywhere, or sequences are spread
-    unevenly, the one with the fewest."""
+    """Prefers the replica that has most of the prompt cached. If no replica has enough of it, or
+    the sequences are spread unevenly, prefers the replica with the fewest sequences."""
 
     def __init__(
         self,
@@ -93,24 +96,28 @@ class PrefixAffinity(BasePolicy):
         max_gap: int = 32,
         max_ratio: float = 1.5,
     ) -> None:
-        """`min_share` of the prompt makes a match; `max_gap` and `max_ratio`: what the fullest may
-        have beyond the emptiest."""
+        """`min_share`: the share of the prompt that must be cached. `max_gap`, `max_ratio`: the
+        spread is even if the fullest replica has at most so many sequences more than the emptiest,
+        or at most so many times as many."""
         super().__init__(seed, num_random)
         self._min_share, self._max_gap, self._max_ratio = min_share, max_gap, max_ratio
 
-    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
-        few = self._lookout.look(ask)
-        counts = [one.num_sequences for one in few]
+    def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
+        candidates = self._sampler.candidates(request)
+        counts = [replica.num_sequences for replica in candidates]
         low, high = min(counts), max(counts)
         is_even = high - low <= self._max_gap or high <= self._max_ratio * low
         scored = []
-        for one, count in zip(few, counts, strict=True):
-            cached = one.num_cached_tokens(ask.prefixes) if is_even else 0
-            is_match = cached >= self._min_share * ask.num_tokens and cached > 0
+        for replica, count in zip(candidates, counts, strict=True):
+            cached = replica.num_cached_tokens(request.prefixes) if is_even else 0
+            is_match = cached >= self._min_share * request.num_tokens and cached > 0
             key = (-cached if is_match else 0, count, self._draw.random())
-            scored.append((key, one, "affinity" if is_match else "fewer"))
+            scored.append((key, replica, "affinity" if is_match else "fewer"))
         scored.sort(key=lambda line: line[0])
-        return [Ranked(one, expected_ttft(ask, one), reason) for _, one, reason in scored]
+        return [
+            Ranked(replica, expected_ttft(request, replica), reason)
+            for _, replica, reason in scored
+        ]
 
 
 POLICIES: Mapping[str, type[Policy]] = {
@@ -124,24 +131,22 @@ _NAMES = ", ".join(POLICIES)
 
 
 def check_policy(args: PolicyArgs) -> None:
-    """Checks the policy's name, and the options of one of ours. Imports nothing: anybody may have
-    written `args`. PolicyError names the field and its value."""
+    """Checks the policy's name, and the options if it is in `POLICIES`. Imports no module, because
+    `args` may come from an untrusted writer. PolicyError names the field and its value."""
     if args.policy in POLICIES:
         make_policy(args)
     elif ":" not in args.policy:
-        raise PolicyError(
-            f"policy {args.policy[:100]!r} is none of {_NAMES}, and no 'module:Class'"
-        )
+        raise PolicyError(f"policy {args.policy[:100]!r} is none of {_NAMES}, nor a 'module:Class'")
 
 
 def make_policy(args: PolicyArgs) -> Policy:
-    """PolicyError names the field and its value. Imports the module of a `module:Class`: only a
-    configuration file may name one."""
+    """Makes the policy. PolicyError names the field and its value. Imports the module of a
+    `module:Class`, so only a configuration file may name one."""
     kind = POLICIES.get(args.policy) or _load(args.policy)
     _check_options(args, kind)
     try:
         policy: Policy = kind(**args.options)
-    except Exception as error:  # a user's class may raise anything; ours OverflowError, too
+    except Exception as error:  # a user's class may raise anything, the product's OverflowError
         raise PolicyError(f"options {_shown_options(args)}: {error}") from error
     return policy
 
@@ -152,14 +157,14 @@ def _shown_options(args: PolicyArgs) -> str:
 
 def _load(path: str) -> type[Policy]:
     if ":" not in path:
-        raise PolicyError(f"policy {path[:100]!r} is none of {_NAMES}, and no 'module:Class'")
+        raise PolicyError(f"policy {path[:100]!r} is none of {_NAMES}, nor a 'module:Class'")
     try:
         kind = pkgutil.resolve_name(path)
-    except (Exception, SystemExit) as error:  # a user's module may do anything when it is imported
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         why = f"{type(error).__name__}: {error}"
         raise PolicyError(f"policy {path!r} cannot be imported: {why}") from error
     if not inspect.isclass(kind):
-        raise PolicyError(f"policy {path!r} is no class")
+        raise PolicyError(f"policy {path!r} is not a class")
     lacking = [name for name in ("rank", "changed") if not callable(getattr(kind, name, None))]
     if lacking:
         raise PolicyError(f"policy {path!r} has no method {' and no '.join(lacking)}")
@@ -167,12 +172,12 @@ def _load(path: str) -> type[Policy]:
 
 
 def _check_options(args: PolicyArgs, kind: type[Policy]) -> None:
-    """Names and plain types, by the constructor's annotations."""
+    """Checks the options' names and plain types against the constructor's annotations."""
     if kind.__init__ is object.__init__:
         known: Mapping[str, inspect.Parameter] = {}
     else:
         known = dict(list(inspect.signature(kind.__init__).parameters.items())[1:])
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    takes_any = any(option.kind is option.VAR_KEYWORD for option in known.values())
     hints = get_type_hints(kind.__init__) if known else {}
     for name, value in args.options.items():
         if name not in known and not takes_any:
@@ -183,12 +188,14 @@ def _check_options(args: PolicyArgs, kind: type[Policy]) -> None:
         hint = hints.get(name)
         wanted: Sequence[type] = get_args(hint) or (hint,) if hint is not None else ()
         if wanted and not _fits(value, wanted):
-            names = " or ".join(one.__name__ for one in wanted if one is not NoneType)
+            names = " or ".join(kind.__name__ for kind in wanted if kind is not NoneType)
             raise PolicyError(f"options.{name} is {reprlib.repr(value)}, but must be {names}")
 
 
 def _fits(value: Option, wanted: Sequence[type]) -> bool:
     if float in wanted and type(value) is int:
         return True
-    plain = [one for one in wanted if one in (bool, int, float, str)]
-    return type(value) in plain or len(plain) < len([w for w in wanted if w is not NoneType])
+    plain = [kind for kind in wanted if kind in (bool, int, float, str)]
+    return type(value) in plain or len(plain) < len(
+        [kind for kind in wanted if kind is not NoneType]
+    )

@@ -1,4 +1,5 @@
-"""What a routing policy is. Serve's router, the dry run and the simulator call the same objects."""
+"""The interface and the common base of routing policies. Serve's router, the dry run and the
+simulator call the same objects."""
 
 from __future__ import annotations
 
@@ -16,76 +17,80 @@ from serve_app.routing.view import ReplicaView
 @dataclass(frozen=True, slots=True)
 class Ranked:
     replica: ReplicaView
-    terms: Terms  # of the score, also where the policy does not use it
-    reason: str = ""  # in words, where something else decided
+    terms: Terms  # of the score, even if the policy does not use it
+    reason: str = ""  # a word for why the policy placed it here
 
 
 class Policy(Protocol):
-    """One object for each base and ingress; made with `models[].router`'s options. Called for every
-    request with all replicas that may take it (never empty); cheap at 1,000 of them: look at a few,
-    not at all. Must not raise."""
+    """There is an object per base and ingress, made with the options of `models[].router`. It is
+    called for every request with all replicas of the base (never empty), and must be cheap with
+    1,000 of them: it should look at a few, not at all. It must not raise."""
 
     def rank(
-        self, ask: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
+        self, request: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
     ) -> list[Ranked]:
-        """Best first; those left out are tried after them, in any order."""
+        """Returns replicas, the best first. The replicas left out are tried after them, in any
+        order. The arguments are positional."""
         ...
 
     def changed(self, replica_ids: Sequence[str]) -> None:
-        """Another set of replicas."""
+        """Is called with the new set of replicas when it changed."""
         ...
 
 
 class BasePolicy:
-    """What the policies here share: `_order` is theirs."""
+    """The common part of the product's policies, each of which implements `_order`."""
 
     def __init__(self, seed: int | None = None, num_random: int = 6) -> None:
-        """`num_random`: drawn at random, where there are too many replicas to look at all."""
+        """`num_random`: candidates drawn at random if there are too many replicas to look at."""
         if num_random < 1:
             raise ValueError(f"num_random is {num_random}, but must be 1 or more")
         self._draw = random.Random(seed)
-        self._lookout = CandidateSampler(self._draw, num_random)
+        self._sampler = CandidateSampler(self._draw, num_random)
 
     def rank(
-        self, ask: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
+        self, request: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
     ) -> list[Ranked]:
-        if self._lookout.take(replicas):
-            self.changed(self._lookout.replica_ids)
-        if ask.only is not None and (wanted := self._lookout.get(ask.only)) is not None:
-            return [Ranked(wanted, expected_ttft(ask, wanted), "only")]
-        ranked = self._order(ask, now_s)
-        if any(unfitness(ask, one.replica) for one in ranked):
-            if all(unfitness(ask, one.replica) for one in ranked):
-                fittest = self._fittest(ask)
-                ranked = [fittest, *(o for o in ranked if o.replica is not fittest.replica)]
-            ranked.sort(key=lambda one: unfitness(ask, one.replica))
-        if not ask.dry_run:
-            self._went(ask, ranked[0].replica, now_s)
+        if self._sampler.set_replicas(replicas):
+            self.changed(self._sampler.replica_ids)
+        if request.only is not None and (wanted := self._sampler.get(request.only)) is not None:
+            return [Ranked(wanted, expected_ttft(request, wanted), "only")]
+        ranked = self._order(request, now_s)
+        if any(unfitness(request, line.replica) for line in ranked):
+            if all(unfitness(request, line.replica) for line in ranked):
+                fittest = self._fittest(request)
+                others = (line for line in ranked if line.replica is not fittest.replica)
+                ranked = [fittest, *others]
+            ranked.sort(key=lambda line: unfitness(request, line.replica))
+        if not request.dry_run:
+            self._record(request, ranked[0].replica, now_s)
         return ranked
 
     def changed(self, replica_ids: Sequence[str]) -> None:
         pass
 
-    def _order(self, ask: RoutingRequest, now_s: float) -> list[Ranked]:
+    def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
+        """Returns candidates in the policy's order, fit or not."""
         raise NotImplementedError
 
-    def _went(self, ask: RoutingRequest, replica: ReplicaView, now_s: float) -> None:
-        self._lookout.went(ask, replica.replica_id)
+    def _record(self, request: RoutingRequest, replica: ReplicaView, now_s: float) -> None:
+        """Is called with the replica that was ranked first."""
+        self._sampler.record(request, replica.replica_id)
 
-    def _fittest(self, ask: RoutingRequest) -> Ranked:
-        """Of all, where nobody who was looked at is fit."""
-        found, worst = self._lookout.every[0], 99
-        for one in self._lookout.every:
-            if (its := unfitness(ask, one)) < worst:
-                found, worst = one, its
+    def _fittest(self, request: RoutingRequest) -> Ranked:
+        """Returns the first of the fittest replicas, for when all candidates are unfit."""
+        found, lowest = self._sampler.all[0], 99
+        for replica in self._sampler.all:
+            if (its := unfitness(request, replica)) < lowest:
+                found, lowest = replica, its
                 if not its:
                     break
-        return Ranked(found, expected_ttft(ask, found), "resort")
+        return Ranked(found, expected_ttft(request, found), "resort")
 
 
-def unfitness(ask: RoutingRequest, replica: ReplicaView) -> int:
-    """0 is fit; the higher, the later a resort."""
-    if replica.replica_id in ask.avoid:
+def unfitness(request: RoutingRequest, replica: ReplicaView) -> int:
+    """Returns 0 for a fit replica; a higher number is a later resort."""
+    if replica.replica_id in request.avoid:
         return 3
     if replica.is_draining:
         return 2

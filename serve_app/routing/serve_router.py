@@ -1,13 +1,13 @@
-"""Ray Serve's request router, with our policies in it: Serve keeps its queue, its limit of ongoing
-requests and its health checks, the order of the replicas is ours.
+"""Ray Serve's request router with the product's policies: Serve keeps its queue, its limit of
+ongoing requests and its health checks; the policy decides the order of the replicas.
 
-Runs in Serve's router thread of every process that has a handle; meets the ingress in
-`routing_state`. Whatever happens here must not raise: a request whose router raised waits for
-ever. Calls without an `RoutingRequest` go anywhere.
+Runs in Serve's router thread of every process that has a handle, and shares a `RoutingState` with
+the ingress. No method may raise: a request whose router raised waits for ever. Calls without a
+`RoutingRequest` go to any replica.
 
-Serve hands a decision to the pending request with the same internal id, which all calls made inside
-one HTTP request share: all but one of them would hang. Here a decision goes to the very request
-that it was made for.
+Serve fulfils the pending request that has the decision's internal id, and all calls made inside an
+HTTP request share an id: all of them but the first would hang. Here a decision fulfils exactly the
+request that it was made for.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ray.serve.request_router import RequestRouter
 
 from serve_app.messages import RoutingRequest, SubmitCall
 from serve_app.routing.policy import Ranked, unfitness
-from serve_app.routing.state import RoutingState, meet
+from serve_app.routing.state import RoutingState, routing_state
 
 logger = logging.getLogger(__name__)
 
-_MAX_OTHERS = 16  # of those that the policy left out, tried after its own
+_MAX_OTHERS = 16  # replicas that the policy left out, tried after its own
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """`config.RouterArgs` as Serve hands it on."""
+    """`config.RouterArgs` as Serve passes it."""
 
     policy: str
     options: dict[str, bool | int | float | str]
@@ -46,18 +46,19 @@ class _Settings:
 @dataclass(slots=True)
 class _Waiting:
     pending: PendingRequest
-    ask: RoutingRequest | None
+    request: RoutingRequest | None
     ranked: Sequence[Ranked] = ()
 
 
 class LoraplexRouter(RequestRouter):
     def initialize_state(self, **kwargs: object) -> None:
-        """As JSON: `policy` and `options`."""
-        self._meeting: RoutingState = meet(self._deployment_id.app_name)
+        """`kwargs`: `policy` and `options`, plain values."""
+        self._state: RoutingState = routing_state(self._deployment_id.app_name)
         self._by_id: dict[str, RunningReplica] = {}  # by unique id
         self._by_metadata: dict[int, _Waiting] = {}  # by the identity of a request's metadata
+        self._watched: set[str] = set()  # ids of calls whose routing task has a done-callback
         options = cast(dict[str, bool | int | float | str], kwargs.get("options") or {})
-        self._meeting.set_policy(_Settings(str(kwargs.get("policy")), options))
+        self._state.set_policy(_Settings(str(kwargs.get("policy")), options))
 
     async def choose_replicas(
         self,
@@ -66,77 +67,81 @@ class LoraplexRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        # Else Serve asks again at once, for ever, while all replicas are full.
+        # Otherwise Serve retries in a busy loop while all replicas are full.
         pending_request.routing_context.should_backoff = True
         waiting = self._by_metadata.get(id(pending_request.metadata))
-        if waiting is None or waiting.ask is None:
-            return [_some(candidate_replicas)]
+        if waiting is None or waiting.request is None:
+            return [_sample(candidate_replicas)]
         try:
-            waiting.ranked = self._meeting.rank(waiting.ask)
-            return self._ranks(waiting.ask, waiting.ranked, candidate_replicas)
+            waiting.ranked = self._state.rank(waiting.request)
+            return self._ranks(waiting.request, waiting.ranked, candidate_replicas)
         except Exception:
-            logger.exception("the policy %s failed", self._meeting.policy_name)
+            logger.exception("the policy %s failed", self._state.policy_name)
             waiting.ranked = ()
-            return [_some(candidate_replicas)]
+            return [_sample(candidate_replicas)]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self._by_id = {one.replica_id.unique_id: one for one in replicas}
-        self._meeting.keep(self._by_id)
+        self._by_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._state.set_replicas(self._by_id)
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._by_id.pop(replica_id.unique_id, None)
-        self._meeting.keep(self._by_id)
+        self._state.set_replicas(self._by_id)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """The replica took it. Should the engine never say so, the end of the call does."""
-        ask = _ask_of(pending_request)
-        if ask is not None:
-            result.add_done_callback(lambda _: self._meeting.unplace(ask.call_id))
+        """Is called when the replica accepted the call. If its engine never reports that, the end
+        of the call ends the count."""
+        request = _routing_request(pending_request)
+        if request is not None:
+            result.add_done_callback(lambda _: self._state.unplace(request.call_id))
 
     def _ranks(
-        self, ask: RoutingRequest, ranked: Sequence[Ranked], candidates: Sequence[RunningReplica]
+        self,
+        request: RoutingRequest,
+        ranked: Sequence[Ranked],
+        candidates: Sequence[RunningReplica],
     ) -> list[list[RunningReplica]]:
-        """The policy's order; then some that it left out; then those that are full as far as we
-        know, together, for each of them is asked; last those that the request should not meet."""
-        by_id, seen = self._by_id, {one.replica.replica_id for one in ranked}
+        """Returns groups of replicas to try in turn: the policy's order; some replicas that it left
+        out; the replicas that are probably full, as a group, because Serve probes each of them;
+        last the replicas that the request should avoid."""
+        by_id, seen = self._by_id, {line.replica.replica_id for line in ranked}
         free: list[list[RunningReplica]] = []
         full: list[RunningReplica] = []
         resorts: list[list[RunningReplica]] = []
-        for one in ranked:
-            replica = by_id.get(one.replica.replica_id)
+        for line in ranked:
+            replica = by_id.get(line.replica.replica_id)
             if replica is None:
                 continue
-            if unfitness(ask, one.replica):
+            if unfitness(request, line.replica):
                 resorts.append([replica])
             elif self._is_full(replica):
                 full.append(replica)
             else:
                 free.append([replica])
-        avoided = [by_id[one] for one in ask.avoid - seen if one in by_id]
-        seen |= ask.avoid
-        others = [r for r in _some(candidates) if r.replica_id.unique_id not in seen]
+        avoided = [by_id[name] for name in request.avoid - seen if name in by_id]
+        seen |= request.avoid
+        others = [r for r in _sample(candidates) if r.replica_id.unique_id not in seen]
         return [rank for rank in (*free, others, full, *resorts, avoided) if rank]
 
     def _is_full(self, replica: RunningReplica) -> bool:
         num_ongoing = self.replica_queue_len_cache.get(replica.replica_id)
         return num_ongoing is not None and num_ongoing >= replica.max_ongoing_requests
 
-    # Serve's private hooks.
+    # Overrides of Serve's private hooks.
 
     def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
-        """It waits; for the second time if the replica that was chosen turned it away. Serve calls
-        this in the task that routes the call."""
+        """Is called in the task that routes the call: when the call begins to wait, and again each
+        time that a chosen replica rejected it."""
         super()._add_pending_request_to_indices(pending_request)
-        ask = _ask_of(pending_request)
-        self._by_metadata[id(pending_request.metadata)] = _Waiting(pending_request, ask)
-        if ask is not None:
-            self._meeting.unplace(ask.call_id)
-            if (task := asyncio.current_task()) is not None:
-                task.add_done_callback(lambda ended: self._unplace_unless_routed(ask, ended))
+        request = _routing_request(pending_request)
+        self._by_metadata[id(pending_request.metadata)] = _Waiting(pending_request, request)
+        if request is not None:
+            self._state.unplace(request.call_id)
+            self._watch(request)
 
     def _remove_pending_request_from_indices(self, pending_request: PendingRequest) -> None:
         super()._remove_pending_request_from_indices(pending_request)
@@ -153,32 +158,41 @@ class LoraplexRouter(RequestRouter):
         self._record_queue_wait_time(pending)
         pending.future.set_result(replica)
         self._remove_pending_request_from_indices(pending)
-        if waiting.ask is not None:
-            self._chose(waiting, waiting.ask, replica.replica_id.unique_id)
+        if waiting.request is not None:
+            self._record_choice(waiting, waiting.request, replica.replica_id.unique_id)
 
-    def _unplace_unless_routed(self, ask: RoutingRequest, routing: asyncio.Task[object]) -> None:
-        """A call that is cancelled, or fails, between the choice of its replica and the replica's
-        answer never reaches `on_request_routed`, and no engine accepts it."""
-        if routing.cancelled() or routing.exception() is not None:
-            self._meeting.unplace(ask.call_id)
+    def _watch(self, request: RoutingRequest) -> None:
+        """Ends the count of a call that is cancelled, or fails, between the choice of its replica
+        and the replica's answer: it never reaches `on_request_routed`, and no engine accepts it."""
+        task, call_id = asyncio.current_task(), request.call_id
+        if task is None or call_id in self._watched:
+            return
+        self._watched.add(call_id)
 
-    def _chose(self, waiting: _Waiting, ask: RoutingRequest, replica_id: str) -> None:
-        """It counts there at once, so that the next decisions reckon with it."""
+        def routed(task: asyncio.Task[object]) -> None:
+            self._watched.discard(call_id)
+            if task.cancelled() or task.exception() is not None:
+                self._state.unplace(call_id)
+
+        task.add_done_callback(routed)
+
+    def _record_choice(self, waiting: _Waiting, request: RoutingRequest, replica_id: str) -> None:
+        """Counts the call at the replica at once, so that the next decisions consider it."""
         try:
-            self._meeting.decisions.add(
-                ask,
+            self._state.decisions.add(
+                request,
                 replica_id,
                 waiting.ranked,
-                self._meeting.policy_name,
+                self._state.policy_name,
                 waiting.pending.created_at,
                 time.time(),
             )
-            self._meeting.place(ask, replica_id)
-        except Exception:  # the request is on its way already
-            logger.exception("a decision was not noted")
+            self._state.place(request, replica_id)
+        except Exception:  # the call is on its way already
+            logger.exception("a routing decision could not be recorded")
 
 
-def _ask_of(pending: PendingRequest) -> RoutingRequest | None:
+def _routing_request(pending: PendingRequest) -> RoutingRequest | None:
     for argument in (*pending.args, *pending.kwargs.values()):
         if isinstance(argument, SubmitCall):
             return argument.routing
@@ -187,7 +201,7 @@ def _ask_of(pending: PendingRequest) -> RoutingRequest | None:
     return None
 
 
-def _some(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
-    """Not all of a thousand: each whose queue is not known is asked over the network."""
+def _sample(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
+    """Returns at most 16 replicas: Serve probes each replica whose queue length is not cached."""
     many = len(replicas) > _MAX_OTHERS
     return random.sample(replicas, _MAX_OTHERS) if many else list(replicas)

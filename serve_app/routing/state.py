@@ -1,15 +1,17 @@
-"""Where Serve's router, which runs in its own thread and is made by Ray, meets the rest of its
-process: for each base application its views, its policy and its decisions.
+"""The routing state that a process shares between Serve's router and its event loop: for each base
+application the views of its replicas, its policy and its decisions.
 
-The one place with state of the process, for Serve makes routers with plain values only. All of it
-may be called from any thread.
+Serve makes the router itself, from plain values and in a thread of its own, so the two sides find
+each other through this module: the only module with state of the process. Every function may be
+called from any thread.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 from engine.admission import EngineLimits
@@ -22,158 +24,165 @@ from serve_app.routing.view import ReplicaView, ReplicaViews
 
 logger = logging.getLogger(__name__)
 
-OnReplicas = Callable[[frozenset[str], frozenset[str]], None]
-
-# Until the base described itself: no limit that would keep a request from a replica.
+# Until the base has described itself: no limit keeps a request from a replica.
 _UNKNOWN_LIMITS = EngineLimits(0, 0, 0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingListener:
+    """Functions that the router's thread calls."""
+
+    replicas_changed: Callable[[], object]  # Serve's router has another set of replicas
+    placed: Callable[[str], None]  # a replica's view counts this call from now on
+
+
 class RoutingState:
-    """Of one base application."""
+    """The routing state of a base application."""
 
     def __init__(
         self, app_name: str, connected: dict[str, ReplicaView], lock: threading.Lock
     ) -> None:
-        """`connected`, `lock`: as `ReplicaViews` takes them."""
+        """`connected`, `lock`: see `ReplicaViews`."""
         self.app_name = app_name
         self.views = ReplicaViews(_UNKNOWN_LIMITS, connected, lock)
         self.decisions = Decisions()
         self.policy_name = "expected_ttft"
-        self.on_placed: Callable[[str, str], None] | None = None  # (application, call)
         self._policy: Policy = ExpectedTtft()
         self._lock = threading.Lock()
-        self._listeners: list[OnReplicas] = []
+        self._listeners: tuple[RoutingListener, ...] = ()
 
     def set_policy(self, args: PolicyArgs) -> None:
-        """The file's policy was checked where it was read; should it be impossible here, requests
-        go as they would without it."""
+        """Replaces the policy. A configuration file's policy is checked when the file is read; if
+        it cannot be made here nevertheless, requests follow the present policy."""
         try:
             policy = make_policy(args)
         except PolicyError:
-            logger.exception("%s goes on with %s", self.app_name, self.policy_name)
+            logger.exception("%s keeps the policy %s", self.app_name, self.policy_name)
             return
         with self._lock:
             self._policy, self.policy_name = policy, args.policy
-            self._tell_policy()
+            self._update_policy()
 
-    def rank(self, ask: RoutingRequest) -> list[Ranked]:
-        """Over the replicas there are now, at least one. Raises whatever a user's policy raises."""
+    def rank(self, request: RoutingRequest) -> list[Ranked]:
+        """Ranks the present replicas, which must not be empty. Raises any exception of
+        a user's policy."""
         with self._lock:
-            return self._policy.rank(ask, self.views.replicas, monotonic())
+            return self._policy.rank(request, self.views.replicas, monotonic())
 
     def warm_ups(self, num_ingresses: int) -> list[tuple[str, str]]:
-        """(adapter, replica) that shall have it before requests ask for it; asked twice a second.
-        `num_ingresses`: that share the traffic."""
+        """Returns the (adapter, replica) pairs to load before requests need them.
+        `num_ingresses`: how many ingresses share the traffic."""
         with self._lock:
             if isinstance(self._policy, ExpectedTtft):
                 self._policy.placement.num_ingresses = max(1, num_ingresses)
                 return self._policy.warm_ups(monotonic())
         return []
 
-    def place(self, ask: RoutingRequest, replica_id: str) -> None:
+    def place(self, request: RoutingRequest, replica_id: str) -> None:
+        """Counts the request at the replica that was chosen for it."""
         if (view := self.views.get(replica_id)) is not None:
-            view.place(ask, monotonic())
-        if self.on_placed is not None:
-            self.on_placed(self.app_name, ask.call_id)
+            view.place(request, monotonic())
+        for listener in self._listeners:
+            listener.placed(request.call_id)
 
     def unplace(self, call_id: str) -> None:
-        """Wherever it was placed, as far as that is remembered."""
+        """Undoes `place`, unless the decision is forgotten by now."""
         decision = self.decisions.get(call_id)
         if decision is not None and (view := self.views.get(decision.replica_id)) is not None:
             view.unplace(call_id)
 
-    def keep(self, replica_ids: Iterable[str]) -> None:
-        """Serve's newest word on which replicas there are."""
-        came, went = self.views.keep(replica_ids)
-        if not came and not went:
+    def set_replicas(self, replica_ids: Iterable[str]) -> None:
+        """Replaces the set of replicas by Serve's newest."""
+        if not self.views.set_replicas(replica_ids):
             return
         with self._lock:
-            self._tell_policy()
-            listeners = tuple(self._listeners)
-        for listener in listeners:
+            self._update_policy()
+        for listener in self._listeners:
             try:
-                listener(came, went)
-            except Exception:  # a listener's fault is not the router's
+                listener.replicas_changed()
+            except Exception:  # a listener's failure must not reach the router
                 logger.exception("a listener to the replicas of %s failed", self.app_name)
 
-    def listen(self, listener: OnReplicas) -> Callable[[], None]:
-        """Returns what ends it."""
+    def add_listener(self, listener: RoutingListener) -> None:
         with self._lock:
-            self._listeners.append(listener)
+            self._listeners = (*self._listeners, listener)
 
-        def end() -> None:
-            with self._lock:
-                if listener in self._listeners:
-                    self._listeners.remove(listener)
+    def remove_listener(self, listener: RoutingListener) -> None:
+        with self._lock:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
 
-        return end
-
-    def _tell_policy(self) -> None:
+    def _update_policy(self) -> None:
         try:
-            self._policy.changed([one.replica_id for one in self.views.replicas])
+            self._policy.changed([view.replica_id for view in self.views.replicas])
         except Exception:
-            logger.exception("the policy %s failed on a change", self.policy_name)
+            logger.exception("the policy %s failed on a change of the replicas", self.policy_name)
 
 
-class Registry:
+class RoutingStates:
+    """All routing states of a process, and the views of all engines that are connected to it."""
+
     def __init__(self) -> None:
-        # Of all engines whose frames come, by id, whether or not Serve told of them.
+        # By engine id; includes engines that Serve's router has not reported yet.
         self.connected: dict[str, ReplicaView] = {}
-        self._meetings: dict[str, RoutingState] = {}
+        self._states: dict[str, RoutingState] = {}  # by application
         self._lock = threading.Lock()
 
-    def meet(self, app_name: str) -> RoutingState:
-        """Made by whoever comes first. Never forgotten: there are as many as base versions."""
+    def of(self, app_name: str) -> RoutingState:
+        """Returns the application's state, made by the first caller. It is kept for ever: there
+        are only as many states as base versions."""
         with self._lock:
-            meeting = self._meetings.get(app_name)
-            if meeting is None:
-                meeting = self._meetings[app_name] = RoutingState(
-                    app_name, self.connected, self._lock
-                )
-            return meeting
+            state = self._states.get(app_name)
+            if state is None:
+                state = self._states[app_name] = RoutingState(app_name, self.connected, self._lock)
+            return state
 
-    def adopt(self, engine_id: str) -> ReplicaView:
-        """The view of an engine whose first frame came, maybe before Serve told of it. The router's
-        thread may add the replica at the same moment: the lock leaves one view for both."""
+    @property
+    def all(self) -> Sequence[RoutingState]:
         with self._lock:
-            for meeting in self._meetings.values():
-                if (view := meeting.views.get(engine_id)) is not None:
+            return tuple(self._states.values())
+
+    def attach(self, engine_id: str) -> ReplicaView:
+        """Returns the view of an engine whose first frame arrived, possibly before Serve reported
+        the replica. The router's thread may add the replica at the same moment: the lock leaves a
+        single view for both."""
+        with self._lock:
+            for state in self._states.values():
+                if (view := state.views.get(engine_id)) is not None:
                     break
             else:
                 view = ReplicaView(engine_id, _UNKNOWN_LIMITS)
             return self.connected.setdefault(engine_id, view)
 
 
-_registry = Registry()
+_states = RoutingStates()
 
-connected = _registry.connected
-
-
-# Functions, for Serve pickles the router's class by value and what it names with it.
-def meet(app_name: str) -> RoutingState:
-    return _registry.meet(app_name)
+connected = _states.connected
 
 
-def adopt(engine_id: str) -> ReplicaView:
-    return _registry.adopt(engine_id)
+# Functions, because Serve pickles the router's class by value, together with the names in it.
+def routing_state(app_name: str) -> RoutingState:
+    return _states.of(app_name)
 
 
-def of(app_name: str) -> ReplicaViews:
-    return meet(app_name).views
+def routing_states() -> Sequence[RoutingState]:
+    return _states.all
 
 
-def on_replicas(app_name: str, callback: OnReplicas) -> Callable[[], None]:
-    """`callback(came, went)`, in the router's thread. Returns what ends it."""
-    return meet(app_name).listen(callback)
+def attach(engine_id: str) -> ReplicaView:
+    return _states.attach(engine_id)
+
+
+def views_of(app_name: str) -> ReplicaViews:
+    return _states.of(app_name).views
 
 
 def placed_at(app_name: str, call_id: str) -> str | None:
-    """The replica that this call was sent to, as long as that is remembered."""
-    decision = meet(app_name).decisions.get(call_id)
+    """Returns the replica that the call was sent to; None if that is forgotten by now."""
+    decision = _states.of(app_name).decisions.get(call_id)
     return None if decision is None else decision.replica_id
 
 
-def shun(engine_id: str) -> None:
-    """The last resort, until a frame comes from it."""
+def deprioritise(engine_id: str) -> None:
+    """Makes the engine the last resort until its next frame."""
     if (view := connected.get(engine_id)) is not None:
-        view.shun()
+        view.deprioritise()

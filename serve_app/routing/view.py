@@ -1,8 +1,9 @@
-"""What one ingress knows of the engine replicas of one base, a step old, and what it sent since.
+"""The engine replicas of a base as an ingress sees them: the state of the newest frame, at most
+a step old, and the requests sent since.
 
-Fed by the side stream; a request placed counts at once, until a frame says that the engine has it
-and its own numbers hold it. Plain values: routers, queues, the autoscaler's tests and the simulator
-all read this. Ignorant of Ray and HTTP.
+The side stream feeds the views. A request counts as soon as it is placed, until a frame reports
+that the engine has accepted it and the engine's own numbers include it. Routers, queues, the tests
+of the autoscaler and the simulator all read these plain values. Ignorant of Ray and HTTP.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.messages import RoutingRequest
 
-_MAX_PLACED_S = 30.0  # a request that its engine never took over, and whose call told nothing
-_USUAL_OUTPUT_TOKENS = 128.0  # of a sequence, until some have ended
-_OUTPUT_WEIGHT = 0.05  # of a newly ended one in the mean
-_LOAD_WEIGHT = 0.2  # of a replica's new measurement in what is usual
-_WAY_STEP, _LEAST_WAY_S = 0.05, 0.001  # by so much a first token moves the usual way
+# A request counts at most so long if its engine never accepts it and its call reports no end.
+_MAX_PLACED_S = 30.0
+_INITIAL_OUTPUT_TOKENS = 128.0  # output tokens per sequence, until some have ended
+_OUTPUT_WEIGHT = 0.05  # of the newest sequence in the mean output length
+_LOAD_WEIGHT = 0.2  # of a replica's new measurement in the base's load times
+# A first token moves the estimated overhead by this share, or by this share of the minimum.
+_OVERHEAD_STEP, _MIN_OVERHEAD_S = 0.05, 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSeconds:
-    """What an adapter takes from each tier until it can be used, measured by the engine replica;
-    0: not yet measured."""
+    """The seconds until an adapter can be used, by the tier that holds it, as the engine replica
+    measured them; 0 if not yet measured."""
 
     host: float = 0.0
     disk: float = 0.0
@@ -34,28 +37,33 @@ class LoadSeconds:
 
 @dataclass(slots=True)
 class BaseEstimates:
-    """What the replicas of one base have in common, learned from all of them: who has measured
-    nothing yet is no worse than the others, and a file is fetched no faster where one happened to
-    be. 0: not known."""
+    """Estimates that all replicas of a base share and contribute to. So a replica without
+    measurements looks no worse than the others, and a fetch looks no faster at the replica that
+    happened to measure a fast one. 0 if unknown."""
 
     load_s: LoadSeconds = LoadSeconds()
     step_fixed_s: float = 0.0
     step_token_s: float = 0.0
     step_sequence_s: float = 0.0
-    way_s: float = 0.0  # see `score`: about the median, so that a few that took long move it little
+    # The network and other overhead of a first token (see `score`): about the median, so that a
+    # few slow requests move it little.
+    overhead_s: float = 0.0
 
-    def learn_way(self, beyond_s: float) -> None:
-        """What a first token took, from the choice of its replica, beyond what was expected."""
-        step_s = _WAY_STEP * max(self.way_s, _LEAST_WAY_S)
-        self.way_s = max(0.0, self.way_s + (step_s if beyond_s > self.way_s else -step_s))
+    def learn_overhead(self, excess_s: float) -> None:
+        """`excess_s`: the measured time to a first token since its replica was chosen, less the
+        time that was expected at the replica."""
+        step_s = _OVERHEAD_STEP * max(self.overhead_s, _MIN_OVERHEAD_S)
+        self.overhead_s = max(
+            0.0, self.overhead_s + (step_s if excess_s > self.overhead_s else -step_s)
+        )
 
-    def learn_load(self, told: LoadSeconds) -> None:
-        """A replica measured anew."""
+    def learn_load(self, measured: LoadSeconds) -> None:
+        """Includes a replica's new measurement."""
         known = self.load_s
         self.load_s = LoadSeconds(
-            _mixed(known.host, told.host),
-            _mixed(known.disk, told.disk),
-            _mixed(known.registry, told.registry),
+            _mixed(known.host, measured.host),
+            _mixed(known.disk, measured.disk),
+            _mixed(known.registry, measured.registry),
         )
 
     def learn_steps(self, load: EngineLoad) -> None:
@@ -75,36 +83,36 @@ class _Placed:
 
 @dataclass(slots=True, eq=False)
 class ReplicaView:
-    """One engine replica. May be read from any thread: values are replaced, not changed, but for
-    the set of prefixes, of which only single members are asked for."""
+    """An engine replica. Any thread may read it: values are replaced, not changed. The exception
+    is the set of prefixes, of which readers look up single members only."""
 
     replica_id: str
     limits: EngineLimits
     load: EngineLoad = field(default_factory=EngineLoad)
     load_s: LoadSeconds = LoadSeconds()
     is_draining: bool = False
-    # Its frames come, and its step ends in time; else the rest is old or not known yet.
+    # Its frames arrive and its steps end in time; otherwise the values are old or not known yet.
     is_connected: bool = False
-    updated_s: float = 0.0  # when the newest frame came, on the reader's monotonic clock
+    updated_s: float = 0.0  # when the newest frame arrived, on this process's monotonic clock
     on_device: frozenset[str] = frozenset()
     on_host: frozenset[str] = frozenset()
     on_disk: frozenset[str] = frozenset()
     prefixes: set[int] = field(default_factory=set)
-    usual: BaseEstimates = field(default_factory=BaseEstimates)  # shared by all of a base
-    output_tokens: float = _USUAL_OUTPUT_TOKENS  # of a sequence, the mean over those that ended
-    placed_tokens: int = 0  # on their way there
+    estimates: BaseEstimates = field(default_factory=BaseEstimates)  # shared by all of a base
+    output_tokens: float = _INITIAL_OUTPUT_TOKENS  # mean output length of the ended sequences
+    placed_tokens: int = 0  # of requests on their way to the engine
     placed_sequences: int = 0
     _placed: dict[str, _Placed] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def queued_tokens(self) -> int:
-        """Still to prefill there, those that are on their way included."""
+        """The tokens still to prefill, including requests on their way."""
         return self.load.queued_tokens + self.placed_tokens
 
     @property
     def num_sequences(self) -> int:
-        """Running or waiting there, or on their way."""
+        """The sequences running or waiting at the engine, or on their way."""
         return self.load.num_running + self.load.num_waiting + self.placed_sequences
 
     @property
@@ -117,21 +125,22 @@ class ReplicaView:
 
     @property
     def free_kv_tokens(self) -> int:
-        """What can be had without that a running sequence ends."""
+        """The KV tokens available without waiting for a running sequence to end."""
         return round((1 - self.kv_usage) * self.limits.max_kv_tokens)
 
     def has_adapter(self, adapter: str | None) -> bool:
-        """In memory, so that nothing is to be waited for but milliseconds."""
+        """Returns True if the adapter is in device or host memory, at most milliseconds away."""
         return adapter is None or adapter in self.on_device or adapter in self.on_host
 
     def is_loading(self, adapter: str) -> bool:
-        """A request on its way brings it there already."""
-        placed = tuple(self._placed.values())  # one bytecode: safe beside `place`
-        return any(one.adapter == adapter for one in placed)
+        """Returns True if a request on its way needs the adapter, so that it is loaded anyway."""
+        placed = tuple(self._placed.values())  # one bytecode: safe while another thread places
+        return any(request.adapter == adapter for request in placed)
 
     def num_cached_tokens(self, prefixes: Sequence[int]) -> int:
-        """Of a prompt, those that the prefix cache there holds. By bisection: a cache gives up the
-        ends of prompts first, so that a longer prefix is hardly ever there without the shorter."""
+        """Returns how many tokens of a prompt the engine's prefix cache holds. Bisects: a cache
+        evicts the ends of prompts first, so it hardly ever holds a longer prefix without the
+        shorter."""
         known = self.prefixes
         if not prefixes or prefixes[0] not in known:
             return 0
@@ -144,24 +153,25 @@ class ReplicaView:
                 lacked = middle
         return held * self.limits.prefix_chunk
 
-    def place(self, ask: RoutingRequest, now_s: float) -> None:
-        uncached = max(0, ask.num_tokens - self.num_cached_tokens(ask.prefixes))
+    def place(self, request: RoutingRequest, now_s: float) -> None:
+        uncached = max(0, request.num_tokens - self.num_cached_tokens(request.prefixes))
+        placed = _Placed(uncached, request.num_sequences, request.adapter, now_s)
         with self._lock:
-            self._remove(ask.call_id)
-            self._placed[ask.call_id] = _Placed(uncached, ask.num_sequences, ask.adapter, now_s)
+            self._remove(request.call_id)
+            self._placed[request.call_id] = placed
             self.placed_tokens += uncached
-            self.placed_sequences += ask.num_sequences
+            self.placed_sequences += request.num_sequences
             self._expire(now_s)
 
     def unplace(self, call_id: str) -> None:
-        """The engine has it, or never will."""
+        """Stops counting a request that the engine has accepted or will never get."""
         if call_id in self._placed:
             with self._lock:
                 self._remove(call_id)
 
     def observe(self, load: EngineLoad, now_s: float, *, is_stalled: bool = False) -> None:
-        """A frame. `is_stalled`: no step ends there, for too long. The sets of adapters are made
-        anew only when they changed."""
+        """Applies a frame. `is_stalled`: the step under way is overdue. The sets of adapters
+        are rebuilt only when they changed."""
         if load.adapters_on_device != self.load.adapters_on_device:
             self.on_device = frozenset(load.adapters_on_device)
         if load.adapters_on_host != self.load.adapters_on_host:
@@ -169,34 +179,39 @@ class ReplicaView:
         self.load = load
         self.updated_s = now_s
         self.is_connected = not is_stalled
-        self.usual.learn_steps(load)
+        self.estimates.learn_steps(load)
         if self._placed:
             with self._lock:
                 self._expire(now_s)
 
-    def observe_load_s(self, told: LoadSeconds) -> None:
-        """What its engine measured of adapters' ways into its memory."""
-        if told != self.load_s:
-            self.load_s = told
-            self.usual.learn_load(told)
+    def observe_disk(self, digests: Iterable[str]) -> None:
+        """Replaces the set of adapters on the disk of the engine's node."""
+        self.on_disk = frozenset(digests)
 
-    def shun(self) -> None:
-        """Nothing new is sent there until its next frame. Its connection lives, so its prefixes are
-        not sent again: they stay known."""
+    def observe_load_s(self, measured: LoadSeconds) -> None:
+        """Applies the load times that the engine replica measured."""
+        if measured != self.load_s:
+            self.load_s = measured
+            self.estimates.learn_load(measured)
+
+    def deprioritise(self) -> None:
+        """Keeps new requests away until the next frame. The connection lives on, so its prefixes
+        stay: the engine does not send them again."""
         self.is_connected = False
 
-    def lose(self) -> None:
-        """No frames come any more. The next connection tells all of its prefixes anew."""
+    def disconnect(self) -> None:
+        """Marks the end of the connection. The next connection sends all prefixes again."""
         self.is_connected = False
         self.prefixes = set()
 
-    def ended(self, num_tokens: int) -> None:
-        """A sequence had so many output tokens."""
+    def record_length(self, num_tokens: int) -> None:
+        """Includes the output length of an ended sequence in the mean."""
         self.output_tokens += _OUTPUT_WEIGHT * (num_tokens - self.output_tokens)
 
     def change_prefixes(
         self, cached: Iterable[int], evicted: Iterable[int], *, is_whole: bool = False
     ) -> None:
+        """Applies changes of the prefix cache; with `is_whole` it holds exactly `cached`."""
         if is_whole:
             self.prefixes = set(cached)
             return
@@ -204,24 +219,24 @@ class ReplicaView:
         self.prefixes.difference_update(evicted)
 
     def _expire(self, now_s: float) -> None:
-        """Forgets what was placed too long ago, so that no call which was lost on its way takes
-        room for ever from an engine whose frames come. The caller holds the lock."""
+        """Stops counting requests placed too long ago, so that a call lost on its way does not
+        occupy a connected engine for ever. The caller holds the lock."""
         while self._placed:
-            oldest, one = next(iter(self._placed.items()))
-            if now_s - one.at_s <= _MAX_PLACED_S:
+            call_id, oldest = next(iter(self._placed.items()))
+            if now_s - oldest.at_s <= _MAX_PLACED_S:
                 return
-            self._remove(oldest)
+            self._remove(call_id)
 
     def _remove(self, call_id: str) -> None:
-        one = self._placed.pop(call_id, None)
-        if one is not None:
-            self.placed_tokens -= one.num_tokens
-            self.placed_sequences -= one.num_sequences
+        placed = self._placed.pop(call_id, None)
+        if placed is not None:
+            self.placed_tokens -= placed.num_tokens
+            self.placed_sequences -= placed.num_sequences
 
 
 class ReplicaViews:
-    """The engine replicas of one base application, as one ingress process sees them. The side
-    stream writes in the ingress's event loop, Serve's router reads in its own thread."""
+    """The views of all engine replicas of a base application. The side stream writes them in the
+    ingress's event loop, Serve's router reads them in its own thread."""
 
     def __init__(
         self,
@@ -229,44 +244,44 @@ class ReplicaViews:
         connected: Mapping[str, ReplicaView] | None = None,
         lock: threading.Lock | None = None,
     ) -> None:
-        """`connected`: views of engines whose frames come, by id; a replica that comes is looked up
-        there first, for its engine may have dialled before Serve told of it. `lock`: held by
-        everything that adds to `connected`, so that no engine gets two views."""
+        """`connected`: the views of all connected engines by id; a new replica is looked up there
+        first, because its engine may have dialled before Serve reported the replica. `lock`: held
+        by all code that adds to `connected`, so that no engine gets two views."""
         self.limits = limits
-        self.usual = BaseEstimates()
+        self.estimates = BaseEstimates()
         self._connected = {} if connected is None else connected
         self._lock = lock or threading.Lock()
-        self._replicas: dict[str, ReplicaView] = {}
-        self._in_order: tuple[ReplicaView, ...] = ()
+        self._by_id: dict[str, ReplicaView] = {}
+        self._replicas: tuple[ReplicaView, ...] = ()
 
     @property
     def replicas(self) -> tuple[ReplicaView, ...]:
-        """The same tuple as long as the same replicas are there."""
-        return self._in_order
+        """The present replicas; the same tuple as long as the set does not change."""
+        return self._replicas
 
     def get(self, replica_id: str) -> ReplicaView | None:
-        return self._replicas.get(replica_id)
+        return self._by_id.get(replica_id)
 
     def set_limits(self, limits: EngineLimits) -> None:
         with self._lock:
             self.limits = limits
-            for view in self._replicas.values():
+            for view in self._by_id.values():
                 view.limits = limits
 
-    def keep(self, replica_ids: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Which replicas there are now; (came, went)."""
+    def set_replicas(self, replica_ids: Iterable[str]) -> bool:
+        """Replaces the set of replicas. Returns False if it is the same set."""
         wanted = frozenset(replica_ids)
         with self._lock:
-            known = frozenset(self._replicas)
-            replicas = {one: self._replicas[one] for one in self._replicas if one in wanted}
-            for replica_id in sorted(wanted - known):
+            if wanted == self._by_id.keys():
+                return False
+            by_id = {name: view for name, view in self._by_id.items() if name in wanted}
+            for replica_id in sorted(wanted - by_id.keys()):
                 view = self._connected.get(replica_id) or ReplicaView(replica_id, self.limits)
-                view.limits, view.usual = self.limits, self.usual
-                replicas[replica_id] = view
-            if wanted != known:
-                self._replicas, self._in_order = replicas, tuple(replicas.values())
-        return wanted - known, known - wanted
+                view.limits, view.estimates = self.limits, self.estimates
+                by_id[replica_id] = view
+            self._by_id, self._replicas = by_id, tuple(by_id.values())
+        return True
 
 
-def _mixed(known: float, told: float) -> float:
-    return known + _LOAD_WEIGHT * (told - known) if known and told else known or told
+def _mixed(known: float, measured: float) -> float:
+    return known + _LOAD_WEIGHT * (measured - known) if known and measured else known or measured

@@ -1,1 +1,1 @@
-"""The side stream: tokens from engine processes to ingresses, one TCP connection each."""
+"""The side stream: tokens and state from engine processes to ingresses, one TCP connection each."""

@@ -1,10 +1,11 @@
 """The engine end of the side stream: one `IngressLink` to each ingress replica.
 
-A link gets a frame a step, its own tokens in it or not. Its first frame has the whole of what later
-ones only change. Bounds: a slow ingress may have HIGH_WATER_BYTES unsent in the socket; beyond it
-outputs wait encoded and changes merged, and go out in frames of about MAX_FRAME_BYTES as it reads.
-At MAX_WAITING_BYTES the link is cut: that ingress's own streams from this engine fail, and go on at
-another replica; streams of other ingresses have links of their own. Ignorant of Ray and engines.
+A link gets a frame per step, even without tokens for it. Its first frame has the full state,
+later frames only the changes. Bounds: a slow ingress may have HIGH_WATER_BYTES unsent in the
+socket; beyond that, outputs wait encoded and changes merged, and are sent in frames of about
+MAX_FRAME_BYTES as the ingress reads. At MAX_WAITING_BYTES the link is cut: that ingress's streams
+from this engine fail, and continue at another replica; other ingresses have links of their own.
+Ignorant of Ray and engines.
 """
 
 from __future__ import annotations
@@ -37,29 +38,28 @@ from serve_app.stream.wire import (
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES = 1024 * 1024
-# A frame ends with the output that reaches this size. The largest output alone is one that an
-# ingress takes (MAX_STEP_BYTES).
+# A frame ends with the output that reaches this size. Even the largest output alone is within the
+# limit of an ingress (MAX_STEP_BYTES).
 MAX_FRAME_BYTES = 1024 * 1024
-# The bound for each ingress: the prompt log-probabilities of several requests that ask for as many
-# as they may, or half a minute of 30,000 tokens a second.
+# The bound per ingress: the prompt log-probabilities of several requests that ask for the most, or
+# half a minute of 30,000 tokens per second.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
-_OBJECT_BYTES = 128  # of Python's objects around an encoded output, and of its place in the queue
-MIN_MERGED = 1024  # changes that are worth keeping in any case
+_OBJECT_BYTES = 128  # the Python objects around an encoded output, and its slot in the queue
+MIN_MERGED = 1024  # so many merged changes are kept in any case
 _DIAL_TIMEOUT_S = 5.0
-_DEAD_PEER_MS = (
-    10_000  # unacknowledged bytes for so long end the connection (a host that lost power)
-)
+# Bytes unacknowledged for so long end the connection (a host that lost power).
+_DEAD_PEER_MS = 10_000
 
 
 class IngressLink(asyncio.Protocol):
-    """Made by `dial`. `send` once a step, from the event loop only."""
+    """A link to an ingress, opened by `dial`. All methods run in the same event loop."""
 
     def __init__(
         self,
         address: StreamAddress,
         engine_id: str,
         engine_key: str,
-        news: EngineSnapshot,
+        snapshot: EngineSnapshot,
         on_abort: Callable[[IngressLink, Abort], None],
         on_lost: Callable[[IngressLink], None],
     ) -> None:
@@ -67,7 +67,7 @@ class IngressLink(asyncio.Protocol):
         self.is_open = False
         self._engine_id = engine_id
         self._engine_key = engine_key
-        self._news = news
+        self._snapshot = snapshot
         self._on_abort = on_abort
         self._on_lost = on_lost
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
@@ -75,9 +75,9 @@ class IngressLink(asyncio.Protocol):
         self._is_paused = False
         self._waiting: deque[Raw] = deque()  # outputs, encoded
         self._waiting_bytes = 0
-        self._accepted: list[Accepted] = []  # that no step counts yet
-        self._counted: list[Accepted] = []
-        # Prefixes that came (True) or went since the last frame; None: the whole is to be told.
+        self._accepted: list[Accepted] = []  # no step's load counts them yet
+        self._counted: list[Accepted] = []  # for the next frame
+        # Prefixes cached (True) or evicted since the last frame; None: the next frame has all.
         self._changes: dict[int, bool] | None = None
         self._sent_adapters: tuple[Digests, Digests] | None = None
         self._sent_disk: Digests | None = None
@@ -90,26 +90,27 @@ class IngressLink(asyncio.Protocol):
             tls = client_tls(certificate) if certificate else None
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 await loop.create_connection(lambda: self, host, port, ssl=tls)
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # includes TimeoutError
             raise StreamError(f"cannot reach the ingress at {host}:{port}: {error}") from None
         if not self.is_open:
             raise StreamError(f"the ingress at {host}:{port} closed the connection at once")
 
     def accept(self, accepted: Accepted) -> None:
-        """Goes out with the frame of the next step, whose load counts it: whoever heard of it with
-        an older load would take its row for free, as long as that step takes."""
+        """Sends the acceptance with the frame of the next step, whose load counts the request. Sent
+        earlier, the router would see it with a load that does not count it, and would overbook its
+        row for the length of that step."""
         self._accepted.append(accepted)
 
-    def tell_whole(self) -> None:
-        """Whatever it knows already: in a frame now, or as soon as it reads again."""
+    def send_full_state(self) -> None:
+        """Sends all prefixes and adapters now, or as soon as the ingress reads again."""
         self._changes = self._sent_adapters = self._sent_disk = None
         if not self._is_paused:
-            self._write_own()
+            self._write_frame()
 
     def send(self, outputs: Sequence[TokenOutput] = (), *, is_step: bool = True) -> None:
-        """Once after each of the news: one frame, or, while the ingress is slow, part of the
-        next one."""
-        news = self._news
+        """Is called once after each change of the snapshot. Sends a frame or, while the ingress
+        is slow, adds to the next frame."""
+        snapshot = self._snapshot
         if is_step and self._accepted:
             self._counted += self._accepted
             self._accepted.clear()
@@ -118,14 +119,15 @@ class IngressLink(asyncio.Protocol):
             if self._is_paused:
                 self._hold(outputs)
             else:
-                self._write_own(outputs)
+                self._write_frame(outputs)
             if self._waiting_bytes > MAX_WAITING_BYTES:
                 self._cut()
         elif self._transport is not None and self.is_open:
-            same_adapters = self._sent_adapters is news.adapters
-            same_disk = self._sent_disk is news.on_disk
-            self._sent_adapters, self._sent_disk = news.adapters, news.on_disk
-            self._transport.write(news.frame(same_adapters=same_adapters, same_disk=same_disk))
+            same_adapters = self._sent_adapters is snapshot.adapters
+            same_disk = self._sent_disk is snapshot.on_disk
+            self._sent_adapters, self._sent_disk = snapshot.adapters, snapshot.on_disk
+            frame = snapshot.shared_frame(same_adapters=same_adapters, same_disk=same_disk)
+            self._transport.write(frame)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -173,15 +175,16 @@ class IngressLink(asyncio.Protocol):
         self._write_waiting()
 
     def _merge(self) -> None:
+        """Adds the step's changes of the prefix cache to the unsent changes."""
         if self._changes is None:
             return
-        self._changes.update(dict.fromkeys(self._news.cached, True))
-        self._changes.update(dict.fromkeys(self._news.evicted, False))
-        if len(self._changes) > len(self._news.prefixes) + MIN_MERGED:
-            self._changes = None  # the whole is shorter by now
+        self._changes.update(dict.fromkeys(self._snapshot.cached, True))
+        self._changes.update(dict.fromkeys(self._snapshot.evicted, False))
+        if len(self._changes) > len(self._snapshot.prefixes) + MIN_MERGED:
+            self._changes = None  # sending all is shorter by now
 
     def _hold(self, outputs: Sequence[TokenOutput]) -> None:
-        """Keeps them, encoded, until the ingress reads again."""
+        """Keeps the outputs, encoded, until the ingress reads again."""
         for output in outputs:
             encoded = encode_output(output)
             self._waiting.append(Raw(encoded))
@@ -189,12 +192,12 @@ class IngressLink(asyncio.Protocol):
 
     def _cut(self) -> None:
         num_mib, ingress_id = self._waiting_bytes >> 20, self.address.ingress_id
-        logger.warning("ingress %s does not read, %d MiB wait, link cut", ingress_id, num_mib)
+        logger.warning("ingress %s does not read: link cut with %d MiB unsent", ingress_id, num_mib)
         if self._transport is not None:
             self._transport.abort()
 
     def _write_waiting(self) -> None:
-        """Sends one frame in any case, and more until nothing waits or the ingress is slow."""
+        """Sends at least one frame, and more until no output waits or the ingress is slow."""
         while True:
             outputs, num_bytes = [], 0
             while self._waiting and num_bytes < MAX_FRAME_BYTES:
@@ -202,32 +205,32 @@ class IngressLink(asyncio.Protocol):
                 outputs.append(output)
                 num_bytes += len(memoryview(output))
             self._waiting_bytes -= num_bytes + _OBJECT_BYTES * len(outputs)
-            self._write(self._own_frame(outputs))
+            self._write(self._frame(outputs))
             if self._is_paused or not self._waiting:
                 return
 
-    def _write_own(self, outputs: Sequence[TokenOutput] = ()) -> None:
-        frame = self._own_frame(outputs)
+    def _write_frame(self, outputs: Sequence[TokenOutput] = ()) -> None:
+        frame = self._frame(outputs)
         if len(frame) > MAX_FRAME_BYTES and len(outputs) > 1:
             self._hold(outputs)
             self._write_waiting()
         else:
             self._write(frame)
 
-    def _own_frame(self, outputs: Sequence[Output]) -> bytes:
-        news = self._news
-        return news.own_frame(
+    def _frame(self, outputs: Sequence[Output]) -> bytes:
+        snapshot = self._snapshot
+        return snapshot.frame_for(
             outputs,
             self._counted,
             self._changes,
-            same_adapters=self._sent_adapters is news.adapters,
-            same_disk=self._sent_disk is news.on_disk,
+            same_adapters=self._sent_adapters is snapshot.adapters,
+            same_disk=self._sent_disk is snapshot.on_disk,
         )
 
-    def _write(self, own_frame: bytes) -> None:
-        """The frame holds all the news that this link lacked."""
+    def _write(self, frame: bytes) -> None:
+        """Sends a frame that brings the ingress up to date."""
         if self._transport is None or not self.is_open:
             return
         self._counted, self._changes = [], {}
-        self._sent_adapters, self._sent_disk = self._news.adapters, self._news.on_disk
-        self._transport.write(own_frame)
+        self._sent_adapters, self._sent_disk = self._snapshot.adapters, self._snapshot.on_disk
+        self._transport.write(frame)

@@ -1,8 +1,8 @@
-"""All ingresses that an engine talks to: dialled once each, told of every step, then forgotten.
+"""All ingresses that an engine is connected to: dials each once and sends it every step.
 
-Dial rule: a link is dialled by the first submit or attend that names its ingress and lives until
-the connection ends; then its requests are aborted (`on_lost`), and only the next submit or attend
-dials anew. Ignorant of Ray and of requests.
+Dial rule: the first submit or attend that names an ingress dials its link, which lives until the
+connection ends; then its requests are aborted (`on_lost`), and only the next submit or attend dials
+again. Ignorant of Ray and of requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class IngressLinks:
         on_abort: Callable[[IngressLink, Abort], None],
         on_lost: Callable[[IngressLink], None],
     ) -> None:
-        self.news = EngineSnapshot()
+        self.snapshot = EngineSnapshot()
         self._engine_id = engine_id
         self._engine_key = secrets.token_urlsafe(32)
         self._on_abort = on_abort
@@ -36,8 +36,8 @@ class IngressLinks:
         self._is_closed = False
 
     async def open(self, address: StreamAddress) -> IngressLink:
-        """A link that is open now; concurrent callers share one dialling. Raises StreamError where
-        the ingress cannot be reached, or left again before this caller's turn came."""
+        """Returns an open link; concurrent callers share the dialling. Raises StreamError if the
+        ingress cannot be reached, or closed the link before this caller resumed."""
         link = self._links.get(address.ingress_id)
         if link is not None and link.is_open:
             return link
@@ -52,22 +52,22 @@ class IngressLinks:
         return link
 
     async def attend(self, address: StreamAddress) -> None:
-        """That ingress is told of every step from now on, and now of the whole, known or not."""
+        """Sends the ingress the full state now, and every step from now on."""
         link = self._links.get(address.ingress_id)
         if link is not None and link.is_open:
-            link.tell_whole()
+            link.send_full_state()
         else:
             await self.open(address)
 
     def send(self, step: StepOutput, outputs: Mapping[IngressLink, list[TokenOutput]]) -> None:
-        """To every ingress; `outputs`: to whom they go."""
-        self.news.observe(step)
+        """Sends a step to every ingress. `outputs`: the step's outputs by their link."""
+        self.snapshot.observe(step)
         for link in tuple(self._links.values()):
             link.send(outputs.get(link, ()))
 
-    def beat(self, load: EngineLoad, stall: float = 0.0) -> None:
-        """As of the newest step. `stall`: of the one under way, as `Step.stall`."""
-        self.news.observe(StepOutput((), load), stall)
+    def heartbeat(self, load: EngineLoad, stall: float = 0.0) -> None:
+        """Sends the load after the newest step to every ingress. `stall`: see `Step.stall`."""
+        self.snapshot.observe(StepOutput((), load), stall)
         for link in tuple(self._links.values()):
             link.send(is_step=False)
 
@@ -78,14 +78,14 @@ class IngressLinks:
 
     async def _dial(self, address: StreamAddress) -> IngressLink:
         link = IngressLink(
-            address, self._engine_id, self._engine_key, self.news, self._on_abort, self._forget
+            address, self._engine_id, self._engine_key, self.snapshot, self._on_abort, self._forget
         )
         await link.dial()
         if self._is_closed:
             link.close()
             raise StreamError("the engine was stopped")
         self._links[address.ingress_id] = link
-        link.tell_whole()
+        link.send_full_state()
         return link
 
     def _forget(self, link: IngressLink) -> None:

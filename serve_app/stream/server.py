@@ -1,9 +1,9 @@
 """The ingress end of the side stream: accepts engines, sorts their tokens to the requests.
 
-`StreamServer.open(ids)` gives a `TokenStream`; whoever holds it reads what arrived since the last
-read, so that a slow client costs no more wake-ups than it can take. What waits there is bounded
-by the request itself (max_tokens times its choices). Knows no HTTP; the unary call's failure is
-handed in with `TokenStream.fail`.
+`StreamServer.open(ids)` returns a `TokenStream`; a read returns everything since the last read, so
+that a slow client costs no more wake-ups than its reads. The request itself bounds the unread
+tokens (max_tokens times its choices). Ignorant of HTTP; the caller reports the failure of the
+unary call with `TokenStream.fail`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 
@@ -43,33 +43,44 @@ logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
 _ACCEPT_RETRY_S = 1.0
-_BACKLOG = 100  # as asyncio's servers have it
-_MAX_STRANGERS = 64  # connections at once that have not said hello
+_BACKLOG = 100  # asyncio's default
+_MAX_STRANGERS = 64  # connections at once without a valid Hello
+_MAX_LOST = 1024  # engines whose lost connection is remembered
+
+
+class EngineListener(Protocol):
+    """Called in the server's event loop."""
+
+    def frame_received(self, engine_id: str, step: Step) -> None:
+        """Is called after a frame's tokens are delivered; the load has all its digests."""
+
+    def choice_stopped(self, engine_id: str, num_tokens: int) -> None:
+        """Is called when a choice ended at a stop string, which no frame reports."""
+
+    def engine_lost(self, engine_id: str) -> None:
+        """Is called when the engine's last connection ended."""
 
 
 class StreamServer:
-    """One a process. All methods belong to one event loop."""
+    """The server of an ingress process. All methods run in the same event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: EngineListener | None = None) -> None:
         self.loads: dict[str, EngineLoad] = {}  # by engine id, of the engines connected now
-        # Each frame, after its tokens were delivered, with the digests that its load left out.
-        self.on_frame: Callable[[str, Step], None] | None = None
-        self.on_lost: Callable[[str], None] | None = None  # the last connection of that engine
-        # (engine id, tokens): a choice ended at a stop string, which no frame of the engine says.
-        self.on_stop: Callable[[str, int], None] | None = None
+        self._listener = listener
         self._token = secrets.token_urlsafe(32)
         self._ingress_id = secrets.token_hex(8)
         self._streams: dict[str, TokenStream] = {}
         self._connections: set[_EngineConnection] = set()
-        self._strangers: dict[_EngineConnection, None] = {}  # without a hello so far, in order
-        self._keys: dict[str, str] = {}  # by engine id, of those that were ever connected
-        self._lost_s: dict[str, float] = {}  # likewise: when the last connection ended
-        self._servers: dict[str, tuple[_Listener, str]] = {}  # by host, with a certificate
+        self._strangers: dict[_EngineConnection, None] = {}  # in order of arrival
+        self._keys: dict[str, str] = {}  # by engine id, of engines connected or in `_lost_s`
+        # By id of an engine that is not connected: when its last connection ended, oldest first.
+        self._lost_s: dict[str, float] = {}
+        self._servers: dict[str, tuple[_Listener, str]] = {}  # and certificate, by host
         self._address: StreamAddress | None = None
 
     async def listen(self, host: str, *, encrypt: bool | None = None) -> None:
-        """On a free port. Again with another host: new calls name that one, old links live on.
-        `encrypt`: with TLS; None: where the host is not loopback."""
+        """Listens on a free port. After a call with another host, new calls name that host and old
+        links live on. `encrypt`: use TLS; None: use it unless the host is loopback."""
         if host not in self._servers:
             loop = asyncio.get_running_loop()
             server: _Listener
@@ -91,12 +102,12 @@ class StreamServer:
 
     @property
     def engines(self) -> frozenset[str]:
-        """Ids of those connected now: each is its Serve replica's."""
+        """The ids of the engines connected now. An engine has the id of its Serve replica."""
         return frozenset(connection.engine_id for connection in self._connections)
 
     @property
     def num_open(self) -> int:
-        """Engine requests whose tokens somebody here still reads."""
+        """The engine requests whose stream is still open."""
         return len(self._streams)
 
     def open(self, request_ids: Iterable[str]) -> TokenStream:
@@ -113,9 +124,9 @@ class StreamServer:
             connection.close()
 
     def _admit_stranger(self, connection: _EngineConnection) -> None:
-        """Beyond the limit the oldest goes: an engine says hello at once, so that a stranger that
-        holds connections open without a word keeps no engine out."""
-        if connection in self._strangers:  # since before its handshake
+        """Closes the oldest stranger beyond the limit. An engine sends Hello at once, so a stranger
+        that holds silent connections open does not keep engines out."""
+        if connection in self._strangers:  # since the begin of its handshake
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -124,7 +135,7 @@ class StreamServer:
         self._strangers[connection] = None
 
     def _accepts(self, hello: Hello) -> bool:
-        """The id belongs to the process that came with it first."""
+        """Checks the token and the key. An id belongs to the process that used it first."""
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return False
         key = self._keys.setdefault(hello.engine_id, hello.engine_key)
@@ -142,43 +153,48 @@ class StreamServer:
         self.loads[connection.engine_id] = load
         streams = self._streams
         for accepted in step.accepted:
-            taken = streams.get(accepted.request_id)
-            if taken is not None and taken._is_of(connection):
-                taken._connection = connection
-                taken.found_in = accepted.found_in
+            stream = streams.get(accepted.request_id)
+            if stream is not None and stream._is_of(connection):
+                stream._connection = connection
+                stream.found_in = accepted.found_in
         for output in step.outputs:
             stream = streams.get(output.request_id)
             if stream is not None and stream._is_of(connection):
                 stream._push(output, connection)
-        if self.on_frame is not None:
+        if self._listener is not None:
             try:
-                self.on_frame(connection.engine_id, msgspec.structs.replace(step, load=load))
-            except Exception:  # a listener's fault is not the stream's
-                logger.exception("a listener of the side stream failed")
+                step = msgspec.structs.replace(step, load=load)
+                self._listener.frame_received(connection.engine_id, step)
+            except Exception:  # a listener's failure must not end the connection
+                logger.exception("the listener of the side stream failed")
 
     def silence_s(self, engine_id: str) -> float | None:
-        """Since anything came from this engine, and what its last frame says of a step that should
-        have ended, in the same measure; None: it is not connected."""
+        """Returns the seconds since the last bytes from this engine, plus the delay of an overdue
+        step by its last frame, on the same scale. Returns None if it is not connected."""
         since_s = [
-            one.heard_s - SILENCE_S * one.stall
-            for one in self._connections
-            if one.engine_id == engine_id
+            connection.received_s - SILENCE_S * connection.stall
+            for connection in self._connections
+            if connection.engine_id == engine_id
         ]
         return time.monotonic() - max(since_s) if since_s else None
 
     def has_lost(self, engine_id: str, before_s: float) -> bool:
-        """Whether this engine was connected once, and never since `before_s` (monotonic clock): no
-        request that came later can have reached it, for an engine connects first."""
+        """Returns True if this engine's last connection ended before `before_s` (monotonic clock).
+        Then no later request can have reached it, because an engine connects first."""
         lost_s = self._lost_s.get(engine_id)
-        return lost_s is not None and lost_s < before_s and engine_id not in self.engines
+        return lost_s is not None and lost_s < before_s
 
     def _lost(self, connection: _EngineConnection) -> None:
         self._connections.discard(connection)
         if all(other.engine_id != connection.engine_id for other in self._connections):
             self._lost_s[connection.engine_id] = time.monotonic()
+            if len(self._lost_s) > _MAX_LOST:
+                oldest = next(iter(self._lost_s))
+                del self._lost_s[oldest]
+                self._keys.pop(oldest, None)
             self.loads.pop(connection.engine_id, None)
-            if self.on_lost is not None:
-                self.on_lost(connection.engine_id)
+            if self._listener is not None:
+                self._listener.engine_lost(connection.engine_id)
         for stream in set(self._streams.values()):
             if stream._connection is connection:
                 stream.fail(EngineDeadError("the connection to the engine was lost"))
@@ -189,7 +205,7 @@ class StreamServer:
 
 
 class TokenStream:
-    """The tokens of one submit call: one or more engine requests on one engine."""
+    """The tokens of a submit call, which has engine requests for a single engine."""
 
     def __init__(self, server: StreamServer, request_ids: tuple[str, ...]) -> None:
         self.request_ids = request_ids
@@ -197,9 +213,9 @@ class TokenStream:
         self._arrived: list[TokenOutput] = []
         self._wake: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._connection: _EngineConnection | None = None  # known once the engine took it
-        self.has_output = False  # read or not
-        self.found_in = ""  # the adapter's tier when the engine took the requests; "": not yet
+        self._connection: _EngineConnection | None = None  # known once the engine accepted it
+        self.has_output = False  # a token arrived, read or not
+        self.found_in = ""  # see `Accepted`; "" until the engine accepted the requests
 
     @property
     def engine_id(self) -> str | None:
@@ -207,12 +223,12 @@ class TokenStream:
 
     @property
     def engine_load(self) -> EngineLoad | None:
-        return (
-            None if self._connection is None else self._server.loads.get(self._connection.engine_id)
-        )
+        engine_id = self.engine_id
+        return None if engine_id is None else self._server.loads.get(engine_id)
 
     async def read(self) -> list[TokenOutput]:
-        """Everything that arrived since the last read, at least one output; raises the failure."""
+        """Returns everything that arrived since the last read, never an empty list. Raises the
+        failure of the stream after its last output."""
         while not self._arrived:
             if self._failure is not None:
                 raise self._failure
@@ -222,20 +238,20 @@ class TokenStream:
         return arrived
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Tells the engine at once. Before it took the request only cancelling the call can."""
+        """Aborts the request at the engine at once. Before the engine accepted it, only cancelling
+        the call does."""
         if self._connection is not None:
             self._connection.send_abort(Abort(request_id, choice))
 
     def stop(self, request_id: str, choice: int, num_tokens: int) -> None:
-        """The text of this choice ended at a stop string, after so many output tokens."""
-        if self._connection is None:
-            return
-        self._connection.send_abort(Abort(request_id, choice, "stop"))
-        if self._server.on_stop is not None:
-            self._server.on_stop(self._connection.engine_id, num_tokens)
+        """Ends a choice whose text reached a stop string after so many output tokens."""
+        if self._connection is not None:
+            self._connection.send_abort(Abort(request_id, choice, "stop"))
+            if self._server._listener is not None:
+                self._server._listener.choice_stopped(self._connection.engine_id, num_tokens)
 
     def fail(self, failure: BaseException) -> None:
-        """Ends the stream after what already arrived. The first failure counts."""
+        """Ends the stream after the outputs that have arrived. The first failure counts."""
         if self._failure is None:
             self._failure = failure
             self._notify()
@@ -244,7 +260,7 @@ class TokenStream:
         self._server._forget(self)
 
     def _is_of(self, connection: _EngineConnection) -> bool:
-        """An engine speaks for the requests that it took, and for those that nobody took yet."""
+        """An engine sends tokens of requests that it accepted, or that no engine has accepted."""
         return self._connection is None or self._connection.engine_id == connection.engine_id
 
     def _push(self, output: TokenOutput, connection: _EngineConnection) -> None:
@@ -260,17 +276,17 @@ class TokenStream:
 
 class _EngineConnection(asyncio.Protocol):
     def __init__(self, server: StreamServer) -> None:
-        self.engine_id = ""  # empty until its hello was accepted
-        self.heard_s = time.monotonic()
-        self.stall = 0.0  # as its newest frame says
+        self.engine_id = ""  # empty until its Hello was accepted
+        self.received_s = time.monotonic()
+        self.stall = 0.0  # of its newest frame
         self._server = server
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None
-        self._handshake: asyncio.Task[None] | None = None  # None: a plain connection
+        self._handshake: asyncio.Task[None] | None = None  # of a TLS connection
         self._hello_timer: asyncio.TimerHandle | None = None
 
     def begin_tls(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
-        """`connection_made` follows at the end of the handshake, and nothing if it fails."""
+        """Begins the handshake, after which `connection_made` is called, unless it fails."""
         self._server._admit_stranger(self)
         self._handshake = spawn(self._encrypt(accepted, tls), "tls-handshake")
 
@@ -282,7 +298,7 @@ class _EngineConnection(asyncio.Protocol):
         self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = time.monotonic()
+        self.received_s = time.monotonic()
         try:
             for payload in self._splitter.feed(data):
                 self._receive(payload)
@@ -312,7 +328,7 @@ class _EngineConnection(asyncio.Protocol):
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self, accepted, ssl=tls, ssl_handshake_timeout=_HELLO_TIMEOUT_S
             )
-        except OSError as error:  # ssl.SSLError and TimeoutError too
+        except OSError as error:  # includes ssl.SSLError and TimeoutError
             logger.warning("engine connection closed in its TLS handshake: %s", error)
         finally:
             if self._transport is None:
@@ -331,9 +347,10 @@ class _EngineConnection(asyncio.Protocol):
         self._cancel_timer()
         self._server._strangers.pop(self, None)
         self.engine_id = hello.engine_id or "engine"
-        # Only a peer that knows the token may make us hold large frames.
+        # Only a peer with the token may make this process buffer large frames.
         self._splitter.max_frame_bytes = MAX_STEP_BYTES
         self._server._connections.add(self)
+        self._server._lost_s.pop(self.engine_id, None)
         logger.info("engine %s connected", self.engine_id)
 
     def _cancel_timer(self) -> None:
@@ -343,15 +360,15 @@ class _EngineConnection(asyncio.Protocol):
 
 
 class _EncryptedServer:
-    """Accepts connections itself: asyncio's server reports one with TLS after its handshake, so
-    that those which never begin theirs would count nowhere."""
+    """Accepts connections itself: asyncio's server reports a TLS connection only after its
+    handshake, so connections that never begin theirs would not be counted."""
 
     def __init__(self, server: StreamServer, listener: socket.socket, tls: ssl.SSLContext) -> None:
         self.sockets = (listener,)
         self._server = server
         self._tls = tls
         self._accepting = keep(lambda: self._accept(listener), "accept-engines")
-        # Not before: the event loop still watches it.
+        # Not earlier: the event loop still watches the socket.
         self._accepting.add_done_callback(lambda _: listener.close())
 
     def close(self) -> None:
@@ -362,19 +379,19 @@ class _EncryptedServer:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no file descriptor is free, or the peer has left already
-                logger.warning("an engine connection was not accepted: %s", error)
+            except OSError as error:  # no free file descriptor, or the peer has left already
+                logger.warning("could not accept an engine connection: %s", error)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             _EngineConnection(self._server).begin_tls(accepted, self._tls)
-            await asyncio.sleep(0)  # the handshake's task owns the socket from its first step on
+            await asyncio.sleep(0)  # the handshake's task owns the socket once it has begun
 
 
 _Listener = asyncio.Server | _EncryptedServer
 
 
 async def _listening(host: str) -> socket.socket:
-    """On a free port of the first address that `host` has."""
+    """Listens on a free port of the first address of `host`."""
     found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
     listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)

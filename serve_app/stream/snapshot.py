@@ -1,7 +1,7 @@
-"""What an engine tells all ingresses, as of its newest step; one encoding serves many links.
+"""The state of an engine after its newest step, encoded once for many links.
 
-Hundreds of 64-character digests a step would outweigh the tokens: a link that has them already gets
-a frame without. Ignorant of sockets.
+Hundreds of 64-character digests per step would outweigh the tokens: a link that has received them
+gets a frame without. Ignorant of sockets.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.stream.wire import Accepted, Step, encode_frame
 
 Digests = tuple[str, ...]
-Output = TokenOutput | Raw  # the second: encoded already, by `encode_output`
+Output = TokenOutput | Raw  # Raw: encoded by `encode_output`
 
 
 class EngineSnapshot:
-    """`adapters` and `on_disk` are the same objects as long as nothing in them changes."""
+    """`adapters` and `on_disk` remain the same objects as long as their contents do not change."""
 
     def __init__(self) -> None:
         self.load = EngineLoad()
         self.adapters: tuple[Digests, Digests] = ((), ())  # on the device, on the host
         self.on_disk: Digests = ()
-        self.load_s = (0.0, 0.0, 0.0)  # as `Step.load_s`
-        self.stall = 0.0  # as `Step.stall`
+        self.load_s = (0.0, 0.0, 0.0)  # see `Step.load_s`
+        self.stall = 0.0  # see `Step.stall`
         self.prefixes: set[int] = set()
-        self.cached: tuple[int, ...] = ()  # by the newest step
+        self.cached: tuple[int, ...] = ()  # in the newest step
         self.evicted: tuple[int, ...] = ()
         self._bare_load = EngineLoad()
         self._frames: dict[tuple[bool, bool], bytes] = {}
@@ -48,13 +48,13 @@ class EngineSnapshot:
         self._frames.clear()
 
     def note_disk(self, on_disk: Digests, disk_s: float, registry_s: float) -> None:
-        """For the frames from the next step on."""
+        """Sets the adapters on the node's disk, for the frames from the next step on."""
         if on_disk != self.on_disk:
             self.on_disk = on_disk
         self.load_s = (self.load_s[0], disk_s, registry_s)
 
-    def frame(self, *, same_adapters: bool, same_disk: bool) -> bytes:
-        """Of a link without outputs of its own that got the frame before."""
+    def shared_frame(self, *, same_adapters: bool, same_disk: bool) -> bytes:
+        """Returns the frame for links without outputs that received the last frame."""
         key = (same_adapters, same_disk)
         frame = self._frames.get(key)
         if frame is None:
@@ -73,7 +73,7 @@ class EngineSnapshot:
             frame = self._frames[key] = encode_frame(step)
         return frame
 
-    def own_frame(
+    def frame_for(
         self,
         outputs: Sequence[Output],
         accepted: Sequence[Accepted],
@@ -82,16 +82,21 @@ class EngineSnapshot:
         same_adapters: bool,
         same_disk: bool,
     ) -> bytes:
-        """`changes`: digest -> it came, since this link's last frame; None: it gets the whole."""
-        cached = self.prefixes if changes is None else [d for d, came in changes.items() if came]
-        evicted = () if changes is None else (d for d, came in changes.items() if not came)
+        """Returns the frame for a single link. `changes`: the prefix digests cached (True) or
+        evicted since the link's last frame; None: the frame has all prefixes."""
+        if changes is None:
+            cached = tuple(self.prefixes)
+            evicted: tuple[int, ...] = ()
+        else:
+            cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
+            evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
         step = Step(
-            cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as what it holds
+            cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as its content
             self._bare_load if same_adapters else self.load,
             same_adapters,
             tuple(accepted),
-            tuple(cached),
-            tuple(evicted),
+            cached,
+            evicted,
             changes is None,
             None if same_disk else self.on_disk,
             self.load_s,

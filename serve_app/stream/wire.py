@@ -1,9 +1,9 @@
 """The side stream's wire: one TCP connection from each engine actor to each ingress replica.
 
-The engine sends one `Step` a step with all tokens for that ingress, the ingress sends `Abort`s
-back. A frame is a 4-byte big-endian length and a msgpack array; nothing is ever unpickled. The
-first frame is `Hello` with the ingress's random token. Both ends build on this file:
-`stream_server` (ingress) and `stream_client` (engine). Ignorant of Ray and HTTP.
+The engine sends one `Step` per step with all tokens for that ingress, the ingress sends `Abort`s
+back. A frame is a 4-byte big-endian length and a msgpack array; no byte is ever unpickled. The
+first frame is `Hello` with the ingress's random token. Both ends use this file: `stream.server`
+(ingress) and `stream.client` (engine). Ignorant of Ray and HTTP.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import msgspec
 
 from engine.types import EngineLoad, TokenOutput
 
-# The largest content is one output with the prompt logprobs of a long prompt: 103 MB where a
-# request asks for as many as it may.
+# The largest content is an output with the prompt logprobs of a long prompt: 103 MB with the
+# most logprobs that a request may ask for.
 MAX_STEP_BYTES = 128 * 1024 * 1024
 MAX_CONTROL_BYTES = 64 * 1024
-HEARTBEAT_S = 1.0  # an idle engine still says how it is
-SILENCE_S = 10.0  # without a frame, or in a step that should take less: the engine is given up
-SHUN_S = 3.0  # of such a silence: nothing new is sent there
+HEARTBEAT_S = 1.0  # the period of frames from an idle engine
+SILENCE_S = 10.0  # an engine without a frame for so long, or in an overdue step, is given up
+DEPRIORITISE_S = 3.0  # after so much of that silence it gets no new requests
 
 _LENGTH_BYTES = 4
 
-AbortReason = Literal["abort", "stop"]  # nobody reads on, or the text ended at a stop string
+AbortReason = Literal["abort", "stop"]  # the reader left, or the text ended at a stop string
 
 
 class StreamError(Exception):
-    """The side stream broke, or the peer did not keep to its rules."""
+    """The side stream broke, or the peer violated the protocol."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """`engine_key`: of the engine's process; no other connects under its id."""
+    """The first frame. `engine_key`: a secret of the engine's process, so that no other process
+    connects under its id."""
 
     token: str
     engine_id: str
@@ -41,34 +42,37 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True):
-    """The engine has this request: from this frame on its load counts it."""
+    """Reports that the engine has accepted this request: from this frame on its load counts it."""
 
     request_id: str
-    adapter_s: float  # what it waited for its adapter
-    found_in: str  # the adapter's tier when it came: device, host, disk, registry; "": none
+    adapter_s: float  # seconds that it waited for its adapter
+    found_in: str  # where the adapter was: device, host, disk, registry; "": no adapter
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """`same_adapters`: the load's digests are left out, they are those of the frame before."""
+    """A step. `same_adapters`: the load leaves out its digests, which are the same as in the last
+    frame."""
 
     outputs: tuple[TokenOutput, ...]
     load: EngineLoad
     same_adapters: bool
     accepted: tuple[Accepted, ...] = ()
-    # Of the prefix cache: what came and went since the frame before, or, first of all, the whole.
+    # The prefix cache: its changes since the last frame, or all of it in the first frame.
     cached_prefixes: tuple[int, ...] = ()
     evicted_prefixes: tuple[int, ...] = ()
     is_whole: bool = False
-    # Digests of adapters on the node's disk; None: as in the frame before.
+    # Digests of adapters on the node's disk; None: as in the last frame.
     adapters_on_disk: tuple[str, ...] | None = None
-    # Seconds that an adapter takes from each tier, measured: copy to device, disk, registry.
+    # Measured seconds to load an adapter: copy to device, from disk, from the registry.
     load_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    # How far the step under way is on its way to counting as hung; from 1 on it does. 0 after a
+    # The age of the step under way as a share of the age at which it counts as hung. 0 after a
     # step, and without work.
     stall: float = 0.0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Ends a request, or a single choice of it."""
+
     request_id: str
     choice: int | None  # None: every choice
     reason: AbortReason = "abort"
@@ -86,7 +90,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def encode_output(output: TokenOutput) -> bytes:
-    """The output as it stands in a `Step`; `msgspec.Raw` of these bytes may take its place."""
+    """Encodes an output as in a `Step`; a `msgspec.Raw` of these bytes may replace the output."""
     return _encoder.encode(output)
 
 
@@ -99,14 +103,15 @@ def decode_frame(payload: bytes) -> Frame:
 
 
 class FrameSplitter:
-    """Bytes as they arrive -> whole payloads. Refuses by length, before a frame is buffered."""
+    """Splits the received bytes into payloads. Rejects a frame by its length, before buffering."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Lazy, so that the reader may raise the limit between two frames of the same bytes."""
+        """Yields the payloads lazily, so that the reader may raise the limit between two frames of
+        the same bytes."""
         self._buffer += data
         start = 0
         while (size := self._frame_size(start)) is not None:

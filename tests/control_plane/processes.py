@@ -20,15 +20,15 @@ from registry.errors import RegistryError
 from serve_app.config import PlatformArgs
 from serve_app.control.cached_registry import CachedRegistry
 from serve_app.control.manager import Manager
-from serve_app.dispatch.activity import Activity
+from serve_app.dispatch.activity import Activity, CountsReporter
 from serve_app.dispatch.base_handle import BaseAsleepError, BaseHandle
-from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import AdapterPlan
 from serve_app.platform_view import ServedBase, Sources
 from serve_app.tally import ArmKey
 from tests.control_plane.clock import VirtualLoop, owned_by
 from tests.control_plane.faults import FakeServe, FaultyClient, RegistryFaults
 from tests.control_plane.store import Database
+from tests.ingress_app import make_gateway
 from tests.registry_helpers import ADAPTER_FACTS
 
 
@@ -177,17 +177,17 @@ class Ingress:
         self._tasks: set[asyncio.Task[None]] = set()
         handle: Any = managers
         with owned_by(name):
-            self.gateway = Gateway(handle, name)
+            self.gateway = make_gateway(handle, name)
             gateway: Any = self.gateway
             gateway.activity = Activity(loop.time)
             gateway.stream.listen = _do_nothing
-            gateway.attendance = SimpleNamespace(
-                start=_nothing, enter=_nothing, leave=_nothing, num_ingresses=1
+            gateway.connections = SimpleNamespace(
+                start=_nothing, add_base=_nothing, remove_base=_nothing
             )
             gateway.migrations.start = _nothing
-            take = gateway._take
-            gateway._take = lambda view: (take(view), on_view(self))
-            self.gateway.start()
+            apply = gateway._apply
+            gateway._apply = lambda view: (apply(view), on_view(self))
+            self.gateway.start(CountsReporter(name, lambda: b""))
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:

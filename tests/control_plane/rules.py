@@ -58,7 +58,7 @@ async def requests(world: World, name: str, number: int, canary: str, at: int) -
                 world.journal.asked_s[base] = world.loop.time()
             if answer.arm is None:
                 continue
-            counts = world.managers.counts(ingress.gateway._ingress_id)
+            counts = world.managers.counts(ingress.gateway.ingress_id)
             watch = ingress.gateway.arms.begin(answer.arm)
             watch.first_token()
             key = answer.arm.adapter, answer.arm.digest

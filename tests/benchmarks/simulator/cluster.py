@@ -166,6 +166,6 @@ class Cluster:
             self.loop.at(now_s + _TICK_S, self._tick)
 
     def _warm_up(self, policy: ExpectedTtft, now_s: float) -> None:
-        """For adapters that need more than one home, as `routing.attendance` does."""
+        """Loads adapters at their new homes, as `dispatch.warm_ups` does."""
         for adapter, replica_id in policy.warm_ups(now_s):
             self.engines[replica_id].warm_up(adapter)

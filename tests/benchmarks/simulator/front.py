@@ -60,7 +60,7 @@ class Ingress:
         return held + (0 if self.gate is None else self.gate.waiting_tokens)
 
     def keep(self, replica_ids: Sequence[str]) -> None:
-        self.views.keep(replica_ids)
+        self.views.set_replicas(replica_ids)
         self.policy.changed(tuple(one.replica_id for one in self.views.replicas))
 
     def take(self, call: Call) -> None:
@@ -78,8 +78,8 @@ class Ingress:
         self._go(call)
 
     def see(self, frame: Frame, prefixes: set[int]) -> None:
-        """What `routing.attendance` does with a step, but for the sets, which views share here:
-        made anew for each, those of 1,000 replicas and 8 ingresses would take gigabytes."""
+        """Applies a step as `routing.view_feed` does, except that the views share their sets:
+        separate sets for 1,000 replicas and 8 ingresses would occupy gigabytes."""
         view = self.views.get(frame.replica_id)
         if view is None:
             return
@@ -106,7 +106,7 @@ class Ingress:
         """One of its requests has."""
         view = self.views.get(call.replica_id)
         if view is not None:
-            view.ended(call.num_output)
+            view.record_length(call.num_output)
         if self.gate is not None:
             self.gate.left(call, self._loop.now_s)
 

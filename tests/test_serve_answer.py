@@ -26,6 +26,7 @@ from tests.answer_factory import (
     outputs,
     stream_of,
     strictly,
+    whole_of,
 )
 from tests.text_factory import base_text, sentencepiece_tokenizer
 
@@ -45,7 +46,7 @@ def test_choices_of_several_prompts_are_numbered_in_order(text: BaseText) -> Non
             cached = 1 if index % 2 == 0 else 50  # of a second choice: what the first one computed
             answer.feed(index // 2, replace(output, num_cached_tokens=cached))
     assert answer.is_done
-    body = strictly(Completion, json.loads(answer.body()))
+    body = strictly(Completion, json.loads(whole_of(answer)))
     assert [choice.index for choice in body.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in body.choices] == words
     assert body.usage is not None
@@ -84,7 +85,7 @@ def test_stop_string_in_the_last_token_needs_no_abort(text: BaseText) -> None:
     answer = chat(text, stop=["jumps"])
     fed = [answer.feed(0, output) for output in outputs(ids_of(text, "fox jumps"), "length")]
     assert not any(item.abort for item in fed)
-    assert json.loads(answer.body())["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(whole_of(answer))["choices"][0]["finish_reason"] == "stop"
 
 
 def test_stop_string_does_not_count_before_min_tokens(text: BaseText) -> None:
@@ -185,7 +186,7 @@ def test_replayed_output_is_not_sent_twice(text: BaseText) -> None:
     answer = chat(text)
     for output in [*fed[:3], *fed[1:3], *fed[2:]]:
         answer.feed(0, output)
-    choice = json.loads(answer.body())["choices"][0]
+    choice = json.loads(whole_of(answer))["choices"][0]
     assert choice["message"]["content"] == "fox jumps over"
     assert answer.usage().completion_tokens == len(fed)
     with pytest.raises(EngineFailureError, match="lost"):

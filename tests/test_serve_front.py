@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.config import IngressArgs
 from serve_app.http.asgi import SseResponse
 from serve_app.http.connection import FrontProtocol
-from serve_app.http.front import Front
+from serve_app.http.front import FrontMiddleware
 from tests.waiting import until
 
 QUICK = IngressArgs(header_timeout_s=0.4, body_timeout_s=0.4, max_header_bytes=2048)
@@ -139,7 +139,7 @@ async def serving(args: IngressArgs = QUICK) -> AsyncIterator[Server]:
     listener = socket.create_server(("127.0.0.1", 0))
     # So that the kernel holds little of what the client has not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
-    front: ASGIApp = Front(app, args)
+    front: ASGIApp = FrontMiddleware(app, args)
     config = uvicorn.Config(
         front, http=protocol, log_config=None, access_log=False, ws="none", lifespan="off"
     )

@@ -143,9 +143,9 @@ def test_unknown_fields_are_logged_once_and_never_fill_the_log(
     monkeypatch.setattr(fields, "unknown_fields", UnknownFields())
     for _ in range(3):
         chat(something_new=1, **{"a\nb" + "x" * 1_000: 2})
-    assert [record.getMessage()[:48] for record in caplog.records] == [
-        "requests carry the unknown field 'something_new'",
-        "requests carry the unknown field 'a\\nbxxxxxxxxxx",
+    assert [record.getMessage()[:47] for record in caplog.records] == [
+        "a request has the unknown field 'something_new'",
+        "a request has the unknown field 'a\\nbxxxxxxxxxx",
     ]
     for i in range(10 * MAX_UNKNOWN_NAMES):
         chat(**{f"made_up_{i}": None})
@@ -390,7 +390,7 @@ def test_half_a_million_stop_strings_are_refused_without_looking_at_each() -> No
     body = {"model": "m", "messages": USER, "stop": ["a"] * 500_000}
     raw = json.dumps(body).encode()
     tracemalloc.start()
-    with pytest.raises(ApiError, match="at most 16 strings, got 500000"):
+    with pytest.raises(ApiError, match="at most 16 strings are allowed, got 500000"):
         parse_body(ChatRequest, raw)
     left, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -22,7 +22,7 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, read_prompts
 from serve_app.openai.json_body import parse_body
-from serve_app.openai.logprobs_parts import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
+from serve_app.openai.logprobs import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import TEXT_FILES, BaseText
 from serve_app.text_workers import pool as text_pool
@@ -148,7 +148,7 @@ async def test_a_worker_that_is_killed_at_a_job_is_a_503(pool: TextPool) -> None
     for pid in (pids := pool.pids):
         os.kill(pid, signal.SIGSTOP)
     async with _running(pool.parse(CompletionRequest, body(prompt="a"))) as parsing:
-        while not pool._lanes[1].num_jobs or pool._lanes[1].executor._work_queue.qsize():
+        while not pool._workers[1].num_jobs or pool._workers[1].executor._work_queue.qsize():
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)  # earlier, the kill would meet an idle worker: no error at all
         for pid in pids:
@@ -304,8 +304,8 @@ async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its
         running = asyncio.ensure_future(
             pool.parse(CompletionRequest, Bytes(body(prompt="a" * 999)))
         )
-        lane = pool._lanes[1]
-        while not lane.num_jobs or lane.executor._work_queue.qsize():
+        worker = pool._workers[1]
+        while not worker.num_jobs or worker.executor._work_queue.qsize():
             await asyncio.sleep(0.001)
         for _ in range(20):
             queued = asyncio.ensure_future(

@@ -45,7 +45,7 @@ from serve_app.openai.json_body import parse_body
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
 from serve_app.tasks import spawn
-from serve_app.text.template_guard import TooDearError
+from serve_app.text.template_guard import TemplateBudgetError
 
 router = APIRouter()
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -129,7 +129,7 @@ async def _prompts(state: IngressState, asked: _Asked, front: BaseHandle) -> tup
     if len(raw) <= INLINE_BODY_BYTES:
         try:
             return read_prompts(asked.body, front.text, limits)
-        except TooDearError:
+        except TemplateBudgetError:
             pass
     return await state.texts.prompts(type(asked.body), raw, front.base.digest, files, limits)
 

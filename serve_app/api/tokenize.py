@@ -19,7 +19,7 @@ from serve_app.http.asgi import json_response, read_body
 from serve_app.openai.engine_params import detokenized, tokenized
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from serve_app.text.template_guard import TooDearError
+from serve_app.text.template_guard import TemplateBudgetError
 
 router = APIRouter()
 PATHS = ("/tokenize", "/detokenize")
@@ -99,7 +99,7 @@ async def _tokenized(
     if len(raw) <= INLINE_BODY_BYTES:
         try:
             ids = tokenized(body, front.text, limits)
-        except TooDearError:
+        except TemplateBudgetError:
             pass  # a worker has the time for it
         else:
             token_text = front.text.tokenizer.token_text

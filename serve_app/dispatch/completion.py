@@ -15,7 +15,7 @@ from serve_app.dispatch.activity import Visit
 from serve_app.dispatch.generation import Generation
 from serve_app.errors import ClientGoneError, to_api_error
 from serve_app.openai.answer import FeedResult, ResponseBuilder
-from serve_app.openai.logprobs_parts import PartsRenderer, Render
+from serve_app.openai.logprobs import PartsRenderer, Render
 from serve_app.openai.responses import error_event
 
 OnFirstToken = Callable[[EngineLoad | None], None]

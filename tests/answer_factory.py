@@ -1,4 +1,4 @@
-"""Engine outputs and answers for the tests of what the client reads."""
+"""Engine outputs and responses for the tests of the wire format."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -105,7 +105,7 @@ def body_of(answer: ResponseBuilder, fed: Iterable[TokenOutput], prompt: int = 0
 
 
 def strictly(model: type[Model], value: Json) -> Model:
-    """No coercion, and no field that the client's types do not know, but for vLLM's additions."""
+    """Validates without coercion; only vLLM's additions may be missing in the client's types."""
     checked = model.model_validate(value, strict=False)
     dumped = json.loads(checked.model_dump_json(exclude_unset=True))
     assert dumped == value

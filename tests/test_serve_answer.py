@@ -1,4 +1,4 @@
-"""Choices on their way to the client: order, stops, replays, failures, stream against whole."""
+"""The choices of a response: order, stops, replays, failures; a stream agrees with a whole one."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,9 @@ def test_choices_of_several_prompts_are_numbered_in_order(text: BaseText) -> Non
     for index in (3, 0, 2, 1):  # in any order
         for output in outputs(ids_of(text, words[index]), "length", choice=index % 2):
             assert not answer.is_done
-            cached = 1 if index % 2 == 0 else 50  # of a second choice: what the first one computed
+            cached = (
+                1 if index % 2 == 0 else 50
+            )  # of a second choice: the prompt that the first choice computed
             answer.feed(index // 2, replace(output, num_cached_tokens=cached))
     assert answer.is_done
     body = strictly(Completion, json.loads(whole_of(answer)))

@@ -1,4 +1,4 @@
-"""Checked bodies -> prompts and sampling parameters; errors -> answers."""
+"""Checked bodies -> prompts and sampling parameters; exceptions -> error responses."""
 
 import json
 import pickle
@@ -79,7 +79,7 @@ def completion(**fields: object) -> CompletionRequest:
 
 def test_defaults_are_those_of_the_openai_api() -> None:
     assert sampling_params(completion(), PROMPT, LIMITS) == SamplingParams(max_tokens=16)
-    # In a chat the answer may fill the context.
+    # A chat response may fill the context.
     assert sampling_params(chat(), PROMPT, LIMITS) == SamplingParams(max_tokens=509)
 
 
@@ -132,7 +132,7 @@ def test_the_models_generation_config_sets_what_a_request_leaves_out() -> None:
         max_tokens=40, temperature=0.6, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1
     )
     assert sampling_params(chat(), PROMPT, LIMITS, defaults) == expected
-    # As in vLLM a completion has 16 tokens, and a request's own number goes before the file's.
+    # As in vLLM a completion has 16 tokens, and a request's own number overrides the file's.
     assert sampling_params(completion(), PROMPT, LIMITS, defaults).max_tokens == 16
     asked = chat(temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1, max_tokens=99)
     plain = SamplingParams(max_tokens=99, temperature=0)
@@ -162,7 +162,7 @@ def test_log_probabilities_of_a_whole_answer_are_bounded() -> None:
     limits = EngineLimits(max_model_len=131_072, vocab_size=1000, max_kv_tokens=131_072)
     honest = chat(logprobs=True, top_logprobs=20, max_tokens=8000)
     assert sampling_params(honest, PROMPT, limits).max_tokens == 8000
-    # Where the client names no length, the answer has what fits.
+    # If the client sets no limit, the response has as many tokens as fit.
     open_end = chat(logprobs=True, top_logprobs=20, n=16)
     assert sampling_params(open_end, PROMPT, limits).max_tokens == 2**21 // (16 * 21)
     least = chat(logprobs=True, top_logprobs=20, n=16, min_tokens=100_000)
@@ -268,7 +268,7 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_whole(text: BaseText) ->
     value = "a word " * 3000
     exact = len(text.encode(value, add_special_tokens=False))
     bound = text.tokenizer.min_tokens_by_prefixes(value, 1000)
-    assert 1000 < bound < exact  # only a beginning of it was looked at
+    assert 1000 < bound < exact  # only a prefix of it was tokenized
     limits = EngineLimits(max_model_len=1000, vocab_size=1000, max_kv_tokens=4096)
     with pytest.raises(ContextLengthError, match="at least"):
         completion_prompts(completion(prompt=value), text, limits)

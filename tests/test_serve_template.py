@@ -155,7 +155,7 @@ def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
     ],
 )
 def test_a_template_cannot_hold_the_event_loop_or_fill_its_memory(source: str) -> None:
-    template = ChatTemplate(source, {})  # the compiler runs none of it
+    template = ChatTemplate(source, {})  # the compiler runs no part of it
     with pytest.raises(TemplateBudgetError, match="chat template"):
         template.render(CHATS["one"])
 

@@ -24,7 +24,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class _Arrival:
-    """One body being received, and its share of the byte budget."""
+    """A body being received, and its share of the byte budget."""
 
     __slots__ = ("charge", "is_dropped", "timeout")
 
@@ -35,7 +35,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """The request bodies that one process is receiving."""
+    """The request bodies that this process is receiving."""
 
     def __init__(self, args: IngressArgs) -> None:
         self._args = args

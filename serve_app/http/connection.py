@@ -38,7 +38,7 @@ def install(args: IngressArgs) -> None:
 
 
 class FrontProtocol(_Protocol):
-    """One client's connection."""
+    """A client's connection."""
 
     args = IngressArgs()
     _num_header_bytes = 0  # received of the next request's header

@@ -1,4 +1,4 @@
-"""The response to one request, streamed or whole: engine outputs in, bytes for the client out.
+"""The response to a request, streamed or whole: engine outputs in, bytes for the client out.
 
 Holds the choices of all prompts (index = prompt * n + choice), echo, log-probabilities and the
 usage. It does no I/O: the ingress feeds it, sends the bytes that it returns, and aborts the choices
@@ -48,7 +48,7 @@ _SLICE_DELTAS = 16 * 1024  # joined between two turns of the event loop: about 2
 
 @dataclass(slots=True)
 class FeedResult:
-    """The consequences of one engine output."""
+    """The consequences of an engine output."""
 
     data: bytes = b""  # for the stream; always empty for a whole response
     abort: bool = False  # a stop string ended this choice: the engine may drop it
@@ -71,7 +71,7 @@ class _ChoiceOutput:
 
 
 class ResponseBuilder:
-    """Assembles the response of one request."""
+    """Assembles the response of a request."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The state of one choice: token ids in; text, log-probabilities and the end of the choice out.
+"""The state of a choice: token ids in; text, log-probabilities and the end of the choice out.
 
 A pure state machine, fed with the engine's outputs in order. It owns two things that the engine
 cannot see: stop strings, and characters that span tokens. An output that repeats an offset is

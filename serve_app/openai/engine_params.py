@@ -142,7 +142,7 @@ def sampling_params(
     defaults: GenerationDefaults = NO_DEFAULTS,
     num_prompts: int = 1,
 ) -> SamplingParams:
-    """Returns the parameters of one prompt, whose length bounds the output. `defaults` are the
+    """Returns the parameters of a prompt, whose length bounds the output. `defaults` are the
     model's, for fields that the request leaves out; `num_prompts` is the request's number."""
     max_tokens = _max_tokens(request, len(prompt.token_ids), limits, defaults)
     _check_vocabulary([i for i, _ in request.logit_bias], limits.vocab_size, "logit_bias")

@@ -25,7 +25,7 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The fields that every body and chunk of one response repeats. `id` may be derived from the
+    """The fields that every body and chunk of a response repeats. `id` may be derived from the
     body's `request_id`, never from the header `x-request-id`."""
 
     kind: Kind
@@ -48,7 +48,7 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class UsageInfo:
-    """The token counts of one response."""
+    """The token counts of a response."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -65,7 +65,7 @@ class UsageInfo:
 
 @dataclass(slots=True)
 class ChoiceBody:
-    """One choice of a whole response. `extras` are vLLM's additions, left out when empty."""
+    """A choice of a whole response. `extras` are vLLM's additions, left out when empty."""
 
     index: int
     text: str
@@ -109,7 +109,7 @@ def full_body(
 
 
 class ChunkWriter:
-    """Writes the chunks of one choice. The first carries the role next to the content; no client
+    """Writes the chunks of a choice. The first carries the role next to the content; no client
     gets a chunk with the role alone."""
 
     __slots__ = ("_first_prefix", "_prefix", "_suffix", "_text_suffix")

@@ -1,4 +1,4 @@
-"""The text side of one base model: tokenizer, chat template and end-of-text token ids.
+"""The text side of a base model: tokenizer, chat template and end-of-text token ids.
 
 Built from the model's small files, which may come from a folder or over the network, so an ingress
 needs neither the weights nor transformers. Stateless after loading; encode long texts off the event

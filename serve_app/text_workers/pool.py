@@ -1,4 +1,4 @@
-"""The worker processes of one ingress replica for large bodies: jobs out, results back.
+"""The worker processes of an ingress replica for large bodies: jobs out, results back.
 
 Parsing and tokenizing a body of 16 MiB costs seconds of processor time and more than a gigabyte;
 `tokenizers` holds the interpreter's lock for 1.3 s per megabyte. That work runs in processes of
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _LARGE_BYTES = 1024**2  # all larger bodies share one worker
 _MAX_WAITING_BYTES = 256 * 1024**2
 _MAX_RESIDENT_BYTES = 512 * 1024**2  # a worker above it after a job is replaced
-_MAX_BASES = 4  # whose tokenizers one worker holds
+_MAX_BASES = 4  # whose tokenizers a worker holds
 _ROOT = str(Path(__file__).resolve().parents[2])
 _COMMAND = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
@@ -73,7 +73,7 @@ Files = Mapping[str, bytes]
 
 
 class TextPool:
-    """The text workers of one ingress replica."""
+    """The text workers of an ingress replica."""
 
     def __init__(self, num_workers: int) -> None:
         """There are at least two workers, the first for bodies above one megabyte; each process

@@ -111,8 +111,8 @@ def test_lower_bound_of_the_token_count_holds(text: str) -> None:
 
 
 def cut_by_definition(text: str, stops: Sequence[str], first_end: int, include: bool) -> str:
-    """Returns the text up to the stop string that ends first, the longest of several. Only ends past
-    `first_end` count."""
+    """Returns the text up to the stop string that ends first, the longest of several. Ends up to
+    `first_end` do not count."""
     for end in range(first_end + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -21,7 +21,7 @@ LOG_BYTES = 64 * 1024**2  # per file; the log has at most LOG_FILES files
 LOG_FILES = 3
 _CHECK_S = 5.0
 
-_ROOMS = ("serve_app", "registry", "engine", "lora")
+_PACKAGES = ("serve_app", "registry", "engine", "lora")
 _TEXT = "%(levelname)s %(asctime)s %(name)s%(request_id)s -- %(message)s"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Ray prefixes each line that it forwards with its process.
@@ -42,8 +42,8 @@ def install(log_format: str, request_id: Callable[[], str] = lambda: "") -> None
         return True
 
     handler.addFilter(add_request_id)
-    for room in _ROOMS:
-        logger = logging.getLogger(room)
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
         logger.handlers[:] = [handler]
         logger.setLevel(logging.INFO)
 

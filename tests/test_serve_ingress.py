@@ -342,7 +342,7 @@ async def settle() -> None:
 
 
 def arrive(arrivals: Arrivals, sender: Sender) -> asyncio.Task[Receive]:
-    return asyncio.create_task(arrivals.whole(http_scope(), sender.receive))
+    return asyncio.create_task(arrivals.receive_body(http_scope(), sender.receive))
 
 
 async def refusal_of(task: asyncio.Task[Receive]) -> int:
@@ -398,10 +398,10 @@ async def test_a_long_body_stays_in_the_budget_until_it_is_read() -> None:
     receive = await arrive(arrivals, first)
     assert await refusal_of(arrive(arrivals, second)) == 429
     await receive()
-    arrivals.done(receive)
+    arrivals.release_body(receive)
     other = await arrive(arrivals, third)
-    arrivals.done(other)
-    arrivals.done(other)
+    arrivals.release_body(other)
+    arrivals.release_body(other)
     assert arrivals.num_bytes == 0
 
 

@@ -51,12 +51,12 @@ class Arrivals:
         """The bytes charged to the budget, including complete bodies that have not been read."""
         return self._num_bytes
 
-    async def whole(self, scope: Scope, receive: Receive) -> Receive:
+    async def receive_body(self, scope: Scope, receive: Receive) -> Receive:
         """Waits for the whole body and returns a `receive` that begins with it, in one message.
 
         The body stays in the budget until that `receive` is called again, which an application does
-        after it has read the body, or until `done` is called. Raises ApiError with 408 (too slow),
-        413 (too long) or 429 (too many), and ClientGoneError.
+        after it has read the body, or until `release_body` is called. Raises ApiError with 408 (too
+        slow), 413 (too long) or 429 (too many), and ClientGoneError.
         """
         declared = _declared_bytes(scope)
         if declared == 0:
@@ -65,8 +65,8 @@ class Arrivals:
             raise self._too_long()
         return await self._receive_all(receive)
 
-    def done(self, receive: Receive) -> None:
-        """Releases the body behind a `receive` of `whole`, once its request has been answered."""
+    def release_body(self, receive: Receive) -> None:
+        """Releases the body behind the result of `receive_body`; call it after the response."""
         if isinstance(receive, _Body):
             receive.release()
 

@@ -129,10 +129,10 @@ def error_response(error: BaseException) -> Response:
 def install_error_handlers(app: FastAPI) -> None:
     """Makes every exception of a route a response in OpenAI's shape."""
 
-    async def answer(request: Request, error: Exception) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
         return error_response(error)
 
-    async def answer_http(request: Request, error: Exception) -> Response:
+    async def respond_to_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path[:128]
         messages = {
@@ -146,6 +146,6 @@ def install_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    handler: Callable[[Request, Exception], Awaitable[Response]] = answer
-    app.add_exception_handler(HTTPException, answer_http)
+    handler: Callable[[Request, Exception], Awaitable[Response]] = respond
+    app.add_exception_handler(HTTPException, respond_to_http_error)
     app.add_exception_handler(Exception, handler)

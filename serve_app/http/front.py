@@ -63,18 +63,18 @@ class FrontMiddleware:
         try:
             check_header_size(scope["headers"], self._max_header_bytes)
             scope["headers"] = sanitize(scope["headers"])
-            receive = await self._arrivals.whole(scope, receive)
+            receive = await self._arrivals.receive_body(scope, receive)
         except ClientGoneError:
             return
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
         try:
-            await self._answer(scope, receive, send)
+            await self._respond(scope, receive, send)
         finally:
-            self._arrivals.done(receive)
+            self._arrivals.release_body(receive)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_started = False
         serve_error: Message | None = None  # the start of an error response by Serve itself
 
@@ -141,11 +141,9 @@ def _openai_error(start: Message) -> ASGIApp:
     status = start["status"]
     headers = {bytes(name).lower(): bytes(value) for name, value in start["headers"]}
     retry_after = headers.get(b"retry-after", b"")
-    wait_s = (
-        int(retry_after)
-        if retry_after.isdigit()
-        else (_RETRY_AFTER_S if status in (429, 503) else None)
-    )
+    wait_s = _RETRY_AFTER_S if status in (429, 503) else None
+    if retry_after.isdigit():
+        wait_s = int(retry_after)
     kind = (
         "rate_limit_error" if status == 429 else SERVER_ERROR if status >= 500 else INVALID_REQUEST
     )

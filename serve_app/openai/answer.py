@@ -52,9 +52,7 @@ class FeedResult:
 
     data: bytes = b""  # for the stream; always empty for a whole response
     abort: bool = False  # a stop string ended this choice: the engine may drop it
-    rendering: Rendering[bytes] | None = (
-        None  # a chunk with many log-probabilities, in place of data
-    )
+    rendering: Rendering[bytes] | None = None  # replaces data for many log-probabilities
 
 
 NOTHING = FeedResult()

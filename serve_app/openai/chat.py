@@ -135,7 +135,7 @@ class ChatRequest(GenerationFields):
     ] = {}
 
     @model_validator(mode="after")
-    def _agree_in_chat(self) -> ChatRequest:
+    def _check_chat_combinations(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs: is allowed only if logprobs is true.", "top_logprobs")
         if self.continue_final_message and self.adds_generation_prompt:

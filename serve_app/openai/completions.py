@@ -59,7 +59,7 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
 
     @model_validator(mode="after")
-    def _agree_in_completions(self) -> CompletionRequest:
+    def _check_completion_combinations(self) -> CompletionRequest:
         num_sequences = len(self.prompt) * self.num_choices
         if num_sequences > MAX_SEQUENCES:
             raise FieldError(

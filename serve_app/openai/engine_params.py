@@ -109,7 +109,7 @@ def completion_prompts(
 
 
 def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) -> tuple[int, ...]:
-    """Returns the answer of /tokenize; the context length is the limit, as for a prompt."""
+    """Returns the token ids for /tokenize; the context length is the limit, as for a prompt."""
     if request.messages is None:
         assert request.prompt is not None
         adds = request.add_special_tokens is not False
@@ -124,7 +124,7 @@ def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) ->
 
 
 def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
-    """Returns the answer of /detokenize; the context length is the limit, as for a prompt."""
+    """Returns the text for /detokenize; the context length is the limit, as for a prompt."""
     _check_vocabulary(request.tokens, text.tokenizer.vocab_size, "tokens")
     if len(request.tokens) > limits.max_request_tokens:
         raise ContextLengthError(

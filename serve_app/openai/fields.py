@@ -156,7 +156,7 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, name: str) -> None:
+    def log(self, name: str) -> None:
         short = shown(name)
         if short in self._seen or len(self._seen) >= MAX_UNKNOWN_NAMES:
             return
@@ -178,9 +178,7 @@ class StreamOptions(BaseModel):
 
 class GenerationFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    refused: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # unsupported at this endpoint only, unless falsy
+    refused: ClassVar[frozenset[str]] = frozenset()  # if truthy, at this endpoint only
 
     model: str = Field(min_length=1, max_length=256)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -247,7 +245,7 @@ class GenerationFields(BaseModel):
                     )
                 return
             if not (name.startswith(_UNSUPPORTED_PREFIX) or name in cls.refused):
-                unknown_fields.note(name)
+                unknown_fields.log(name)
                 return
             if _is_empty(value):
                 return
@@ -257,7 +255,7 @@ class GenerationFields(BaseModel):
             raise FieldError(f"{short}: is not supported, got {shown(value)}.", short)
 
     @model_validator(mode="after")
-    def _agree(self) -> GenerationFields:
+    def _check_combinations(self) -> GenerationFields:
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError(
                 f"best_of: must equal n ({self.num_choices}), got {self.best_of}.", "best_of"

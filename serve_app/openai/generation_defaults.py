@@ -28,9 +28,7 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = (
-        None  # for chats that set no limit; the default of a completion is 16
-    )
+    max_new_tokens: int | None = None  # for chats only; completions default to 16
 
 
 NO_DEFAULTS = GenerationDefaults()

@@ -44,7 +44,7 @@ def parse_body(model: type[Model], raw: bytes) -> Model:
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise ApiError(
-            400, f"The body must be a JSON object, not {_kind(body)}.", code="invalid_json"
+            400, f"The body must be a JSON object, not {_type_name(body)}.", code="invalid_json"
         )
     try:
         return model.model_validate(body)
@@ -57,7 +57,7 @@ def parse_json(raw: bytes) -> object:
         raise _json_error(f"more than {MAX_CONTAINERS} objects and arrays")
     try:
         value: object = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant
+            raw.decode("utf-8"), object_pairs_hook=_checked_object, parse_constant=_refuse_constant
         )
         if _SURROGATE_ESCAPE.search(raw):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -80,7 +80,7 @@ def _num_containers(raw: bytes) -> int:
     return count
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _checked_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(pairs) > MAX_OBJECT_KEYS:
         raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_OBJECT_KEYS} are allowed")
     value = dict(pairs)
@@ -91,7 +91,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
-def _constant(name: str) -> Never:
+def _refuse_constant(name: str) -> Never:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -114,6 +114,6 @@ def _to_api_error(error: ValidationError) -> ApiError:
     return ApiError(400, message, param=field, code="invalid_value")
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,19 +1,20 @@
-"""Errors as the client sees them: OpenAI's error body, and the one table from domain to status.
+"""Errors as the client sees them: OpenAI's error body, and the one table from exception to status.
 
-ApiError               an answer: status, message, type, param, code
-ClientGoneError        the client closed the connection, and nobody reads an answer: 499
-OverloadedError        too many requests wait: 429 with Retry-After
-ConflictError          the server's state forbids what was asked: 409
-ServiceUnavailableError  nothing can answer now: 503 with Retry-After
-`- UnservableError      nothing will answer until an operator changes something: 503
-EngineFailureError     the engine gave a choice up; its words are for the log: 500
-`- NonFiniteError      because the model gave NaN or infinity
-NoMemoryError          the engine has no memory for a step of this request: 503
-AdapterUnsupportedError  the engine refuses the adapter's files, with the reason: 422
-EngineGoneError        an EngineDeadError that says which engine replica it was: 503
-RequestQuarantinedError  the engine died under this request, twice: 422, which SDKs do not retry
+ApiError                   a response: status, message, type, param, code
+ClientGoneError            the client closed the connection and reads no response: 499
+OverloadedError            too many requests wait: 429 with Retry-After
+`- ServiceUnavailableError   the request cannot be served now: 503 with Retry-After
+   `- UnservableError        it cannot be served until an operator changes something: 503
+ConflictError              the state of the server forbids the operation: 409
+EngineFailureError         the engine ended a choice early; its message is for the log: 500
+`- NonFiniteError            because the model computed NaN or infinity
+NoMemoryError              the engine has no memory for a step of this request: 503
+AdapterUnsupportedError    the engine refuses the adapter's files, with the reason: 422
+EngineGoneError            an EngineDeadError that names the engine replica: 503
+RequestQuarantinedError    engines died twice under this request: 422, which SDKs do not retry
 
-What is not in the table is our own fault: 500 with a constant message; the log has the rest.
+An exception that is not in the table is a bug: 500 with a constant message, and the details in the
+log.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ from registry.errors import (
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 MAX_VALUE_CHARS = 64
-# OpenAI's clients obey this header: whether the same request may succeed if it is sent again.
+# OpenAI's SDKs obey this header: it is true if the same request may succeed when sent again.
 SHOULD_RETRY = "x-should-retry"
 _RETRYABLE = frozenset({408, 429, 503})
-_CLOSING = frozenset({408, 431})  # the rest of the request may still come, and is not wanted
+_CLOSING = frozenset({408, 431})  # the rest of the request may still arrive and is not read
 
 
 class ApiError(Exception):
+    """An error response."""
+
     def __init__(
         self,
         status: int,
@@ -60,7 +63,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
         should_retry: bool | None = None,
     ) -> None:
-        """`should_retry`: None leaves it to the status (see `should_retry`)."""
+        """`should_retry` None leaves the choice to the status, see `should_retry_of`."""
         super().__init__(status, message, type, param, code, retry_after_s, should_retry)
         self.status = status
         self.message = message
@@ -95,8 +98,8 @@ class ApiError(Exception):
 
 
 def should_retry_of(status: int) -> bool:
-    """Whether an error of this status passes by waiting; a refusal or a failure of the model does
-    not."""
+    """Returns True for the status of an error that may pass with time; refusals and failures of the
+    model do not."""
     return status in _RETRYABLE
 
 
@@ -132,7 +135,7 @@ class NonFiniteError(EngineFailureError):
 
 class NoMemoryError(Exception):
     def __init__(self) -> None:
-        super().__init__("The engine has no memory for this request at the moment.")
+        super().__init__("The engine has no memory for this request at the moment; try again.")
 
 
 class AdapterUnsupportedError(Exception):
@@ -145,7 +148,7 @@ class ConflictError(Exception):
 
 class EngineGoneError(EngineDeadError):
     def __init__(self, message: str, engine_id: str, was_dead: bool = False) -> None:
-        """`was_dead`: before the request came, so that it cannot have been the cause."""
+        """`was_dead`: the engine died before the request arrived, which is thus not the cause."""
         super().__init__(message, engine_id, was_dead)
         self.message = message
         self.engine_id = engine_id
@@ -157,99 +160,97 @@ class EngineGoneError(EngineDeadError):
 
 class RequestQuarantinedError(Exception):
     def __init__(self) -> None:
-        super().__init__("The engine failed on this request more than once; it is not tried again.")
+        super().__init__("The engine failed on this request more than once; it is not retried.")
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _ErrorRow:
     status: int
     code: str
     type: str = INVALID_REQUEST
     param: str | None = None
     retry_after_s: int | None = None
-    message: str | None = None  # None: the exception's own words
-    should_retry: bool | None = None  # None: by the status
+    message: str | None = None  # None: the exception's own message
+    should_retry: bool | None = None  # None: decided by the status
 
 
-# The nearest class in the exception's own order counts, so a subclass may have its own line.
-_TABLE: Mapping[type[BaseException], _Answer] = {
-    InvalidRequestError: _Answer(400, "invalid_value"),
-    ContextLengthError: _Answer(400, "context_length_exceeded"),
-    InvalidNameError: _Answer(400, "invalid_model_name", param="model"),
-    RegistrationError: _Answer(400, "registration_refused"),
-    NotFoundError: _Answer(404, "model_not_found", param="model"),
-    ConflictError: _Answer(409, "conflict"),
-    RequestQuarantinedError: _Answer(422, "request_quarantined"),
-    AdapterUnsupportedError: _Answer(422, "adapter_unsupported", param="model"),
-    OverloadedError: _Answer(429, "overloaded", "rate_limit_error"),
-    ServiceUnavailableError: _Answer(503, "unavailable", SERVER_ERROR),
-    UnservableError: _Answer(503, "unavailable", SERVER_ERROR, should_retry=False),
-    RegistryUnavailableError: _Answer(
-        503, "registry_unavailable", SERVER_ERROR, None, 5, "The model registry cannot be reached."
+# The first match in the exception's method resolution order counts, so a subclass may have a row.
+_TABLE: Mapping[type[BaseException], _ErrorRow] = {
+    InvalidRequestError: _ErrorRow(400, "invalid_value"),
+    ContextLengthError: _ErrorRow(400, "context_length_exceeded"),
+    InvalidNameError: _ErrorRow(400, "invalid_model_name", param="model"),
+    RegistrationError: _ErrorRow(400, "registration_refused"),
+    NotFoundError: _ErrorRow(404, "model_not_found", param="model"),
+    ConflictError: _ErrorRow(409, "conflict"),
+    RequestQuarantinedError: _ErrorRow(422, "request_quarantined"),
+    AdapterUnsupportedError: _ErrorRow(422, "adapter_unsupported", param="model"),
+    OverloadedError: _ErrorRow(429, "overloaded", "rate_limit_error"),
+    ServiceUnavailableError: _ErrorRow(503, "unavailable", SERVER_ERROR),
+    UnservableError: _ErrorRow(503, "unavailable", SERVER_ERROR, should_retry=False),
+    RegistryUnavailableError: _ErrorRow(
+        503, "registry_unavailable", SERVER_ERROR, None, 5, "The model registry is unreachable."
     ),
-    # Loaded when the request was routed, gone when it arrived: the next try loads it again.
-    UnknownAdapterError: _Answer(
+    # Loaded when the request was routed, evicted when it arrived: a retry loads it again.
+    UnknownAdapterError: _ErrorRow(
         503, "adapter_not_loaded", SERVER_ERROR, None, 1, "The adapter is being reloaded."
     ),
-    EngineDeadError: _Answer(
+    EngineDeadError: _ErrorRow(
         503, "engine_unavailable", SERVER_ERROR, None, 1, "The engine of this model stopped."
     ),
-    NoMemoryError: _Answer(503, "engine_out_of_memory", SERVER_ERROR, None, 1),
-    CacheFullError: _Answer(
-        503, "cache_full", SERVER_ERROR, None, 30, "No space is left for the model's files."
+    NoMemoryError: _ErrorRow(503, "engine_out_of_memory", SERVER_ERROR, None, 1),
+    CacheFullError: _ErrorRow(
+        503,
+        "cache_full",
+        SERVER_ERROR,
+        None,
+        30,
+        "The disk cache has no space for the model's files.",
     ),
-    DigestMismatchError: _Answer(
+    DigestMismatchError: _ErrorRow(
         503,
         "digest_mismatch",
         SERVER_ERROR,
         "model",
         None,
-        "The model's files were altered.",
+        "The model's files differ from their registered digest.",
         False,
     ),
-    ArtifactError: _Answer(
+    ArtifactError: _ErrorRow(
         503,
         "bad_artifact",
         SERVER_ERROR,
         "model",
         None,
-        "The model's files cannot be taken.",
+        "The model's files are invalid and cannot be loaded.",
         False,
     ),
-    QuarantinedError: _Answer(503, "quarantined", SERVER_ERROR, "model", should_retry=False),
+    QuarantinedError: _ErrorRow(503, "quarantined", SERVER_ERROR, "model", should_retry=False),
 }
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The answer to any exception. Words of unknown exceptions never reach the client."""
+    """Returns the response to any exception. Messages of exceptions that are not in the table never
+    reach the client."""
     if isinstance(error, ApiError):
         return error
     for kind in type(error).__mro__:
-        answer = _TABLE.get(kind)
-        if answer is not None:
+        row = _TABLE.get(kind)
+        if row is not None:
             break
     else:
         return ApiError(500, "The server failed on this request.", SERVER_ERROR, None, "internal")
-    param = error.param if isinstance(error, InvalidRequestError) else answer.param
-    retry_after_s = answer.retry_after_s
+    param = error.param if isinstance(error, InvalidRequestError) else row.param
+    retry_after_s = row.retry_after_s
     if isinstance(error, (OverloadedError, QuarantinedError)):
         retry_after_s = error.retry_after_s
-    message = answer.message or str(error)
-    return ApiError(
-        answer.status,
-        message,
-        answer.type,
-        param,
-        answer.code,
-        retry_after_s,
-        answer.should_retry,
-    )
+    message = row.message or str(error)
+    return ApiError(row.status, message, row.type, param, row.code, retry_after_s, row.should_retry)
 
 
 def shown(value: object) -> str:
-    """A client's value for a message: short whatever it is, one line, printable."""
+    """Returns a client's value for an error message: always short, on one line, and printable."""
     if isinstance(value, list):
-        return f"a list of {len(value)}"  # not its items: they may be deep, or many
+        return f"a list of {len(value)}"  # without its items, which may be nested or many
     if isinstance(value, dict):
         return f"an object of {len(value)} keys"
     if isinstance(value, int) and value.bit_length() > 256:

@@ -1,6 +1,6 @@
 """The server's log: its lines, as text or as JSON, and its rotation by size.
 
-Every process of ours writes its lines to standard error (`install`); Ray carries them to the
+Every process of the server writes its lines to standard error (`install`); Ray forwards them to the
 process that runs `serve_child`, whose standard output is the log file.
 """
 
@@ -17,20 +17,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-LOG_BYTES = 64 * 1024**2  # of one file; the log is at most LOG_FILES of them
+LOG_BYTES = 64 * 1024**2  # per file; the log has at most LOG_FILES files
 LOG_FILES = 3
 _CHECK_S = 5.0
 
-_ROOMS = ("serve_app", "registry", "engine", "lora")
+_PACKAGES = ("serve_app", "registry", "engine", "lora")
 _TEXT = "%(levelname)s %(asctime)s %(name)s%(request_id)s -- %(message)s"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Ray puts the process before each line that it carries.
+# Ray prefixes each line that it forwards with its process.
 _ORIGIN = re.compile(r"^\((?P<process>\S+) pid=(?P<pid>\d+)\) ?")
 
 
 def install(log_format: str, request_id: Callable[[], str] = lambda: "") -> None:
-    """Prints the lines of this process's loggers to standard error, as `text` or `json`, from INFO
-    on. `request_id`: of the request that the caller handles now, empty outside of one. A second
+    """Prints the lines of this process's loggers from INFO on to standard error, as `text` or
+    `json`. `request_id` returns the id of the request being handled, or an empty string. A second
     call replaces the first."""
     handler = _Printer(logging.INFO)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
@@ -42,21 +42,21 @@ def install(log_format: str, request_id: Callable[[], str] = lambda: "") -> None
         return True
 
     handler.addFilter(add_request_id)
-    for room in _ROOMS:
-        logger = logging.getLogger(room)
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
         logger.handlers[:] = [handler]
         logger.setLevel(logging.INFO)
 
 
 def install_in_replica(log_format: str) -> None:
-    """As `install`; the request is Serve's, whose id is the answer's `x-request-id`."""
-    from ray.serve.context import _get_serve_request_context  # the command line loads no Ray
+    """Calls `install` with the request id of Serve, which responses carry in `x-request-id`."""
+    from ray.serve.context import _get_serve_request_context  # here: the CLI does not load Ray
 
     install(log_format, lambda: _get_serve_request_context().request_id)
 
 
 class _Printer(logging.Handler):
-    """Follows `sys.stderr`, which Serve may exchange."""
+    """Prints to the present `sys.stderr`, which Serve may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -81,9 +81,9 @@ class _JsonFormatter(logging.Formatter):
 
 
 class JsonStream(io.TextIOBase):
-    """A text stream whose every line becomes one JSON object on `target`: a line that is one
-    already keeps its fields, any other becomes `message`; `process` and `pid` say where it is
-    from, as far as Ray does."""
+    """A text stream that writes each line as one JSON object to `target`. A line that is a JSON
+    object keeps its fields, any other becomes `message`; `process` and `pid` name its origin if
+    Ray added it."""
 
     def __init__(self, target: TextIO) -> None:
         self._target = target
@@ -124,9 +124,9 @@ def as_json(line: str) -> str:
 
 
 class RotatingOutput:
-    """The file `log`, which is standard output and error of this process, kept within `max_bytes`
-    times `num_files`. Older parts are `log.1`, `log.2` and so on. The descriptors are exchanged
-    for those of a new file, so that no line is lost and none is cut."""
+    """Rotates the file `log`, this process's standard output and error, to keep the log within
+    `max_bytes` times `num_files`. Older parts are `log.1`, `log.2` and so on. The descriptors are
+    redirected to a new file, so no line is lost or cut."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RotatingOutput:
         self._descriptors = descriptors
 
     def start(self) -> None:
-        """Looks every five seconds, in a thread that ends with the process."""
+        """Checks the size every five seconds, in a daemon thread."""
         threading.Thread(target=self._run, name="log-rotation", daemon=True).start()
 
     def rotate_if_full(self) -> bool:
@@ -162,10 +162,10 @@ class RotatingOutput:
         while not pause.wait(_CHECK_S):
             try:
                 self.rotate_if_full()
-            except OSError as error:  # a full disk, say: the next look tries again
-                print(f"the log cannot be rotated: {error}", file=sys.stderr)
+            except OSError as error:  # a full disk, for instance: the next check tries again
+                print(f"the log {self._log} cannot be rotated: {error}", file=sys.stderr)
 
 
 def backup(log: Path, number: int) -> Path:
-    """The name of an older part of a log: 1 is the newest."""
+    """Returns the path of an older part of a log; number 1 is the newest."""
     return log.with_name(f"{log.name}.{number}")

@@ -1,7 +1,7 @@
-"""Which addresses leave this machine, and the TLS of a connection that does.
+"""Loopback addresses, and TLS for connections that leave this machine.
 
-The listener makes a certificate of its own, for as long as it lives; a client gets it with the
-address, over Ray's calls, and trusts no other. Ignorant of Ray.
+The listener makes a certificate for its own lifetime; a client receives it with the address, in
+Ray's calls, and trusts no other. This module is independent of Ray.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# All of time: the clocks of two nodes differ, and the key is gone with its process.
+# Always valid: the clocks of two nodes may differ, and the key disappears with its process.
 _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, an address or `localhost`."""
+    """Returns True if only this machine reaches `host`, an address or a host name."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name: where it leads may change
+    except ValueError:  # another host name, which may resolve to any address
         return False
 
 
 def server_tls() -> tuple[ssl.SSLContext, str]:
-    """A fresh key's context, and its certificate as PEM."""
-    # Not for a server on one machine, nor for the command line.
+    """Returns a context with a new key, and its certificate as PEM."""
+    # Imported here: neither the CLI nor a server on one machine needs them.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -54,7 +54,7 @@ def server_tls() -> tuple[ssl.SSLContext, str]:
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    with TemporaryDirectory() as folder:  # of this user only; OpenSSL takes a path and no bytes
+    with TemporaryDirectory() as folder:  # private to this user; OpenSSL reads paths only
         path = Path(folder) / "key.pem"
         path.write_bytes(pem + secret)
         context.load_cert_chain(path)
@@ -62,7 +62,7 @@ def server_tls() -> tuple[ssl.SSLContext, str]:
 
 
 def client_tls(certificate: str) -> ssl.SSLContext:
-    """Trusts the holder of this certificate's key and nobody else, under any name."""
+    """Returns a context that trusts only the holder of this certificate's key, under any name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -1,4 +1,4 @@
-"""Engine outputs and answers for the tests of what the client reads."""
+"""Engine outputs and responses for the tests of the wire format."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
 from serve_app.openai.json_body import parse_body
-from serve_app.openai.logprobs_parts import rendered_here
+from serve_app.openai.logprobs import Rendering, render_part
 from serve_app.openai.responses import Kind, ResponseHead
 from serve_app.text.base_text import BaseText
 
@@ -68,8 +68,23 @@ def ids_of(text: BaseText, value: str) -> list[int]:
     return text.encode(value, add_special_tokens=False)
 
 
+def rendered(answer: ResponseBuilder, rendering: Rendering[bytes]) -> bytes:
+    """Returns the bytes of a rendering whose parts are all rendered inline."""
+    try:
+        part = next(rendering)
+        while True:
+            part = rendering.send(render_part(part, answer.tokenizer))
+    except StopIteration as end:
+        data: bytes = end.value
+        return data
+
+
+def whole_of(answer: ResponseBuilder) -> bytes:
+    return rendered(answer, answer.rendering())
+
+
 def data_of(answer: ResponseBuilder, fed: FeedResult) -> bytes:
-    return fed.data if fed.rendering is None else rendered_here(fed.rendering, answer.tokenizer)
+    return fed.data if fed.rendering is None else rendered(answer, fed.rendering)
 
 
 def stream_of(answer: ResponseBuilder, fed: Iterable[TokenOutput], prompt: int = 0) -> list[Json]:
@@ -85,12 +100,12 @@ def stream_of(answer: ResponseBuilder, fed: Iterable[TokenOutput], prompt: int =
 def body_of(answer: ResponseBuilder, fed: Iterable[TokenOutput], prompt: int = 0) -> Json:
     for output in fed:
         assert answer.feed(prompt, output).data == b""
-    body: Json = json.loads(answer.body())
+    body: Json = json.loads(whole_of(answer))
     return body
 
 
 def strictly(model: type[Model], value: Json) -> Model:
-    """No coercion, and no field that the client's types do not know, but for vLLM's additions."""
+    """Validates without coercion; only vLLM's additions may be missing in the client's types."""
     checked = model.model_validate(value, strict=False)
     dumped = json.loads(checked.model_dump_json(exclude_unset=True))
     assert dumped == value

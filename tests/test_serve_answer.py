@@ -1,4 +1,4 @@
-"""Choices on their way to the client: order, stops, replays, failures, stream against whole."""
+"""The choices of a response: order, stops, replays, failures; a stream agrees with a whole one."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,9 @@ from openai.types.chat import ChatCompletionChunk
 
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
 from serve_app.errors import EngineFailureError, ServiceUnavailableError
+from serve_app.openai import answer as answer_module
 from serve_app.openai.engine_params import Prompt
+from serve_app.openai.logprobs import PAUSE, PartsRenderer
 from serve_app.text.base_text import BaseText
 from serve_app.text.template import ChatTemplate
 from serve_app.text.tokenizer import TextTokenizer
@@ -26,6 +28,7 @@ from tests.answer_factory import (
     outputs,
     stream_of,
     strictly,
+    whole_of,
 )
 from tests.text_factory import base_text, sentencepiece_tokenizer
 
@@ -42,10 +45,11 @@ def test_choices_of_several_prompts_are_numbered_in_order(text: BaseText) -> Non
     for index in (3, 0, 2, 1):  # in any order
         for output in outputs(ids_of(text, words[index]), "length", choice=index % 2):
             assert not answer.is_done
-            cached = 1 if index % 2 == 0 else 50  # of a second choice: what the first one computed
+            # A second choice finds the prompt that the first choice computed.
+            cached = 1 if index % 2 == 0 else 50
             answer.feed(index // 2, replace(output, num_cached_tokens=cached))
     assert answer.is_done
-    body = strictly(Completion, json.loads(answer.body()))
+    body = strictly(Completion, json.loads(whole_of(answer)))
     assert [choice.index for choice in body.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in body.choices] == words
     assert body.usage is not None
@@ -84,7 +88,7 @@ def test_stop_string_in_the_last_token_needs_no_abort(text: BaseText) -> None:
     answer = chat(text, stop=["jumps"])
     fed = [answer.feed(0, output) for output in outputs(ids_of(text, "fox jumps"), "length")]
     assert not any(item.abort for item in fed)
-    assert json.loads(answer.body())["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(whole_of(answer))["choices"][0]["finish_reason"] == "stop"
 
 
 def test_stop_string_does_not_count_before_min_tokens(text: BaseText) -> None:
@@ -185,7 +189,7 @@ def test_replayed_output_is_not_sent_twice(text: BaseText) -> None:
     answer = chat(text)
     for output in [*fed[:3], *fed[1:3], *fed[2:]]:
         answer.feed(0, output)
-    choice = json.loads(answer.body())["choices"][0]
+    choice = json.loads(whole_of(answer))["choices"][0]
     assert choice["message"]["content"] == "fox jumps over"
     assert answer.usage().completion_tokens == len(fed)
     with pytest.raises(EngineFailureError, match="lost"):
@@ -246,3 +250,20 @@ def test_stream_and_whole_answer_agree(text: BaseText, data: st.DataObject) -> N
     if fields["logprobs"]:
         content = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content"]]
         assert content == whole["logprobs"]["content"]
+
+
+async def test_a_very_large_whole_response_is_joined_in_slices(
+    text: BaseText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = completion(text, [Prompt((5,), "a")], n=2, return_token_ids=True)
+    for choice in range(2):
+        for output in outputs(ids_of(text, "The quick fox"), "length", choice=choice):
+            answer.feed(0, output)
+    whole = whole_of(answer)
+    assert not list(answer.rendering())
+    monkeypatch.setattr(answer_module, "_SLICE_DELTAS", 2)
+    num_deltas = sum(len(choice.deltas) for choice in answer._choices)
+    pauses = list(answer.rendering())
+    assert len(pauses) >= num_deltas // 2
+    assert all(part is PAUSE for part in pauses)
+    assert await PartsRenderer(text.tokenizer, None).run(answer.rendering()) == whole

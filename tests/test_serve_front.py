@@ -1,5 +1,5 @@
-"""The process that clients connect to: a real uvicorn with the connection limits and the layer that
-Serve's proxy loads, an application of a few lines behind it, and clients of raw sockets."""
+"""The process that clients connect to: a real uvicorn with the connection limits and the middleware
+that Serve's proxy loads, a small application behind it, and clients on raw sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.config import IngressArgs
 from serve_app.http.asgi import SseResponse
 from serve_app.http.connection import FrontProtocol
-from serve_app.http.front import Front
+from serve_app.http.front import FrontMiddleware
 from tests.waiting import until
 
 QUICK = IngressArgs(header_timeout_s=0.4, body_timeout_s=0.4, max_header_bytes=2048)
@@ -29,7 +29,7 @@ BODY_HEAD = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
 
 @dataclass
 class App:
-    """What the layers before it let through."""
+    """The application behind the layers under test; records the requests that reach it."""
 
     scopes: list[Scope] = field(default_factory=list)
     num_left: int = 0
@@ -68,7 +68,7 @@ class App:
     async def _stream(
         self, chunks: AsyncIterator[bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """As Serve's proxy does: cancelled when the client is gone."""
+        """Streams until it is cancelled, as Serve's proxy does when the client disconnects."""
 
         def close() -> None:
             self.num_left += 1
@@ -89,7 +89,7 @@ class Client:
     writer: asyncio.StreamWriter
 
     async def ask(self, raw: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of one answer with a content-length."""
+        """Returns status, headers and body of a response with a content-length."""
         self.writer.write(raw)
         return await self.answer()
 
@@ -101,7 +101,7 @@ class Client:
             return int(head[0].split()[1]), headers, body
 
     async def is_closed(self) -> bool:
-        """Waits for the server's close, and fails if it sends anything before."""
+        """Waits until the server closes, and fails if it sends anything before."""
         async with asyncio.timeout(20):
             try:
                 return await self.reader.read() == b""
@@ -127,7 +127,7 @@ class Server:
         return client
 
     def num_unread(self) -> int:
-        """Bytes that wait here for the one client."""
+        """Returns the number of bytes buffered here for the only client."""
         (protocol,) = self._server.server_state.connections
         return int(cast(FrontProtocol, protocol).transport.get_write_buffer_size())
 
@@ -137,9 +137,9 @@ async def serving(args: IngressArgs = QUICK) -> AsyncIterator[Server]:
     app = App()
     protocol = type("Protocol", (FrontProtocol,), {"args": args})
     listener = socket.create_server(("127.0.0.1", 0))
-    # So that the kernel holds little of what the client has not read.
+    # So that the kernel buffers little for the client.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
-    front: ASGIApp = Front(app, args)
+    front: ASGIApp = FrontMiddleware(app, args)
     config = uvicorn.Config(
         front, http=protocol, log_config=None, access_log=False, ws="none", lifespan="off"
     )
@@ -236,7 +236,7 @@ async def test_a_body_that_keeps_its_rate_has_the_time_it_needs() -> None:
 
 
 async def test_the_oldest_unfinished_body_gives_way_to_a_new_request() -> None:
-    """Clients that never finish cannot lock out those that do."""
+    """Clients that never finish a body cannot lock out others."""
     async with serving(IngressArgs(max_arriving_requests=4)) as server:
         slow = [await server.connect() for _ in range(4)]
         for client in slow:
@@ -323,15 +323,15 @@ async def test_a_stream_that_nobody_reads_ends_at_the_bound(
 async def test_a_client_that_stops_reading_for_the_second_time_is_given_up_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bound = 1024**2  # much more than what the kernel and the reader hold
+    bound = 1024**2  # much more than the kernel and the reader buffer
     async with serving(IngressArgs(max_unread_bytes=bound)) as server:
         client = await server.connect(SO_RCVBUF=16 * 1024)
         client.writer.write(b"GET /two-parts HTTP/1.1\r\nhost: a\r\n\r\n")
         await until(lambda: len(server.app.scopes) == 1 and server.num_unread() > bound)
-        # Below the bound, and not so far that the transport reports a client that has caught up.
+        # Below the bound, but above the low-water mark of the transport.
         while server.num_unread() > bound * 3 // 4:
             await client.reader.read(64 * 1024)
-        await asyncio.sleep(1.2)  # the server has looked
+        await asyncio.sleep(1.2)  # the server has checked
         assert server.num_unread() > bound // 4
         server.app.goes_on.set()
         await until(lambda: server.app.num_left == 1)
@@ -343,7 +343,7 @@ async def test_a_long_answer_that_is_read_slowly_arrives_whole() -> None:
     async with serving(args) as server:
         client = await server.connect(SO_RCVBUF=16 * 1024)
         client.writer.write(b"GET /echo?3000000 HTTP/1.1\r\nhost: a\r\n\r\n")
-        await asyncio.sleep(1.1)  # the server has looked
+        await asyncio.sleep(1.1)  # the server has checked
         assert len((await client.answer())[2]) == 3_000_000
 
 

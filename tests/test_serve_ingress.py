@@ -1,5 +1,5 @@
-"""The ingress's own ASGI application, before any model is known: which requests it lets in, and
-how it refuses and counts the others."""
+"""The ingress's ASGI application before any model is loaded: the requests that it accepts, and
+how it refuses and counts others."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
     assert shown.json()["error"]["message"] == str(caught.value)
 
 
-# What is too much
+# Requests beyond a limit
 
 
 @pytest.mark.parametrize("headers", [{"x-long": "x" * 40_000}, {f"x-{i}": "" for i in range(101)}])
@@ -293,7 +293,7 @@ def test_a_refusal_writes_no_traceback(caplog: pytest.LogCaptureFixture) -> None
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# Bodies in arrival
+# Bodies being received
 
 
 def http_scope(path: str = PATH, *headers: tuple[bytes, bytes]) -> Scope:
@@ -309,7 +309,7 @@ def http_scope(path: str = PATH, *headers: tuple[bytes, bytes]) -> Scope:
 
 
 class Sender:
-    """A client that sends the parts of its body when the test says so."""
+    """A client that sends the parts of its body when the test requests them."""
 
     def __init__(self) -> None:
         self._parts: asyncio.Queue[Message] = asyncio.Queue()
@@ -342,7 +342,7 @@ async def settle() -> None:
 
 
 def arrive(arrivals: Arrivals, sender: Sender) -> asyncio.Task[Receive]:
-    return asyncio.create_task(arrivals.whole(http_scope(), sender.receive))
+    return asyncio.create_task(arrivals.receive_body(http_scope(), sender.receive))
 
 
 async def refusal_of(task: asyncio.Task[Receive]) -> int:
@@ -398,10 +398,10 @@ async def test_a_long_body_stays_in_the_budget_until_it_is_read() -> None:
     receive = await arrive(arrivals, first)
     assert await refusal_of(arrive(arrivals, second)) == 429
     await receive()
-    arrivals.done(receive)
+    arrivals.release_body(receive)
     other = await arrive(arrivals, third)
-    arrivals.done(other)
-    arrivals.done(other)
+    arrivals.release_body(other)
+    arrivals.release_body(other)
     assert arrivals.num_bytes == 0
 
 
@@ -441,7 +441,7 @@ async def test_a_request_is_open_only_once_its_body_is_whole() -> None:
     assert stats.num_turned_away == 2
 
 
-# Clients that leave
+# Clients that disconnect
 
 Leaving = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -502,7 +502,7 @@ async def test_an_answer_to_its_end_is_no_client_that_left() -> None:
     assert (await disconnects_of(app))[0] == 0
 
 
-# Whether to try again
+# The header x-should-retry
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.fakes_registry import FolderRegistry
 
 @pytest.fixture
 def _loggers() -> Iterator[None]:
-    """Put back as they were."""
+    """Restores the loggers after the test."""
     rooms = [logging.getLogger(name) for name in ("serve_app", "registry", "engine", "lora")]
     before = [(room, room.handlers[:], room.level) for room in rooms]
     yield

@@ -1,4 +1,4 @@
-"""GET /v1/models with many adapters: what it costs the others, and that it is never old."""
+"""GET /v1/models with many adapters: its cost for other requests, and that it is never stale."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_list_that_failed_is_made_anew(monkeypatch: pytest.MonkeyPatch) 
 async def test_the_list_follows_the_view_and_the_length_of_the_context() -> None:
     models, gateway, view = ModelList(), make_gateway(), make_view("a")
     assert await ids(models, gateway, view) == ["base", "a"]
-    # A view of the same revision is another view all the same.
+    # Another view object, although of the same revision.
     assert await ids(models, gateway, make_view("b")) == ["base", "b"]
     gateway.max_model_len = lambda digest: 4096  # type: ignore[method-assign]
     (entry, _) = json.loads(await models.encoded(gateway, view))["data"]

@@ -1,4 +1,4 @@
-"""The document that says what the API takes and answers, and that it shows nothing else."""
+"""The OpenAPI document: the bodies and responses of the public routes, and no other route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders about bases and adapters: what is taken back, what is read anew, what is acted on."""
+"""Changes of bases and adapters: which are reverted, read again, or carried out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from serve_app.platform_view import BaseLine
 from tests.fakes_registry import FolderRegistry
 from tests.hostile_registry import Reader, World, follows, make_world, stop
 
-# -- loads that the engines cannot follow ----------------------------------------------------------
+# -- loads that the engines cannot carry out -------------------------------------------------------
 
 
 class Loads:
-    """The routes' own functions over a manager's `AdapterAdmin`; the engines are what `preload`
-    says."""
+    """The routes' own functions over a manager's `AdapterAdmin`; `outcomes` stands for the engines'
+    results of a preload."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, alias: str = "champion") -> None:
         self.folder = folder
@@ -39,10 +39,10 @@ class Loads:
         self.registry.write(Catalog((self.registry.add_base("b"),)))
         self.admin = AdapterAdmin()
         self.outcomes: list[EngineOutcome] | Exception = [EngineOutcome("e1", True, "disk")]
-        patch.setattr(lora, "change", self._change)
+        patch.setattr(lora, "change_adapter", self._change)
         patch.setattr(lora, "preload", self._preload)
         patch.setattr(lora, "find_adapter", lambda *_: (None, self.meaning("x")))
-        patch.setattr(lora, "view_follows", self._nothing)
+        patch.setattr(lora, "wait_for_view", self._nothing)
 
     def look(self) -> Catalog:
         return replace(self.registry.snapshot(), default_aliases=self.aliases)
@@ -79,7 +79,7 @@ FAILURES = pytest.mark.parametrize(
     "failure",
     [
         [EngineOutcome("e1", True, "disk"), EngineOutcome("e2", False, "no room")],
-        ServiceUnavailableError("The engines of 'b' do not answer.", 5),
+        ServiceUnavailableError("The engines of 'b' do not respond.", 5),
     ],
 )
 
@@ -128,7 +128,7 @@ async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
     undo = AdapterChange("undo_load", "x", may_replace=True, version=3)
     await loads.admin.change(undo, loads.registry, loads.look)
     assert loads.meaning("x").version == 2
-    # Another manager, which cannot know what the name meant.
+    # Another manager, which has no record of the earlier version of the name.
     await AdapterAdmin().change(undo, loads.registry, loads.look)
     assert loads.meaning("x").version == 2
 
@@ -164,12 +164,12 @@ async def test_a_base_that_was_registered_a_moment_ago_is_added_and_removed_at_o
     monkeypatch.setattr("serve_app.control.fleet._HANDOVER_MAX_S", 0.05)
     made = await world.start()
     await follows(made, world)
-    made._watcher._interval_s = 3600.0  # from now on it looks only when it is woken
+    made._watcher._interval_s = 3600.0  # from now on it reads the registry only when it is woken
     await asyncio.sleep(0.05)
     world.store.tags = {"pad": {}, "fresh": {}}
     async with asyncio.timeout(30):
         await made.change_base(BaseChange("add", "fresh"))
-        # Whoever asks next sees that it was followed.
+        # The next caller sees that the change was carried out.
         (fresh,) = [one for one in await made.bases() if one.name == "fresh"]
         assert (fresh.state, fresh.source) == ("starting", "registry")
         assert fresh.application in world.controller.apps
@@ -229,7 +229,7 @@ async def test_a_name_whose_alias_goes_to_a_broken_version_is_served_on_but_not_
     made = await world.start()
     await follows(made, world)
     before = world.store.champion
-    world.store.champion = 9  # of which the listing shows no version that can be served
+    world.store.champion = 9  # the listing shows no version of it that can be served
     for model in ("good", "good-base:good"):
         assert await meaning(made, model) == before
     found = made._read_now().resolve("good").adapter
@@ -243,7 +243,7 @@ async def test_a_name_whose_alias_goes_to_a_broken_version_is_served_on_but_not_
 
 
 async def meaning(made: Manager, model: str) -> int:
-    """By the first view that shows the alias on the broken version."""
+    """Returns the version of the first view that shows the alias on the broken version."""
     revision = ""
     async with asyncio.timeout(30):
         while (view := await made.view(revision, 30.0)) is None or not view.catalog.dangling:

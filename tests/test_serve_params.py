@@ -1,4 +1,4 @@
-"""Checked bodies -> prompts and sampling parameters; errors -> answers."""
+"""Checked bodies -> prompts and sampling parameters; exceptions -> error responses."""
 
 import json
 import pickle
@@ -39,7 +39,6 @@ from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import (
     Prompt,
     chat_prompt,
-    check_token_ids,
     completion_prompts,
     detokenized,
     engine_requests,
@@ -80,7 +79,7 @@ def completion(**fields: object) -> CompletionRequest:
 
 def test_defaults_are_those_of_the_openai_api() -> None:
     assert sampling_params(completion(), PROMPT, LIMITS) == SamplingParams(max_tokens=16)
-    # In a chat the answer may fill the context.
+    # A chat response may fill the context.
     assert sampling_params(chat(), PROMPT, LIMITS) == SamplingParams(max_tokens=509)
 
 
@@ -133,7 +132,7 @@ def test_the_models_generation_config_sets_what_a_request_leaves_out() -> None:
         max_tokens=40, temperature=0.6, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1
     )
     assert sampling_params(chat(), PROMPT, LIMITS, defaults) == expected
-    # As in vLLM a completion has 16 tokens, and a request's own number goes before the file's.
+    # As in vLLM a completion has 16 tokens, and a request's own number overrides the file's.
     assert sampling_params(completion(), PROMPT, LIMITS, defaults).max_tokens == 16
     asked = chat(temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1, max_tokens=99)
     plain = SamplingParams(max_tokens=99, temperature=0)
@@ -163,7 +162,7 @@ def test_log_probabilities_of_a_whole_answer_are_bounded() -> None:
     limits = EngineLimits(max_model_len=131_072, vocab_size=1000, max_kv_tokens=131_072)
     honest = chat(logprobs=True, top_logprobs=20, max_tokens=8000)
     assert sampling_params(honest, PROMPT, limits).max_tokens == 8000
-    # Where the client names no length, the answer has what fits.
+    # If the client sets no limit, the response has as many tokens as fit.
     open_end = chat(logprobs=True, top_logprobs=20, n=16)
     assert sampling_params(open_end, PROMPT, limits).max_tokens == 2**21 // (16 * 21)
     least = chat(logprobs=True, top_logprobs=20, n=16, min_tokens=100_000)
@@ -197,7 +196,7 @@ def test_log_probabilities_of_the_prompts_of_a_request_are_bounded_together() ->
     )
     many = (Prompt((7,) * 8000, None),) * 13
     for fields, param, num_entries in cases:
-        words = f"{param}.*104000 tokens.*make {num_entries}, at most {2**21}"
+        words = f"{param}.*104000 prompt tokens.*make {num_entries} entries; at most {2**21}"
         with pytest.raises(InvalidRequestError, match=words) as caught:
             engine_requests(completion(**fields, max_tokens=1), many, None, limits, cache_salt="")
         assert caught.value.param == param
@@ -268,18 +267,20 @@ def test_far_too_long_text_is_refused_without_tokenizing(text: BaseText) -> None
 def test_a_text_far_beyond_the_context_is_not_tokenized_whole(text: BaseText) -> None:
     value = "a word " * 3000
     exact = len(text.encode(value, add_special_tokens=False))
-    bound = text.tokenizer.min_tokens_of_beginnings(value, 1000)
-    assert 1000 < bound < exact  # only a beginning of it was looked at
+    bound = text.tokenizer.min_tokens_by_prefixes(value, 1000)
+    assert 1000 < bound < exact  # only a prefix of it was tokenized
     limits = EngineLimits(max_model_len=1000, vocab_size=1000, max_kv_tokens=4096)
     with pytest.raises(ContextLengthError, match="at least"):
         completion_prompts(completion(prompt=value), text, limits)
-    assert text.tokenizer.min_tokens_of_beginnings(value, exact) == 0
+    assert text.tokenizer.min_tokens_by_prefixes(value, exact) == 0
 
 
 def test_all_prompts_of_a_request_have_a_bounded_number_of_tokens(text: BaseText) -> None:
     limits = EngineLimits(max_model_len=2**18, vocab_size=1000, max_kv_tokens=2**18)
     ids = [[1] * (2**17 + 1)] * 8
-    with pytest.raises(InvalidRequestError, match="8 of 8 prompts have 1048584 tokens") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="first 8 of 8 prompts have 1048584 tokens"
+    ) as caught:
         completion_prompts(completion(prompt=ids), text, limits)
     assert caught.value.param == "prompt"
 
@@ -307,11 +308,11 @@ def test_prompts_of_ids_are_taken_as_they_are(text: BaseText) -> None:
     with pytest.raises(InvalidRequestError, match="vocabulary"):
         completion_prompts(completion(prompt=[1000]), text, LIMITS)
     with pytest.raises(InvalidRequestError, match="vocabulary"):
-        check_token_ids([text.tokenizer.vocab_size], text)
+        detokenized(DetokenizeRequest(tokens=[text.tokenizer.vocab_size]), text, LIMITS)
 
 
 def test_prompt_without_tokens_is_refused(text: BaseText) -> None:
-    with pytest.raises(InvalidRequestError, match="no tokens"):
+    with pytest.raises(InvalidRequestError, match="at least one token"):
         completion_prompts(completion(prompt="", add_special_tokens=False), text, LIMITS)
     assert completion_prompts(completion(prompt=""), text, LIMITS)[0].token_ids == (0,)
 

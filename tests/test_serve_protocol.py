@@ -1,4 +1,4 @@
-"""HTTP bodies: what is accepted, and that everything else is a 400 which names the field."""
+"""HTTP bodies: the accepted fields and values; all others are a 400 that names the field."""
 
 import json
 import tracemalloc
@@ -143,13 +143,15 @@ def test_unknown_fields_are_logged_once_and_never_fill_the_log(
     monkeypatch.setattr(fields, "unknown_fields", UnknownFields())
     for _ in range(3):
         chat(something_new=1, **{"a\nb" + "x" * 1_000: 2})
-    assert [record.getMessage()[:48] for record in caplog.records] == [
-        "requests carry the unknown field 'something_new'",
-        "requests carry the unknown field 'a\\nbxxxxxxxxxx",
+    assert [record.getMessage()[:47] for record in caplog.records] == [
+        "a request has the unknown field 'something_new'",
+        "a request has the unknown field 'a\\nbxxxxxxxxxx",
     ]
     for i in range(10 * MAX_UNKNOWN_NAMES):
         chat(**{f"made_up_{i}": None})
-    assert len(caplog.records) == MAX_UNKNOWN_NAMES + 1  # the last one says that it is the last
+    assert (
+        len(caplog.records) == MAX_UNKNOWN_NAMES + 1
+    )  # the last line announces that it is the last
     assert max(len(record.getMessage()) for record in caplog.records) < 128
 
 
@@ -345,7 +347,7 @@ def test_a_body_of_millions_of_objects_is_refused_before_they_are_made() -> None
     with pytest.raises(ApiError, match="more than 65536 objects and arrays") as caught:
         parse_body(ChatRequest, raw)
     assert caught.value.code == "invalid_json"
-    code = "{}[]" * 100_000 + ' \\"{'  # braces inside a text are none
+    code = "{}[]" * 100_000 + ' \\"{'  # braces inside a text do not count
     raw = json.dumps({"model": "m", "prompt": code}).encode()
     assert parse_body(CompletionRequest, raw).prompt == (code,)
 
@@ -390,12 +392,12 @@ def test_half_a_million_stop_strings_are_refused_without_looking_at_each() -> No
     body = {"model": "m", "messages": USER, "stop": ["a"] * 500_000}
     raw = json.dumps(body).encode()
     tracemalloc.start()
-    with pytest.raises(ApiError, match="at most 16 strings, got 500000"):
+    with pytest.raises(ApiError, match="at most 16 strings are allowed, got 500000"):
         parse_body(ChatRequest, raw)
     left, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert left < 100_000
-    assert peak < 8 * len(raw)  # the parsed list itself, one pointer a string, and the decoded text
+    assert peak < 8 * len(raw)  # the parsed list itself, a pointer per string, and the decoded text
 
 
 def test_tokenize_takes_a_prompt_or_messages() -> None:

@@ -1,4 +1,4 @@
-"""What the client reads: bodies and chunks, checked by the OpenAI client's own types."""
+"""Bodies and chunks as the client reads them, checked by the OpenAI client's own types."""
 
 import json
 import math
@@ -136,7 +136,7 @@ def test_echo_with_logprobs_as_lm_eval_reads_it(text: BaseText) -> None:
     output = TokenOutput(
         "r", 0, 0, (other,), (logprobs_of(other),), tuple(likely), finish_reason="length"
     )
-    # The client's types know no null here; OpenAI's own server sends it all the same.
+    # The client's types allow no null here, but OpenAI's own server sends it.
     choice = Completion.construct(None, **body_of(answer, [output])).choices[0]
     lists = choice.logprobs
     assert choice.text == "The lazy dog!"

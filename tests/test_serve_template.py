@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from serve_app.text.base_text import BaseText
 from serve_app.text.template import ChatTemplate
-from serve_app.text.template_guard import TooDearError
+from serve_app.text.template_guard import TemplateBudgetError
 from tests.text_factory import MISTRAL, SMOLLM, TEMPLATES, base_text, write_folder
 
 CHATS: dict[str, list[dict[str, str]]] = {
@@ -155,8 +155,8 @@ def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
     ],
 )
 def test_a_template_cannot_hold_the_event_loop_or_fill_its_memory(source: str) -> None:
-    template = ChatTemplate(source, {})  # the compiler runs none of it
-    with pytest.raises(TooDearError, match="chat template"):
+    template = ChatTemplate(source, {})  # the compiler runs no part of it
+    with pytest.raises(TemplateBudgetError, match="chat template"):
         template.render(CHATS["one"])
 
 

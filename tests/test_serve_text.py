@@ -1,4 +1,4 @@
-"""Incremental detokenizing and stop strings against what the library does with the whole text."""
+"""Incremental detokenizing and stop strings against the library's result for the whole text."""
 
 import random
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def test_beginning_of_text_is_never_doubled() -> None:
     once = BYTE_LEVEL.encode("fox", add_special_tokens=True)
     assert once[0] == 0
     assert BYTE_LEVEL.encode("<s>fox", add_special_tokens=True) == once
-    # A tokenizer that adds nothing takes what it is given.
+    # A tokenizer that adds no token encodes the text as it is.
     assert PIECES.encode("<s><s>a", add_special_tokens=True)[:2] == [1, 1]
 
 
@@ -111,8 +111,8 @@ def test_lower_bound_of_the_token_count_holds(text: str) -> None:
 
 
 def cut_by_definition(text: str, stops: Sequence[str], first_end: int, include: bool) -> str:
-    """The text up to the stop string that ends first, the longest of those; ends count past
-    `first_end` only."""
+    """Returns the text up to the stop string that ends first, the longest of several. Ends up to
+    `first_end` do not count."""
     for end in range(first_end + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -1,4 +1,4 @@
-"""Long bodies and dear templates in worker processes, which the kernel limits."""
+"""Long bodies and costly templates in worker processes, which the kernel limits."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, read_prompts
 from serve_app.openai.json_body import parse_body
-from serve_app.openai.logprobs_parts import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
+from serve_app.openai.logprobs import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import TEXT_FILES, BaseText
 from serve_app.text_workers import pool as text_pool
@@ -148,9 +148,9 @@ async def test_a_worker_that_is_killed_at_a_job_is_a_503(pool: TextPool) -> None
     for pid in (pids := pool.pids):
         os.kill(pid, signal.SIGSTOP)
     async with _running(pool.parse(CompletionRequest, body(prompt="a"))) as parsing:
-        while not pool._lanes[1].num_jobs or pool._lanes[1].executor._work_queue.qsize():
+        while not pool._workers[1].num_jobs or pool._workers[1].executor._work_queue.qsize():
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)  # earlier, the kill would meet an idle worker: no error at all
+        await asyncio.sleep(0.05)  # a kill before that would hit an idle worker, which is no error
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
     with pytest.raises(ServiceUnavailableError):
@@ -167,13 +167,13 @@ async def test_a_worker_that_cannot_be_started_is_a_503(monkeypatch: pytest.Monk
         pool.close()
 
 
-# Answers with many log-probabilities
+# Responses with many log-probabilities
 
 TOKENS = tuple(range(10, 410))
 
 
 class Arrived:
-    """Stands in for a generation: all outputs have arrived."""
+    """A generation whose outputs have all arrived."""
 
     def __init__(self, outputs: list[TokenOutput]) -> None:
         self._outputs = outputs
@@ -226,7 +226,7 @@ async def test_a_worker_renders_log_probabilities_as_the_event_loop_does(
 
     ours = await answered(text, None, is_chat=is_chat, stream=stream)
     assert await answered(text, render, is_chat=is_chat, stream=stream) == ours
-    assert num_parts >= 2  # of 4,096 entries each; the first one is rendered on the spot
+    assert num_parts >= 2  # of 4,096 entries each; the first is rendered inline
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ async def test_no_large_answer_takes_more_than_a_part_of_the_event_loop_at_a_tim
     for stream in (False, True):
         sizes.clear()
         await answered(text, render, is_chat=False, stream=stream)
-        # The list of the stream is that of echo and output, a whole answer repeats the prompt.
+        # A stream lists echo and output; a whole response also repeats the prompt.
         assert sum(sizes) >= 8_400 * (2 if stream else 3) - 2 * PART_ENTRIES
         assert max(sizes) <= PART_ENTRIES
 
@@ -290,7 +290,7 @@ async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its
     pool: TextPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Bytes(bytes):
-        """A body whose end can be seen."""
+        """A body whose deallocation can be observed."""
 
         def __del__(self) -> None:
             freed.append(len(self))
@@ -304,8 +304,8 @@ async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its
         running = asyncio.ensure_future(
             pool.parse(CompletionRequest, Bytes(body(prompt="a" * 999)))
         )
-        lane = pool._lanes[1]
-        while not lane.num_jobs or lane.executor._work_queue.qsize():
+        worker = pool._workers[1]
+        while not worker.num_jobs or worker.executor._work_queue.qsize():
             await asyncio.sleep(0.001)
         for _ in range(20):
             queued = asyncio.ensure_future(
@@ -316,7 +316,7 @@ async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its
             with pytest.raises(asyncio.CancelledError):
                 await queued
             del queued
-        assert len(freed) >= 19  # the last cancellation's frames may still be there
+        assert len(freed) >= 19  # the frames of the last cancellation may still exist
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -325,7 +325,7 @@ async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    await pool.parse(CompletionRequest, body(prompt="a"))  # behind the one that ran
+    await pool.parse(CompletionRequest, body(prompt="a"))  # queued behind the running job
     await pool.parse(CompletionRequest, body(prompt="a" * 3500))
 
 

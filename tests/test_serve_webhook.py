@@ -1,4 +1,4 @@
-"""The webhook's route: who is let in, and that a delivery wakes the manager and does no more."""
+"""The webhook's route: which deliveries it accepts, and that it only wakes the manager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODY = b'{"entity": "model_version_alias", "action": "created", "data": {"name":
 
 
 class FakeManager:
-    """Stands where the manager's handle does."""
+    """Replaces the manager's handle."""
 
     def __init__(self) -> None:
         self.num_wakes = 0
@@ -61,7 +61,7 @@ def client(manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> TestClient:
 def headers(
     body: bytes = BODY, age_s: float = 0, secret: str = SECRET, delivery_id: str = "id-1"
 ) -> dict[str, str]:
-    """Signed by MLflow's own code."""
+    """Returns headers with a signature by MLflow's own code."""
     stamp = str(int(time.time() - age_s))
     signature = delivery._generate_hmac_signature(secret, delivery_id, stamp, body.decode())
     return {

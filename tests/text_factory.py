@@ -107,7 +107,7 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
 {%- endfor %}
 {{- {"a": "<é>", "b": [1, true]} | tojson }}
 """
-# Blocks on lines of their own: the rendering depends on trim_blocks and lstrip_blocks.
+# Blocks on separate lines: the rendering depends on trim_blocks and lstrip_blocks.
 ZEPHYR = """{% for message in messages %}
     {% if message['role'] == 'user' %}
 {{ '<|user|>\\n' + message['content'] + eos_token }}
@@ -129,7 +129,7 @@ TEMPLATES = {
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Byte-level BPE that puts <s> before a text, with awkward added tokens."""
+    """Returns byte-level BPE that puts <s> before a text, with awkward added tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +148,8 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As Llama 2: pieces with a visible space, the 256 bytes as tokens, a first space stripped."""
+    """Returns a tokenizer like Llama 2's: pieces with a visible space, the 256 bytes as tokens, and
+    a leading space stripped."""
     words = ["▁", "▁▁", "a", "b", "c", "he", "llo", "▁world", "▁the", "é", "ส", "日", "▁fox", "\n"]
     words += [f"▁w{i}" for i in range(400)]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}

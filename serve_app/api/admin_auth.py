@@ -1,5 +1,5 @@
-"""The operator of the server: the bearer of LORAPLEX_ADMIN_TOKEN. Without the variable nobody may;
-`loraplex serve` makes a token a home, in a file that only its owner can read.
+"""Access to the administration, for bearers of LORAPLEX_ADMIN_TOKEN; without the variable it is
+off. `loraplex serve` makes one token per home, in a file that only its owner can read.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from serve_app.errors import ApiError
 
 
 def require_admin(request: Request) -> None:
-    """For a route's dependencies: 403 where no token is set, 401 without it or with another."""
+    """A dependency of routes: raises ApiError with 403 if no token is set, 401 for a wrong one."""
     expected = admin_token()
     if not expected:
         raise ApiError(
-            403, f"Administration is off: the server runs without {ADMIN_TOKEN}.", code="admin_off"
+            403, f"Administration is off: set {ADMIN_TOKEN} for the server.", code="admin_off"
         )
     if not is_admin(request):
-        raise ApiError(401, "The admin token is missing or wrong.", code="invalid_admin_token")
+        raise ApiError(
+            401,
+            "The admin token is missing or wrong; send authorization: Bearer <token>.",
+            code="invalid_admin_token",
+        )
 
 
 def is_admin(request: Request) -> bool:
-    """Whether the request bears the admin token; never where none is set."""
+    """Returns True if the request carries the admin token; always False if none is set."""
     expected = admin_token()
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return (

@@ -1,4 +1,4 @@
-"""/admin/bases: what is served and how it stands; bases that come and go while the server runs."""
+"""/admin/bases: the state of every base; adds, removes, wakes and puts to sleep bases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def list_bases(request: Request) -> Response:
 
 @router.post("")
 async def add_base(request: Request) -> Response:
-    """Body: a model as the file has it. It is kept in the registry."""
+    """Adds a base and keeps it in the registry. The body is a model as in the configuration."""
     raw = await read_body(request, state_of(request).args.max_body_bytes)
     try:
         model = ModelArgs.model_validate_json(raw)
@@ -41,31 +41,29 @@ async def add_base(request: Request) -> Response:
     except ValueError as error:
         raise InvalidRequestError(str(error), str(error).partition(":")[0]) from None
     setting = model.model_dump_json(exclude={"name"}, exclude_unset=True)
-    await _change(request, BaseChange("add", model.name, setting))
+    await _change_base(request, BaseChange("add", model.name, setting))
     return json_response({"name": model.name, "serve": msgspec.Raw(setting.encode())}, 202)
 
 
 @router.delete("/{name}")
 async def remove_base(request: Request, name: str) -> Response:
-    """Requests in flight finish; new ones are told that it is not served."""
-    await _change(request, BaseChange("remove", name))
-    return json_response({"name": name}, 202)
+    """Removes a base. Requests in flight finish; new requests get an error."""
+    return await _change_base(request, BaseChange("remove", name))
 
 
 @router.post("/{name}/sleep")
 async def sleep_base(request: Request, name: str) -> Response:
-    await _change(request, BaseChange("sleep", name))
-    return json_response({"name": name}, 202)
+    return await _change_base(request, BaseChange("sleep", name))
 
 
 @router.post("/{name}/wake")
 async def wake_base(request: Request, name: str) -> Response:
-    await _change(request, BaseChange("wake", name))
-    return json_response({"name": name}, 202)
+    return await _change_base(request, BaseChange("wake", name))
 
 
-async def _change(request: Request, change: BaseChange) -> None:
+async def _change_base(request: Request, change: BaseChange) -> Response:
     await ask_manager(state_of(request).gateway.manager.change_base, change)
+    return json_response({"name": change.name}, 202)
 
 
 def _field(error: ValidationError) -> str:

@@ -1,14 +1,12 @@
-"""/admin: for whoever operates the server, with the admin token. What lasts is kept in the
-registry, so that it survives every process; the rest is asked of the manager and of the engines.
-"""
+"""/admin/drain and /admin/status: the state of the whole server, for operators with the token."""
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.state import state_of
+from serve_app.http.asgi import json_response
 from serve_app.ray_calls import ask_manager
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -16,32 +14,34 @@ router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], inclu
 
 @router.post("/drain")
 async def drain(request: Request) -> Response:
-    """The server takes no new requests from now on: they get 503, and so does /ready. Ask again to
-    see how many are still open; `null`: not every ingress refuses new ones yet."""
+    """Makes the server refuse new requests, and /ready, with 503 from now on. Returns the number of
+    open requests; `null` until every ingress refuses new ones. Repeat to follow the number."""
     num_open = await ask_manager(state_of(request).gateway.manager.drain)
-    return Response(msgspec.json.encode({"open_requests": num_open}), media_type="application/json")
+    return json_response({"open_requests": num_open})
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """What this ingress knows: the view's revision, each base, the registry's state."""
+    """Returns this ingress's view of the platform: revision, bases, the error of the registry."""
     view = state_of(request).gateway.view
-    body: dict[str, object] = {"revision": None, "bases": [], "registry_error": None}
-    if view is not None:
-        body = {
+    if view is None:
+        return json_response({"revision": None, "bases": [], "registry_error": None})
+    bases = [
+        {
+            "name": base.base.name,
+            "version": base.base.version,
+            "digest": base.base.digest,
+            "application": base.app_name,
+            "is_running": base.is_running,
+            "message": base.message,
+        }
+        for base in view.bases
+    ]
+    return json_response(
+        {
             "revision": view.revision,
             "registry_error": view.registry_error,
             "missing": view.missing,
-            "bases": [
-                {
-                    "name": base.base.name,
-                    "version": base.base.version,
-                    "digest": base.base.digest,
-                    "application": base.app_name,
-                    "is_running": base.is_running,
-                    "message": base.message,
-                }
-                for base in view.bases
-            ],
+            "bases": bases,
         }
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    )

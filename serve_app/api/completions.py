@@ -35,7 +35,7 @@ from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
-from serve_app.text.template_guard import TooDearError
+from serve_app.text.template_guard import TemplateBudgetError
 
 router = APIRouter()
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -135,7 +135,7 @@ async def _prompts(
     if len(raw) <= INLINE_BODY_BYTES:
         try:
             return read_prompts(body, handle.text, limits)
-        except TooDearError:
+        except TemplateBudgetError:
             pass
     return await state.texts.prompts(type(body), raw, handle.base.digest, files, limits)
 

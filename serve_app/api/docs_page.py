@@ -1,7 +1,7 @@
 """/docs: the OpenAPI document as one page of HTML, without a script and without the internet.
 
-Swagger's and Redoc's pages load their scripts from a content delivery network: behind a firewall
-they stay empty, and what they load would run with the rights of this server's pages.
+The pages of Swagger and Redoc load scripts from a content delivery network: behind a firewall they
+stay empty, and the scripts would run with the rights of this server's pages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _STYLE = (
 
 
 def docs_page(document: Mapping[str, object]) -> str:
-    """`document`: as /openapi.json has it."""
+    """Returns the page of `document`, the content of /openapi.json."""
     info = _object(document.get("info"))
     title = f"{info.get('title', '')} {info.get('version', '')}"
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>",
-        "<p>The same for programs: <a href=/openapi.json>/openapi.json</a>. "
-        "Schemas are at the end.</p>",
+        "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a>. "
+        "Schemas are at the end of the page.</p>",
         *_routes(_object(document.get("paths"))),
         "<h2>Schemas</h2>",
     ]
@@ -40,8 +40,8 @@ def docs_page(document: Mapping[str, object]) -> str:
 def _routes(paths: Mapping[str, object]) -> Iterator[str]:
     for path, methods in paths.items():
         for method, operation in _object(methods).items():
-            words = escape(str(_object(operation).get("summary", "")))
-            head = f"<b>{escape(method.upper())}</b> <code>{escape(path)}</code> {words}"
+            summary = escape(str(_object(operation).get("summary", "")))
+            head = f"<b>{escape(method.upper())}</b> <code>{escape(path)}</code> {summary}"
             yield _folded(head, operation)
 
 

@@ -1,4 +1,4 @@
-"""Orders about adapters from an ingress to all engine replicas of a base, and to the manager."""
+"""Calls about adapters from an ingress to all engine replicas of a base, and to the manager."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from serve_app.errors import ServiceUnavailableError
 from serve_app.messages import AdapterChange, EngineOutcome, ReplicaAdapters
 from serve_app.ray_calls import ask_manager, root_cause
 
-_ORDER_TIMEOUT_S = 110.0  # a preload may fetch first
+_CALL_TIMEOUT_S = 110.0  # a preload may have to download first
 _LIST_TIMEOUT_S = 5.0
 _VIEW_TIMEOUT_S = 15.0
 
 
-async def preload(front: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
-    """One for each replica of the base."""
-    return await _order(front, "preload", adapter)
+async def preload(base: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
+    """Loads the adapter on every replica of the base; returns one outcome per replica."""
+    return await _broadcast(base, "preload", adapter)
 
 
-async def evict(front: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
-    return await _order(front, "evict", adapter)
+async def evict(base: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
+    """Evicts the adapter on every replica of the base; returns one outcome per replica."""
+    return await _broadcast(base, "evict", adapter)
 
 
-async def list_replicas(front: BaseHandle) -> list[ReplicaAdapters]:
-    """Of those that answer in time."""
+async def list_replicas(base: BaseHandle) -> list[ReplicaAdapters]:
+    """Returns the adapters of each replica that responds in time."""
     try:
-        results = await front.handle.broadcast("adapters").results_async(
+        results = await base.handle.broadcast("adapters").results_async(
             timeout_s=_LIST_TIMEOUT_S, return_exceptions=True
         )
     except (RayError, RayServeException, TimeoutError):
@@ -41,23 +42,24 @@ async def list_replicas(front: BaseHandle) -> list[ReplicaAdapters]:
     return [result for result in results if isinstance(result, ReplicaAdapters)]
 
 
-async def change(gateway: Gateway, wanted: AdapterChange) -> AdapterVersion | None:
-    """By the manager, in the registry. The registry's own errors come out as they are."""
-    found = await ask_manager(gateway.manager.change_adapter, wanted)
-    assert found is None or isinstance(found, AdapterVersion)
-    return found
+async def change_adapter(gateway: Gateway, change: AdapterChange) -> AdapterVersion | None:
+    """Makes the manager apply a change to the registry, whose own errors are raised as they are.
+    Returns the version that the name resolves to afterwards, if any."""
+    adapter = await ask_manager(gateway.manager.change_adapter, change)
+    assert adapter is None or isinstance(adapter, AdapterVersion)
+    return adapter
 
 
-async def view_follows(gateway: Gateway, name: str, adapter: AdapterVersion | None) -> None:
-    """Returns when this ingress sees what the name means since a change, or when it takes long."""
+async def wait_for_view(gateway: Gateway, name: str, adapter: AdapterVersion | None) -> None:
+    """Waits until `name` resolves to `adapter` in this ingress's view, at most _VIEW_TIMEOUT_S."""
     digest = None if adapter is None else adapter.digest
     with suppress(TimeoutError):
         async with asyncio.timeout(_VIEW_TIMEOUT_S):
-            while _meaning(gateway, name) != digest:
+            while _resolved_digest(gateway, name) != digest:
                 await gateway.change(_VIEW_TIMEOUT_S)
 
 
-def _meaning(gateway: Gateway, name: str) -> str | None:
+def _resolved_digest(gateway: Gateway, name: str) -> str | None:
     if gateway.view is None:
         return None
     try:
@@ -67,24 +69,26 @@ def _meaning(gateway: Gateway, name: str) -> str | None:
     return None if adapter is None else adapter.digest
 
 
-async def _order(front: BaseHandle, method: str, adapter: AdapterVersion) -> list[EngineOutcome]:
+async def _broadcast(base: BaseHandle, method: str, adapter: AdapterVersion) -> list[EngineOutcome]:
     try:
-        results = await front.handle.broadcast(method, adapter).results_async(
-            timeout_s=_ORDER_TIMEOUT_S, return_exceptions=True
+        results = await base.handle.broadcast(method, adapter).results_async(
+            timeout_s=_CALL_TIMEOUT_S, return_exceptions=True
         )
     except (RayError, RayServeException, TimeoutError) as error:
         raise ServiceUnavailableError(
-            f"The engines of {front.base.name!r} do not answer.", 5
+            f"The engines of {base.base.name!r} do not respond.", 5
         ) from error
     if not results:
-        raise ServiceUnavailableError(f"No engine of {front.base.name!r} is up.", 5)
+        raise ServiceUnavailableError(f"No engine of {base.base.name!r} is running.", 5)
     return [
-        result if isinstance(result, EngineOutcome) else EngineOutcome("", False, _words(result))
+        result
+        if isinstance(result, EngineOutcome)
+        else EngineOutcome("", False, _failure_text(result))
         for result in results
     ]
 
 
-def _words(result: object) -> str:
+def _failure_text(result: object) -> str:
     if isinstance(result, BaseException):
         return str(root_cause(result)) or type(result).__name__
-    return "it did not answer in time"
+    return "it did not respond in time"

@@ -128,7 +128,7 @@ class ConcurrencyLimitMiddleware:
         is_bounded = scope["path"] in _BOUNDED_PATHS
         if is_bounded:
             self._check_capacity()
-        receive = await self._arrivals.whole(scope, receive)
+        receive = await self._arrivals.receive_body(scope, receive)
         try:
             if not is_bounded:
                 await self._app(scope, receive, send)
@@ -140,7 +140,7 @@ class ConcurrencyLimitMiddleware:
             finally:
                 self._num_open -= 1
         finally:
-            self._arrivals.done(receive)
+            self._arrivals.release_body(receive)
 
     def _check_capacity(self) -> None:
         if self._num_open >= self._limit:

@@ -1,8 +1,8 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them, for those who have scripts.
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, for existing scripts.
 
-Off unless the configuration allows it, and only for the bearer of the admin token: a path on the
-server's disk comes from outside. The registry stays the truth: a folder is checked and registered
-as by `loraplex register adapter`, under the name that the caller gives.
+Off unless the configuration allows it, and only for bearers of the admin token, because the caller
+names a path on the server's disk. The registry stays the source of truth: a folder is checked and
+registered as by `loraplex register adapter`, under the caller's name for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryError
 from serve_app.api.admin_adapters import check_outcomes, find_adapter
 from serve_app.api.admin_auth import require_admin
-from serve_app.api.engine_calls import change, evict, preload, view_follows
-from serve_app.api.state import state_of
+from serve_app.api.engine_calls import change_adapter, evict, preload, wait_for_view
+from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, ServiceUnavailableError
@@ -33,7 +33,9 @@ T = TypeVar("T")
 def _require_allowed(request: Request) -> None:
     if not state_of(request).args.allow_runtime_lora_updating:
         raise ApiError(
-            404, "Off: the setting ingress.allow_runtime_lora_updating is false.", code="not_found"
+            404,
+            "This endpoint is off: set ingress.allow_runtime_lora_updating to true.",
+            code="not_found",
         )
 
 
@@ -41,10 +43,10 @@ router = APIRouter(prefix="/v1", dependencies=[Depends(_require_allowed), Depend
 
 
 class LoadBody(msgspec.Struct):
-    """Fields of vLLM that mean nothing here are ignored: lora_int_id is one."""
+    """vLLM's fields that have no meaning here are ignored, such as lora_int_id."""
 
     lora_name: str = ""
-    lora_path: str = ""  # empty: what the registry has under the name is brought into memory
+    lora_path: str = ""  # empty: the registered adapter of that name is loaded into memory
     base_model_name: str | None = None
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
@@ -64,11 +66,11 @@ async def load_lora_adapter(request: Request) -> Response:
         raise _bad_request("Both 'lora_name' and 'lora_path' must be provided.")
     undo = None
     if body.lora_path:
-        base = _base(gateway, body.base_model_name).base
-        wanted = AdapterChange(
+        base = _find_base(gateway, body.base_model_name).base
+        change = AdapterChange(
             "load", name, body.lora_path, f"{base.name}@{base.version}", body.load_inplace
         )
-        loaded = await _register(gateway, wanted)
+        loaded = await _register(gateway, change)
         undo = AdapterChange(
             "undo_load", name, may_replace=body.load_inplace, version=loaded.version
         )
@@ -78,41 +80,41 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @router.post("/unload_lora_adapter")
 async def unload_lora_adapter(request: Request) -> Response:
-    """One of the registry's own leaves memory and comes back at its next use; one that came by
-    `load_lora_adapter` is unknown from now on. Requests in flight finish."""
+    """Evicts a registered adapter from memory until its next use, and removes an adapter that
+    `load_lora_adapter` registered. Requests in flight finish."""
     gateway, body = state_of(request).gateway, await _parse(request, UnloadBody)
     name = body.lora_name
     if not name:
         raise _bad_request("'lora_name' needs to be provided to unload a LoRA adapter.")
     if not _is_known(gateway, name):
         raise _unknown(name)
-    front, adapter = find_adapter(gateway, name)
+    base, adapter = find_adapter(gateway, name)
     try:
-        left = await change(gateway, AdapterChange("unload", adapter.name))
+        remaining = await change_adapter(gateway, AdapterChange("unload", adapter.name))
     except NotFoundError:
         raise _unknown(name) from None
-    if left is None:  # out of memory it goes by the plan, after its last request
-        await view_follows(gateway, adapter.name, None)
+    if remaining is None:  # the manager's plan evicts it after its last request
+        await wait_for_view(gateway, adapter.name, None)
     else:
-        await evict(front, adapter)  # in use or pinned: it stays
+        await evict(base, adapter)  # fails if in use or pinned, which is no error here
     return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-async def _register(gateway: Gateway, wanted: AdapterChange) -> AdapterVersion:
+async def _register(gateway: Gateway, change: AdapterChange) -> AdapterVersion:
     try:
-        adapter = await change(gateway, wanted)
+        adapter = await change_adapter(gateway, change)
     except NotFoundError as error:
         raise ApiError(404, str(error), param="lora_path", code="not_found") from None
-    assert adapter is not None  # a load says what the name means now
-    await view_follows(gateway, wanted.name, adapter)
+    assert adapter is not None  # the version that was loaded
+    await wait_for_view(gateway, change.name, adapter)
     return adapter
 
 
 async def _preload(gateway: Gateway, name: str, undo: AdapterChange | None) -> None:
-    """`undo`: the order that takes a load back which the engines could not follow."""
+    """Loads the adapter on every engine. If one fails, applies `undo`, which reverts the load."""
     try:
-        front, adapter = find_adapter(gateway, name)
-        check_outcomes(name, "is not loaded", await preload(front, adapter), 400)
+        base, adapter = find_adapter(gateway, name)
+        check_outcomes(name, "is not loaded", await preload(base, adapter), 400)
     except Exception:
         if undo is not None:
             await _undo(gateway, undo)
@@ -120,29 +122,28 @@ async def _preload(gateway: Gateway, name: str, undo: AdapterChange | None) -> N
 
 
 async def _undo(gateway: Gateway, undo: AdapterChange) -> None:
-    """A second failure must not hide the first."""
+    """Reverts a load. An error is only logged: it must not hide the error of the load."""
     try:
-        await view_follows(gateway, undo.name, await change(gateway, undo))
+        await wait_for_view(gateway, undo.name, await change_adapter(gateway, undo))
     except Exception as error:
-        logger.warning("the load of %s was not undone: %s", undo.name, error)
+        logger.warning("the load of adapter %s could not be reverted: %s", undo.name, error)
 
 
-def _base(gateway: Gateway, name: str | None) -> BaseHandle:
+def _find_base(gateway: Gateway, name: str | None) -> BaseHandle:
     if name is not None:
         return gateway.resolve(name)[0]
-    fronts = gateway.handles
-    if not fronts:
+    bases = gateway.handles
+    if not bases:
         raise ServiceUnavailableError("The models are loading.", 2)
-    if len(fronts) > 1:
-        raise _bad_request("base_model_name: required, more than one base is served.")
-    return fronts[0]
+    if len(bases) > 1:
+        raise _bad_request("base_model_name: is required, because several bases are served.")
+    return bases[0]
 
 
 def _is_known(gateway: Gateway, name: str) -> bool:
-    if gateway.view is None:
-        raise ServiceUnavailableError("The server is starting.", 2)
+    view = view_of(gateway)
     try:
-        return gateway.view.catalog.resolve(name).adapter is not None
+        return view.catalog.resolve(name).adapter is not None
     except RegistryError:
         return False
 
@@ -152,16 +153,16 @@ async def _parse(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad_request(f"The body cannot be read: {error}") from None
+        raise _bad_request(f"The body is not valid: {error}") from None
 
 
 def _unknown(name: str) -> ApiError:
     return ApiError(404, f"The lora adapter '{name}' cannot be found.", code="not_found")
 
 
-def _bad_request(words: str) -> ApiError:
-    return ApiError(400, words, code="invalid_value")
+def _bad_request(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value")
 
 
-def _text(words: str) -> Response:
-    return Response(words, media_type="text/plain")
+def _text(message: str) -> Response:
+    return Response(message, media_type="text/plain")

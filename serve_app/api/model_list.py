@@ -1,6 +1,6 @@
-"""The answer of GET /v1/models: made once for each view of the platform, then bytes that are kept.
+"""The response of GET /v1/models: encoded once per view of the platform, then kept as bytes.
 
-With 10,000 adapters it takes 200 ms to make and has 1.7 MB. The event loop goes on meanwhile.
+For 10,000 adapters it has 1.7 MB and costs 200 ms, during which the event loop keeps running.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _SLICE = 50  # entries between two turns of the event loop: about 1 ms
 
 
 class ModelList:
-    """The list of one ingress replica. Concurrent callers share one making."""
+    """The list of an ingress replica. Concurrent callers share one encoding."""
 
     def __init__(self) -> None:
         self._view: PlatformView | None = None
         self._lengths: dict[str, int | None] = {}
-        self._making: asyncio.Task[bytes] | None = None
+        self._encoding: asyncio.Task[bytes] | None = None
 
     async def encoded(self, gateway: Gateway, view: PlatformView) -> bytes:
-        # What an entry depends on beside the view; None while a base was never up.
-        lengths = {one.base.digest: gateway.max_model_len(one.base.digest) for one in view.bases}
+        # Entries depend on the view and on these; None for a base that has never been up.
+        lengths = {base.base.digest: gateway.max_model_len(base.base.digest) for base in view.bases}
         is_old = self._view is not view or self._lengths != lengths
-        if self._making is None or is_old or _has_failed(self._making):
+        if self._encoding is None or is_old or _has_failed(self._encoding):
             self._view, self._lengths = view, lengths
-            self._making = share(_make(view, lengths), "model-list")
-        return await asyncio.shield(self._making)
+            self._encoding = share(_encode_list(view, lengths), "model-list")
+        return await asyncio.shield(self._encoding)
 
 
-def _has_failed(making: asyncio.Task[bytes]) -> bool:
-    return making.done() and (making.cancelled() or making.exception() is not None)
+def _has_failed(task: asyncio.Task[bytes]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def entry_of(model: str, resolution: Resolution, max_model_len: int | None) -> Entry:
@@ -58,21 +58,21 @@ def entry_of(model: str, resolution: Resolution, max_model_len: int | None) -> E
     }
 
 
-async def _make(view: PlatformView, lengths: Mapping[str, int | None]) -> bytes:
-    """`lengths`: of the bases served here, by digest."""
+async def _encode_list(view: PlatformView, lengths: Mapping[str, int | None]) -> bytes:
+    """Encodes the list. `lengths` maps the digests of the bases served here to `max_model_len`."""
     encode = msgspec.json.encode
     parts: list[bytes] = []
-    # In a thread: of a new catalog it builds the indices first, 130 ms for 10,000 adapters.
+    # In a thread: a new catalog first builds its indices, 130 ms for 10,000 adapters.
     entries = iter(await asyncio.to_thread(view.catalog.entries))
-    while some := tuple(islice(entries, _SLICE)):
-        for one in some:
+    while batch := tuple(islice(entries, _SLICE)):
+        for entry in batch:
             try:
-                resolution = view.catalog.resolve(one.name)
-            except RegistryError:  # an adapter whose version of the base is gone
+                resolution = view.catalog.resolve(entry.name)
+            except RegistryError:  # an adapter whose base version has been removed
                 continue
             digest = resolution.base.digest
             is_refused = resolution.adapter is not None and bool(resolution.adapter.refused)
             if digest in lengths and not is_refused:
-                parts.append(encode(entry_of(one.name, resolution, lengths[digest])))
+                parts.append(encode(entry_of(entry.name, resolution, lengths[digest])))
         await asyncio.sleep(0)
     return b'{"object":"list","data":[' + b",".join(parts) + b"]}"

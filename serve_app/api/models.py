@@ -1,4 +1,4 @@
-"""/v1/models: the bases served here and every adapter of theirs, as OpenAI lists models."""
+"""/v1/models: the bases served here and their adapters, as OpenAI lists models."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from fastapi import APIRouter, Request, Response
 
 from registry.errors import NotFoundError
 from serve_app.api.model_list import entry_of
-from serve_app.api.state import state_of
+from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import check_supported
-from serve_app.dispatch.gateway import Gateway
-from serve_app.errors import ServiceUnavailableError
 from serve_app.http.asgi import json_response
-from serve_app.platform_view import PlatformView
 
 router = APIRouter()
 
@@ -19,23 +16,17 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    body = await state.model_list.encoded(state.gateway, _view(state.gateway))
+    body = await state.model_list.encoded(state.gateway, view_of(state.gateway))
     return Response(body, media_type="application/json")
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> Response:
     gateway = state_of(request).gateway
-    view = _view(gateway)
+    view = view_of(gateway)
     resolution = view.catalog.resolve(model)
-    check_supported(resolution)  # the list leaves it out, a completion is refused alike
+    check_supported(resolution)  # as in the list and in completions
     digest = resolution.base.digest
     if all(base.base.digest != digest for base in view.bases):
         raise NotFoundError(f"the base model of {model!r} is registered but not served here")
     return json_response(entry_of(model, resolution, gateway.max_model_len(digest)))
-
-
-def _view(gateway: Gateway) -> PlatformView:
-    if gateway.view is None:
-        raise ServiceUnavailableError("The server is starting.", 2)
-    return gateway.view

@@ -1,8 +1,9 @@
-"""/openapi.json: the public routes with their bodies, answers and errors.
+"""/openapi.json: the public routes with their bodies, responses and errors; /docs shows it as a
+page.
 
-The administration's routes are not in it, nor the ones for vLLM's adapter scripts where the
-configuration leaves these off. Bodies are validated by `protocol`, not by FastAPI, so their schemas
-are added here. /docs shows the document as a page.
+The routes of the administration are left out, and vLLM's adapter routes if the configuration turns
+them off. The routes parse bodies themselves, without FastAPI, so the schemas are added here, from
+the models and structs that parse them.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ _SCHEMAS: Mapping[str, Schema] = {
     "Status": _STATUS,
     "Version": _object({"version": _TEXT}),
 }
-# Path -> name of the schema of a successful JSON answer.
-_ANSWERS: Mapping[str, str] = {
+# Path -> name of the schema of a successful JSON response.
+_RESPONSES: Mapping[str, str] = {
     "/v1/chat/completions": "ChatCompletion",
     "/v1/completions": "Completion",
     "/v1/models": "ModelList",
@@ -151,7 +152,7 @@ _ANSWERS: Mapping[str, str] = {
     "/ready": "Status",
     "/version": "Version",
 }
-_EVENTS = "With stream true: server-sent events, each a JSON chunk, then [DONE]."
+_EVENTS = "If stream is true: server-sent events, each a JSON chunk, then [DONE]."
 
 
 @router.get(PATH, include_in_schema=False)
@@ -173,10 +174,9 @@ def _document_of(request: Request) -> Schema:
 
 
 def document(app: FastAPI, *, has_lora: bool) -> Schema:
-    """The document of the routes that are in the schema. `has_lora`: the adapter routes of vLLM are
-    on."""
+    """Returns the document. `has_lora`: vLLM's adapter routes are on."""
     with warnings.catch_warnings():
-        # A route with GET and HEAD has one id for both; each operation gets its own below.
+        # A route with GET and HEAD has one id for both; each operation gets another below.
         warnings.filterwarnings("ignore", message="Duplicate Operation ID")
         made = get_openapi(title="loraplex", version=version("loraplex"), routes=app.routes)
     schemas: dict[str, object] = dict(_SCHEMAS)
@@ -200,12 +200,12 @@ def document(app: FastAPI, *, has_lora: bool) -> Schema:
 
 
 def _body(path: str, schemas: dict[str, object]) -> str | None:
-    """The name of the body's schema, which comes into `schemas`."""
+    """Returns the name of the body's schema after adding it to `schemas`, None without a body."""
     if (model := _BODIES.get(path)) is not None:
         schema = model.model_json_schema(ref_template=_REFERENCES + "{model}")
         schemas |= schema.pop("$defs", {})
         for field in schema["properties"].values():
-            field.pop("default", None)  # some are what the field is parsed to, and no JSON of it
+            field.pop("default", None)  # some are parsed values that are not JSON of the field
         schemas[model.__name__] = schema
         return model.__name__
     if (struct := _LORA_BODIES.get(path)) is not None:
@@ -218,21 +218,21 @@ def _body(path: str, schemas: dict[str, object]) -> str | None:
 
 
 def _responses(path: str) -> Schema:
-    failed = {"description": "Refused or failed.", "content": _json("Error")}
+    failed = {"description": "The request was refused or failed.", "content": _json("Error")}
     if path in ("/live", "/health", "/ready"):
         return {
-            "200": {"description": "Yes.", "content": _json("Status")},
-            "503": {"description": "No.", "content": _json("Status")},
+            "200": {"description": "The check passes.", "content": _json("Status")},
+            "503": {"description": "The check fails.", "content": _json("Status")},
             "default": failed,
         }
-    name = _ANSWERS.get(path)
+    name = _RESPONSES.get(path)
     if name is None:
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = _json(name)
     if name in ("ChatCompletion", "Completion"):
         content["text/event-stream"] = {"schema": {**_TEXT, "description": _EVENTS}}
-    return {"200": {"description": "Done.", "content": content}, "default": failed}
+    return {"200": {"description": "The request succeeded.", "content": content}, "default": failed}
 
 
 def _json(name: str) -> Schema:

@@ -1,4 +1,4 @@
-"""The state that all routes of one ingress replica share, on the FastAPI application's state."""
+"""The state that the routes of an ingress replica share, set once on the FastAPI application."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.shadow import Shadows
+from serve_app.errors import ServiceUnavailableError
 from serve_app.metrics.ingress import IngressMetrics
+from serve_app.platform_view import PlatformView
 from serve_app.text_workers.pool import TextPool
 
 
@@ -27,7 +29,7 @@ class IngressState:
     cold_starts: ColdStarts
     shadows: Shadows
     queues: AdmissionQueues
-    texts: TextPool  # long bodies are read and tokenized there
+    texts: TextPool  # parses and tokenizes long bodies
     counts: CountsReporter
     scrape: Scrape
     deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
@@ -37,3 +39,10 @@ class IngressState:
 def state_of(request: Request) -> IngressState:
     state: IngressState = request.app.state.ingress
     return state
+
+
+def view_of(gateway: Gateway) -> PlatformView:
+    """Returns the view of the platform. Raises ServiceUnavailableError until the first arrives."""
+    if gateway.view is None:
+        raise ServiceUnavailableError("The server is starting.", 2)
+    return gateway.view

@@ -1,6 +1,6 @@
-"""/v1/registry/webhook: the MLflow server says that something changed. Nothing of the delivery is
-believed but that it came from who knows the secret: it wakes the manager's watch, no more. A
-delivery that was taken is not taken again: its copies get the same answer and do nothing.
+"""/v1/registry/webhook: the MLflow server reports that its registry changed. Only the signature of
+a delivery is used: a valid one makes the manager read the registry at once. A delivery is accepted
+once; copies of it get the same response and have no effect.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ async def webhook(request: Request) -> Response:
     secret = webhook_secret()
     if secret is None:
         raise ApiError(
-            403, f"Webhooks are off: the server runs without {WEBHOOK_SECRET}.", code="webhooks_off"
+            403, f"Webhooks are off: set {WEBHOOK_SECRET} for the server.", code="webhooks_off"
         )
     body = await read_body(request, _MAX_BODY_BYTES)
     state, now_s = state_of(request), time.time()
     try:
         check_delivery(secret, request.headers, body, now_s)
     except BadDeliveryError as error:
-        raise ApiError(401, f"Not taken: {error}.", code="invalid_signature") from error
+        raise ApiError(
+            401, f"The delivery was refused: {error}.", code="invalid_signature"
+        ) from error
     delivery_id = request.headers.get(DELIVERY_ID) or request.headers[SIGNATURE]
-    if state.deliveries.has(delivery_id, now_s):  # a replay, or MLflow missed our answer
+    if state.deliveries.has(delivery_id, now_s):  # a replay, or MLflow missed our response
         return Response(status_code=204)
     try:
         async with asyncio.timeout(_MANAGER_TIMEOUT_S):
             await state.gateway.manager.wake.remote()
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("a webhook could not wake the manager: %s", error)
-        raise ServiceUnavailableError("The manager does not answer.", 1) from error
-    # Only now: MLflow tries a delivery that got 503 again, with the same id.
+        raise ServiceUnavailableError("The manager does not respond.", 1) from error
+    # Recorded only now: after a 503, MLflow sends the delivery again with the same id.
     state.deliveries.add(delivery_id, now_s)
     return Response(status_code=204)

@@ -22,7 +22,7 @@ from serve_app.openai.answer import FeedResult, ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
-from serve_app.openai.logprobs_parts import PartsRenderer, Render
+from serve_app.openai.logprobs import PartsRenderer, Render
 from serve_app.openai.responses import ResponseHead, error_event
 from serve_app.text.base_text import BaseText
 

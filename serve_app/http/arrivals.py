@@ -1,9 +1,9 @@
-"""Request bodies on their way in: a deadline for each, and bounds on all of them together.
+"""Buffers request bodies: with a deadline for each, and bounds on all of them together.
 
-A body has a few seconds to arrive and one more for every MIN_BYTES_PER_S bytes that came. When too
-many bodies arrive at once, or too many bytes of them, the oldest is given up and not the newest:
-clients that never finish their bodies cannot lock out those that send theirs in one go. Unaware of
-routes and of the content of bodies.
+A body has a few seconds to arrive and one more for every MIN_BYTES_PER_S bytes received. When too
+many bodies or bytes arrive at once, the oldest body is dropped rather than the newest: clients that
+never finish their bodies cannot lock out clients that send theirs in one go. This module is
+independent of routes and of the content of bodies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from serve_app.config import IngressArgs
 from serve_app.errors import ApiError, ClientGoneError
 
 MIN_BYTES_PER_S = 16 * 1024
-# Of each body, outside the byte budget: it is for large bodies, small ones are bounded in number.
+# Not charged to the byte budget, which is for large bodies; small bodies are bounded in number.
 FREE_BYTES = 64 * 1024
 MAX_HEADERS = 100
 
@@ -24,18 +24,18 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class _Arrival:
-    """One body on its way in, and its share of the byte budget."""
+    """A body being received, and its share of the byte budget."""
 
-    __slots__ = ("charge", "is_given_up", "timeout")
+    __slots__ = ("charge", "is_dropped", "timeout")
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
         self.timeout = timeout
         self.charge = 0
-        self.is_given_up = False
+        self.is_dropped = False
 
 
 class Arrivals:
-    """The bodies on their way into one process."""
+    """The request bodies that this process is receiving."""
 
     def __init__(self, args: IngressArgs) -> None:
         self._args = args
@@ -48,15 +48,15 @@ class Arrivals:
 
     @property
     def num_bytes(self) -> int:
-        """Charged to the budget, bodies included that are whole and not yet read."""
+        """The bytes charged to the budget, including complete bodies that have not been read."""
         return self._num_bytes
 
-    async def whole(self, scope: Scope, receive: Receive) -> Receive:
-        """Returns when the body is whole: a `receive` that begins with it, in one message.
+    async def receive_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Waits for the whole body and returns a `receive` that begins with it, in one message.
 
-        The body stays in the budget until that is called once more, which an application does when
-        it is through with the body, or until `done` is. Raises ApiError with 408 (too slow), 413
-        (too long) or 429 (too many), and ClientGoneError.
+        The body stays in the budget until that `receive` is called again, which an application does
+        after it has read the body, or until `release_body` is called. Raises ApiError with 408 (too
+        slow), 413 (too long) or 429 (too many), and ClientGoneError.
         """
         declared = _declared_bytes(scope)
         if declared == 0:
@@ -65,8 +65,8 @@ class Arrivals:
             raise self._too_long()
         return await self._receive_all(receive)
 
-    def done(self, receive: Receive) -> None:
-        """The request that `whole` returned this for has been answered."""
+    def release_body(self, receive: Receive) -> None:
+        """Releases the body behind the result of `receive_body`; call it after the response."""
         if isinstance(receive, _Body):
             receive.release()
 
@@ -76,10 +76,10 @@ class Arrivals:
         body = bytearray()
         try:
             async with asyncio.timeout(self._args.body_timeout_s) as timeout:
-                arrival = self._enter(timeout)
+                arrival = self._add(timeout)
                 while True:
                     message = await receive()
-                    if arrival.is_given_up:
+                    if arrival.is_dropped:
                         raise _too_many()
                     if message["type"] != "http.request":
                         raise ClientGoneError
@@ -97,19 +97,19 @@ class Arrivals:
                         start_s + self._args.body_timeout_s + len(body) / MIN_BYTES_PER_S
                     )
         except TimeoutError:
-            if arrival is not None and arrival.is_given_up:
+            if arrival is not None and arrival.is_dropped:
                 raise _too_many() from None
             raise ApiError(
-                408, "The body of the request did not arrive in time.", code="body_timeout"
+                408, "The request body did not arrive in time.", code="body_timeout"
             ) from None
         finally:
             if arrival is not None:
                 self._arriving.pop(arrival, None)
                 self.release(arrival.charge)
 
-    def _enter(self, timeout: asyncio.Timeout) -> _Arrival:
+    def _add(self, timeout: asyncio.Timeout) -> _Arrival:
         if len(self._arriving) >= self._args.max_arriving_requests:
-            self._give_up(next(iter(self._arriving)))
+            self._drop(next(iter(self._arriving)))
         arrival = _Arrival(timeout)
         self._arriving[arrival] = None
         return arrival
@@ -123,15 +123,15 @@ class Arrivals:
         arrival.charge = charge
         while charge and self._num_bytes > self._args.max_arriving_bytes:
             victim = next(
-                (one for one in self._arriving if one.charge and one is not arrival), None
+                (other for other in self._arriving if other.charge and other is not arrival), None
             )
-            if victim is None:  # all others are whole: they are being read
+            if victim is None:  # all other bodies are complete and being read
                 raise _too_many()
-            self._give_up(victim)
+            self._drop(victim)
 
-    def _give_up(self, arrival: _Arrival) -> None:
+    def _drop(self, arrival: _Arrival) -> None:
         del self._arriving[arrival]
-        arrival.is_given_up = True
+        arrival.is_dropped = True
         self.release(arrival.charge)
         arrival.charge = 0
         if not arrival.timeout.expired():
@@ -143,13 +143,13 @@ class Arrivals:
     def _too_long(self) -> ApiError:
         return ApiError(
             413,
-            f"The body is longer than {self._args.max_body_bytes} bytes.",
+            f"The body is longer than the limit of {self._args.max_body_bytes} bytes.",
             code="body_too_large",
         )
 
 
 class _Replay:
-    """A `receive` that begins with a message that came already."""
+    """A `receive` that begins with a message that has been received already."""
 
     __slots__ = ("_message", "_receive")
 
@@ -163,7 +163,7 @@ class _Replay:
 
 
 class _Body:
-    """A `receive` that begins with a long body, which is in the budget while it is needed."""
+    """A `receive` that begins with a long body, which is charged to the budget until released."""
 
     __slots__ = ("_arrivals", "_body", "_charge", "_receive")
 
@@ -191,15 +191,17 @@ def check_header_size(headers: Headers, max_bytes: int) -> None:
         raise ApiError(
             431, f"The request has more than {MAX_HEADERS} headers.", code="headers_too_large"
         )
-    # The separators of each line count too.
+    # Plus 4 for the separators of each line.
     if sum(len(name) + len(value) + 4 for name, value in headers) > max_bytes:
         raise ApiError(
-            431, f"The headers are longer than {max_bytes} bytes.", code="headers_too_large"
+            431,
+            f"The headers are longer than the limit of {max_bytes} bytes.",
+            code="headers_too_large",
         )
 
 
 def _declared_bytes(scope: Scope) -> int | None:
-    """None: not said, the body comes in chunks; 0: there is none."""
+    """Returns the body's length, 0 if there is no body, None if it arrives in chunks."""
     declared: int | None = 0
     for name, value in scope["headers"]:
         if name == b"content-length":
@@ -212,7 +214,7 @@ def _declared_bytes(scope: Scope) -> int | None:
 def _too_many() -> ApiError:
     return ApiError(
         429,
-        "Too many request bodies arrive at once.",
+        "Too many request bodies are arriving at once.",
         "rate_limit_error",
         code="overloaded",
         retry_after_s=1,

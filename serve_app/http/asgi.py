@@ -1,5 +1,5 @@
-"""HTTP below the routes: bodies with a limit, clients that leave, SSE in as few writes as possible,
-and the shape of every error. Ignorant of models and engines.
+"""HTTP below the routes: bodies with a limit, clients that disconnect, SSE in as few writes as
+possible, and error responses. Independent of models and engines.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 _JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, the metrics count it
+CLIENT_CLOSED_REQUEST = 499  # as in nginx; for the metrics only, since the client is gone
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The raw body; 415 for another type than JSON, 413 as soon as it is too long.
+    """Returns the raw body. Raises ApiError: 415 unless it is JSON, 413 as soon as it is too long.
 
-    A web page of another origin can send a request that has neither a content type nor an
-    authorization without asking the server first, so that such a request is refused too.
+    A request with neither a content type nor an authorization is refused with 415, too: a web page
+    of another origin can send such a request without a CORS preflight.
     """
     content_type = request.headers.get("content-type")
     if content_type is None:
@@ -38,7 +38,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if not is_json:
         raise ApiError(
             415,
-            "The body must be application/json, and the content-type header must say so.",
+            "The body must be JSON; send the header content-type: application/json.",
             code="unsupported_media_type",
         )
     declared = request.headers.get("content-length", "0")
@@ -53,13 +53,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 return bytes(body)
         except ClientDisconnect:
             raise ClientGoneError from None
-    raise ApiError(413, f"The body is longer than {max_bytes} bytes.", code="body_too_large")
+    raise ApiError(
+        413, f"The body is longer than the limit of {max_bytes} bytes.", code="body_too_large"
+    )
 
 
 class SseResponse(Response):
-    """Server-sent events, already encoded; each item of `chunks` is one write.
+    """A response of encoded server-sent events; each item of `chunks` is one write.
 
-    The first one exists before the response does, so that a refusal still has its status.
+    The first chunk exists before the response, so a request that fails until then gets its status.
     """
 
     media_type = "text/event-stream"
@@ -67,7 +69,7 @@ class SseResponse(Response):
     def __init__(
         self, first: bytes, chunks: AsyncIterator[bytes], close: Callable[[], None]
     ) -> None:
-        """`close` is called at the end, however it comes."""
+        """`close` is always called at the end, also after a failure."""
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -83,18 +85,18 @@ class SseResponse(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, OSError):
-            return  # nobody is there to be told
+            return  # the client is gone
         finally:
             self._close()
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """What msgspec can encode."""
+    """Returns a JSON response of any value that msgspec encodes."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 class HeadAsGet:
-    """Answers HEAD as GET without the body."""
+    """Middleware that answers HEAD as GET without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -118,29 +120,32 @@ class HeadAsGet:
 def error_response(error: BaseException) -> Response:
     if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    answer = to_api_error(error)
-    if answer.status == 500:
+    api_error = to_api_error(error)
+    if api_error.status == 500:
         logger.error("request failed", exc_info=error)
-    return Response(answer.body(), answer.status, answer.headers(), "application/json")
+    return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Everything that a route lets through comes out in OpenAI's shape."""
+    """Makes every exception of a route a response in OpenAI's shape."""
 
-    async def answer(request: Request, error: Exception) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
         return error_response(error)
 
-    async def answer_http(request: Request, error: Exception) -> Response:
+    async def respond_to_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        shown = f"{request.method} {request.url.path[:128]}"
-        words = {404: f"No such endpoint: {shown}.", 405: f"Not allowed: {shown}."}
+        method, path = request.method, request.url.path[:128]
+        messages = {
+            404: f"No such endpoint: {method} {path}.",
+            405: f"The method {method} is not allowed for {path}.",
+        }
         codes = {404: "not_found", 405: "method_not_allowed"}
         status = error.status_code
-        message = words.get(status, "The request cannot be answered.")
+        message = messages.get(status, "The request cannot be answered.")
         response = error_response(ApiError(status, message, code=codes.get(status)))
         response.headers.update(error.headers or {})
         return response
 
-    handler: Callable[[Request, Exception], Awaitable[Response]] = answer
-    app.add_exception_handler(HTTPException, answer_http)
+    handler: Callable[[Request, Exception], Awaitable[Response]] = respond
+    app.add_exception_handler(HTTPException, respond_to_http_error)
     app.add_exception_handler(Exception, handler)

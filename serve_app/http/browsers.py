@@ -1,8 +1,8 @@
-"""Which web pages may use the server: by the name that they call it by, and by their own origin.
+"""Access of web pages to the server, by their origin and by the host name in their requests.
 
-A page that a browser shows may send requests to the loopback address of the same machine. It reads
-the answers only if its origin is allowed (CORS), unless the name of the page's own host resolves to
-the loopback address (DNS rebinding): then the Host header names that host, and is refused here.
+A page in a browser may send requests to the loopback address of its machine. It can read the
+responses only if its origin is allowed (CORS), or if the name of its own host resolves to the
+loopback address (DNS rebinding): then the Host header names that host, and is refused here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve_app.errors import ApiError, shown
 from serve_app.http.asgi import error_response
 from serve_app.network import is_loopback
 
-# Probes, scrapers and the command line call a replica by its address, whatever its clients call it.
+# Probes, scrapers and the command line use a replica's address, whatever name its clients use.
 _PROBED = frozenset({"/live", "/ready", "/health"})
 _SCRAPED = frozenset({"/metrics"})
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+?)\.?(?::\d{1,5})?")
@@ -28,8 +28,8 @@ _EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "x-loraplex-version
 
 def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
     if args.cors_origins:
-        app = _Answered(app)
-        # Never with credentials: a key travels in the authorization header, which is none here.
+        app = _ErrorMiddleware(app)
+        # Without credentials, in the sense of CORS: an API key in a header is not one.
         app = CORSMiddleware(
             app,
             allow_origins=args.cors_origins,
@@ -41,15 +41,15 @@ def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
     is_behind_gateway = args.trusted_gateway is not None
     if "*" in args.allowed_hosts or (is_behind_gateway and not args.allowed_hosts):
         return app
-    # Without a gateway the server listens on this machine alone. Scrapers call it by a local name,
-    # and the names of tenants and models are kept from a page that has rebound its own.
+    # Without a gateway the server listens on this machine only. Scrapers use a local name then, and
+    # /metrics, with the names of tenants and models, stays closed to a page that rebinds its name.
     open_paths = _PROBED | _SCRAPED if is_behind_gateway else _PROBED
     return _HostCheck(app, frozenset(args.allowed_hosts), open_paths)
 
 
-class _Answered:
-    """Answers exceptions where the answer still gets the headers without which a page of another
-    origin may not read it."""
+class _ErrorMiddleware:
+    """Answers exceptions inside of the CORS middleware, whose headers a page of another origin
+    needs to read the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,13 +57,13 @@ class _Answered:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_started = False
 
-        async def send_noted(message: Message) -> None:
+        async def tracking_send(message: Message) -> None:
             nonlocal is_started
             is_started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noted)
+            await self._app(scope, receive, tracking_send)
         except Exception as error:
             if is_started or scope["type"] != "http":
                 raise
@@ -71,8 +71,8 @@ class _Answered:
 
 
 class _HostCheck:
-    """Refuses requests that name another host than `hosts` and this machine's own names. Browsers
-    always name one; a request without a name passes, and so does a look at one of `open_paths`."""
+    """Refuses requests whose Host header is neither in `hosts` nor a name of this machine. Browsers
+    always send the header; requests without it pass, as do GET and HEAD on `open_paths`."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], open_paths: frozenset[str]) -> None:
         self._app = app
@@ -102,8 +102,8 @@ class _HostCheck:
         return error_response(
             ApiError(
                 403,
-                f"The server is not called {shown(value.decode('latin-1'))}; "
-                "args.ingress.allowed_hosts lists further names.",
+                f"The host name {shown(value.decode('latin-1'))} is not allowed; add it to "
+                "args.ingress.allowed_hosts.",
                 code="host_not_allowed",
             )
         )

@@ -1,8 +1,8 @@
-"""One client's connection, as uvicorn sees it, with an end to every wait for the client.
+"""A uvicorn protocol in which every wait for the client ends.
 
-uvicorn waits for ever for the first byte, for the rest of a header, and for a client that does not
-read; it buffers a header of any length, and the rest of an answer of any length. None of that
-reaches an ASGI application, so that the protocol itself has to bound it.
+uvicorn waits without limit for the first byte, for the rest of a header, and for a client that does
+not read; it buffers headers and unsent responses of any length. An ASGI application sees none of
+this, so the protocol itself must bound it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from serve_app.config import IngressArgs
 from serve_app.errors import ApiError
 
-if TYPE_CHECKING:  # both parsers have the attributes that are used here
+if TYPE_CHECKING:  # both parsers have the attributes used here
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Protocol
 else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as _Protocol
@@ -24,32 +24,34 @@ else:
 logger = logging.getLogger(__name__)
 
 _PHRASES = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
-_SECOND_LOOK_S = 0.1
+_RECHECK_S = 0.1
 _BURST_S = 1.0
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 
 
 def install(args: IngressArgs) -> None:
-    """Every uvicorn server that starts in this process from now on uses the protocol."""
+    """Makes every uvicorn server that starts later in this process use the protocol."""
     FrontProtocol.args = args
     if "auto" not in HTTP_PROTOCOLS:
-        raise RuntimeError("this uvicorn does not choose its HTTP protocol by the name auto")
+        raise RuntimeError("this version of uvicorn has no HTTP protocol named auto to replace")
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{FrontProtocol.__name__}"
 
 
 class FrontProtocol(_Protocol):
+    """A client's connection."""
+
     args = IngressArgs()
-    _num_header_bytes = 0  # of the request that has not begun yet
-    _deadline: asyncio.TimerHandle | None = None  # for its header
-    _look: asyncio.TimerHandle | None = None  # at a client that does not read
-    _stream_look: asyncio.TimerHandle | None = None  # at a client that falls behind a stream
-    _is_paused = False  # by asyncio, until the client has read down to the low mark
-    _was_behind = False  # at the last look, or when writing was paused
+    _num_header_bytes = 0  # received of the next request's header
+    _deadline: asyncio.TimerHandle | None = None  # for that header
+    _read_check: asyncio.TimerHandle | None = None  # that the client reads the end of a response
+    _stream_check: asyncio.TimerHandle | None = None  # that the client keeps up with a stream
+    _is_paused = False  # by asyncio, until the client has read down to the low-water mark
+    _was_behind = False  # at the last check, or when writing was paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # An answer is written without waiting for the client, so that all that the client has not
-        # read is in one place, and counted, instead of in Serve's queues.
+        # A response is written without waiting for the client, so all unread bytes are in this one
+        # buffer, where they are counted, instead of in Serve's queues.
         transport.set_write_buffer_limits(high=self.args.max_unread_bytes)
         self._await_header()
 
@@ -63,42 +65,43 @@ class FrontProtocol(_Protocol):
             self._num_header_bytes = 0
             self._stop_waiting()
         elif self._num_header_bytes > self.args.max_header_bytes:
-            self._refuse(431, f"The headers are longer than {self.args.max_header_bytes} bytes.")
+            limit = self.args.max_header_bytes
+            self._refuse(431, f"The headers are longer than the limit of {limit} bytes.")
         elif self._deadline is None and self._is_idle():
-            # The next header, or the rest of a body that was refused.
+            # These bytes belong to the next header, or to the rest of a refused body.
             self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        for look in (self._look, self._stream_look):
-            if look is not None:
-                look.cancel()
+        for check in (self._read_check, self._stream_check):
+            if check is not None:
+                check.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._look is None and self.transport.get_write_buffer_size():
+        if self._read_check is None and self.transport.get_write_buffer_size():
             self._watch_reader(self.args.write_timeout_s)
 
     def pause_writing(self) -> None:
-        """More than `max_unread_bytes` wait for the client. uvicorn goes on writing."""
+        """Called when more than `max_unread_bytes` are unread. uvicorn keeps writing."""
         self._is_paused = self._was_behind = True
-        if self._stream_look is None:
-            self._stream_look = self.loop.call_later(_BURST_S, self._check_stream)
+        if self._stream_check is None:
+            self._stream_check = self.loop.call_later(_BURST_S, self._check_stream)
 
     def resume_writing(self) -> None:
         self._is_paused = False
 
     def _is_idle(self) -> bool:
-        """No request is being answered."""
+        """Returns True while no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _await_header(self) -> None:
-        self._deadline = self.loop.call_later(self.args.header_timeout_s, self._look_again)
+        self._deadline = self.loop.call_later(self.args.header_timeout_s, self._recheck_header)
 
-    def _look_again(self) -> None:
-        """The process may have been held up, with the header in the socket."""
-        self._deadline = self.loop.call_later(_SECOND_LOOK_S, self._end_wait)
+    def _recheck_header(self) -> None:
+        """Waits a moment more: if this process was stalled, the header may be in the socket."""
+        self._deadline = self.loop.call_later(_RECHECK_S, self._end_wait)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
@@ -109,7 +112,7 @@ class FrontProtocol(_Protocol):
         if not self._is_idle():
             return
         if self._num_header_bytes:
-            self._refuse(408, "The header of the request did not arrive in time.")
+            self._refuse(408, "The request header did not arrive in time.")
         else:
             self.transport.close()
 
@@ -127,41 +130,43 @@ class FrontProtocol(_Protocol):
         self.transport.close()
 
     def _check_stream(self) -> None:
-        """A moment later, for a burst leaves in one: a whole answer may be long, a stream may
-        not fall behind. asyncio reports one pause until the client reads below the low mark, so
-        that the looks go on until then: the client may stop reading again before that."""
-        self._stream_look = None
+        """Aborts a connection that has stayed behind its stream since the last check; a burst is
+        read within that time, and a whole response may be long. asyncio reports a pause only once
+        until the client has read down to the low-water mark, and the client may stop reading before
+        that, so the checks continue until then."""
+        self._stream_check = None
         if not self._is_paused:
             return
         is_behind = self.transport.get_write_buffer_size() > self.args.max_unread_bytes
         if is_behind and self._was_behind and not self._is_idle():
-            self._give_up("falls behind its stream")
+            self._abort("falls behind its stream")
             return
         self._was_behind = is_behind
-        self._stream_look = self.loop.call_later(_BURST_S, self._check_stream)
+        self._stream_check = self.loop.call_later(_BURST_S, self._check_stream)
 
-    def _watch_reader(self, patience_s: float) -> None:
-        """The end of an answer must keep moving."""
+    def _watch_reader(self, timeout_s: float) -> None:
+        """Aborts the connection if the client reads no byte of the end of a response for
+        `timeout_s`."""
         size = self.transport.get_write_buffer_size()
         since_s = self.loop.time()
 
-        def look() -> None:
+        def check() -> None:
             nonlocal size, since_s
             now = self.transport.get_write_buffer_size()
             if not now:
-                self._look = None
+                self._read_check = None
                 return
             if now != size:
                 size, since_s = now, self.loop.time()
-            elif self.loop.time() - since_s >= patience_s:
-                self._look = None
-                self._give_up("does not read its answer")
+            elif self.loop.time() - since_s >= timeout_s:
+                self._read_check = None
+                self._abort("does not read its response")
                 return
-            self._look = self.loop.call_later(_LOOK_S, look)
+            self._read_check = self.loop.call_later(_CHECK_S, check)
 
-        self._look = self.loop.call_later(_LOOK_S, look)
+        self._read_check = self.loop.call_later(_CHECK_S, check)
 
-    def _give_up(self, why: str) -> None:
-        waiting = self.transport.get_write_buffer_size()
-        logger.warning("client_too_slow: %s %s; %d bytes wait", self.client, why, waiting)
+    def _abort(self, reason: str) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        logger.warning("client_too_slow: %s %s; %d bytes unread", self.client, reason, num_unread)
         self.transport.abort()

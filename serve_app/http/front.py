@@ -1,9 +1,8 @@
-"""The outermost layer in the process that clients connect to: Serve's HTTP proxy or, behind
+"""The outermost middleware of the process that clients connect to: Serve's HTTP proxy or, behind
 HAProxy, each ingress replica. Serve loads it through RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
 
-Serve forwards every byte as fast as it arrives, and reads some headers itself; so headers are
-checked and bodies are complete before Serve sees a request, and Serve's own errors leave in
-OpenAI's shape.
+Serve forwards bytes as they arrive, and reads some headers itself. Here headers are checked and
+bodies are completed before Serve gets a request, and Serve's own errors get OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = b"x-request-id"
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-# Orders to Serve, not to this server: to keep a request whose client left, to choose a replica.
+# Instructions to Serve: to keep a request after its client disconnects, to choose a replica.
 _DROPPED = frozenset(
     {
         b"x-request-disconnect-disabled",
@@ -33,25 +32,25 @@ _DROPPED = frozenset(
         b"serve_multiplexed_model_id",
     }
 )
-_DECODED = frozenset({b"x-session-id", b"x-request-timeout-seconds"})  # by Serve, as UTF-8
-_SERVES_OWN_PATHS = "/-/"  # health and routes: for probes, which read the status
+_DECODED = frozenset({b"x-session-id", b"x-request-timeout-seconds"})  # Serve decodes as UTF-8
+_SERVE_PATHS = "/-/"  # Serve's health and routes, for probes that read the status only
 _MESSAGES = {
     404: "No application is served at this path.",
     408: "The request took longer than the server allows.",
-    429: "Too many requests wait here.",
-    503: "The server cannot answer now.",
+    429: "Too many requests are waiting.",
+    503: "The server is unavailable at the moment.",
 }
-_WAIT_S = 1
+_RETRY_AFTER_S = 1
 
 
 def middlewares() -> list[Middleware]:
-    """Serve calls this once, before its HTTP server starts."""
+    """Returns the middlewares for Serve, which calls this once, before its HTTP server starts."""
     args = front_limits()
     install(args)
-    return [Middleware(Front, args)]
+    return [Middleware(FrontMiddleware, args)]
 
 
-class Front:
+class FrontMiddleware:
     def __init__(self, app: ASGIApp, args: IngressArgs) -> None:
         self._app = app
         self._max_header_bytes = args.max_header_bytes
@@ -63,49 +62,49 @@ class Front:
             return
         try:
             check_header_size(scope["headers"], self._max_header_bytes)
-            scope["headers"] = clean(scope["headers"])
-            receive = await self._arrivals.whole(scope, receive)
+            scope["headers"] = sanitize(scope["headers"])
+            receive = await self._arrivals.receive_body(scope, receive)
         except ClientGoneError:
             return
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
         try:
-            await self._answer(scope, receive, send)
+            await self._respond(scope, receive, send)
         finally:
-            self._arrivals.done(receive)
+            self._arrivals.release_body(receive)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_started = False
-        refusal: Message | None = None  # Serve's own
+        serve_error: Message | None = None  # the start of an error response by Serve itself
 
-        async def send_shaped(message: Message) -> None:
-            nonlocal is_started, refusal
+        async def filtering_send(message: Message) -> None:
+            nonlocal is_started, serve_error
             if not is_started:
                 is_started = True
-                if message["type"] == "http.response.start" and _is_serves_own(scope, message):
-                    refusal = message
+                if message["type"] == "http.response.start" and _is_from_serve(scope, message):
+                    serve_error = message
                     return
-            if refusal is None:
+            if serve_error is None:
                 await send(message)
 
         try:
-            await self._app(scope, receive, send_shaped)
+            await self._app(scope, receive, filtering_send)
         except Exception:
             if is_started:
                 raise
             logger.exception("Serve failed on a request")
-        if refusal is not None:
-            await _shaped(refusal)(scope, receive, send)
+        if serve_error is not None:
+            await _openai_error(serve_error)(scope, receive, send)
         elif not is_started:
-            # The ingress answers every exception, so that it must have ended itself.
-            error = ApiError(503, _MESSAGES[503], SERVER_ERROR, None, "unavailable", _WAIT_S)
+            # The ingress answers every exception, so its process must have ended.
+            error = ApiError(503, _MESSAGES[503], SERVER_ERROR, None, "unavailable", _RETRY_AFTER_S)
             await error_response(error)(scope, receive, send)
 
 
-def clean(headers: Headers) -> Headers:
-    """The headers without those that Serve would stumble over or take as orders; an illegal request
-    id gives way to a new one of Serve's."""
+def sanitize(headers: Headers) -> Headers:
+    """Returns the headers without any that Serve would fail on or obey. An illegal request id is
+    dropped, so Serve makes a new one."""
     kept: Headers = []
     has_id = False
     for name, value in headers:
@@ -127,20 +126,24 @@ def _is_utf8(value: bytes) -> bool:
     return True
 
 
-def _is_serves_own(scope: Scope, message: Message) -> bool:
-    """The ingress marks every error, so that an unmarked one is Serve's."""
+def _is_from_serve(scope: Scope, message: Message) -> bool:
+    """Returns True for an error without SHOULD_RETRY, a header that every error of the ingress
+    has."""
     return (
         message["status"] >= 400
-        and not scope["path"].startswith(_SERVES_OWN_PATHS)
+        and not scope["path"].startswith(_SERVE_PATHS)
         and all(name.lower() != SHOULD_RETRY.encode() for name, _ in message["headers"])
     )
 
 
-def _shaped(refusal: Message) -> ASGIApp:
-    status = refusal["status"]
-    headers = {bytes(name).lower(): bytes(value) for name, value in refusal["headers"]}
-    given = headers.get(b"retry-after", b"")
-    wait_s = int(given) if given.isdigit() else (_WAIT_S if status in (429, 503) else None)
+def _openai_error(start: Message) -> ASGIApp:
+    """Returns the response that replaces an error of Serve's, given the start of that error."""
+    status = start["status"]
+    headers = {bytes(name).lower(): bytes(value) for name, value in start["headers"]}
+    retry_after = headers.get(b"retry-after", b"")
+    wait_s = _RETRY_AFTER_S if status in (429, 503) else None
+    if retry_after.isdigit():
+        wait_s = int(retry_after)
     kind = (
         "rate_limit_error" if status == 429 else SERVER_ERROR if status >= 500 else INVALID_REQUEST
     )

@@ -1,27 +1,31 @@
-"""One HTTP request's answer, streamed or whole: the engine's outputs in, bytes for the client out.
+"""The response to a request, streamed or whole: engine outputs in, bytes for the client out.
 
-Holds the choices of all prompts (index = prompt * n + choice), echo, logprobs and the usage. Pure:
-the ingress feeds it, sends what comes back and aborts in the engine what it says.
+Holds the choices of all prompts (index = prompt * n + choice), echo, log-probabilities and the
+usage. It does no I/O: the ingress feeds it, sends the bytes that it returns, and aborts the choices
+that it reports in the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.types import TokenLogprobs, TokenOutput
 from serve_app.openai.chat import ChatRequest
-from serve_app.openai.choice import ChoiceRules, ChoiceState, Delta
+from serve_app.openai.choice import ChoiceDelta, ChoiceRules, ChoiceState
 from serve_app.openai.completions import CompletionRequest
-from serve_app.openai.engine_params import Prompt
-from serve_app.openai.logprobs import CompletionLogprobs, chat_entry
-from serve_app.openai.logprobs_parts import (
+from serve_app.openai.engine_params import GenerationRequest, Prompt
+from serve_app.openai.logprobs import (
+    PAUSE,
     Position,
     Rendering,
-    chat_lists,
-    completion_lists,
-    prompt_list,
-    rendered_here,
+    batched,
+    chat_logprobs,
+    chat_rendering,
+    completion_logprobs,
+    completion_rendering,
+    prompt_rendering,
 )
 from serve_app.openai.responses import (
     DONE,
@@ -29,7 +33,7 @@ from serve_app.openai.responses import (
     ChunkWriter,
     Json,
     ResponseHead,
-    Usage,
+    UsageInfo,
     encode,
     full_body,
     usage_chunk,
@@ -38,35 +42,38 @@ from serve_app.text.base_text import BaseText
 from serve_app.text.detokenize import build_stop_table
 from serve_app.text.tokenizer import TextTokenizer
 
-_LONG_CHUNK_ENTRIES = 512  # 0.6 ms; a hundred of them may come together
+_LONG_CHUNK_ENTRIES = 512  # log-probabilities: 0.6 ms; a hundred such chunks may arrive together
+_SLICE_DELTAS = 16 * 1024  # joined between two turns of the event loop: about 2 ms
 
 
 @dataclass(slots=True)
 class FeedResult:
-    """What one engine output leads to."""
+    """The consequences of an engine output."""
 
-    data: bytes = b""  # for the stream; always empty for a whole answer
+    data: bytes = b""  # for the stream; always empty for a whole response
     abort: bool = False  # a stop string ended this choice: the engine may drop it
-    rendering: Rendering[bytes] | None = None  # of a chunk with many log-probabilities, else None
+    rendering: Rendering[bytes] | None = None  # replaces data for many log-probabilities
 
 
 NOTHING = FeedResult()
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
+class _ChoiceOutput:
     index: int
-    prompt: int
+    prompt: int  # index of the prompt
     state: ChoiceState
     writer: ChunkWriter
-    deltas: list[Delta]  # whole answers only
+    deltas: list[ChoiceDelta]  # of whole responses only
     is_started: bool = False
 
 
 class ResponseBuilder:
+    """Assembles the response of a request."""
+
     def __init__(
         self,
-        request: ChatRequest | CompletionRequest,
+        request: GenerationRequest,
         prompts: Sequence[Prompt],
         text: BaseText,
         head: ResponseHead,
@@ -83,14 +90,15 @@ class ResponseBuilder:
         self._continuous_usage = self._shows_usage and bool(
             options is not None and options.continuous_usage_stats
         )
-        # Without any of these a chunk is text and nothing else.
-        self._is_plain = not (
+        # Without any of these a chunk holds text only.
+        self._has_text_chunks = not (
             self._continuous_usage or self._num_logprobs is not None or request.return_token_ids
         )
         self._cached_tokens = [0] * len(prompts)
         self._prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
         self._num_tokens = 0
-        self.has_text = request.requested_tokens == 0  # visible, in any choice; then none is asked
+        # Whether any choice has visible text; a request for no tokens is never counted as empty.
+        self.has_text = request.requested_tokens == 0
         self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
         self._choices = self._make_choices()
         self._num_open = len(self._choices)
@@ -101,21 +109,21 @@ class ResponseBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Generated so far, in all choices."""
+        """The number of tokens generated so far, in all choices."""
         return self._num_tokens
 
     def feed(self, prompt: int, output: TokenOutput) -> FeedResult:
-        """`prompt`: the index of the prompt whose engine request this output belongs to.
+        """Adds an output of the engine request of `prompt`, an index.
 
-        Raises EngineFailureError or ServiceUnavailableError when the engine gave the choice up;
-        the answer is then void.
+        Raises EngineFailureError or ServiceUnavailableError if the engine ended the choice early;
+        the response is then void.
         """
         choice = self._choices[prompt * self._request.num_choices + output.choice]
         state = choice.state
         num_before = state.num_tokens
         delta = state.feed(output)
         self._num_tokens += state.num_tokens - num_before
-        if output.choice == 0:  # the other choices find this one's prompt in the cache
+        if output.choice == 0:  # the other choices always find the prompt of this one in the cache
             self._cached_tokens[prompt] = output.num_cached_tokens
         if output.prompt_logprobs:
             self._prompt_logprobs[prompt] = output.prompt_logprobs
@@ -133,38 +141,37 @@ class ResponseBuilder:
             return FeedResult(b"", state.stopped_by_text, self._long_chunk(choice, delta, is_first))
         return FeedResult(self._chunk(choice, delta, is_first), state.stopped_by_text)
 
-    def usage(self) -> Usage:
-        return Usage(
+    def usage(self) -> UsageInfo:
+        return UsageInfo(
             sum(len(prompt.token_ids) for prompt in self._prompts),
             self._num_tokens,
             sum(self._cached_tokens),
         )
 
     def stream_end(self) -> bytes:
-        """After the last chunk of the last choice."""
+        """Returns the bytes that follow the last chunk of the last choice."""
         assert self.is_done
         return (usage_chunk(self._head, self.usage()) if self._shows_usage else b"") + DONE
 
-    def body(self) -> bytes:
-        """Blocks, with many log-probabilities for seconds."""
-        return rendered_here(self.rendering(), self.tokenizer)
-
     def rendering(self) -> Rendering[bytes]:
-        """Ends with the whole body."""
+        """Renders the whole body. Run inline, many log-probabilities block for seconds."""
         assert self.is_done
         extras: Json = {}
         if self._is_chat:
             extras = yield from self._prompt_extras(self._choices[0])
         choices = []
         for choice in self._choices:
-            choices.append((yield from self._choice_body(choice)))
+            body = yield from self._choice_body(choice)
+            choices.append(body.encode(self._head.kind))
+            if self._num_tokens > _SLICE_DELTAS:
+                yield PAUSE
         return full_body(self._head, choices, self.usage(), extras)
 
     @property
     def tokenizer(self) -> TextTokenizer:
         return self._text.tokenizer
 
-    def _make_choices(self) -> list[_Choice]:
+    def _make_choices(self) -> list[_ChoiceOutput]:
         request = self._request
         rules = ChoiceRules(
             stop_table=build_stop_table(request.stop) if request.stop else None,
@@ -174,8 +181,8 @@ class ResponseBuilder:
             has_no_output=request.requested_tokens == 0,
         )
         skip = request.skip_special_tokens is not False
-        # A completion goes on from its prompt, and so does a chat whose last message the client
-        # began: a first space there is a real one.
+        # A completion continues its prompt, and so does a chat whose last message the client
+        # began: a leading space is part of the text there.
         at_start = isinstance(request, ChatRequest) and not request.continue_final_message
         choices = []
         for index in range(len(self._prompts) * request.num_choices):
@@ -183,7 +190,7 @@ class ResponseBuilder:
                 skip_special_tokens=skip, at_start=at_start
             )
             choices.append(
-                _Choice(
+                _ChoiceOutput(
                     index,
                     index // request.num_choices,
                     ChoiceState(rules, detokenizer),
@@ -200,8 +207,8 @@ class ResponseBuilder:
             return prompt.text
         return self._text.tokenizer.decode(prompt.token_ids)
 
-    def _is_long(self, choice: _Choice, delta: Delta, is_first: bool) -> bool:
-        """The chunk has many log-probabilities, mostly because it repeats a prompt with its own."""
+    def _is_long(self, choice: _ChoiceOutput, delta: ChoiceDelta, is_first: bool) -> bool:
+        """Returns True for a chunk with many log-probabilities, usually of an echoed prompt."""
         if self._num_logprobs is None:
             return False
         num_positions = len(delta.logprobs)
@@ -209,24 +216,29 @@ class ResponseBuilder:
             num_positions += len(self._prompts[choice.prompt].token_ids)
         return num_positions * (self._num_logprobs + 1) > _LONG_CHUNK_ENTRIES
 
-    def _chunk(self, choice: _Choice, delta: Delta, is_first: bool) -> bytes:
-        if self._is_plain and delta.finish_reason is None:
+    def _chunk(self, choice: _ChoiceOutput, delta: ChoiceDelta, is_first: bool) -> bytes:
+        if self._has_text_chunks and delta.finish_reason is None:
             text = self._echo_texts[choice.prompt] + delta.text if is_first else delta.text
-            return choice.writer.plain(text)
-        before, after = self._around(choice, delta, is_first)
-        logprobs = self._logprobs(choice, delta, with_prompt=is_first)
+            return choice.writer.text_chunk(text)
+        before, after = self._split_chunk(choice, delta, is_first)
+        logprobs = self._chunk_logprobs(choice, delta, with_prompt=is_first)
         return b"".join((before, encode(logprobs), after))
 
-    def _long_chunk(self, choice: _Choice, delta: Delta, is_first: bool) -> Rendering[bytes]:
-        before, after = self._around(choice, delta, is_first)  # now, whenever it is rendered
+    def _long_chunk(
+        self, choice: _ChoiceOutput, delta: ChoiceDelta, is_first: bool
+    ) -> Rendering[bytes]:
+        # Outside of the generator: the usage must be as of now, whenever the chunk is rendered.
+        before, after = self._split_chunk(choice, delta, is_first)
 
         def rendering() -> Rendering[bytes]:
-            lists = yield from self._lists(choice, [delta], with_prompt=is_first)
-            return b"".join((before, encode(lists), after))
+            logprobs = yield from self._logprobs(choice, [delta], with_prompt=is_first)
+            return b"".join((before, encode(logprobs), after))
 
         return rendering()
 
-    def _around(self, choice: _Choice, delta: Delta, is_first: bool) -> tuple[bytes, bytes]:
+    def _split_chunk(
+        self, choice: _ChoiceOutput, delta: ChoiceDelta, is_first: bool
+    ) -> tuple[bytes, bytes]:
         text = delta.text
         if is_first:
             text = self._echo_texts[choice.prompt] + text
@@ -238,61 +250,66 @@ class ResponseBuilder:
             if is_first:
                 extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
         usage = self.usage() if self._continuous_usage else None
-        return choice.writer.around(text, delta.finish_reason, extras, usage)
+        return choice.writer.split_chunk(text, delta.finish_reason, extras, usage)
 
-    def _choice_body(self, choice: _Choice) -> Rendering[ChoiceBody]:
+    def _choice_body(self, choice: _ChoiceOutput) -> Rendering[ChoiceBody]:
         last = choice.deltas[-1]
         assert last.finish_reason is not None
-        text = "".join(delta.text for delta in choice.deltas)
-        extras: Json = {}
-        if self._request.return_token_ids:
-            extras["token_ids"] = [i for delta in choice.deltas for i in delta.token_ids]
+        texts = [self._echo_texts[choice.prompt]]
+        token_ids: list[int] = []
+        for deltas in batched(choice.deltas, _SLICE_DELTAS):
+            texts.append("".join([delta.text for delta in deltas]))
+            if self._request.return_token_ids:
+                token_ids += chain.from_iterable([delta.token_ids for delta in deltas])
+            if len(deltas) == _SLICE_DELTAS:
+                yield PAUSE
+        extras: Json = {"token_ids": token_ids} if self._request.return_token_ids else {}
         if not self._is_chat:
             extras.update((yield from self._prompt_extras(choice)))
         return ChoiceBody(
             choice.index,
-            self._echo_texts[choice.prompt] + text,
-            (yield from self._lists(choice, choice.deltas, with_prompt=True)),
+            "".join(texts),
+            (yield from self._logprobs(choice, choice.deltas, with_prompt=True)),
             last.finish_reason,
             last.stop_reason,
             extras,
         )
 
-    def _prompt_extras(self, choice: _Choice) -> Rendering[Json]:
+    def _prompt_extras(self, choice: _ChoiceOutput) -> Rendering[Json]:
         extras: Json = {}
         if self._request.return_token_ids:
             extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
         num_top = self._request.prompt_logprobs
         if num_top is not None:
             entries = self._prompt_logprobs[choice.prompt]
-            extras["prompt_logprobs"] = yield from prompt_list(entries, num_top)
+            extras["prompt_logprobs"] = yield from prompt_rendering(entries, num_top)
         return extras
 
-    def _logprobs(self, choice: _Choice, delta: Delta, *, with_prompt: bool) -> Json | None:
-        """Of a chunk with few."""
+    def _chunk_logprobs(
+        self, choice: _ChoiceOutput, delta: ChoiceDelta, *, with_prompt: bool
+    ) -> Json | None:
+        """Returns the log-probabilities of a chunk that has few of them."""
         num_top, tokenizer = self._num_logprobs, self._text.tokenizer
         if num_top is None:
             return None
         if self._is_chat:
-            content = [chat_entry(entry, num_top, tokenizer) for entry, _ in delta.logprobs]
+            content = chat_logprobs([entry for entry, _ in delta.logprobs], num_top, tokenizer)
             return {"content": content, "refusal": None}
-        lists = CompletionLogprobs()
         positions = self._positions(choice, [delta], with_prompt=with_prompt)
-        lists.extend(positions, num_top, tokenizer)
-        return lists.to_json()
+        return completion_logprobs(positions, num_top, tokenizer)
 
-    def _lists(
-        self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
+    def _logprobs(
+        self, choice: _ChoiceOutput, deltas: Sequence[ChoiceDelta], *, with_prompt: bool
     ) -> Rendering[Json | None]:
         num_top = self._num_logprobs
         if num_top is None:
             return None
         positions = self._positions(choice, deltas, with_prompt=with_prompt)
-        lists = chat_lists if self._is_chat else completion_lists
-        return (yield from lists(positions, num_top))
+        render = chat_rendering if self._is_chat else completion_rendering
+        return (yield from render(positions, num_top))
 
     def _positions(
-        self, choice: _Choice, deltas: Sequence[Delta], *, with_prompt: bool
+        self, choice: _ChoiceOutput, deltas: Sequence[ChoiceDelta], *, with_prompt: bool
     ) -> Iterator[Position]:
         if with_prompt and self._echoes:
             prompt = self._prompts[choice.prompt]
@@ -304,7 +321,7 @@ class ResponseBuilder:
                 yield entry.token_id, entry, num_echoed + offset
 
     def _prompt_offsets(self, prompt: Prompt) -> Iterator[int]:
-        """Where each token of the prompt begins in the echoed text. A special token has a place
+        """Yields the offset of each prompt token in the echoed text. A special token has a width
         there if the client wrote it, and none if the tokenizer added it."""
         tokenizer, text = self._text.tokenizer, prompt.text
         stream = tokenizer.detokenizer(skip_special_tokens=text is None)

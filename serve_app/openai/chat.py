@@ -11,47 +11,48 @@ from pydantic import Field, PlainValidator, model_validator
 from serve_app.errors import shown
 from serve_app.openai.fields import MAX_LOGPROBS, MAX_TOKENS, GenerationFields
 from serve_app.openai.json_body import FieldError
+from serve_app.text.template import ChatMessage, TemplateValue
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_TEMPLATE_VARIABLES = 16
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-Message = dict[str, str]
-Variable = str | int | float | bool
 
 _ROLES = frozenset(get_args(Role))
 _UNSUPPORTED_IN_MESSAGE = ("tool_calls", "function_call", "audio")
 _OPTIONAL_IN_MESSAGE = ("name", "tool_call_id", "reasoning_content")
-# What render sets itself; a client must not.
-_TAKEN_VARIABLES = frozenset(
+# Variables that the renderer sets; a client must not.
+_RESERVED_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "self", "loop")
 )
 _VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
-def check_messages(value: object) -> tuple[Message, ...]:
-    """Plain dictionaries for the template: text parts joined, empty fields left out."""
+def check_messages(value: object) -> tuple[ChatMessage, ...]:
+    """Returns plain dictionaries for the template: text parts joined, empty fields left out."""
     if not isinstance(value, list) or not value:
         raise FieldError(f"messages: must be a non-empty list, got {shown(value)}.")
     if len(value) > MAX_MESSAGES:
-        raise FieldError(f"messages: at most {MAX_MESSAGES}, got {len(value)}.")
+        raise FieldError(f"messages: at most {MAX_MESSAGES} are allowed, got {len(value)}.")
     return tuple(_check_message(message, index) for index, message in enumerate(value))
 
 
-def _check_message(value: object, index: int) -> Message:
+def _check_message(value: object, index: int) -> ChatMessage:
     if not isinstance(value, dict):
         raise FieldError(f"messages.{index}: must be an object, got {shown(value)}.", str(index))
     role = value.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(get_args(Role))
+        roles = ", ".join(get_args(Role))
         raise FieldError(
-            f"messages.{index}.role: one of {known}, got {shown(role)}.", f"{index}.role"
+            f"messages.{index}.role: must be one of {roles}, got {shown(role)}.", f"{index}.role"
         )
     for name in _UNSUPPORTED_IN_MESSAGE:
         if value.get(name):
             where = f"{index}.{name}"
-            raise FieldError(f"messages.{where}: not supported, got {shown(value[name])}.", where)
+            raise FieldError(
+                f"messages.{where}: is not supported, got {shown(value[name])}.", where
+            )
     message = {"role": role, "content": _check_content(value.get("content"), role, index)}
     for name in _OPTIONAL_IN_MESSAGE:
         extra = value.get(name)
@@ -68,7 +69,7 @@ def _check_content(content: object, role: str, index: int) -> str:
     where = f"{index}.content"
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant":  # what our own answers may hold
+    if content is None and role == "assistant":  # a client may send an earlier response back
         return ""
     if not isinstance(content, list):
         raise FieldError(
@@ -76,7 +77,9 @@ def _check_content(content: object, role: str, index: int) -> str:
             where,
         )
     if not 1 <= len(content) <= MAX_PARTS:
-        raise FieldError(f"messages.{where}: 1 to {MAX_PARTS} parts, got {len(content)}.", where)
+        raise FieldError(
+            f"messages.{where}: must have 1 to {MAX_PARTS} parts, got {len(content)}.", where
+        )
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else None
@@ -88,25 +91,27 @@ def _check_content(content: object, role: str, index: int) -> str:
                 f"{where}.{number}",
             )
         texts.append(text)
-    return "\n".join(texts)  # as vLLM: chat templates of text models take one string
+    return "\n".join(texts)  # as in vLLM: chat templates of text models expect one string
 
 
-def check_template_variables(value: object) -> Mapping[str, Variable]:
+def check_template_variables(value: object) -> Mapping[str, TemplateValue]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise FieldError(f"chat_template_kwargs: must be an object, got {shown(value)}.")
     if len(value) > MAX_TEMPLATE_VARIABLES:
         raise FieldError(
-            f"chat_template_kwargs: at most {MAX_TEMPLATE_VARIABLES} entries, got {len(value)}."
+            f"chat_template_kwargs: at most {MAX_TEMPLATE_VARIABLES} entries are allowed, "
+            f"got {len(value)}."
         )
     for name, item in value.items():
-        is_free = name not in _TAKEN_VARIABLES and not name.endswith("_token")
-        if not _VARIABLE_NAME.fullmatch(name) or not is_free:
+        is_reserved = name in _RESERVED_VARIABLES or name.endswith("_token")
+        if is_reserved or not _VARIABLE_NAME.fullmatch(name):
             raise FieldError(f"chat_template_kwargs: {shown(name)} cannot be set.")
         if not isinstance(item, str | int | float | bool):
             raise FieldError(
-                f"chat_template_kwargs: strings, numbers and booleans only, got {shown(item)}."
+                "chat_template_kwargs: values must be strings, numbers or booleans, "
+                f"got {shown(item)}."
             )
     return dict(value)
 
@@ -115,7 +120,7 @@ class ChatRequest(GenerationFields):
     refused: ClassVar[frozenset[str]] = frozenset(("echo", "prompt"))
 
     messages: Annotated[
-        tuple[Message, ...],
+        tuple[ChatMessage, ...],
         PlainValidator(check_messages, json_schema_input_type=list[dict[str, object]]),
     ]
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
@@ -125,17 +130,17 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[
-        Mapping[str, Variable],
+        Mapping[str, TemplateValue],
         PlainValidator(check_template_variables, json_schema_input_type=dict[str, object] | None),
     ] = {}
 
     @model_validator(mode="after")
-    def _agree_in_chat(self) -> ChatRequest:
+    def _check_chat_combinations(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise FieldError("top_logprobs: only with logprobs true.", "top_logprobs")
+            raise FieldError("top_logprobs: is allowed only if logprobs is true.", "top_logprobs")
         if self.continue_final_message and self.adds_generation_prompt:
             raise FieldError(
-                "continue_final_message: only with add_generation_prompt false.",
+                "continue_final_message: is allowed only if add_generation_prompt is false.",
                 "continue_final_message",
             )
         return self

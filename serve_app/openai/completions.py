@@ -14,26 +14,28 @@ MAX_PROMPTS = 128
 MAX_SEQUENCES = 256
 DEFAULT_MAX_TOKENS = 16
 
-Prompt = str | tuple[int, ...]
+PromptInput = str | tuple[int, ...]
 
 
-def _check_prompts(value: object) -> tuple[Prompt, ...]:
-    """A string, token ids, or a list of either (not mixed) -> always a tuple of prompts."""
+def _check_prompts(value: object) -> tuple[PromptInput, ...]:
+    """Returns a tuple of prompts for a string, for token ids, and for a list of either kind."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
         raise FieldError(
-            f"prompt: must be a string, token ids, or a list of them, got {shown(value)}."
+            f"prompt: must be a string, token ids, or a list of either, got {shown(value)}."
         )
     if type(value[0]) is not str and not isinstance(value[0], list):
         return (tuple(check_token_ids(value, "prompt")),)
     if len(value) > MAX_PROMPTS:
-        raise FieldError(f"prompt: at most {MAX_PROMPTS} prompts, got {len(value)}.")
+        raise FieldError(f"prompt: at most {MAX_PROMPTS} prompts are allowed, got {len(value)}.")
     if isinstance(value[0], list):
         return tuple(_check_id_prompt(ids) for ids in value)
     for text in value:
         if not isinstance(text, str):
-            raise FieldError(f"prompt: must hold strings only, got {shown(text)}.")
+            raise FieldError(
+                f"prompt: a list of strings must hold only strings, got {shown(text)}."
+            )
     return tuple(value)
 
 
@@ -46,7 +48,7 @@ def _check_id_prompt(value: object) -> tuple[int, ...]:
 
 class CompletionRequest(GenerationFields):
     prompt: Annotated[
-        tuple[Prompt, ...],
+        tuple[PromptInput, ...],
         PlainValidator(
             _check_prompts,
             json_schema_input_type=str | list[str] | list[int] | list[list[int]],
@@ -57,16 +59,16 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
 
     @model_validator(mode="after")
-    def _agree_in_completions(self) -> CompletionRequest:
+    def _check_completion_combinations(self) -> CompletionRequest:
         num_sequences = len(self.prompt) * self.num_choices
         if num_sequences > MAX_SEQUENCES:
             raise FieldError(
-                f"n: {len(self.prompt)} prompts times n {self.num_choices} is {num_sequences}, at "
-                f"most {MAX_SEQUENCES} sequences a request.",
+                f"n: {len(self.prompt)} prompts times n {self.num_choices} make {num_sequences} "
+                f"sequences; at most {MAX_SEQUENCES} are allowed per request.",
                 "n",
             )
         if self.max_tokens == 0 and not self.echo:
-            raise FieldError("max_tokens: 0 only with echo true.", "max_tokens")
+            raise FieldError("max_tokens: 0 is allowed only if echo is true.", "max_tokens")
         return self
 
     @property

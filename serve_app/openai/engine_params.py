@@ -1,7 +1,7 @@
-"""From a checked body to what the engine and the text side need: prompts, sampling and text rules.
+"""Turns a checked body into tokenized prompts and engine requests.
 
-`read_prompts` tokenizes: call it in a worker thread. Limits are the engine's; ids are compared with
-the vocabulary here, before anything reaches a device.
+`read_prompts` tokenizes; the event loop calls it for short bodies only. Limits are the engine's;
+token ids are checked against the vocabulary here, before anything reaches a device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import BaseText
 
 N = TypeVar("N", int, float)
+GenerationRequest = ChatRequest | CompletionRequest
 
-MAX_LOGPROB_ENTRIES = 1 << 21  # of one whole answer: 47,000 tokens with 20 alternatives and one n
-MAX_PROMPT_TOKENS = 1 << 20  # of all prompts of a request: 40 MB as Python's integers
+MAX_LOGPROB_ENTRIES = 1 << 21  # per whole response: 47,000 tokens with 20 alternatives and n = 1
+MAX_PROMPT_TOKENS = 1 << 20  # in all prompts of a request: 40 MB as Python integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Prompt:
 
 
 def read_prompts(
-    body: ChatRequest | CompletionRequest, text: BaseText, limits: EngineLimits
+    body: GenerationRequest, text: BaseText, limits: EngineLimits
 ) -> tuple[Prompt, ...]:
     if isinstance(body, ChatRequest):
         return (chat_prompt(body, text, limits),)
@@ -42,7 +43,7 @@ def read_prompts(
 
 
 def engine_requests(
-    body: ChatRequest | CompletionRequest,
+    body: GenerationRequest,
     prompts: Sequence[Prompt],
     adapter: AdapterVersion | None,
     limits: EngineLimits,
@@ -51,9 +52,10 @@ def engine_requests(
     defaults: GenerationDefaults = NO_DEFAULTS,
     cache_salt: str,
 ) -> tuple[Request, ...]:
-    """One a prompt, of one submit call. `cache_salt`: of tenant and client, see `Tenants`.
+    """Returns one engine request per prompt, all for one submit call. `cache_salt` separates the
+    prefix caches of tenants and clients, see `Tenants`.
 
-    Raises InvalidRequestError, of which ContextLengthError is one, for what goes beyond a limit.
+    Raises InvalidRequestError, or its subclass ContextLengthError, if a limit is exceeded.
     """
     _check_prompt_logprobs(body, sum(len(prompt.token_ids) for prompt in prompts))
     return tuple(
@@ -95,19 +97,19 @@ def completion_prompts(
             _check_vocabulary(prompt, limits.vocab_size, "prompt")
             prompts.append(Prompt(prompt, None))
         if not prompts[-1].token_ids:
-            raise InvalidRequestError("prompt: has no tokens.", "prompt")
+            raise InvalidRequestError("prompt: must have at least one token.", "prompt")
         num_tokens += len(prompts[-1].token_ids)
         if num_tokens > max(MAX_PROMPT_TOKENS, limits.max_request_tokens):
             raise InvalidRequestError(
-                f"prompt: {len(prompts)} of {len(request.prompt)} prompts have {num_tokens} tokens "
-                f"together, at most {MAX_PROMPT_TOKENS} are allowed in a request.",
+                f"prompt: the first {len(prompts)} of {len(request.prompt)} prompts have "
+                f"{num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed per request.",
                 "prompt",
             )
     return tuple(prompts)
 
 
 def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) -> tuple[int, ...]:
-    """For /tokenize, with the limit of a prompt."""
+    """Returns the token ids for /tokenize; the context length is the limit, as for a prompt."""
     if request.messages is None:
         assert request.prompt is not None
         adds = request.add_special_tokens is not False
@@ -122,8 +124,8 @@ def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) ->
 
 
 def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
-    """For /detokenize, with the limit of a prompt."""
-    check_token_ids(request.tokens, text)
+    """Returns the text for /detokenize; the context length is the limit, as for a prompt."""
+    _check_vocabulary(request.tokens, text.tokenizer.vocab_size, "tokens")
     if len(request.tokens) > limits.max_request_tokens:
         raise ContextLengthError(
             f"tokens: at most {limits.max_request_tokens}, this model's maximum context length, "
@@ -134,14 +136,14 @@ def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits
 
 
 def sampling_params(
-    request: ChatRequest | CompletionRequest,
+    request: GenerationRequest,
     prompt: Prompt,
     limits: EngineLimits,
     defaults: GenerationDefaults = NO_DEFAULTS,
     num_prompts: int = 1,
 ) -> SamplingParams:
-    """For one prompt: what is left of the context depends on its length. `defaults`: the model's,
-    for what the request leaves out; `num_prompts`: of the request."""
+    """Returns the parameters of a prompt, whose length bounds the output. `defaults` are the
+    model's, for fields that the request leaves out; `num_prompts` is the request's number."""
     max_tokens = _max_tokens(request, len(prompt.token_ids), limits, defaults)
     _check_vocabulary([i for i, _ in request.logit_bias], limits.vocab_size, "logit_bias")
     _check_vocabulary(request.stop_token_ids, limits.vocab_size, "stop_token_ids")
@@ -150,7 +152,7 @@ def sampling_params(
         max_tokens=_bounded_by_logprobs(request, max_tokens, num_prompts),
         min_tokens=request.min_tokens or 0,
         temperature=_given(request.temperature, defaults.temperature, 1.0),
-        top_k=max(0, _given(request.top_k, defaults.top_k, 0)),  # vLLM's -1 is off, too
+        top_k=max(0, _given(request.top_k, defaults.top_k, 0)),  # vLLM's -1 means off, as 0 does
         top_p=_given(request.top_p, defaults.top_p, 1.0),
         min_p=_given(request.min_p, defaults.min_p, 0.0),
         presence_penalty=request.presence_penalty or 0.0,
@@ -166,25 +168,21 @@ def sampling_params(
     )
 
 
-def check_token_ids(token_ids: Sequence[int], text: BaseText) -> None:
-    """For /detokenize."""
-    _check_vocabulary(token_ids, text.tokenizer.vocab_size, "tokens")
-
-
 def _given(value: N | None, default: N | None, otherwise: N) -> N:
     if value is not None:
         return value
     return otherwise if default is None else default
 
 
-def _prompt_logprobs(request: ChatRequest | CompletionRequest, echo: bool) -> int | None:
+def _prompt_logprobs(request: GenerationRequest, echo: bool) -> int | None:
     wanted = [request.prompt_logprobs, request.output_logprobs if echo else None]
     return max((k for k in wanted if k is not None), default=None)
 
 
-def _check_prompt_logprobs(request: ChatRequest | CompletionRequest, num_tokens: int) -> None:
-    """All entries of the prompts exist at once, in the engine's one output for each of them and in
-    the answer, where every choice of a completion repeats them. `num_tokens`: of all prompts."""
+def _check_prompt_logprobs(request: GenerationRequest, num_tokens: int) -> None:
+    """Checks the number of prompt log-probabilities, which all exist at once: in one engine output
+    per prompt, and in the response, where every choice of a completion repeats them. `num_tokens`
+    counts all prompts."""
     echoed = isinstance(request, CompletionRequest) and bool(request.echo)
     lists = [request.prompt_logprobs, request.output_logprobs if echoed else None]
     each = sum(k + 1 for k in lists if k is not None)
@@ -194,18 +192,18 @@ def _check_prompt_logprobs(request: ChatRequest | CompletionRequest, num_tokens:
     param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
     field = "logprobs with echo" if request.prompt_logprobs is None else param
     raise InvalidRequestError(
-        f"{field}: {num_tokens} tokens in the prompts, {each} log-probabilities for each and "
-        f"{copies} copies in the answer make {num_tokens * copies * each}, at most "
-        f"{MAX_LOGPROB_ENTRIES} are allowed in a request.",
+        f"{field}: {num_tokens} prompt tokens, {each} log-probabilities per token and {copies} "
+        f"copies in the response make {num_tokens * copies * each} entries; at most "
+        f"{MAX_LOGPROB_ENTRIES} are allowed per request.",
         param,
     )
 
 
-def _bounded_by_logprobs(
-    request: ChatRequest | CompletionRequest, max_tokens: int, num_prompts: int
-) -> int:
-    """A whole answer keeps every log-probability until its end: about 150 bytes each. What the
-    client asks for must fit; where it leaves the length open, the length is what fits."""
+def _bounded_by_logprobs(request: GenerationRequest, max_tokens: int, num_prompts: int) -> int:
+    """Returns `max_tokens`, reduced to the number whose log-probabilities fit into a whole response
+    if the client leaves the length open. A whole response keeps each of them until its end, in
+    about 150 bytes. Raises InvalidRequestError if the length that the client asks for does not fit.
+    """
     if request.stream or request.output_logprobs is None:
         return max_tokens
     each = num_prompts * request.num_choices * (request.output_logprobs + 1)
@@ -216,44 +214,44 @@ def _bounded_by_logprobs(
         return fitting
     raise InvalidRequestError(
         f"logprobs: {max_tokens} tokens, {num_prompts * request.num_choices} sequences and "
-        f"{request.output_logprobs} log-probabilities beside each token's own make "
-        f"{max_tokens * each} in one answer, at most {MAX_LOGPROB_ENTRIES} without stream true.",
+        f"{request.output_logprobs} alternatives per token make {max_tokens * each} entries in one "
+        f"response; at most {MAX_LOGPROB_ENTRIES} are allowed unless stream is true.",
         "logprobs",
     )
 
 
 def _max_tokens(
-    request: ChatRequest | CompletionRequest,
+    request: GenerationRequest,
     num_prompt_tokens: int,
     limits: EngineLimits,
     defaults: GenerationDefaults,
 ) -> int:
-    room = limits.max_request_tokens - num_prompt_tokens
-    wanted = request.requested_tokens
-    if room < 1 or (wanted or 0) > room:
-        asked = f" and {wanted} for the output" if wanted else ""
+    num_left = limits.max_request_tokens - num_prompt_tokens
+    requested = request.requested_tokens
+    if num_left < 1 or (requested or 0) > num_left:
+        output = f" and {requested} for the output" if requested else ""
         raise ContextLengthError(
             f"This model's maximum context length is {limits.max_request_tokens} tokens, but the "
-            f"request has {num_prompt_tokens} in the prompt{asked}.",
+            f"request has {num_prompt_tokens} in the prompt{output}.",
             "messages" if isinstance(request, ChatRequest) else "prompt",
         )
-    # 0 is echo alone: the engine draws one token and the answer leaves it out.
-    if wanted is None:
-        return min(room, max(defaults.max_new_tokens or room, request.min_tokens or 0))
-    return max(1, wanted)
+    if requested is None:
+        return min(num_left, max(defaults.max_new_tokens or num_left, request.min_tokens or 0))
+    # 0 is echo alone: the engine generates one token, and the response leaves it out.
+    return max(1, requested)
 
 
 def _encode(
     value: str, add_special_tokens: bool, text: BaseText, limits: EngineLimits, param: str
 ) -> tuple[int, ...]:
-    most = limits.max_request_tokens
-    at_least = text.tokenizer.min_tokens(value)
-    if at_least <= most:
-        at_least = text.tokenizer.min_tokens_of_beginnings(value, most)
-    if at_least > most:
+    max_tokens = limits.max_request_tokens
+    min_tokens = text.tokenizer.min_tokens(value)
+    if min_tokens <= max_tokens:
+        min_tokens = text.tokenizer.min_tokens_by_prefixes(value, max_tokens)
+    if min_tokens > max_tokens:
         raise ContextLengthError(
-            f"This model's maximum context length is {limits.max_request_tokens} tokens, but the "
-            f"prompt of {len(value)} characters has at least {at_least}.",
+            f"This model's maximum context length is {max_tokens} tokens, but the prompt of "
+            f"{len(value)} characters has at least {min_tokens}.",
             param,
         )
     return tuple(text.encode(value, add_special_tokens=add_special_tokens))

@@ -1,7 +1,7 @@
-"""What the two generating endpoints share: sampling fields, their bounds, and what is refused.
+"""The fields that both generation endpoints share, with their bounds, and the refused fields.
 
-Every optional field takes null. Unknown fields are ignored, except those that would change the
-output and that we do not serve: ignoring such a field would answer another question.
+Every optional field accepts null. Unknown fields are ignored, except unsupported fields that would
+change the output: ignoring such a field would answer a different request.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
-MAX_SESSION_CHARS = 256  # of what names a user or a conversation
+MAX_SESSION_CHARS = 256  # of a field that names a user or a conversation
 MAX_UNKNOWN_NAMES = 64
 
 
 def check_token_ids(value: object, name: str) -> list[int]:
-    """Cheap for a long list: two passes at the speed of C."""
+    """Returns `value` if it is a list of token ids. Two passes in C, so cheap for long lists."""
     if not isinstance(value, list):
         raise FieldError(f"{name}: must be a list of token ids, got {shown(value)}.")
     if not set(map(type, value)) <= {int}:
@@ -51,11 +51,11 @@ def _check_stop(value: object) -> tuple[str, ...]:
     if not isinstance(stops, list):
         raise FieldError(f"stop: must be a string or a list of strings, got {shown(value)}.")
     if len(stops) > MAX_STOPS:
-        raise FieldError(f"stop: at most {MAX_STOPS} strings, got {len(stops)}.")
+        raise FieldError(f"stop: at most {MAX_STOPS} strings are allowed, got {len(stops)}.")
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise FieldError(
-                f"stop: strings of 1 to {MAX_STOP_CHARS} characters, got {shown(stop)}."
+                f"stop: strings must have 1 to {MAX_STOP_CHARS} characters, got {shown(stop)}."
             )
     return tuple(dict.fromkeys(stops))
 
@@ -64,7 +64,9 @@ def _check_stop_token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
-        raise FieldError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, got {len(value)}.")
+        raise FieldError(
+            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(value)}."
+        )
     return tuple(dict.fromkeys(check_token_ids(value, "stop_token_ids")))
 
 
@@ -74,13 +76,15 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise FieldError(f"logit_bias: must map token ids to numbers, got {shown(value)}.")
     if len(value) > MAX_LOGIT_BIAS:
-        raise FieldError(f"logit_bias: at most {MAX_LOGIT_BIAS} tokens, got {len(value)}.")
+        raise FieldError(
+            f"logit_bias: at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(value)}."
+        )
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
             raise FieldError(f"logit_bias: {shown(key)} is not a token id.")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise FieldError(f"logit_bias: must lie in [-100, 100], got {shown(bias)}.")
+            raise FieldError(f"logit_bias: must be between -100 and 100, got {shown(bias)}.")
         biases[int(key)] = float(bias)
     return tuple(biases.items())
 
@@ -90,7 +94,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _is(*neutral: object) -> Callable[[object], bool]:
-    # By type too: True == 1 in Python.
+    # The types must match too: True == 1 in Python.
     return lambda value: (
         value is None or any(type(value) is type(item) and value == item for item in neutral)
     )
@@ -100,10 +104,10 @@ def _is_text_format(value: object) -> bool:
     return value is None or (isinstance(value, dict) and value.get("type") == "text")
 
 
-# Field -> whether its value asks for nothing special.
+# Unsupported field -> predicate of the values that are equal to leaving the field out.
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "tools": _is_empty,
-    "tool_choice": _is("none", "auto"),  # without tools, which are refused, both call none
+    "tool_choice": _is("none", "auto"),  # tools are refused, and without any both call no tool
     "functions": _is_empty,
     "function_call": _is("none"),
     "response_format": _is_text_format,
@@ -137,7 +141,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "watermarking": _is(False),
 }
 _UNSUPPORTED_PREFIX = "guided_"
-# Other servers choose the adapter by a field of its own: SGLang, LoRAX and TGI, llama.cpp.
+# Other servers select the adapter by a separate field: SGLang, LoRAX and TGI, llama.cpp.
 _OTHER_MODEL_FIELDS = frozenset(
     ("lora_path", "adapter_id", "adapter_source", "adapters", "merged_adapters", "lora")
 )
@@ -146,18 +150,18 @@ _OTHER_MODEL_FIELDS = frozenset(
 class UnknownFields:
     """Logs the name of each unknown field once, so that an ignored field leaves a trace.
 
-    Clients choose the names: at most MAX_UNKNOWN_NAMES of them are remembered and logged.
+    Clients choose the names, so at most MAX_UNKNOWN_NAMES are remembered and logged.
     """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, name: str) -> None:
+    def log(self, name: str) -> None:
         short = shown(name)
         if short in self._seen or len(self._seen) >= MAX_UNKNOWN_NAMES:
             return
         self._seen.add(short)
-        logger.warning("requests carry the unknown field %s, which is ignored", short)
+        logger.warning("a request has the unknown field %s, which is ignored", short)
         if len(self._seen) == MAX_UNKNOWN_NAMES:
             logger.warning("further unknown fields are not logged")
 
@@ -174,7 +178,7 @@ class StreamOptions(BaseModel):
 
 class GenerationFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    refused: ClassVar[frozenset[str]] = frozenset()  # unsupported at this endpoint only, if truthy
+    refused: ClassVar[frozenset[str]] = frozenset()  # if truthy, at this endpoint only
 
     model: str = Field(min_length=1, max_length=256)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -207,14 +211,14 @@ class GenerationFields(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is earlier
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     safety_identifier: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     metadata: dict[str, object] | None = None
-    # The answer's id is made of it; it need not be unique.
+    # The response id is derived from it; it need not be unique.
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
 
     @model_validator(mode="before")
@@ -229,29 +233,29 @@ class GenerationFields(BaseModel):
 
     @classmethod
     def _check_other(cls, name: str, value: object) -> None:
-        """Refuses, passes or logs a field that is not in this model."""
+        """Refuses, accepts or logs a field that is not in this model."""
         is_neutral = UNSUPPORTED.get(name)
         if is_neutral is None:
             if name in _OTHER_MODEL_FIELDS:
                 if not _is_empty(value):
                     raise FieldError(
-                        f"{name}: not supported, got {shown(value)}. The field model names the "
-                        'adapter: "model": "<base>:<adapter>".',
+                        f"{name}: is not supported, got {shown(value)}. Name the adapter in the "
+                        'field model: "model": "<base>:<adapter>".',
                         name,
                     )
                 return
             if not (name.startswith(_UNSUPPORTED_PREFIX) or name in cls.refused):
-                unknown_fields.note(name)
+                unknown_fields.log(name)
                 return
             if _is_empty(value):
                 return
             is_neutral = _is(False)
         if not is_neutral(value):
             short = shown(name)[1:-1]
-            raise FieldError(f"{short}: not supported, got {shown(value)}.", short)
+            raise FieldError(f"{short}: is not supported, got {shown(value)}.", short)
 
     @model_validator(mode="after")
-    def _agree(self) -> GenerationFields:
+    def _check_combinations(self) -> GenerationFields:
         if self.best_of is not None and self.best_of != self.num_choices:
             raise FieldError(
                 f"best_of: must equal n ({self.num_choices}), got {self.best_of}.", "best_of"
@@ -262,9 +266,11 @@ class GenerationFields(BaseModel):
                 f"min_tokens: {self.min_tokens} is more than max_tokens, {limit}.", "min_tokens"
             )
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options: only with stream true.", "stream_options")
+            raise FieldError("stream_options: is allowed only if stream is true.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise FieldError("prompt_logprobs: not with stream true.", "prompt_logprobs")
+            raise FieldError(
+                "prompt_logprobs: is not allowed if stream is true.", "prompt_logprobs"
+            )
         return self
 
     @property
@@ -273,10 +279,10 @@ class GenerationFields(BaseModel):
 
     @property
     def requested_tokens(self) -> int | None:
-        """The most tokens the client wants; None: as many as fit, or the endpoint's default."""
+        """The client's limit of output tokens; None for as many as fit."""
         raise NotImplementedError
 
     @property
     def output_logprobs(self) -> int | None:
-        """How many alternatives to report a position; None: no logprobs."""
+        """The number of alternatives to report per token; None for no log-probabilities."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""The sampling defaults that a base's generation_config.json sets, as vLLM's `--generation-config
-auto` reads it: a field that a request leaves out takes the file's value.
+"""The sampling defaults in a base's generation_config.json, as vLLM's `--generation-config auto`
+reads it: the file's value applies where a request leaves a field out.
 
-A value that no request could have is ignored, with one line in the log: the file comes with the
-model, and a base that has served with it goes on.
+A value outside a request's bounds is ignored, with one line in the log: the file comes with the
+model, and a base that has served with it so far must keep serving.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ FILE = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None: as the API has it. The names are the file's."""
+    """None stands for the API's default. The field names are the file's."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None  # of a chat; a completion has 16, and a request its own
+    max_new_tokens: int | None = None  # for chats only; completions default to 16
 
 
 NO_DEFAULTS = GenerationDefaults()
 
-# The bounds of the same fields of a request.
-_IS_VALID: Mapping[str, Callable[[float], bool]] = {
+# The bounds of the same fields in a request.
+_BOUNDS: Mapping[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value <= 2,
     "top_p": lambda value: 0 < value <= 1,
     "top_k": lambda value: -1 <= value < 2**31,
@@ -46,24 +46,26 @@ _INTEGERS = frozenset(("top_k", "max_new_tokens"))
 
 
 def read_generation_defaults(files: Mapping[str, bytes], name: str) -> GenerationDefaults:
-    """`files`: a base's text files; `name`: the base's, for the log."""
+    """Reads the defaults from a base's text `files`; `name` is the base's name, for the log."""
     try:
         config = json.loads(files.get(FILE, b"{}"))
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        logger.warning("%s: %s is ignored, it is no JSON object", name, FILE)
+        logger.warning("%s: %s is ignored because it is not a JSON object", name, FILE)
         return NO_DEFAULTS
     given = {field.name: config.get(field.name) for field in fields(GenerationDefaults)}
-    wrong = {field for field, value in given.items() if not _is_right(field, value)}
-    if wrong:
-        logger.warning("%s: %s is ignored in %s", name, ", ".join(sorted(wrong)), FILE)
-    return GenerationDefaults(**{k: v for k, v in given.items() if k not in wrong})
+    invalid = {field for field, value in given.items() if not _is_valid(field, value)}
+    if invalid:
+        logger.warning(
+            "%s: invalid values of %s in %s are ignored", name, ", ".join(sorted(invalid)), FILE
+        )
+    return GenerationDefaults(**{k: v for k, v in given.items() if k not in invalid})
 
 
-def _is_right(field: str, value: object) -> bool:
+def _is_valid(field: str, value: object) -> bool:
     if value is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int if field in _INTEGERS else int | float):
         return False
-    return _IS_VALID[field](value)  # NaN is in no range
+    return _BOUNDS[field](value)  # NaN is outside of every range

@@ -1,7 +1,8 @@
-"""Bodies of the OpenAI API as bytes: chat.completion, text_completion, and their stream chunks.
+"""Response bodies of the OpenAI API as bytes: chat.completion, text_completion, and their chunks.
 
-A chunk is a prefix and a suffix made once a choice with the delta encoded between them: about 1 us
-where a dictionary of the whole chunk takes 5. Ignorant of tokens and of how the text came about.
+A chunk is a prefix and a suffix made once per choice, with the delta encoded between them: about
+1 us where a dictionary of the whole chunk costs 5. This module is independent of tokens and of how
+the text was made.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The fields that every body and chunk of one answer repeats. `id` may be made of the body's
-    `request_id`, never of the header `x-request-id`."""
+    """The fields that every body and chunk of a response repeats. `id` may be derived from the
+    body's `request_id`, never from the header `x-request-id`."""
 
     kind: Kind
     id: str
@@ -46,7 +47,9 @@ class ResponseHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class UsageInfo:
+    """The token counts of a response."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -62,7 +65,7 @@ class Usage:
 
 @dataclass(slots=True)
 class ChoiceBody:
-    """One choice of a whole answer. `extras` are vLLM's additions, left out when empty."""
+    """A choice of a whole response. `extras` are vLLM's additions, left out when empty."""
 
     index: int
     text: str
@@ -71,29 +74,34 @@ class ChoiceBody:
     stop_reason: str | int | None
     extras: Json = field(default_factory=dict)
 
-    def to_json(self, kind: Kind) -> Json:
-        said: Json = (
+    def encode(self, kind: Kind) -> msgspec.Raw:
+        content: Json = (
             {"message": {"role": "assistant", "content": self.text, "refusal": None}}
             if kind == "chat"
             else {"text": self.text}
         )
-        return {
+        body = {
             "index": self.index,
-            **said,
+            **content,
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             **self.extras,
         }
+        return msgspec.Raw(encode(body))
 
 
 def full_body(
-    head: ResponseHead, choices: Sequence[ChoiceBody], usage: Usage, extras: Mapping[str, object]
+    head: ResponseHead,
+    choices: Sequence[msgspec.Raw],
+    usage: UsageInfo,
+    extras: Mapping[str, object],
 ) -> bytes:
+    """Returns a whole response. `choices` are encoded already, see `ChoiceBody.encode`."""
     return encode(
         {
             **head.to_json(is_chunk=False),
-            "choices": [choice.to_json(head.kind) for choice in choices],
+            "choices": choices,
             "usage": usage.to_json(),
             **extras,
         }
@@ -101,51 +109,55 @@ def full_body(
 
 
 class ChunkWriter:
-    """The chunks of one choice. The first carries the role, beside content and never before it."""
+    """Writes the chunks of a choice. The first carries the role next to the content; no client
+    gets a chunk with the role alone."""
 
-    __slots__ = ("_end", "_first", "_open", "_plain_end")
+    __slots__ = ("_first_prefix", "_prefix", "_suffix", "_text_suffix")
 
     def __init__(self, head: ResponseHead, index: int, *, shows_usage: bool) -> None:
         opening = encode(head.to_json(is_chunk=True))[:-1]
         start = b"data: " + opening + b',"choices":[{"index":%d,' % index
         is_chat = head.kind == "chat"
-        self._open = start + (b'"delta":{"content":' if is_chat else b'"text":')
-        self._first = start + b'"delta":{"role":"assistant","content":' if is_chat else self._open
-        self._end = b'},"logprobs":' if is_chat else b',"logprobs":'
-        # With stream_options.include_usage every chunk but the last says usage null.
+        self._prefix = start + (b'"delta":{"content":' if is_chat else b'"text":')
+        self._first_prefix = (
+            start + b'"delta":{"role":"assistant","content":' if is_chat else self._prefix
+        )
+        self._suffix = b'},"logprobs":' if is_chat else b',"logprobs":'
+        # With stream_options.include_usage every chunk but the last has "usage": null.
         closing = b',"usage":null}\n\n' if shows_usage else b"}\n\n"
-        self._plain_end = self._end + b'null,"finish_reason":null}]' + closing
+        self._text_suffix = self._suffix + b'null,"finish_reason":null}]' + closing
 
-    def plain(self, text: str) -> bytes:
-        """The chunk of almost every token."""
-        opening, self._first = self._first, self._open
-        return opening + encode(text) + self._plain_end
+    def text_chunk(self, text: str) -> bytes:
+        """Returns a chunk that holds text only, as almost every chunk does."""
+        prefix, self._first_prefix = self._first_prefix, self._prefix
+        return prefix + encode(text) + self._text_suffix
 
-    def around(
+    def split_chunk(
         self,
         text: str,
         finish_reason: str | None,
         extras: Mapping[str, object],
-        usage: Usage | None,
+        usage: UsageInfo | None,
     ) -> tuple[bytes, bytes]:
-        """A chunk without its log-probabilities: what comes before them, and after."""
-        opening, self._first = self._first, self._open
+        """Returns a chunk without its log-probabilities: the bytes before and after them."""
+        prefix, self._first_prefix = self._first_prefix, self._prefix
         parts = [b',"finish_reason":', encode(finish_reason)]
         if extras:
             parts += [b",", encode(extras)[1:-1]]
         if usage is None:
-            parts.append(self._plain_end[self._plain_end.rindex(b"}]") :])
+            parts.append(self._text_suffix[self._text_suffix.rindex(b"}]") :])
         else:
             parts += [b'}],"usage":', encode(usage.to_json()), b"}\n\n"]
-        return b"".join((opening, encode(text), self._end)), b"".join(parts)
+        return b"".join((prefix, encode(text), self._suffix)), b"".join(parts)
 
 
-def usage_chunk(head: ResponseHead, usage: Usage) -> bytes:
-    """Never with choices: some clients read only one of the two."""
+def usage_chunk(head: ResponseHead, usage: UsageInfo) -> bytes:
+    """Returns a chunk with usage and an empty list of choices: some clients read only one of the
+    two fields of a chunk."""
     body = {**head.to_json(is_chunk=True), "choices": [], "usage": usage.to_json()}
     return b"data: " + encode(body) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """The end of a stream that broke: an event that the clients in use take for a failure."""
+    """Returns the end of a stream that failed, as an event that OpenAI's SDKs raise on."""
     return b"event: error\ndata: " + error.body() + b"\n\n" + DONE

@@ -1,4 +1,4 @@
-"""The bodies of POST /tokenize and /detokenize, in vLLM's shape (lm-eval uses them)."""
+"""The bodies of POST /tokenize and /detokenize, in vLLM's shape, which lm-eval uses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from serve_app.openai.chat import Message, Variable, check_messages, check_template_variables
+from serve_app.openai.chat import check_messages, check_template_variables
 from serve_app.openai.fields import check_token_ids
 from serve_app.openai.json_body import FieldError
+from serve_app.text.template import ChatMessage, TemplateValue
 
 
-def _check_optional_messages(value: object) -> tuple[Message, ...] | None:
+def _check_optional_messages(value: object) -> tuple[ChatMessage, ...] | None:
     return None if value is None else check_messages(value)
 
 
@@ -21,14 +22,14 @@ def _check_tokens(value: object) -> tuple[int, ...]:
 
 
 class TokenizeRequest(BaseModel):
-    """Either `prompt` or `messages`. Without a model the server's only base is meant."""
+    """Holds either `prompt` or `messages`. `model` may be left out if the server has one base."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = Field(None, min_length=1, max_length=256)
     prompt: str | None = None
     messages: Annotated[
-        tuple[Message, ...] | None,
+        tuple[ChatMessage, ...] | None,
         PlainValidator(
             _check_optional_messages, json_schema_input_type=list[dict[str, object]] | None
         ),
@@ -38,17 +39,17 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: Annotated[
-        Mapping[str, Variable],
+        Mapping[str, TemplateValue],
         PlainValidator(check_template_variables, json_schema_input_type=dict[str, object] | None),
     ] = {}
 
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise FieldError("prompt: give either prompt or messages.", "prompt")
+            raise FieldError("prompt: send either prompt or messages.", "prompt")
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise FieldError(
-                "continue_final_message: only with add_generation_prompt false.",
+                "continue_final_message: is allowed only if add_generation_prompt is false.",
                 "continue_final_message",
             )
         return self

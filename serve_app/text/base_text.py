@@ -1,7 +1,8 @@
-"""The text side of one base model: tokenizer, chat template and the ids that end a text.
+"""The text side of a base model: tokenizer, chat template and end-of-text token ids.
 
-Built from the model's small files, which may come from a folder or over the wire, so that a front
-needs neither the weights nor transformers. Stateless after load; encoding is for a worker thread.
+Built from the model's small files, which may come from a folder or over the network, so an ingress
+needs neither the weights nor transformers. Stateless after loading; encode long texts off the event
+loop.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
-from serve_app.text.template import ChatTemplate, Message, TemplateValue
-from serve_app.text.template_guard import TooDearError
+from serve_app.text.template import ChatMessage, ChatTemplate, TemplateValue
+from serve_app.text.template_guard import TemplateBudgetError
 from serve_app.text.tokenizer import TextTokenizer
 
 TEXT_FILES = (
@@ -50,7 +51,7 @@ class BaseText:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], *, is_guarded: bool = True) -> BaseText:
-        """`files`: those of TEXT_FILES that the model has; `is_guarded`: see `ChatTemplate`. Blocks
+        """Builds from the TEXT_FILES that the model has. `is_guarded`: see `ChatTemplate`. Blocks
         for a second: use a thread."""
         if "tokenizer.json" not in files:
             raise UnsupportedModelError(
@@ -60,7 +61,7 @@ class BaseText:
         special = _special_tokens({**_read_object(files, "special_tokens_map.json"), **config})
         try:
             library = Tokenizer.from_buffer(files["tokenizer.json"])
-        # The library raises bare Exception on a file that it cannot read.
+        # The library raises a bare Exception for a file that it cannot read.
         except Exception as error:
             raise UnsupportedModelError(f"tokenizer.json: {error}") from error
         tokenizer = TextTokenizer(library, special.get("bos_token"))
@@ -72,19 +73,19 @@ class BaseText:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def probe(self) -> None:
-        """Raises TooDearError where even the shortest chat is beyond the template's limits."""
+        """Raises TemplateBudgetError if even the shortest chat exceeds the limits of rendering."""
         if self.template is None:
             return
         try:
             self.render_chat([{"role": "user", "content": "Hello"}])
-        except TooDearError:
+        except TemplateBudgetError:
             raise
         except InvalidRequestError:
-            return  # the template wants another chat than this one
+            return  # the template requires another form of chat
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -92,7 +93,8 @@ class BaseText:
     ) -> str:
         if self.template is None:
             raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions.", "messages"
+                "This model has no chat template; send the prompt to /v1/completions instead.",
+                "messages",
             )
         return self.template.render(
             messages,
@@ -126,7 +128,7 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str | None:
-    """The file wins over the configuration; of several templates the one called "default"."""
+    """Returns the template of the file, or of the configuration: the "default" one of several."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode("utf-8")
     source = config.get("chat_template")

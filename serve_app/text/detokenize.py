@@ -1,8 +1,8 @@
-"""From token ids to text, one token at a time: incremental detokenizing and stop strings.
+"""Incremental detokenization, one token at a time, and stop strings.
 
-Pure state machines. Ignorant of HTTP, of requests and of where the ids come from. A character is
-given out when its last byte is there, and U+FFFD only where no later byte could repair it; the
-prompt is never looked at, so it cannot leak into the output.
+Pure state machines, independent of HTTP and of requests. A character is given out when its last
+byte has arrived, and U+FFFD only if no later byte could complete the character. The prompt is never
+read, so it cannot leak into the output.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# A run of byte tokens is decoded as a whole (one bad byte spoils all of it, as in the library), but
-# a text that is nothing but byte tokens must not be withheld for ever: beyond this many, characters
-# are given out as they complete.
+# A run of byte tokens is decoded as a whole (one bad byte invalidates all of it, as in the
+# library), but a text of byte tokens only must not be held back until its end: beyond this many
+# bytes, characters are given out as they complete.
 MAX_HELD_BYTES = 16
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -22,21 +22,22 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that this token completes, often all of its own, sometimes none."""
+        """Returns the text that this token completes: often its own, sometimes none."""
         ...
 
     def finish(self) -> str:
-        """What was held back; incomplete characters come as U+FFFD. Call once, at the end."""
+        """Returns the text that was held back, with U+FFFD for incomplete characters. Call once, at
+        the end."""
         ...
 
 
 class ByteDetokenizer:
-    """Byte-level BPE: every token is a string of bytes, the text is their UTF-8."""
+    """Byte-level BPE: every token is a byte string, and the text is their UTF-8 decoding."""
 
     __slots__ = ("_decoder", "_token_bytes")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """`token_bytes[id]`; empty for a token that leaves no text, as are ids beyond the table."""
+        """`token_bytes[id]` is empty for a token without text; ids beyond the table have none."""
         self._token_bytes = token_bytes
         self._decoder = _Utf8Decoder("replace")
 
@@ -51,19 +52,19 @@ class ByteDetokenizer:
 
 
 class PieceDetokenizer:
-    """SentencePiece with byte fallback: pieces of text, and runs of single-byte tokens between.
+    """SentencePiece with byte fallback: pieces of text, with runs of single-byte tokens in between.
 
-    `pieces[id]` is text, an int for a byte token, or None for a token that leaves no trace.
+    `pieces[id]` is text, an int for a byte token, or None for a token without text.
     """
 
     __slots__ = ("_decoder", "_pieces", "_run", "_strip")
 
     def __init__(self, pieces: Sequence[str | int | None], num_strip: int) -> None:
-        """`num_strip`: how many leading spaces of the text are an artefact and dropped."""
+        """`num_strip` leading spaces are an artefact of the tokenizer and dropped."""
         self._pieces = pieces
         self._strip = num_strip
         self._run = bytearray()
-        self._decoder: codecs.IncrementalDecoder | None = None  # set while a run is over-long
+        self._decoder: codecs.IncrementalDecoder | None = None  # set during an overlong run
 
     def push(self, token_id: int) -> str:
         piece = self._pieces[token_id] if token_id < len(self._pieces) else None
@@ -114,10 +115,11 @@ class PieceDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopTable:
-    """Aho-Corasick automaton over a request's stop strings, shared by its choices.
+    """An Aho-Corasick automaton over a request's stop strings, shared by its choices.
 
-    State s stands for the longest end of the text that is a beginning of some stop string; its
-    depth is what must be held back. One look-up a character whatever the number of strings.
+    A state stands for the longest suffix of the text that is a prefix of some stop string; its
+    depth is the number of characters to hold back. One look-up per character for any number of
+    strings.
     """
 
     children: tuple[dict[str, int], ...]
@@ -142,7 +144,7 @@ def build_stop_table(stops: Sequence[str]) -> StopTable:
         match[state] = stop
     fallback = [0] * len(children)
     queue = list(children[0].values())
-    for state in queue:  # breadth first: a fallback is shorter, hence already known
+    for state in queue:  # breadth first: a fallback is shorter, hence already computed
         for character, child in children[state].items():
             queue.append(child)
             candidate = fallback[state]
@@ -154,10 +156,10 @@ def build_stop_table(stops: Sequence[str]) -> StopTable:
 
 
 class StopMatcher:
-    """Cuts the text at the first stop string to be completed, the longest if several end there.
+    """Cuts the text at the first stop string to be completed, at the longest if several end there.
 
-    The result depends on the text alone, never on how it was cut into tokens, and no part of a stop
-    string is given out before it is known not to be one.
+    The result depends on the text alone, never on its division into tokens. A possible beginning of
+    a stop string is held back until the text rules the string out.
     """
 
     __slots__ = ("_held", "_include", "_state", "_table", "stop")
@@ -170,7 +172,8 @@ class StopMatcher:
         self.stop: str | None = None  # the string that ended the text
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """What can be given out now. A string that ends here with `may_stop` false is text."""
+        """Returns the text that can be given out now. If `may_stop` is false, a stop string that
+        ends in `text` is ordinary text."""
         table, state = self._table, self._state
         for index, character in enumerate(text):
             children = table.children[state]

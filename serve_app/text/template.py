@@ -1,9 +1,9 @@
 """A model's chat template: messages to one string, exactly as transformers' apply_chat_template.
 
-The template comes with the model, so it runs in jinja's immutable sandbox, without attributes that
-lead out of it, with bounded output. A client never sends one. On the event loop its work is counted
-and bounded, too (`template_guard`); only a worker process whose time and memory the kernel limits
-renders without the count. Ignorant of tokens and of HTTP.
+The template comes with the model and never from a client. It runs in jinja's immutable sandbox,
+without attributes that lead out of it and with bounded output. On the event loop its work is
+counted and bounded, too (`template_guard`); only a worker process, whose time and memory the kernel
+limits, renders without the count. This module is independent of tokens and of HTTP.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from serve_app.text.template_guard import (
     refuse,
 )
 
-Message: TypeAlias = dict[str, str]
+ChatMessage: TypeAlias = dict[str, str]
 TemplateValue: TypeAlias = str | int | float | bool
 T = TypeVar("T")
 
-# A template may repeat what it was given, not blow it up: 1 MiB beside twice the messages.
+# A template may repeat the messages but not multiply them: 1 MiB on top of twice their length.
 FREE_OUTPUT_CHARS = 1 << 20
 MAX_PRODUCT = 1 << 20
 
@@ -46,13 +46,14 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, is_guarded: bool = True
     ) -> None:
-        """`special_tokens`: bos_token and the like, as the template names them. `is_guarded`: work
-        beyond the budget raises TooDearError; false only where the process may be killed."""
+        """`special_tokens` maps the template's names, such as bos_token, to texts. If `is_guarded`,
+        rendering beyond the work budget raises TemplateBudgetError; pass False only in a process
+        that may be killed."""
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._is_guarded = is_guarded
         if is_guarded and len(source) > MAX_SOURCE_CHARS:
-            source = ""  # `render` refuses it unread
+            source = ""  # not even parsed; `render` refuses it
         try:
             self._template = _environment(is_guarded=is_guarded).from_string(source)
         except (TemplateSyntaxError, RecursionError) as error:
@@ -60,7 +61,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -98,7 +99,7 @@ class ChatTemplate:
                 num_chars += len(part)
                 if num_chars > max_chars:
                     refuse(f"it writes more than {max_chars} characters")
-        # A template is code: whatever it raises on these messages is about these messages.
+        # A template is code: an exception that it raises for these messages is about them.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise _refusal(str(error)) from error
         except (AttributeError, RecursionError) as error:
@@ -107,10 +108,10 @@ class ChatTemplate:
 
 
 def _cut_at_tag(text: str, final: str) -> str:
-    """The rendered chat up to the end of its last message."""
+    """Returns the rendered chat up to the end of its last message."""
     tag = _CONTINUE_TAG.strip()
     if final.strip() not in text or tag not in text:
-        raise _refusal("it drops parts of the final message, which cannot be continued")
+        raise _refusal("it drops parts of the final message, so that cannot be continued")
     end = text.rindex(tag)
     if text.startswith(_CONTINUE_TAG, end):
         return text[:end]
@@ -119,12 +120,12 @@ def _cut_at_tag(text: str, final: str) -> str:
 
 def _refusal(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"The model's chat template does not take these messages: {reason}", "messages"
+        f"The model's chat template refuses these messages: {reason}", "messages"
     )
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks assistant text for training; in serving the block is its body."""
+    """Renders `{% generation %}` blocks, which mark assistant text for training, as their body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja declares it as an instance variable)
 
@@ -141,7 +142,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Without a count of its work, which the process that runs it must bound."""
+    """A sandbox that does not count its work: the process that runs it must be limited."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -150,14 +151,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for number, other in ((left, right), (right, left)):
             if isinstance(number, int) and isinstance(other, str | list | tuple):
                 if number * len(other) > MAX_PRODUCT:
-                    raise SecurityError("repeats a value too often")
+                    raise SecurityError("it repeats a value too often")
             elif operator == "**" and isinstance(number, int) and abs(number) > limit:
-                raise SecurityError("a power too large")
+                raise SecurityError("it computes a power that is too large")
         return super().call_binop(context, operator, left, right)
 
 
 class _TemplateDict:
-    """`dict` for templates, without the attributes of a class."""
+    """The `dict` of templates, without the attributes of a class."""
 
     is_cheap = True
 
@@ -166,7 +167,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """jinja's namespace, refusing names that begin with an underscore."""
+    """A jinja namespace that refuses names with a leading underscore."""
 
     is_cheap = True
 
@@ -224,7 +225,7 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     if len(format) > 64 or any(character.isdigit() for character in format):
-        raise SecurityError("a time in more than 64 characters, or with a width")
+        raise SecurityError("its strftime_now format has over 64 characters, or a field width")
     return datetime.now().strftime(format)
 
 

@@ -1,9 +1,9 @@
 """A jinja sandbox that counts the work of a rendering, for templates that run on the event loop.
 
-Every loop turn, call, filter, operator and emitted text is charged before it happens; a rendering
-that spends its budget, or uses an operation whose cost cannot be bounded beforehand (`%`, `**`,
-`center`, `indent`, ...), raises TooDearError. Such a template is not wrong: a worker process with
-limits of the kernel may render it (see `text_worker`). The budget belongs to the thread.
+Every iteration, call, filter, operator and output is charged before it happens; a rendering that
+exceeds its budget, or uses an operation whose cost cannot be bounded beforehand (`%`, `**`,
+`center`, `indent`, ...), raises TemplateBudgetError. Such a template is valid: a worker process
+under limits of the kernel may render it (see `text_workers`). Each thread has its own budget.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jinja2.visitor import NodeTransformer
 
 from engine.errors import InvalidRequestError
 
-# A step is a turn, a call or an operator, at most about 5 us; a character costs at most 30 ns. Ten
-# messages under a usual template take 20,000 units, and a spent budget is 40 ms.
+# A step is an iteration, a call or an operator, about 5 us at most; a character costs 30 ns at
+# most. Ten messages in a common template cost 20,000 units; a whole budget is 40 ms.
 STEP_COST = 200
 FREE_WORK = 2_000_000
-WORK_PER_CHARACTER = 64  # of the messages, each of which a template handles some ten times
+WORK_PER_CHARACTER = 64  # per character of the messages, which templates process about ten times
 MAX_SOURCE_CHARS = 64 * 1024  # a longer template is never rendered here
 
-_ELEMENT_COST = 32  # of a list, to look at
+_ELEMENT_COST = 32  # per element of a list that is read
 _MAX_BITS = 64
 
 
@@ -35,7 +35,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Their cost is that of the values they read, and of those a list of ten messages is one.
+# Filters that read only the outermost list, of the messages for instance, not the texts in it.
 _SHALLOW_FILTERS = _words(
     "abs attr count d default first float int items last length list map reject rejectattr reverse "
     "round select selectattr"
@@ -56,8 +56,8 @@ _CHEAP_METHODS: dict[type, frozenset[str]] = {
 }
 
 
-class TooDearError(InvalidRequestError):
-    """This rendering takes more than the budget of a rendering on the event loop."""
+class TemplateBudgetError(InvalidRequestError):
+    """A rendering exceeds the work budget of the event loop."""
 
     def __init__(self, message: str, param: str | None = "messages") -> None:
         super().__init__(message, param)
@@ -69,19 +69,19 @@ class _Budget(threading.local):
     def charge(self, work: int) -> None:
         self.left -= work
         if self.left < 0:
-            refuse("it takes too much work")
+            refuse("it needs too much work")
 
 
 BUDGET = _Budget()
 
 
 def refuse(reason: str) -> NoReturn:
-    raise TooDearError(f"The model's chat template cannot render these messages: {reason}")
+    raise TemplateBudgetError(f"The model's chat template cannot render these messages: {reason}")
 
 
 def size_of(value: object) -> int:
-    """The length of `str(value)`, roughly; charged as it is counted, for a list may hold itself a
-    million times."""
+    """Returns the approximate length of `str(value)`. The counting itself is charged, because a
+    list may hold the same list a million times."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, bool) or value is None:
@@ -95,16 +95,16 @@ def size_of(value: object) -> int:
     if isinstance(value, range):
         return _ELEMENT_COST * len(value)
     if isinstance(value, int):
-        return 8 if value.bit_length() <= _MAX_BITS else refuse("it makes a number too large")
+        return 8 if value.bit_length() <= _MAX_BITS else refuse("it computes too large a number")
     if isinstance(value, float | Undefined | Macro | LoopContext):
         return 8
-    if callable(value) or isinstance(value, _Turns):
+    if callable(value) or isinstance(value, _ChargedIterable):
         return 8
     return refuse(f"it handles a {type(value).__name__}")
 
 
-class _Turns:
-    """What a loop runs over."""
+class _ChargedIterable:
+    """The values of a loop, each charged as a step."""
 
     def __init__(self, values: Iterable[object]) -> None:
         self._values = values
@@ -115,11 +115,11 @@ class _Turns:
             yield value
 
     def __len__(self) -> int:
-        return len(self._values)  # type: ignore[arg-type]  # a TypeError is what jinja expects
+        return len(self._values)  # type: ignore[arg-type]  # jinja expects a TypeError
 
 
 class GuardedSandbox(ImmutableSandboxedEnvironment):
-    """Call `guard_filters` when all filters and tests are in."""
+    """A sandbox that charges the thread's budget. Call `guard_filters` after adding all filters."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
@@ -143,7 +143,7 @@ class GuardedSandbox(ImmutableSandboxedEnvironment):
         elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
             BUDGET.charge(8 * (len(left) + len(right)))
         elif not (_is_number(left) and _is_number(right)) or operator == "**":
-            refuse(f"it uses {operator} where the cost is not known")
+            refuse(f"it uses {operator} on values for which the cost is unknown")
         result: object = super().call_binop(context, operator, left, right)
         if isinstance(result, int):
             size_of(result)
@@ -175,14 +175,14 @@ def _charge_call(function: object, args: tuple[object, ...], kwargs: dict[str, o
     if name in _CHEAP_METHODS.get(type(owner), ()):
         size = size_of(owner)
         if name == "replace":
-            size += _replaced(size, args)
+            size += _max_replaced(size, args)
         BUDGET.charge(2 * size)
     elif not getattr(function, "is_cheap", False):
         refuse(f"it calls {name or type(function).__name__}")
 
 
-def _replaced(size: int, args: tuple[object, ...]) -> int:
-    """The most characters that a replacement can make."""
+def _max_replaced(size: int, args: tuple[object, ...]) -> int:
+    """Returns an upper bound of the characters that a replacement inserts."""
     if len(args) < 2 or not isinstance(args[0], str) or not isinstance(args[1], str):
         return 0  # a TypeError follows
     return (size // max(1, len(args[0])) + 1) * len(args[1])
@@ -191,11 +191,11 @@ def _replaced(size: int, args: tuple[object, ...]) -> int:
 def _guarded_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     if name in _SHALLOW_FILTERS:
         return _shallow(function)
-    return (_deep if name in _DEEP_FILTERS else _declining)(name, function)
+    return (_deep if name in _DEEP_FILTERS else _refusing)(name, function)
 
 
 def _first_argument(function: Callable[..., object]) -> int:
-    """The value's place: behind the context or the environment, where jinja passes one."""
+    """Returns the index of the filtered value: 1 if jinja passes a context or environment first."""
     return 1 if hasattr(function, "jinja_pass_arg") else 0
 
 
@@ -207,7 +207,7 @@ def _shallow(function: Callable[..., object]) -> Callable[..., object]:
         value = args[first] if len(args) > first else None
         BUDGET.charge(STEP_COST + (8 * len(value) if isinstance(value, Sized) else 0))
         if isinstance(value, Iterator):
-            args = (*args[:first], list(_Turns(value)), *args[first + 1 :])
+            args = (*args[:first], list(_ChargedIterable(value)), *args[first + 1 :])
         return function(*args, **kwargs)
 
     return guarded
@@ -220,16 +220,16 @@ def _deep(name: str, function: Callable[..., object]) -> Callable[..., object]:
     def guarded(*args: object, **kwargs: object) -> object:
         values: list[Any] = list(args)
         if len(values) > first and isinstance(values[first], Iterator):
-            values[first] = list(_Turns(values[first]))
+            values[first] = list(_ChargedIterable(values[first]))
         sizes = [size_of(value) for value in values[first:]]
         named = sum(map(size_of, kwargs.values())) if kwargs else 0
         BUDGET.charge(STEP_COST + 2 * sum(sizes) + named)
         if name == "replace":
-            BUDGET.charge(_replaced(sizes[0], tuple(values[first + 1 :])))
+            BUDGET.charge(_max_replaced(sizes[0], tuple(values[first + 1 :])))
         elif name == "tojson":
-            BUDGET.charge(8 * sum(sizes))  # escapes, and what stands between the values
+            BUDGET.charge(8 * sum(sizes))  # escapes and separators
             if not kwargs.keys() <= {"ensure_ascii", "sort_keys"} or len(sizes) > 2:
-                refuse("it uses tojson with a layout")
+                refuse("it uses tojson with indent or separators")
         elif name == "join" and isinstance(values[first], Sized):
             BUDGET.charge((sum(sizes[1:]) + named) * len(values[first]))
         return function(*values, **kwargs)
@@ -237,23 +237,23 @@ def _deep(name: str, function: Callable[..., object]) -> Callable[..., object]:
     return guarded
 
 
-def _declining(name: str, function: Callable[..., object]) -> Callable[..., object]:
+def _refusing(name: str, function: Callable[..., object]) -> Callable[..., object]:
     @wraps(function)
-    def declining(*args: object, **kwargs: object) -> object:
+    def refusing(*args: object, **kwargs: object) -> object:
         refuse(f"it uses the filter {name}")
 
-    return declining
+    return refusing
 
 
-# With the context as an argument, so that the compiler does not run them.
+# These have the context as an argument, so that the compiler does not run them on constants.
 @pass_context
-def _turns(context: Context, values: Iterable[object]) -> _Turns:
-    return _Turns(values)
+def _turns(context: Context, values: Iterable[object]) -> _ChargedIterable:
+    return _ChargedIterable(values)
 
 
 @pass_context
 def _touch(context: Context, value: object) -> object:
-    """An operand whose whole length may be read."""
+    """Charges an operand that may be read over its whole length."""
     BUDGET.charge(size_of(value))
     return value
 
@@ -275,7 +275,7 @@ def _filtered(node: Any, name: str) -> nodes.Filter:
 
 
 class _Charging(NodeTransformer):
-    """Puts the filters above around what a template does without a call."""
+    """Wraps the operations of a template that are not calls in the filters above."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -309,7 +309,7 @@ class _Charging(NodeTransformer):
         return self._with_spread(node)
 
     def _with_spread(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Node:
-        """`f(*values)` and `f(**values)` read all of them."""
+        """Charges the spread arguments of `f(*values)` and `f(**values)`, which read all values."""
         self.generic_visit(node)
         if node.dyn_args is not None:
             node.dyn_args = _filtered(node.dyn_args, "_touch")

@@ -1,9 +1,9 @@
-"""A model folder's tokenizer: text to ids, ids to text, and the exact bytes of every single token.
+"""A base model's tokenizer: text to ids, ids to text, and the exact bytes of every single token.
 
-Reads `tokenizer.json` through the `tokenizers` library and, once at load, a table of what each id
-contributes to the text, so that streaming costs one look-up a token. Two families of decoders are
-known, byte-level BPE (Llama 3, Qwen, SmolLM2, Mistral Tekken) and SentencePiece with byte fallback
-(Llama 2, Mistral); the table is checked against the library, and any other tokenizer is refused.
+Reads `tokenizer.json` through the `tokenizers` library and, once at load, builds a table of the
+text of each id, so streaming costs one look-up per token. Two families of decoders are supported,
+byte-level BPE (Llama 3, Qwen, SmolLM2, Mistral Tekken) and SentencePiece with byte fallback (Llama
+2, Mistral). The table is checked against the library; other tokenizers are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUM_CHECKS = 64  # random sequences compared with the library at load, about 3 
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: character -> byte."""
+    """Returns GPT-2's printable placeholders: character -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {
@@ -36,15 +36,15 @@ _BYTES_OF_CHARACTER = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What each id contributes, by id. Ids that the vocabulary skips contribute nothing."""
+    """The text of each token, by id; empty for ids that the vocabulary skips."""
 
-    raw: tuple[bytes, ...]  # for logprobs: special tokens are their own name
+    raw: tuple[bytes, ...]  # for log-probabilities: a special token has its name as text
     special: frozenset[int]
     pieces: tuple[str | int | None, ...] | None  # SentencePiece only
     num_strip: int = 0
 
     def detokenizer_tables(self) -> tuple[tuple[bytes, ...], tuple[str | int | None, ...] | None]:
-        """`raw` and `pieces` with the special tokens made silent."""
+        """Returns `raw` and `pieces` with special tokens emptied."""
         raw = tuple(b"" if i in self.special else token for i, token in enumerate(self.raw))
         if self.pieces is None:
             return raw, None
@@ -52,7 +52,7 @@ class TokenTable:
 
 
 class TextTokenizer:
-    """Stateless after load and safe to use from threads; encode long texts off the event loop."""
+    """Stateless after loading and thread-safe; encode long texts off the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, bos_token: str | None = None) -> None:
         tokenizer.no_truncation()
@@ -60,7 +60,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         bos = None if bos_token is None else self.token_id(bos_token)
         added: list[int] = tokenizer.encode("", add_special_tokens=True).ids
-        # The text that must not be doubled: set only if the tokenizer itself writes it.
+        # A text that begins with it must not get a second one; None if the tokenizer adds none.
         self._own_bos = bos_token if bos is not None and added[:1] == [bos] else None
         self._table = _read_table(tokenizer)
         self._visible_raw, self._visible_pieces = self._table.detokenizer_tables()
@@ -73,7 +73,7 @@ class TextTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # without offsets, which takes half the time, and without the interpreter's lock
+        else:  # computes no offsets, which halves the time, and releases the interpreter's lock
             ids = self._encode_batch(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._own_bos and text.startswith(self._own_bos):
             return ids[1:]
@@ -86,7 +86,8 @@ class TextTokenizer:
     def detokenizer(
         self, *, skip_special_tokens: bool = True, at_start: bool = True
     ) -> Detokenizer:
-        """`at_start` false: the text goes on from a prompt, so its first space is a real one."""
+        """Returns a new detokenizer. Pass `at_start` False if the text continues a prompt, so that
+        a leading space is part of it."""
         if self._table.pieces is None:
             return ByteDetokenizer(self._visible_raw if skip_special_tokens else self._table.raw)
         pieces = self._visible_pieces if skip_special_tokens else self._table.pieces
@@ -98,39 +99,40 @@ class TextTokenizer:
         return token_id
 
     def is_special(self, token_id: int) -> bool:
-        """A control token, which `decode` leaves out unless it is asked for it."""
+        """Returns True for control tokens, which `decode` leaves out by default."""
         return token_id in self._table.special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes, which need not be whole characters; none for an id beyond the table."""
+        """Returns the token's bytes, which need not be whole characters; empty beyond the table."""
         return self._table.raw[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens, without tokenizing."""
+        """Returns a lower bound of the number of tokens, without tokenizing."""
         # A normalizer may compose characters (NFC: at most 4 to 1 in practice, Hangul 3 to 1).
         shrink = 1 if self._tokenizer.normalizer is None else 4
         return -(-len(text) // (self.max_token_chars * shrink))
 
-    def min_tokens_of_beginnings(self, text: str, enough: int) -> int:
-        """A lower bound of the number of tokens, from beginnings of the text that are tokenized,
-        each twice as long as the one before. Stops above `enough`; 0 for a text that may fit.
+    def min_tokens_by_prefixes(self, text: str, limit: int) -> int:
+        """Returns a lower bound of the number of tokens if that exceeds `limit`, otherwise 0.
 
-        The words of a beginning are those of the whole, but for the last one and for an added token
-        that the cut went through. So a text far too long costs what one of the limit does.
+        Tokenizes prefixes of the text, each twice as long as the previous, until the bound exceeds
+        `limit`: a text that is far too long costs no more than a text at the limit. The words of a
+        prefix equal those of the whole text, except for its last word and for an added token that
+        the cut splits.
         """
-        size = 4 * enough + 4096
+        size = 4 * limit + 4096
         while size < len(text):
-            # A batch, which frees the interpreter's lock; the faster one has no words.
+            # A batch releases the interpreter's lock; `encode_batch_fast` returns no words.
             batch = self._tokenizer.encode_batch([text[:size]], add_special_tokens=False)
             words: list[int | None] = batch[0].word_ids
             last = words[-1] if words else None
             num_whole = len(words)
             while num_whole and words[num_whole - 1] == last:
                 num_whole -= 1
-            if num_whole - 4 * self.max_token_chars > enough:
+            if num_whole - 4 * self.max_token_chars > limit:
                 return num_whole - 4 * self.max_token_chars
             size *= 2
         return 0
@@ -158,33 +160,35 @@ class TextTokenizer:
 
 
 def _read_table(tokenizer: Tokenizer) -> TokenTable:
-    spec = json.loads(tokenizer.to_str())
+    tokens = _tokens_by_id(tokenizer)
+    added = tokenizer.get_added_tokens_decoder()
+    special = frozenset(token_id for token_id, token in added.items() if token.special)
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return TokenTable(tuple(map(_byte_level, tokens)), special, None)
+    if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        pieces = tuple(map(_piece, tokens))
+        strip = sum(int(step.get("start", 0)) for step in steps if step["type"] == "Strip")
+        return TokenTable(tuple(map(_piece_bytes, pieces)), special, pieces, strip)
+    raise UnsupportedModelError(
+        f"tokenizer.json: decoder {kinds} is not supported, only ByteLevel and SentencePiece's "
+        "Replace, ByteFallback, Fuse, Strip"
+    )
+
+
+def _tokens_by_id(tokenizer: Tokenizer) -> list[str | None]:
+    """Returns the tokens, with None for ids that the vocabulary skips."""
     vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if not vocab:
         raise UnsupportedModelError("tokenizer.json: the vocabulary is empty")
     tokens: list[str | None] = [None] * (max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         tokens[token_id] = token
-    added = tokenizer.get_added_tokens_decoder()
-    for token_id, added_token in added.items():
-        tokens[token_id] = added_token.content
-    special = frozenset(token_id for token_id, added_token in added.items() if added_token.special)
-    decoder = spec.get("decoder") or {}
-    steps = decoder.get("decoders", [decoder])
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"]:
-        return TokenTable(tuple(_byte_level(t) for t in tokens), special, None)
-    if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        pieces = tuple(_piece(t) for t in tokens)
-        raw = tuple(
-            bytes((p,)) if isinstance(p, int) else (p or "").encode("utf-8") for p in pieces
-        )
-        strip = sum(int(step.get("start", 0)) for step in steps if step["type"] == "Strip")
-        return TokenTable(raw, special, pieces, strip)
-    raise UnsupportedModelError(
-        f"tokenizer.json: decoder {kinds} is not supported, only ByteLevel and SentencePiece's "
-        "Replace, ByteFallback, Fuse, Strip"
-    )
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        tokens[token_id] = added.content
+    return tokens
 
 
 def _byte_level(token: str | None) -> bytes:
@@ -192,8 +196,12 @@ def _byte_level(token: str | None) -> bytes:
         return b""
     try:
         return bytes(map(_BYTES_OF_CHARACTER.__getitem__, token))
-    except KeyError:  # an added token that was never byte-encoded
+    except KeyError:  # an added token, which is not byte-encoded
         return token.encode("utf-8")
+
+
+def _piece_bytes(piece: str | int | None) -> bytes:
+    return bytes((piece,)) if isinstance(piece, int) else (piece or "").encode("utf-8")
 
 
 def _piece(token: str | None) -> str | int | None:

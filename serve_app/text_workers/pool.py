@@ -1,10 +1,10 @@
-"""The worker processes of one ingress replica for large bodies: jobs out, results back.
+"""The worker processes of an ingress replica for large bodies: jobs out, results back.
 
-A body of 16 MiB costs seconds of processor time and more than a gigabyte to read and tokenize;
-`tokenizers` holds the interpreter's lock for 1.3 s a megabyte. Here all of that happens in
-processes of lower priority that the kernel limits, and that are replaced when they die or have
-grown. The queues before them are bounded in bytes, and bodies of more than a megabyte have a worker
-of their own, so that they delay nobody else. Ignorant of HTTP.
+Parsing and tokenizing a body of 16 MiB costs seconds of processor time and more than a gigabyte;
+`tokenizers` holds the interpreter's lock for 1.3 s per megabyte. That work runs in processes of
+lower priority that the kernel limits, and that are replaced when they die or have grown. Their
+queues are bounded in bytes, and bodies above one megabyte have a separate worker, so that they do
+not delay smaller bodies. This module is independent of HTTP.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedMo
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
 from serve_app.openai.engine_params import Prompt
 from serve_app.openai.json_body import parse_body
-from serve_app.openai.logprobs_parts import Lists, LogprobsPart
+from serve_app.openai.logprobs import Lists, LogprobsPart
 from serve_app.text.base_text import BaseText
-from serve_app.text.template_guard import TooDearError
+from serve_app.text.template_guard import TemplateBudgetError
 from serve_app.text_workers.worker import (
     JOB_CPU_S,
     JOB_SIGNAL,
     RENDER_CPU_S,
     RENDER_SIGNAL,
-    Body,
-    Done,
-    Failure,
     Job,
+    JobFailure,
+    JobResult,
+    RequestBody,
     out_of_memory,
     receive,
     send,
@@ -49,150 +49,152 @@ from serve_app.text_workers.worker import (
 
 logger = logging.getLogger(__name__)
 
-_LARGE_BYTES = 1024**2  # such bodies have one worker together
+_LARGE_BYTES = 1024**2  # all larger bodies share one worker
 _MAX_WAITING_BYTES = 256 * 1024**2
-_MAX_RESIDENT_BYTES = 512 * 1024**2  # a worker that has more after a job is replaced
-_MAX_BASES = 4  # that one worker holds the tokenizers of
+_MAX_RESIDENT_BYTES = 512 * 1024**2  # a worker above it after a job is replaced
+_MAX_BASES = 4  # whose tokenizers a worker holds
 _ROOT = str(Path(__file__).resolve().parents[2])
 _COMMAND = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
     "from serve_app.text_workers.worker import main; main()"
 )
 
-# Stand in for the texts, which only the workers see.
+# Replace the texts, which only the workers parse.
 _PLACEHOLDERS: Mapping[str, object] = {
     "ChatRequest": {"messages": [{"role": "user", "content": ""}]},
     "CompletionRequest": {"prompt": ""},
     "TokenizeRequest": {"prompt": ""},
     "DetokenizeRequest": {"tokens": []},
 }
-_decode = msgspec.msgpack.Decoder(Done | Failure).decode
+_decode = msgspec.msgpack.Decoder(JobResult | JobFailure).decode
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=RequestBody)
 Files = Mapping[str, bytes]
 
 
 class TextPool:
+    """The text workers of an ingress replica."""
+
     def __init__(self, num_workers: int) -> None:
-        """Processes start with the first job of each; at least two, one of them for bodies of more
-        than a megabyte."""
-        self._lanes = tuple(_Lane() for _ in range(max(2, num_workers)))
+        """There are at least two workers, the first for bodies above one megabyte; each process
+        starts with its first job."""
+        self._workers = tuple(_WorkerProcess() for _ in range(max(2, num_workers)))
         self._lock = threading.Lock()  # a job's end is counted on its worker's thread
         self._waiting_bytes = 0
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return tuple(lane.pid for lane in self._lanes if lane.pid is not None)
+        return tuple(worker.pid for worker in self._workers if worker.pid is not None)
 
     async def parse(self, kind: type[B], raw: bytes) -> B:
-        """A checked body without its texts: those are placeholders."""
-        done = await self._run(Job("parse", kind.__name__), raw)
-        short = msgspec.json.decode(done.body, type=dict[str, object])
-        stand_ins = _PLACEHOLDERS[kind.__name__]
-        assert isinstance(stand_ins, dict)
-        return parse_body(kind, msgspec.json.encode(short | stand_ins))
+        """Returns a checked body with placeholders in place of its texts."""
+        result = await self._run(Job("parse", kind.__name__), raw)
+        short_fields = msgspec.json.decode(result.body, type=dict[str, object])
+        placeholders = _PLACEHOLDERS[kind.__name__]
+        assert isinstance(placeholders, dict)
+        return parse_body(kind, msgspec.json.encode(short_fields | placeholders))
 
     async def prompts(
-        self, kind: type[Body], raw: bytes, base: str, files: Files, limits: EngineLimits
+        self, kind: type[RequestBody], raw: bytes, base: str, files: Files, limits: EngineLimits
     ) -> tuple[Prompt, ...]:
-        """As `params.read_prompts`; a text is kept only where the answer repeats it. `base`: its
-        digest; `files`: its text files."""
-        done = await self._run(Job("prompts", kind.__name__, base, limits), raw, files)
+        """Returns the same as `read_prompts`, but keeps a prompt's text only if the response echoes
+        it. `base` is the digest of the base, `files` are its text files."""
+        result = await self._run(Job("prompts", kind.__name__, base, limits), raw, files)
         return tuple(
-            Prompt(_ids(ids), text) for ids, text in zip(done.ids, done.texts, strict=True)
+            Prompt(_ids(ids), text) for ids, text in zip(result.ids, result.texts, strict=True)
         )
 
     async def tokenize(
-        self, kind: type[Body], raw: bytes, base: str, files: Files, limits: EngineLimits
+        self, kind: type[RequestBody], raw: bytes, base: str, files: Files, limits: EngineLimits
     ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Ids, and their texts where the body asks for them."""
-        done = await self._run(Job("tokenize", kind.__name__, base, limits), raw, files)
-        return _ids(done.ids[0]), done.texts
+        """Returns token ids, and their texts if the body requests them."""
+        result = await self._run(Job("tokenize", kind.__name__, base, limits), raw, files)
+        return _ids(result.ids[0]), result.texts
 
     async def detokenize(
-        self, kind: type[Body], raw: bytes, base: str, files: Files, limits: EngineLimits
+        self, kind: type[RequestBody], raw: bytes, base: str, files: Files, limits: EngineLimits
     ) -> str:
-        done = await self._run(Job("detokenize", kind.__name__, base, limits), raw, files)
-        return done.texts[0] or ""
+        result = await self._run(Job("detokenize", kind.__name__, base, limits), raw, files)
+        return result.texts[0] or ""
 
     async def logprobs(self, part: LogprobsPart, base: str, files: Files) -> Lists:
-        """Never refused for those that wait: it belongs to an answer that is there already."""
+        """Renders a part. Never refused for a full queue: the tokens are generated already."""
         raw = msgspec.msgpack.encode(part)
         return (await self._run(Job("logprobs", "", base), raw, files)).lists
 
     async def probe(self, base: str, files: Files) -> None:
-        """Raises UnsupportedModelError where the shortest chat is beyond a worker's limits."""
+        """Raises UnsupportedModelError if the shortest chat exceeds a worker's limits."""
         try:
             await self._run(Job("probe", "", base), b"", files)
         except InvalidRequestError as error:
             raise UnsupportedModelError(error.message) from None
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
+        for worker in self._workers:
+            worker.close()
 
-    async def _run(self, job: Job, raw: bytes, files: Files | None = None) -> Done:
-        """The body counts until nothing here holds it any more: until the job's end, though nobody
-        waits for that, or until a job that has not begun is cancelled."""
+    async def _run(self, job: Job, raw: bytes, files: Files | None = None) -> JobResult:
+        """Runs a job in the least busy worker. The body is counted while the pool holds it: until
+        the job ends, even if the caller was cancelled, or until a job in the queue is cancelled."""
         size, body = len(raw), [raw]
-        lanes = self._lanes[:1] if size > _LARGE_BYTES else self._lanes[1:]
-        lane = min(lanes, key=lambda one: one.num_jobs)
+        workers = self._workers[:1] if size > _LARGE_BYTES else self._workers[1:]
+        worker = min(workers, key=lambda worker: worker.num_jobs)
         with self._lock:
-            has_room = self._waiting_bytes + size <= _MAX_WAITING_BYTES
-            if not has_room and job.kind != "logprobs":
-                raise OverloadedError("Too many long requests wait to be read.", 5)
+            has_capacity = self._waiting_bytes + size <= _MAX_WAITING_BYTES
+            if not has_capacity and job.kind != "logprobs":
+                raise OverloadedError("Too many long requests wait to be tokenized.", 5)
             self._waiting_bytes += size
-            lane.num_jobs += 1
+            worker.num_jobs += 1
 
-        def leave(_: object = None) -> None:
+        def release(_: object = None) -> None:
             body.clear()  # the executor's queue keeps a cancelled job until its turn
             with self._lock:
                 self._waiting_bytes -= size
-                lane.num_jobs -= 1
+                worker.num_jobs -= 1
 
         try:
-            job_done = lane.executor.submit(lane.do, job, body, files)
-        except BaseException:  # a pool that is closed
-            leave()
+            future = worker.executor.submit(worker.run, job, body, files)
+        except BaseException:  # the pool is closed
+            release()
             raise
-        job_done.add_done_callback(leave)
-        return await asyncio.wrap_future(job_done)
+        future.add_done_callback(release)
+        return await asyncio.wrap_future(future)
 
 
 async def open_text(files: Files, base: str, texts: TextPool | None) -> BaseText:
-    """The text side of a base, its chat template tried once: on the spot, and by a worker where it
-    is beyond the event loop's budget. Raises UnsupportedModelError."""
+    """Returns the text side of a base after rendering one short chat: inline, or in a worker if the
+    template exceeds the event loop's budget. Raises UnsupportedModelError."""
     text = await asyncio.to_thread(BaseText.from_files, files)
     try:
         await asyncio.to_thread(text.probe)
-    except TooDearError as error:
+    except TemplateBudgetError as error:
         if texts is None:
             raise UnsupportedModelError(str(error)) from None
         await texts.probe(base, files)
     return text
 
 
-class _Lane:
+class _WorkerProcess:
     """One worker process and the thread that waits for it."""
 
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="text-worker")
         self.num_jobs = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._bases: set[str] = set()  # that it holds the tokenizers of
+        self._bases: set[str] = set()  # digests of the bases whose tokenizers it holds
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def do(self, job: Job, body: list[bytes], files: Files | None) -> Done:
-        """Blocks. Takes the one body out of the list. Raises what the worker answered, or what its
-        death means."""
+    def run(self, job: Job, body: list[bytes], files: Files | None) -> JobResult:
+        """Runs a job and blocks until its end. Pops the body, the only item of the list. Raises the
+        error that the worker returned, or that its death stands for."""
         raw = body.pop()
         if self._process is not None and self._process.poll() is not None:
-            # Nobody's request: the kernel had no memory, or an operator ended it.
+            # No request is to blame: the kernel was out of memory, or an operator killed it.
             status = self._end()
-            logger.warning("an idle text worker ended with status %d", status)
+            logger.warning("an idle text worker ended with status %d; starting another", status)
         if job.base and job.base not in self._bases:
             if len(self._bases) >= _MAX_BASES:
                 self._end()
@@ -201,34 +203,34 @@ class _Lane:
         return self._exchange(job, raw)
 
     def close(self) -> None:
-        """The request that a worker is at fails."""
+        """Ends the worker; the request in it fails."""
         process = self._process
         if process is not None:
             process.kill()
         self.executor.shutdown(cancel_futures=True)
         self._end()
 
-    def _exchange(self, job: Job, raw: bytes) -> Done:
+    def _exchange(self, job: Job, raw: bytes) -> JobResult:
         try:
             process = self._process or self._start()
         except OSError as error:
             logger.warning("a text worker cannot be started: %s", error)
             raise ServiceUnavailableError(
-                "Long requests cannot be read at the moment.", 5
+                "Long requests cannot be tokenized at the moment.", 5
             ) from None
         assert isinstance(process.stdin, BufferedIOBase)
         assert isinstance(process.stdout, BufferedIOBase)
         try:
             send(process.stdin, msgspec.msgpack.encode(job), raw)
-            answer: Done | Failure = _decode(receive(process.stdout, 1)[0])
+            result: JobResult | JobFailure = _decode(receive(process.stdout, 1)[0])
         except (OSError, EOFError, ValueError):
-            raise _cause(self._end(), job) from None
-        if isinstance(answer, Failure):
-            raise _raised(answer)
-        # The job that a load is for needs it; the size counts after that one.
-        if job.kind != "load" and answer.resident_bytes > _MAX_RESIDENT_BYTES:
+            raise _error_of_exit(self._end(), job) from None
+        if isinstance(result, JobFailure):
+            raise _error_of(result)
+        # After a load the size is not checked: the job that follows needs the loaded tokenizer.
+        if job.kind != "load" and result.resident_bytes > _MAX_RESIDENT_BYTES:
             self._end()
-        return answer
+        return result
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", _COMMAND]
@@ -237,14 +239,14 @@ class _Lane:
         return self._process
 
     def _end(self) -> int:
-        """The exit status of the worker; the next job starts another one."""
+        """Ends the worker and returns its exit status; the next job starts another one."""
         process, self._process = self._process, None
         self._bases.clear()
         if process is None:
             return 0
         for stream in (process.stdin, process.stdout):
             if stream is not None:
-                with suppress(OSError):  # bytes that nobody reads any more
+                with suppress(OSError):  # the worker cannot read the buffered bytes any more
                     stream.close()
         status = process.poll()
         if status is None:
@@ -259,7 +261,7 @@ def _ids(data: bytes) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _raised(failure: Failure) -> Exception:
+def _error_of(failure: JobFailure) -> Exception:
     if failure.kind == "api":
         return ApiError(failure.status, failure.message, param=failure.param, code=failure.code)
     if failure.kind == "unsupported":
@@ -268,18 +270,18 @@ def _raised(failure: Failure) -> Exception:
     return kind(failure.message, failure.param)
 
 
-def _cause(status: int, job: Job) -> Exception:
-    """The death of a worker as an error of the request that it worked on; only the deaths that its
-    own limits cause are the request's fault. An allocation that fails in a library aborts."""
-    logger.warning("a text worker ended with status %d at a %s job", status, job.kind)
+def _error_of_exit(status: int, job: Job) -> Exception:
+    """Returns the error of the request whose job ended its worker. Only exits by the worker's own
+    limits are the request's fault; SIGABRT is one, from an allocation that failed in a library."""
+    logger.warning("a text worker ended with status %d during a %s job", status, job.kind)
     if status == -RENDER_SIGNAL:
-        words = f"it runs for more than {RENDER_CPU_S:g} s"
         return InvalidRequestError(
-            f"The model's chat template cannot render these messages: {words}", "messages"
+            "The model's chat template cannot render these messages: it runs for more than "
+            f"{RENDER_CPU_S:g} s",
+            "messages",
         )
     if status == -JOB_SIGNAL:
-        what = "model's tokenizer or chat template" if job.kind == "load" else "text"
-        return InvalidRequestError(f"The {what} takes more than {JOB_CPU_S:g} s to read.")
+        return InvalidRequestError(f"{job.subject} needs more than {JOB_CPU_S:g} s to be read.")
     if status == -signal.SIGABRT:
         return InvalidRequestError(out_of_memory(job))
-    return ServiceUnavailableError("The process that read this request ended.", 1)
+    return ServiceUnavailableError("The worker process for this request ended; send it again.", 1)

@@ -1,10 +1,10 @@
 """A process that does the text work of large requests for an ingress replica: it parses bodies,
 renders chats and tokenizes, apart from the event loop and at a lower priority.
 
-It reads jobs from its standard input and answers on its standard output, one after another
-(`text_pool` is the other end); nothing is ever unpickled. The kernel limits it: a job that takes
-too much processor time ends the process, and the signal says which limit it was. It keeps nothing
-of a request. Ignorant of HTTP, Ray and engines.
+It reads jobs from its standard input and writes results to its standard output, one at a time
+(`pool` is the other end); it never unpickles. The kernel limits it: a job that uses too much
+processor time ends the process by a signal that identifies the limit. It keeps no data of a
+request. This module is independent of HTTP, Ray and engines.
 """
 
 from __future__ import annotations
@@ -28,40 +28,46 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import detokenized, read_prompts, tokenized
 from serve_app.openai.json_body import parse_body, parse_json
-from serve_app.openai.logprobs_parts import LogprobsPart, render_part
+from serve_app.openai.logprobs import LogprobsPart, render_part
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import BaseText
-from serve_app.text.template import Message, TemplateValue
+from serve_app.text.template import ChatMessage, TemplateValue
 from serve_app.text.template_guard import refuse
 
 NICENESS = 5  # where cores are scarce, streams go first
 RENDER_CPU_S = 1.0
 JOB_CPU_S = 60.0  # 16 MiB of digits under a byte-level tokenizer
-RENDER_BYTES = 256 * 1024**2  # beyond what the process holds
-JOB_BYTES = 2 * 1024**3  # tokenizing takes 100 to 300 bytes a character
+RENDER_BYTES = 256 * 1024**2  # on top of the process's size before
+JOB_BYTES = 2 * 1024**3  # tokenizing needs 100 to 300 bytes per character
 RENDER_SIGNAL, JOB_SIGNAL = signal.SIGVTALRM, signal.SIGPROF  # of the two time limits
 
-Body = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
-BODIES: Mapping[str, type[Body]] = {
+RequestBody = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
+BODIES: Mapping[str, type[RequestBody]] = {
     kind.__name__: kind
     for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 }
 _decode_part = msgspec.msgpack.Decoder(LogprobsPart).decode
-# Left out of what goes back: long, and needed here only.
+# Not returned to the ingress, because they are long and only the worker needs them.
 _TEXT_FIELDS = ("prompt", "messages", "tokens", "chat_template_kwargs", "metadata")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Its bytes follow it: a body, for `load` the base's text files, for `logprobs` a part."""
+    """A job, followed by bytes: the request body, the base's text files for `load`, or the part for
+    `logprobs`."""
 
     kind: Literal["load", "probe", "parse", "prompts", "tokenize", "detokenize", "logprobs"]
     body: str = ""  # one of BODIES
-    base: str = ""  # digest of the base, whose files a `load` brought
+    base: str = ""  # digest of the base, whose files an earlier `load` brought
     limits: EngineLimits | None = None
 
+    @property
+    def subject(self) -> str:
+        """The data that the job reads, for error messages."""
+        return "The model's tokenizer or chat template" if self.kind == "load" else "The text"
 
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """An exception in its parts; `kind` is its class."""
+
+class JobFailure(msgspec.Struct, frozen=True, tag="failure"):
+    """An exception as data; `kind` stands for its class."""
 
     kind: Literal["api", "invalid", "context", "unsupported"]
     message: str
@@ -70,14 +76,13 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     status: int = 400
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """`ids`: of every prompt, as native unsigned 32-bit integers; `texts`: a prompt's own text
-    where the answer repeats it, or the result's."""
+class JobResult(msgspec.Struct, frozen=True, tag="done"):
+    """The result of a job; the fields that its kind does not set stay empty."""
 
-    ids: tuple[bytes, ...] = ()
-    texts: tuple[str | None, ...] = ()
+    ids: tuple[bytes, ...] = ()  # token ids of each prompt, as native unsigned 32-bit integers
+    texts: tuple[str | None, ...] = ()  # echoed prompts, texts of tokens, or the detokenized text
     body: bytes = b""  # the short fields of a checked body, as JSON
-    lists: dict[str, bytes] = {}  # of a part of the log-probabilities of an answer
+    lists: dict[str, bytes] = {}  # a rendered part of log-probabilities
     resident_bytes: int = 0  # of this process, after the job
 
 
@@ -89,7 +94,7 @@ def send(stream: BufferedIOBase, *parts: bytes) -> None:
 
 
 def receive(stream: BufferedIOBase, num_parts: int) -> list[bytes]:
-    """Raises EOFError where the other end is gone."""
+    """Returns `num_parts` parts of one `send`. Raises EOFError if the other end is gone."""
     header = stream.read(8 * num_parts)
     sizes = [int.from_bytes(header[i : i + 8], "little") for i in range(0, len(header), 8)]
     parts = [stream.read(size) for size in sizes]
@@ -99,11 +104,11 @@ def receive(stream: BufferedIOBase, num_parts: int) -> list[bytes]:
 
 
 class _LimitedText(BaseText):
-    """Renders without counting the work, under the kernel's limits."""
+    """A BaseText that renders under the kernel's limits, without counting the work."""
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -122,49 +127,50 @@ class _LimitedText(BaseText):
 
 
 class Worker:
+    """Runs jobs and holds the text sides of the bases that they need."""
+
     def __init__(self) -> None:
         self._texts: dict[str, BaseText] = {}  # by the base's digest
 
-    def answer(self, job: Job, raw: bytes) -> Done | Failure:
+    def run(self, job: Job, raw: bytes) -> JobResult | JobFailure:
         try:
             with _limited(signal.ITIMER_PROF, JOB_CPU_S, JOB_BYTES):
-                return self._do(job, raw)
+                return self._run(job, raw)
         except ApiError as error:
-            return Failure("api", error.message, error.param, error.code, error.status)
+            return JobFailure("api", error.message, error.param, error.code, error.status)
         except ContextLengthError as error:
-            return Failure("context", error.message, error.param)
+            return JobFailure("context", error.message, error.param)
         except InvalidRequestError as error:
-            return Failure("invalid", error.message, error.param)
+            return JobFailure("invalid", error.message, error.param)
         except UnsupportedModelError as error:
-            return Failure("unsupported", str(error))
+            return JobFailure("unsupported", str(error))
         except MemoryError:
-            return Failure("invalid", out_of_memory(job))
+            return JobFailure("invalid", out_of_memory(job))
 
-    def _do(self, job: Job, raw: bytes) -> Done:
+    def _run(self, job: Job, raw: bytes) -> JobResult:
         if job.kind == "load":
             files = msgspec.msgpack.decode(raw, type=dict[str, bytes])
             self._texts[job.base] = _LimitedText.from_files(files, is_guarded=False)
-            return Done()
+            return JobResult()
         if job.kind == "probe":
             self._texts[job.base].probe()
-            return Done()
+            return JobResult()
         if job.kind == "logprobs":
             part = _decode_part(raw)
-            return Done(lists=render_part(part, self._texts[job.base].tokenizer))
+            return JobResult(lists=render_part(part, self._texts[job.base].tokenizer))
         kind = BODIES[job.body]
         if job.kind == "parse":
-            return Done(body=_short_fields(kind, raw))
+            return JobResult(body=_short_fields(kind, raw))
         assert job.limits is not None
-        return _WORK[job.kind](parse_body(kind, raw), self._texts[job.base], job.limits)
+        return _TEXT_JOBS[job.kind](parse_body(kind, raw), self._texts[job.base], job.limits)
 
 
 def out_of_memory(job: Job) -> str:
-    what = "model's tokenizer or chat template" if job.kind == "load" else "text"
-    return f"The {what} takes more than {JOB_BYTES >> 30} GiB of memory to read."
+    return f"{job.subject} needs more than {JOB_BYTES >> 30} GiB of memory to be read."
 
 
-def _short_fields(kind: type[Body], raw: bytes) -> bytes:
-    """The body has been checked whole; what goes back has a few kilobytes."""
+def _short_fields(kind: type[RequestBody], raw: bytes) -> bytes:
+    """Checks the whole body and returns its short fields as JSON, a few kilobytes."""
     checked = parse_body(kind, raw)
     given = parse_json(raw)
     assert isinstance(given, dict)
@@ -176,29 +182,29 @@ def _short_fields(kind: type[Body], raw: bytes) -> bytes:
     return msgspec.json.encode(short)
 
 
-def _prompts(body: Body, text: BaseText, limits: EngineLimits) -> Done:
+def _prompts(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
     assert isinstance(body, ChatRequest | CompletionRequest)
     prompts = read_prompts(body, text, limits)
     is_echoed = isinstance(body, CompletionRequest) and bool(body.echo)
-    return Done(
+    return JobResult(
         tuple(array("I", prompt.token_ids).tobytes() for prompt in prompts),
         tuple(prompt.text if is_echoed else None for prompt in prompts),
     )
 
 
-def _tokenize(body: Body, text: BaseText, limits: EngineLimits) -> Done:
+def _tokenize(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
     assert isinstance(body, TokenizeRequest)
     ids = tokenized(body, text, limits)
     names = map(text.tokenizer.token_text, ids) if body.return_token_strs else ()
-    return Done((array("I", ids).tobytes(),), tuple(names))
+    return JobResult((array("I", ids).tobytes(),), tuple(names))
 
 
-def _detokenize(body: Body, text: BaseText, limits: EngineLimits) -> Done:
+def _detokenize(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
     assert isinstance(body, DetokenizeRequest)
-    return Done(texts=(detokenized(body, text, limits),))
+    return JobResult(texts=(detokenized(body, text, limits),))
 
 
-_WORK: Mapping[str, Callable[[Body, BaseText, EngineLimits], Done]] = {
+_TEXT_JOBS: Mapping[str, Callable[[RequestBody, BaseText, EngineLimits], JobResult]] = {
     "prompts": _prompts,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
@@ -207,8 +213,8 @@ _WORK: Mapping[str, Callable[[Body, BaseText, EngineLimits], Done]] = {
 
 @contextmanager
 def _limited(timer: int, seconds: float, num_bytes: int) -> Iterator[None]:
-    """Of processor time, beyond which the timer's signal ends the process, and of memory beyond
-    what it holds, beyond which an allocation fails."""
+    """Limits processor time, beyond which the timer's signal ends the process, and the memory added
+    to its present size, beyond which an allocation fails."""
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = _status("VmData") + num_bytes
     if before != resource.RLIM_INFINITY:
@@ -223,30 +229,31 @@ def _limited(timer: int, seconds: float, num_bytes: int) -> Iterator[None]:
 
 
 def _status(name: str) -> int:
-    """A size of this process, in bytes."""
+    """Returns a size of this process, in bytes."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
 def main() -> None:
-    """Ends with the parent, which may not have had the time to say so."""
+    """Runs jobs until the parent closes the pipe; the kernel kills the process if the parent dies
+    without closing it."""
     libc = ctypes.CDLL(None)
     pr_set_pdeathsig = 1
     libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the parent decides
     jobs = os.fdopen(0, "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # no library's print may come between two answers
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library's print must not come between two results
     worker = Worker()
     while True:
         try:
             header, raw = receive(jobs, 2)
         except EOFError:
             return
-        answer = worker.answer(msgspec.msgpack.decode(header, type=Job), raw)
+        result = worker.run(msgspec.msgpack.decode(header, type=Job), raw)
         del raw
         libc.malloc_trim(0)
-        if isinstance(answer, Done):
-            answer = msgspec.structs.replace(answer, resident_bytes=_status("VmRSS"))
-        send(answers, msgspec.msgpack.encode(answer))
+        if isinstance(result, JobResult):
+            result = msgspec.structs.replace(result, resident_bytes=_status("VmRSS"))
+        send(results, msgspec.msgpack.encode(result))

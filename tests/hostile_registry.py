@@ -152,7 +152,7 @@ def _version(name: str, number: int, tags: dict[str, str]) -> ModelVersion:
 
 
 class Reader:
-    """Implements `topology.RegistryReader` over a `Store`."""
+    """Implements `platform_view.RegistryReader` over a `Store`."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self._folder = folder
@@ -237,7 +237,7 @@ class World:
         sources = Sources(lambda: Reader(self.store, self.folder), "no:engine")
         args = PlatformArgs(registry=RegistryArgs(poll_interval_s=0.01))
         await made.__init__(args, sources)  # type: ignore[misc]
-        made._arranger._send = _accept  # type: ignore[assignment]
+        made._plans._send = _accept  # type: ignore[assignment]
         await made.reconfigure({"models": [{"name": name} for name in models]})
         return made
 
@@ -249,7 +249,7 @@ async def _accept(*_: object) -> int:
 def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
     controller = Controller()
     patch.setattr(fleet, "serve", controller)
-    patch.setattr(fleet, "_ADOPT_S", 0.05)
+    patch.setattr(fleet, "_FIRST_REPORT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
     patch.setattr("serve_app.control.watcher.MIN_PAUSE_S", 0.01)
     nodes = SimpleNamespace(cluster_resources=dict, nodes=lambda: [{"Alive": True}])
@@ -258,8 +258,9 @@ def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
 
 
 def stop(made: Manager) -> None:
-    for task in made._tasks:
-        task.cancel()
+    for task in (made._reconciling, made._watching):
+        if task is not None:
+            task.cancel()
 
 
 async def follows(made: Manager, world: World, timeout_s: float = 30.0) -> None:

@@ -14,6 +14,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.model_list import ModelList
+from serve_app.config import ModelArgs
 from serve_app.dispatch import gateway as gateway_module
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
@@ -84,7 +85,7 @@ async def test_the_model_list_leaves_out_what_cannot_be_served() -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     sound = AdapterVersion("sound", 1, "a" * 64, "base", base.digest, 8, (), "source")
     refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
-    served = ServedBase(base, "app", True)
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
     view = PlatformView("1", Catalog((base,), (sound, refused)), (served,), (), True, None)
     gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
     listed = json.loads(await ModelList().encoded(gateway, view))["data"]
@@ -95,7 +96,7 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
-    served = ServedBase(base, "app", True)
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
     gateway = Gateway(cast("DeploymentHandle[object]", None), "ingress")
     gateway.view = PlatformView("1", Catalog((base,), ()), (served,), (), True, None)
     tries = []

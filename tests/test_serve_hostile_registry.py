@@ -156,7 +156,7 @@ async def test_a_manager_whose_loop_ended_or_lags_is_unhealthy(
     await made.check_health()
     assert b"loraplex_reconcile_age_seconds" in made._registry_metrics.text()
     monkeypatch.setattr(manager, "MAX_RECONCILE_AGE_S", -1.0)
-    with pytest.raises(RuntimeError, match="no round of the manager ended"):
+    with pytest.raises(RuntimeError, match="no round of the manager has ended"):
         await made.check_health()
     monkeypatch.undo()
     assert made._watching is not None

@@ -201,11 +201,11 @@ async def test_sleep_and_wake_act_on_every_served_version_of_a_base(tmp_path: Pa
     first, second = line(1), line(2)
     fleet, keeper = fleet_of(first, second, replace(line(3), state="draining"))
     await order("sleep", "b", fleet, tmp_path)
-    assert [keeper.phase(one.digest) for one in (first, second)] == ["drowsy", "drowsy"]
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["draining", "draining"]
     await order("wake", "b", fleet, tmp_path)
     assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "awake"]
     await order("sleep", "b@2", fleet, tmp_path)
-    assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "drowsy"]
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "draining"]
     with pytest.raises(NotFoundError, match="b@9"):
         await order("sleep", "b@9", fleet, tmp_path)
 
@@ -214,7 +214,7 @@ async def test_no_version_of_a_base_sleeps_where_one_has_open_requests(tmp_path:
     first, second = line(1), line(2)
     fleet, keeper = fleet_of(first, second)
     now_s = asyncio.get_running_loop().time()
-    keeper.hear(IngressReport("one", (BaseActivity(second.digest, 1, 0.0),)), now_s)
+    keeper.add_report(IngressReport("one", (BaseActivity(second.digest, 1, 0.0),)), now_s)
     with pytest.raises(ConflictError, match="1 open requests"):
         await order("sleep", "b", fleet, tmp_path)
     assert keeper.phase(first.digest) == "awake"

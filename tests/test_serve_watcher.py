@@ -93,21 +93,21 @@ async def test_a_wake_makes_the_next_look_immediate() -> None:
 async def test_a_catalog_says_when_the_look_for_it_began() -> None:
     store = Store()
     async with watching(store) as watcher:
-        await until(lambda: watcher.looked_s > 0)
+        await until(lambda: watcher.read_began_s > 0)
         store.held.clear()
         watcher.wake()
         await until(lambda: store.num_looks == 2)
         meanwhile_s = asyncio.get_running_loop().time()
         await asyncio.sleep(0.01)
-        first_s = watcher.looked_s
+        first_s = watcher.read_began_s
         store.held.set()
-        await until(lambda: watcher.looked_s > first_s)
-        assert watcher.looked_s <= meanwhile_s
-        known_s = watcher.looked_s
+        await until(lambda: watcher.read_began_s > first_s)
+        assert watcher.read_began_s <= meanwhile_s
+        known_s = watcher.read_began_s
         store.content = RegistryUnavailableError("away")
         watcher.wake()
         await until(lambda: watcher.error is not None)
-        assert watcher.looked_s == known_s
+        assert watcher.read_began_s == known_s
 
 
 async def test_wakes_during_a_look_lead_to_exactly_one_more() -> None:

@@ -1,4 +1,4 @@
-"""What starts of bases took, each base's state and replicas, as Prometheus families of the
+"""The duration of starts, and each base's state and replicas, as Prometheus families of the
 manager."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATES: tuple[str, ...] = get_args(BaseState)
 
 @dataclass(slots=True)
 class StartLog:
-    """Since this manager began."""
+    """The starts since this manager began."""
 
     histograms: dict[str, Histogram] = field(default_factory=dict)  # by base name
     cold_starts: Counter[str] = field(default_factory=Counter)
@@ -32,12 +32,12 @@ class StartLog:
         self._began_s[application] = now_s
 
     def end(self, application: str, base: str, now_s: float, *, is_cold: bool) -> None:
-        """Called as often as it is seen running: only the first time counts."""
+        """Ends a start. Called in each round while the application runs; the first call counts."""
         began_s = self._began_s.pop(application, None)
         if began_s is None:
             return
-        self._last_s[base] = took_s = now_s - began_s
-        self.histograms.setdefault(base, Histogram(SECONDS)).observe(took_s)
+        self._last_s[base] = duration_s = now_s - began_s
+        self.histograms.setdefault(base, Histogram(SECONDS)).observe(duration_s)
         if is_cold:
             self.cold_starts[base] += 1
 
@@ -60,13 +60,13 @@ class _BaseMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(
-            "loraplex_base_state", "1 for the state that it is in", labels=["base", "state"]
+            "loraplex_base_state", "1 for the current state", labels=["base", "state"]
         )
-        # Two versions of one base may be there at a time, one starting and one draining.
+        # Two versions of one base may exist at a time, one starting and one draining.
         found = {(line.name, line.state) for line in self._lines}
         for name in sorted({line.name for line in self._lines}):
-            for word in _STATES:
-                state.add_metric([name, word], float((name, word) in found))
+            for value in _STATES:
+                state.add_metric([name, value], float((name, value) in found))
         yield state
         replicas = GaugeMetricFamily(
             "loraplex_replicas", "Engine replicas", labels=["model_name", "state"]

@@ -1,5 +1,5 @@
-"""What the manager knows of the registry, for Prometheus and for the log. One manager, so no
-label names a process: whichever ingress is asked tells the same.
+"""The state of the registry in Prometheus' text format, and its changes in the log. There is one
+manager, so no label names a process, and every ingress exposes the same values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve_app.control.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_CHANGES = 20  # of one look, in the log
+_SHOWN_CHANGES = 20  # of one read, in the log
 
 
 class RegistryMetrics(Collector):
@@ -42,20 +42,20 @@ class RegistryMetrics(Collector):
         watcher = self._watcher
         is_up = watcher.error is None and watcher.catalog is not None
         gauges = (
-            ("registry_up", "1: the last look into the registry succeeded", float(is_up)),
+            ("registry_up", "1: the last read of the registry succeeded", float(is_up)),
             (
                 "registry_last_success_timestamp_seconds",
-                "When a look last succeeded, Unix time; 0: never",
+                "When a read last succeeded, Unix time; 0: never",
                 watcher.last_success_s,
             ),
             (
                 "registry_snapshot_seconds",
-                "What the last good look took; next to nothing where SQLite says it did not change",
-                watcher.look_s,
+                "Duration of the last good read; near 0 where SQLite reports no change",
+                watcher.read_duration_s,
             ),
             (
                 "reconcile_age_seconds",
-                "Since the manager last compared what is served with what is wanted",
+                "Since the manager last compared the served bases with the wanted ones",
                 self._reconcile_age_s(),
             ),
         )
@@ -73,4 +73,4 @@ def log_changes(changes: Sequence[Change]) -> None:
     for change in changes[:_SHOWN_CHANGES]:
         logger.info("registry: %s", change)
     if len(changes) > _SHOWN_CHANGES:
-        logger.info("registry: and %d changes more", len(changes) - _SHOWN_CHANGES)
+        logger.info("registry: %d more changes", len(changes) - _SHOWN_CHANGES)

@@ -59,13 +59,14 @@ class ColdStarts:
             return Admission(route, self._gateway.activity.enter(route.front.base.digest))
 
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:
-        digest, policy = base.base.digest, base.cold_start
+        digest, model = base.base.digest, base.model
         self._wake(digest)
-        if policy.is_refused and not base.is_running:  # else our end of it opens this moment
+        # Running: our end of it opens this moment.
+        if model.cold_start == "refuse" and not base.is_running:
             raise ServiceUnavailableError(
                 f"The base model {base.base.name!r} is being started.", retry_after_s
             )
-        if self._num_waiting[digest] >= policy.max_waiting:
+        if self._num_waiting[digest] >= model.max_queued_requests:
             raise OverloadedError("Too many requests wait for this model.", retry_after_s)
         visit = self._gateway.activity.enter(digest)
         self._num_waiting[digest] += 1
@@ -78,7 +79,7 @@ class ColdStarts:
             is_gone = True
             wait.cancel()
 
-        wait = share(self._until_awake(digest, policy.timeout_s), "wait-for-base")
+        wait = share(self._until_awake(digest, model.cold_start_timeout_s), "wait-for-base")
         watch = spawn(call_when_gone(receive, leave), "watch-client")
         try:
             await wait
@@ -89,7 +90,7 @@ class ColdStarts:
         except TimeoutError:
             raise ServiceUnavailableError(
                 f"The base model {base.base.name!r} did not start within "
-                f"{ceil(policy.timeout_s)} s.",
+                f"{ceil(model.cold_start_timeout_s)} s.",
                 retry_after_s,
             ) from None
         finally:

@@ -184,7 +184,7 @@ class Gateway:
             front.description.limits,
             front.app_name,
             front.base.name,
-            STAY if base is None else base.migration,
+            STAY if base is None else base.model.migration,
         )
 
     def stand_in(self, digest: str) -> BaseHandle | None:
@@ -274,7 +274,7 @@ class Gateway:
 
     def _asleep(self) -> tuple[tuple[str, float], ...]:
         bases = () if self.view is None else self.view.bases
-        return tuple((base.base.digest, base.rest_id) for base in bases if base.state == "asleep")
+        return tuple((one.base.digest, one.sleep_epoch) for one in bases if one.state == "asleep")
 
     def _take(self, view: PlatformView) -> None:
         self.view = view

@@ -90,7 +90,7 @@ class AdmissionQueues:
 
     def _open(self, front: BaseHandle) -> AdmissionQueue:
         served = self._gateway.served(front.base.digest)
-        limit = _USUAL_MAX_WAITING if served is None else served.cold_start.max_waiting
+        limit = _USUAL_MAX_WAITING if served is None else served.model.max_queued_requests
         app_name = front.app_name
         return AdmissionQueue(
             self._settings, limit, lambda: self._views_of(app_name), self.stats, front.base.name

@@ -115,7 +115,7 @@ class Managers:
         with owned_by(self._owner):
             made = Manager.__new__(Manager)
             await made.__init__(self._args, Sources(self._opener, "no:engine"))  # type: ignore[misc]
-            made._arranger._send = self.engines.arrange
+            made._plans._send = self.engines.arrange
             models = [model.model_dump(mode="json") for model in self._args.models]
             await made.reconfigure({"models": models})
         self.current = made

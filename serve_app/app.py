@@ -1,6 +1,6 @@
 """The entry point of `serve run configs/quickstart.yaml`: arguments -> the `api` Serve application.
 
-The application is the ingress and the manager; the manager starts one more application per base.
+The application is the ingress and the manager; the manager starts another application per base.
 No `from __future__ import annotations` here: Serve turns the file's `args` into PlatformArgs only
 if the annotation of `build` is the class itself and not its name.
 """

@@ -44,12 +44,14 @@ class StreamAddress:
     port: int
     token: str
     ingress_id: str
-    certificate: str = ""  # PEM, the only one to trust; empty: the connection is not encrypted
+    certificate: str = (
+        ""  # PEM, the only certificate to trust; empty: the connection is not encrypted
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitCall:
-    """The engine requests of one HTTP request (one per prompt), all with the same adapter."""
+    """The engine requests of an HTTP request (one per prompt), all with the same adapter."""
 
     requests: tuple[Request, ...]
     adapter: AdapterVersion | None
@@ -59,7 +61,8 @@ class SubmitCall:
 
 @dataclass(frozen=True, slots=True)
 class BaseDescription:
-    """What an ingress needs to call a base: its text files, by name, and its engine's limits."""
+    """The properties of a base that an ingress needs: its text files, by name, and the limits of
+    its engine."""
 
     files: dict[str, bytes]
     limits: EngineLimits
@@ -68,7 +71,7 @@ class BaseDescription:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutcome:
-    """The outcome of an order at one engine replica."""
+    """The outcome of an order at an engine replica."""
 
     engine: str
     is_done: bool
@@ -77,7 +80,7 @@ class EngineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAdapters:
-    """The adapters of one engine replica, in memory and on disk."""
+    """The adapters of an engine replica, in memory and on disk."""
 
     engine: str
     residents: tuple[Resident, ...]
@@ -88,7 +91,7 @@ class ReplicaAdapters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """The adapters that every engine replica of one base is to keep and to unload."""
+    """The adapters that every engine replica of a base is to keep and to unload."""
 
     epoch: str = ""  # of the manager: numbers of different epochs cannot be compared
     pins: tuple[AdapterVersion, ...] = ()
@@ -127,7 +130,7 @@ class Backlog:
 
     @property
     def is_empty(self) -> bool:
-        """True if the backlog need not be sent: without one an engine replica assumes the same."""
+        """True if the backlog need not be sent: an engine replica without a backlog assumes it."""
         return not self.num_requests and not self.refused_per_s
 
 
@@ -142,11 +145,11 @@ def total(backlogs: Sequence[Backlog]) -> Backlog:
 
 @dataclass(frozen=True, slots=True)
 class BaseActivity:
-    """The requests of one base at one ingress."""
+    """The requests of a base at an ingress."""
 
     digest: str
     num_open: int  # HTTP requests that have not ended, including those that wait for its start
-    idle_s: float  # since the last one ended; 0 while one is open
+    idle_s: float  # since the last request ended; 0 while any is open
     backlog: Backlog = Backlog()
 
 
@@ -176,7 +179,7 @@ class IngressReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
-    """What the manager returns to an ingress about the others."""
+    """The manager's answer to a report: the state of the other ingresses."""
 
-    num_ingresses: int  # including itself: each sees one share of what they limit together
+    num_ingresses: int  # including itself: each sees its share of limits that hold for all
     quarantined: tuple[QuarantinedRequest, ...] = ()

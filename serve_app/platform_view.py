@@ -1,6 +1,6 @@
-"""What ingresses and engine replicas receive from the manager: the view of the platform, the
-specification of each base, and `Sources`, from which a process opens its registry and its engine
-(tests put their own there). Frozen; ignorant of HTTP.
+"""The values that ingresses and engine replicas receive from the manager: the view of the
+platform, the specification of each base, and `Sources`, from which a process opens its registry and
+its engine (tests put their own there). Frozen; ignorant of HTTP.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def open_named(path: str, *arguments: object) -> RegistryReader:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """How a process opens its registry and its engine; each process opens its own."""
+    """The sources of a process's registry and engine; each process opens its own."""
 
     open_registry: Callable[[], RegistryReader]
     # "module:function", EngineConfig -> EngineInterface. A path, so that only the engine's process
@@ -100,7 +100,7 @@ BaseState = Literal["starting", "running", "asleep", "draining", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class BaseSpec:
-    """One base application: the argument of its engine replicas."""
+    """A base application: the argument of its engine replicas."""
 
     base: BaseVersion
     model: ModelArgs
@@ -123,7 +123,7 @@ class ServedBase:
     sleep_epoch: float = 0.0  # identifies this falling asleep; ingresses report it back
     is_awaited: bool = True  # the server is not ready without it
     replaced_by: str = ""  # digest of the version that it stands in for
-    deployed_s: float = 0.0  # distinguishes two deployments of one application
+    deployed_s: float = 0.0  # distinguishes two deployments of an application
     start_s: float | None = None  # duration of the last start
 
     @property
@@ -134,7 +134,7 @@ class ServedBase:
 
 @dataclass(frozen=True, slots=True)
 class BaseLine:
-    """A base as operators see it: one entry of GET /admin/bases."""
+    """A base as operators see it: an entry of GET /admin/bases."""
 
     name: str
     version: int | None  # None: its setting is wrong, so that no version is served
@@ -172,7 +172,7 @@ class PlatformView:
     bases: tuple[ServedBase, ...]
     missing: tuple[str, ...]  # configured names that the registry does not have
     is_one_node: bool  # then the side stream uses loopback
-    registry_error: str | None  # set while the registry is down; the catalog is the last good one
+    registry_error: str | None  # set while the registry is down; then the catalog is the last good
     canary: CanaryState = CanaryState()
     cache_salt_key: bytes = field(default=b"", repr=False)  # secret; see `cache_salt`
     is_draining: bool = False  # the server is stopping: new requests are refused

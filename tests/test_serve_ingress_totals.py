@@ -32,7 +32,7 @@ class Ingress:
         return IngressCounts(self._serial, text, was_taken)
 
     def report(self, totals: IngressTotals, now_s: float = 0.0, *, was_taken: bool = False) -> None:
-        totals.take(self.name, self.counts(was_taken=was_taken), now_s)
+        totals.add(self.name, self.counts(was_taken=was_taken), now_s)
 
 
 def samples(totals: IngressTotals, now_s: float = 0.0) -> dict[tuple[str, str], float]:
@@ -116,7 +116,7 @@ def test_a_report_that_is_overtaken_by_a_later_one_changes_nothing() -> None:
     early = one.counts()
     one.answer(1)
     one.report(totals)
-    totals.take("i1", early, 1.0)
+    totals.add("i1", early, 1.0)
     assert answers(totals) == 2
 
 
@@ -165,5 +165,5 @@ def test_what_every_ingress_tells_alike_is_not_summed() -> None:
     totals = IngressTotals()
     text = b'# HELP c_total C\n# TYPE c_total counter\nc_total{adapter="a"} 3.0\n'
     for name in ("i1", "i2"):
-        totals.take(name, IngressCounts(1, text, was_taken=False), 0.0)
+        totals.add(name, IngressCounts(1, text, was_taken=False), 0.0)
     assert samples(totals)["c_total", "a"] == 3

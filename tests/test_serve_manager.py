@@ -13,7 +13,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs, default_aliases
 from serve_app.control.base_admin import change_base
-from serve_app.control.base_plan import MISSING_S, LastGood, plan, wished
+from serve_app.control.base_plan import MISSING_S, LastGood, configured, plan
 from serve_app.control.base_status import failure_reason
 from serve_app.control.fleet import Fleet
 from serve_app.control.manager import Manager
@@ -165,7 +165,7 @@ def test_the_file_wins_over_a_setting_where_it_names_the_base_by_its_id() -> Non
     wanted = plan([BY_ID], catalog, cluster_has_gpu=False)
     (spec,) = wanted.specs
     assert (spec.model.replicas, spec.source, wanted.refused) == (1, "file", ())
-    aliases = default_aliases("champion", wished([BY_ID], catalog))
+    aliases = default_aliases("champion", configured([BY_ID], catalog))
     assert aliases.of_adapters == (("b", "prod"),)
 
 

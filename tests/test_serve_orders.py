@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from registry.catalog import Catalog, DefaultAliases
-from registry.entities import AdapterVersion
+from registry.entities import AdapterVersion, DanglingAlias
 from registry.errors import NotFoundError
 from serve_app.api import lora
 from serve_app.control.adapter_admin import AdapterAdmin
@@ -131,6 +131,32 @@ async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
     # Another manager, which cannot know what the name meant.
     await AdapterAdmin().change(undo, loads.registry, loads.look)
     assert loads.meaning("x").version == 2
+
+
+async def test_an_undone_load_leaves_a_name_broken_that_was_broken_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads(tmp_path, monkeypatch)
+    await loads.load("one")
+    await loads.load("two", in_place=True)
+    look = loads.look
+
+    def without_the_second() -> Catalog:
+        found = look()
+        served = tuple(one for one in found.adapters if one.version != 2)
+        lost = [one for one in found.adapters if one.version == 2 and "champion" in one.aliases]
+        dangling = tuple(DanglingAlias("x", "champion", one.version, "no files") for one in lost)
+        return replace(found, adapters=served, dangling=dangling)
+
+    monkeypatch.setattr(loads, "look", without_the_second)
+    loads.outcomes = ServiceUnavailableError("The engines of 'b' do not answer.", 5)
+    with pytest.raises(ServiceUnavailableError):
+        await loads.load("three", in_place=True)
+    with pytest.raises(NotFoundError):
+        loads.meaning("x")
+    (broken,) = loads.look().dangling
+    assert broken.version == 2
+    assert loads.look().setting("x", "runtime") == "loaded"
 
 
 async def test_a_load_that_is_undone_late_takes_nothing_back_from_the_load_after_it(

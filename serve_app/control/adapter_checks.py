@@ -1,4 +1,4 @@
-"""Checks adapter versions that were never measured, one at a time, while the server serves: their
+"""Checks adapter versions that were never measured, singly and while the server serves: their
 effect, or why they cannot be served, becomes tags of the version, which a later poll reads.
 
 `loraplex register` checks its adapters; plain MLflow calls do not. The caller passes the check.
@@ -25,7 +25,7 @@ Check = Callable[[AdapterVersion], None]
 
 
 class AdapterChecks:
-    """All methods belong to one event loop."""
+    """All methods belong to the event loop."""
 
     def __init__(self) -> None:
         self._tries: dict[Key, int] = {}  # of versions without a verdict
@@ -33,8 +33,8 @@ class AdapterChecks:
         self._task: asyncio.Task[None] | None = None
 
     def update(self, catalog: Catalog, check: Check) -> None:
-        """Begins the next check unless one runs. Returns at once; called in every round. `check`
-        blocks; it raises RegistryError if it reached no verdict."""
+        """Begins the next check unless a check runs. Returns at once; called in every round.
+        `check` blocks; it raises RegistryError if it reached no verdict."""
         loop = asyncio.get_running_loop()
         if self._task is not None:
             return

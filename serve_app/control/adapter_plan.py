@@ -1,4 +1,4 @@
-"""What the engines of each base are to do about adapters in memory.
+"""Plans of the adapters that the engines of each base keep in memory and unload.
 
 Pins: the version that the default of a pinned name means stays in memory. Retired: a version that
 an alias or a default meant earlier in this manager's life and none means now, or that was deleted;
@@ -42,7 +42,7 @@ class CatalogHistory:
 
 
 def extend(old: CatalogHistory, catalog: Catalog, now_s: float) -> CatalogHistory:
-    """The history with `catalog` as its newest one."""
+    """The history with `catalog` as its newest."""
     defaults = _defaults(catalog)
     known = frozenset(_key(adapter) for adapter in catalog.adapters)
     meant = frozenset(_key(adapter) for adapter in catalog.adapters if adapter.aliases)
@@ -64,7 +64,7 @@ def extend(old: CatalogHistory, catalog: Catalog, now_s: float) -> CatalogHistor
 def plan_for(
     history: CatalogHistory, base_digest: str, epoch: str, retired_until_s: float
 ) -> AdapterPlan:
-    """The plan of one base. It leaves out versions that were retired after `retired_until_s`:
+    """The plan of a base. It leaves out versions that were retired after `retired_until_s`:
     ingresses with an older view may still send requests for them."""
     return AdapterPlan(
         epoch,
@@ -95,7 +95,7 @@ class AdapterPlanner:
     def plans(
         self, catalog: Catalog, running: Mapping[str, str], now_s: float
     ) -> dict[str, AdapterPlan]:
-        """By application. `running`: base digest -> application."""
+        """Returns the plans by application. `running`: base digest -> application."""
         if catalog.revision != self._revision:
             self._history = extend(self._history, catalog, now_s)
             self._revision = catalog.revision

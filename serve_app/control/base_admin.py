@@ -55,9 +55,9 @@ async def change_base(
 async def wait_until_planned(
     change: BaseChange, changed: asyncio.Condition, planned: Callable[[], Catalog | None]
 ) -> None:
-    """Returns after a round of the manager that read what `add` or `remove` wrote, so that the next
-    list of the bases shows the outcome, or after `_FOLLOW_S`. `planned` returns the catalog of the
-    last round; `changed` is notified when it is replaced."""
+    """Returns after a round of the manager that read the write of `add` or `remove`, so that the
+    next list of the bases shows the outcome, or after `_FOLLOW_S`. `planned` returns the catalog of
+    the last round; `changed` is notified when it is replaced."""
     wanted = change.setting if change.kind == "add" else None
 
     def is_planned() -> bool:
@@ -89,7 +89,7 @@ async def _write(
 
 
 def _lines(name: str, fleet: Fleet) -> list[BaseLine]:
-    """The lines of all its served versions, or of the one version if `name` is `name@version`."""
+    """The lines of all its served versions, or of a single version if `name` is `name@version`."""
     lines = [
         line
         for line in fleet.lines

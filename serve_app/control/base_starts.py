@@ -62,7 +62,7 @@ class _BaseMetrics(Collector):
         state = GaugeMetricFamily(
             "loraplex_base_state", "1 for the current state", labels=["base", "state"]
         )
-        # Two versions of one base may exist at a time, one starting and one draining.
+        # Two versions of a base may exist at a time: the first draining, the second starting.
         found = {(line.name, line.state) for line in self._lines}
         for name in sorted({line.name for line in self._lines}):
             for value in _STATES:

@@ -29,8 +29,8 @@ Send = Callable[[str, T], Awaitable[int]]  # (application, value) -> replicas th
 
 
 class Broadcaster(Generic[T]):
-    """The values of one kind, each for one application, and when they were last sent. All methods
-    belong to one event loop."""
+    """The values of a kind by application, and when they were last sent. All methods belong to the
+    event loop."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Broadcaster(Generic[T]):
         is_due: Callable[[T, T | None, float], bool],
         send: Send[T] | None = None,
     ) -> None:
-        """`name`: what is sent, for logs. `method`: of `EngineReplica`. `is_due(value, last,
+        """`name`: of the value, for logs. `method`: of `EngineReplica`. `is_due(value, last,
         age_s)`: whether to send `value` when `last` was sent `age_s` ago; None: never yet."""
         self._name = name
         self._method = method
@@ -50,8 +50,8 @@ class Broadcaster(Generic[T]):
         self._handles: dict[str, DeploymentHandle[object]] = {}
 
     def publish(self, values: Mapping[str, T]) -> None:
-        """Sends what is due, at most one call per application at a time, and forgets applications
-        that are not in `values`. Returns at once; called in every round."""
+        """Sends the values that are due, with at most a call per application in flight, and forgets
+        applications that are not in `values`. Returns at once; called in every round."""
         now_s = asyncio.get_running_loop().time()
         for app_name in self._sent.keys() - values.keys():
             del self._sent[app_name]

@@ -1,4 +1,4 @@
-"""The Serve application of one base model: its engine replicas and, behind HAProxy, a placeholder
+"""The Serve application of a base model: its engine replicas and, behind HAProxy, a placeholder
 through which the application is entered."""
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The applications of the bases on Serve: started, put to sleep, replaced and removed.
 
-One round compares the plan with Serve's applications and reports the state of each base. A new
-version or other settings start next to the old application, which stands in until the new one
-answers and is then drained. Ignorant of the registry, and of ingresses except for their reports.
+A round compares the plan with Serve's applications and reports the state of each base. A new
+version or other settings start next to the old application, which stands in until the new
+application answers and is then drained. Ignorant of the registry, and of ingresses except for their
+reports.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _FailedStart:
 
 
 class Fleet:
-    """All methods belong to one event loop."""
+    """All methods belong to the event loop."""
 
     def __init__(self, sources: Sources) -> None:
         self.sleep = ScaleToZero()
@@ -181,7 +182,7 @@ class Fleet:
                 self._unwanted_s.pop(name, None)
                 continue
             since_s = self._unwanted_s.setdefault(name, now_s)
-            # An earlier manager's, which this one could not keep by its own last good plan.
+            # An earlier manager's, which this manager could not keep by its own last good plan.
             is_kept = name not in self._seen and is_application_of_any(name, wanted)
             if is_kept and now_s - since_s <= MISSING_S:
                 continue
@@ -328,7 +329,8 @@ class Fleet:
 
 
 def _deploy(spec: BaseSpec, sources: Sources) -> None:
-    """Blocks: called in a thread. One application per call, so that a refusal concerns no other."""
+    """Blocks: called in a thread, for each application by itself, so that a refusal concerns no
+    other."""
     target = base_application(spec, sources)
     run = serve.RunTarget(target=target, name=spec.app_name, route_prefix=None)
     serve.run_many([run], wait_for_applications_running=False)
@@ -343,6 +345,6 @@ def _replica_range(model: ModelArgs) -> tuple[int, int]:
 
 
 def backlog_is_due(backlog: Backlog, last: Backlog | None, age_s: float) -> bool:
-    """An empty backlog is sent once after one that was not."""
+    """An empty backlog is sent once, after a backlog that was not empty."""
     is_news = not backlog.is_empty or (last is not None and not last.is_empty)
     return is_news and age_s >= REPORT_INTERVAL_S

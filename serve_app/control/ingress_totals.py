@@ -1,10 +1,11 @@
-"""One truth about all ingresses: the sums of what they count, kept by the manager.
+"""The sums of the metrics of all ingresses, kept by the manager.
 
-An ingress sends its exposition with each report and with each scrape that it answers, so every
-count that was shown has passed here and sums never fall. Counters and histograms of an ingress that
-ended stay in them; gauges are sums over those that live. The label `ingress` is gone. After a
-restart of the manager every sum begins at zero, as a counter of any process that restarts: an
-ingress that reported to an earlier manager counts from its first report on. Pure: time comes in.
+An ingress sends its exposition with some of its reports and with each scrape that it answers, so
+that the sums include every count that was exposed and never fall. Counters and histograms of an
+ingress that ended stay in them; gauges are summed over live ingresses. The label `ingress` is
+removed. After a restart of the manager every sum begins at zero, as a counter of any process that
+restarts: an ingress that reported to an earlier manager counts from its first report on. Pure: time
+comes in.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 
 from serve_app.messages import IngressCounts
 
-MAX_AGE_S = 8.0  # of an ingress's counts, which come every 3 s: then it does not live
-MAX_GONE = 32  # ingresses remembered one by one, as they may come back after a pause
+MAX_AGE_S = 8.0  # counts come every 3 s; an ingress with older counts is not live
+MAX_GONE = 32  # ended ingresses remembered singly: they may come back after a pause
 
 _LABEL = re.compile(rb',ingress="[^"]*"|(?<=\{)ingress="[^"]*",|\{ingress="[^"]*"\}')
 _SUMMED = (b"counter", b"histogram")
@@ -29,11 +30,11 @@ Values = dict[Key, float]
 @dataclass(slots=True)
 class _Ingress:
     counts: IngressCounts
-    heard_s: float
+    received_s: float
     counters: Values = field(default_factory=dict)
-    before: Values = field(default_factory=dict)  # counted for an earlier manager
+    before: Values = field(default_factory=dict)  # reported to an earlier manager
     gauges: Values = field(default_factory=dict)
-    common: Values = field(default_factory=dict)  # not an ingress's own: all show the same
+    common: Values = field(default_factory=dict)  # without an ingress label: equal at all
     is_read: bool = False
 
 
@@ -42,12 +43,12 @@ class IngressTotals:
 
     def __init__(self) -> None:
         self._ingresses: dict[str, _Ingress] = {}
-        # Of ingresses and of series that ended.
+        # Counts of ingresses and of series that ended.
         self._past: defaultdict[Key, float] = defaultdict(float)
-        self._ended: set[Key] = set()  # series that an ingress does not show any more
+        self._ended: set[Key] = set()  # series that an ingress no longer exposes
         self._heads: dict[bytes, list[bytes]] = {}  # by family
 
-    def take(self, ingress_id: str, counts: IngressCounts, now_s: float) -> None:
+    def add(self, ingress_id: str, counts: IngressCounts, now_s: float) -> None:
         known = self._ingresses.get(ingress_id)
         if known is None:
             new = self._ingresses[ingress_id] = _Ingress(counts, now_s)
@@ -55,54 +56,54 @@ class IngressTotals:
                 self._read(new)
                 new.before = dict(new.counters)
             self._forget(now_s)
-        elif counts.serial > known.counts.serial:  # two calls may overtake each other
-            known.counts, known.heard_s, known.is_read = counts, now_s, False
+        elif counts.serial > known.counts.serial:  # calls may arrive out of order
+            known.counts, known.received_s, known.is_read = counts, now_s, False
 
     def text(self, now_s: float) -> bytes:
-        """In Prometheus' text format."""
-        for one in self._ingresses.values():
-            self._read(one)
-        living = [one for one in self._ingresses.values() if now_s - one.heard_s <= MAX_AGE_S]
-        self._drop_ended(living)
+        """Returns the sums in Prometheus' text format."""
+        for ingress in self._ingresses.values():
+            self._read(ingress)
+        live = [i for i in self._ingresses.values() if now_s - i.received_s <= MAX_AGE_S]
+        self._drop_ended(live)
         sums: defaultdict[Key, float] = defaultdict(float)
-        for one in self._ingresses.values():
-            for key, value in one.counters.items():
-                sums[key] += value - one.before.get(key, 0.0)
+        for ingress in self._ingresses.values():
+            for key, value in ingress.counters.items():
+                sums[key] += value - ingress.before.get(key, 0.0)
         for key, value in self._past.items():
             sums[key] += value
-        for one in living:
-            for key, value in one.gauges.items():
+        for ingress in live:
+            for key, value in ingress.gauges.items():
                 sums[key] += value
-            for key, value in one.common.items():
+            for key, value in ingress.common.items():
                 sums[key] = max(sums[key], value)
         families = {name: list(head) for name, head in self._heads.items()}
         for (family, sample), value in sums.items():
             families[family].append(b"%s %s" % (sample, repr(float(value)).encode()))
         return b"".join(line + b"\n" for lines in families.values() for line in lines)
 
-    def _read(self, one: _Ingress) -> None:
-        """What an ingress sent last. A series of its own that fell began anew, and one that is not
-        shown any more ended: both stay in the sums as they were."""
-        if one.is_read:
+    def _read(self, ingress: _Ingress) -> None:
+        """Parses the last counts of an ingress. A series of its own that fell has restarted, and a
+        series that is no longer exposed has ended: the old values stay in the sums."""
+        if ingress.is_read:
             return
-        one.is_read = True
-        old, one.counters, one.gauges, one.common = one.counters, {}, {}, {}
-        for key, kind, is_own, value in self._samples(one.counts.text):
+        ingress.is_read = True
+        old, ingress.counters, ingress.gauges, ingress.common = ingress.counters, {}, {}, {}
+        for key, kind, is_own, value in self._samples(ingress.counts.text):
             if not is_own:
-                one.common[key] = value
+                ingress.common[key] = value
             elif kind in _SUMMED:
-                one.counters[key] = value
+                ingress.counters[key] = value
             else:
-                one.gauges[key] = value
+                ingress.gauges[key] = value
         for key, value in old.items():
-            new = one.counters.get(key)
+            new = ingress.counters.get(key)
             if new is None or new < value:
-                self._past[key] += value - one.before.pop(key, 0.0)
+                self._past[key] += value - ingress.before.pop(key, 0.0)
                 if new is None:
                     self._ended.add(key)
 
     def _samples(self, text: bytes) -> Iterator[tuple[Key, bytes, bool, float]]:
-        """Key, type, whether it is labelled as an ingress's own, value."""
+        """Yields (key, type, whether it has an ingress label, value)."""
         family, kind = b"", b""
         for line in text.splitlines():
             if line.startswith(b"# "):
@@ -117,23 +118,23 @@ class IngressTotals:
                 sample = _LABEL.sub(b"", name, count=1)
                 yield (family, sample), kind, sample != name, float(value)
 
-    def _drop_ended(self, living: list[_Ingress]) -> None:
-        """Series that somebody ended and nobody shows leave the sums: their label is unregistered.
-        Without that, versions that came and went would pile up."""
-        for key in [key for key in self._ended if not any(key in one.counters for one in living)]:
+    def _drop_ended(self, live: list[_Ingress]) -> None:
+        """Removes series from the sums that an ingress ended and no live ingress exposes: the
+        version in their labels is unregistered. Otherwise they would accumulate."""
+        for key in [key for key in self._ended if not any(key in i.counters for i in live)]:
             self._ended.remove(key)
             self._past.pop(key, None)
-            for one in self._ingresses.values():
-                one.counters.pop(key, None)
-                one.before.pop(key, None)
+            for ingress in self._ingresses.values():
+                ingress.counters.pop(key, None)
+                ingress.before.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
-        """The oldest of many that ended become one sum. Should one come back after all, its report
-        says that it was heard before, so that nothing is counted twice."""
-        gone = [name for name, one in self._ingresses.items() if now_s - one.heard_s > MAX_AGE_S]
-        gone.sort(key=lambda name: self._ingresses[name].heard_s)
+        """Merges the oldest ended ingresses into one sum. If such an ingress comes back, its report
+        has `was_taken` set, so that nothing is counted twice."""
+        gone = [n for n, one in self._ingresses.items() if now_s - one.received_s > MAX_AGE_S]
+        gone.sort(key=lambda name: self._ingresses[name].received_s)
         for name in gone[: max(0, len(gone) - MAX_GONE)]:
-            one = self._ingresses.pop(name)
-            self._read(one)
-            for key, value in one.counters.items():
-                self._past[key] += value - one.before.get(key, 0.0)
+            ingress = self._ingresses.pop(name)
+            self._read(ingress)
+            for key, value in ingress.counters.items():
+                self._past[key] += value - ingress.before.get(key, 0.0)

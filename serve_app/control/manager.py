@@ -1,10 +1,10 @@
-"""The manager: the one Serve deployment that makes the served bases match the registry.
+"""The manager: the Serve deployment that makes the served bases match the registry.
 
 It watches the registry (the last good catalog stays in use while the registry is down), turns the
 configured models into one Serve application per base version, named by content and settings (a new
-version starts next to the old one, which is removed once the new one answers), and publishes a
-PlatformView to the ingresses by long poll. The models come as `user_config`: changing them restarts
-nothing.
+version starts next to the old version, which is removed once the new version answers), and
+publishes a PlatformView to the ingresses by long poll. The models come as `user_config`: changing
+them restarts nothing.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Manager:
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.add_report(report, now_s)
         if report.counts is not None:
-            self._totals.take(report.ingress_id, report.counts, now_s)
+            self._totals.add(report.ingress_id, report.counts, now_s)
         return self._fleet.sleep.answer(report.ingress_id, now_s)
 
     async def wake_base(self, digest: str) -> None:
@@ -167,7 +167,7 @@ class Manager:
             raise RegistryUnavailableError("the registry has not been read yet; try again")
         writes = change.kind in ("add", "remove")
         try:
-            if writes:  # the watcher's catalog may be one poll interval old
+            if writes:  # the watcher's catalog may be a poll interval old
                 catalog = await asyncio.to_thread(self._read_now)
             await change_base(change, self._models, catalog, self._registry, self._fleet)
         finally:
@@ -211,7 +211,7 @@ class Manager:
         """The metrics of the manager and the sums over all ingresses. `counts`: of the ingress that
         calls."""
         now_s = asyncio.get_running_loop().time()
-        self._totals.take(ingress_id, counts, now_s)
+        self._totals.add(ingress_id, counts, now_s)
         bases = self._fleet.starts.text(self._fleet.lines)
         tasks = failures_text({"process": "manager"})
         return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])
@@ -376,11 +376,11 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
     deployment = serve.deployment(Manager).options(  # type: ignore[attr-defined]
         name="manager",
         num_replicas=1,
-        max_ongoing_requests=1000,  # one long poll per ingress is always open
+        max_ongoing_requests=1000,  # each ingress keeps a long poll open
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=1.0,
-        logging_config={"enable_access_log": False},  # one line per report and long poll
+        logging_config={"enable_access_log": False},  # a line per report and long poll
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )
     # Without the models: a change of them must reach `reconfigure` and restart nothing.

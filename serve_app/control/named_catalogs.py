@@ -10,11 +10,11 @@ from dataclasses import replace
 from registry.catalog import Catalog, DefaultAliases
 from registry.meanings import Meanings
 from serve_app.config import ModelArgs, default_aliases
-from serve_app.control.base_plan import wished
+from serve_app.control.base_plan import configured
 
 
 class NamedCatalogs:
-    """`follow` belongs to one thread; `named` may be called from any."""
+    """`follow` belongs to a single thread; `named` may be called from any."""
 
     def __init__(self, alias: str) -> None:
         """`alias`: the default for bases without an alias of their own."""
@@ -40,4 +40,4 @@ class NamedCatalogs:
         return self._meanings.hold(replace(catalog, default_aliases=aliases))
 
     def _aliases(self, catalog: Catalog, models: Sequence[ModelArgs]) -> DefaultAliases:
-        return default_aliases(self._alias, wished(models, catalog))
+        return default_aliases(self._alias, configured(models, catalog))

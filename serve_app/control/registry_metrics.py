@@ -1,5 +1,5 @@
-"""The state of the registry in Prometheus' text format, and its changes in the log. There is one
-manager, so no label names a process, and every ingress exposes the same values.
+"""The state of the registry in Prometheus' text format, and its changes in the log. There is a
+single manager, so no label names a process, and every ingress exposes the same values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve_app.control.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_CHANGES = 20  # of one read, in the log
+_SHOWN_CHANGES = 20  # per read, in the log
 
 
 class RegistryMetrics(Collector):

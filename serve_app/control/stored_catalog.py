@@ -1,6 +1,6 @@
 """The last good catalog on a node's disk: a manager starts with it while the registry is down.
 
-One event loop; the disk is read and written in threads.
+For the event loop: the disk is read and written in threads.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class StoredCatalog:
             watcher.start_with(stored)
 
     def keep(self, registry: RegistryReader) -> None:
-        """Begins to write the watcher's catalog if it is new, one write at a time. Returns at
-        once."""
+        """Begins to write the watcher's catalog if it is new and no write runs. Returns at once."""
         catalog = self._watcher.catalog
         is_news = catalog is not self._stored and self._watcher.error is None
         # A catalog without a base would serve nothing.

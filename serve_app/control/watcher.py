@@ -1,9 +1,9 @@
 """Watches the registry: polls it, reads it at once when woken, waits longer while it is down.
 
-Keeps the last good catalog. Only one read runs at a time; a wake during a read leads to exactly one
-more. However often it is woken, reading uses at most half of the time, unless one read lasts longer
-than 30 s. Ignorant of how the registry is read (by a function that blocks) and of what subscribers
-do with changes. `register_webhook` has the registry send wakes.
+Keeps the last good catalog. A single read runs at a time; a wake during a read leads to exactly one
+more. However often it is woken, reading uses at most half of the time, unless a read lasts longer
+than 30 s. Ignorant of how the registry is read (by a function that blocks) and of the use that
+subscribers make of changes. `register_webhook` has the registry send wakes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WEBHOOK_RETRY_S = 60.0
 
 
 class Watcher:
-    """All methods belong to one event loop."""
+    """All methods belong to the event loop."""
 
     def __init__(self, read: Callable[[], Catalog], interval_s: float) -> None:
         self.catalog: Catalog | None = None  # the last good catalog
-        self.error: str | None = None  # why the registry cannot be read; one text per outage
+        self.error: str | None = None  # why the registry cannot be read; a single text per outage
         self.last_success_s = 0.0  # Unix time; 0: never
         self.read_duration_s = 0.0  # duration of the last good read
         self.read_began_s = 0.0  # when the last good read began, the loop's clock; 0: none yet
@@ -128,7 +128,7 @@ class Watcher:
                     logger.exception("a subscriber of the registry's changes failed")
 
     async def _pause(self, duration_s: float) -> None:
-        # Bounded: after a read that hung for minutes the next one must not wait for minutes.
+        # Bounded: after a read that hung for minutes the next must not wait for minutes.
         shortest_s = min(max(MIN_PAUSE_S, duration_s), _MAX_BACKOFF_S)
         await asyncio.sleep(shortest_s)
         with suppress(TimeoutError):

@@ -1,5 +1,5 @@
-"""Carries out a plan in one engine replica: pinned adapters come into memory and stay, retired ones
-leave with their last request.
+"""Carries out a plan in an engine replica: pinned adapters come into memory and stay, retired
+adapters leave with their last request.
 
 All of it runs in the background: the sender of a plan does not wait, and failures are reported, not
 raised. The engine is asked which adapters it holds, so that a plan that arrives twice, or after an

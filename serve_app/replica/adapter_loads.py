@@ -1,4 +1,4 @@
-"""The loads of adapters into one engine: fetched, checked and loaded once for all waiting callers.
+"""The loads of adapters into an engine: fetched, checked and loaded once for all waiting callers.
 
 Files on this node's disk never wait behind a download; few downloads run at a time. Bad files are
 quarantined. Files that the engine refuses would be refused again: the client gets the reason at
@@ -37,7 +37,7 @@ Source = Literal["disk", "registry"]
 
 _NUM_DOWNLOADS = 4  # at a time; each may wait for a slow store
 _NUM_LOCAL = 2  # threads that only read local copies
-_FIRST_RETRY_S = 5  # later retries are as the quarantine says
+_FIRST_RETRY_S = 5  # later retries: as the quarantine returns
 _OTHER_RETRY_S = 30
 _ROOM_WAIT_S = 60.0  # for requests to end, while all of the host tier is in use
 _ROOM_POLL_S = (0.2, 2.0)  # first and longest pause: each try reads the files again
@@ -80,7 +80,7 @@ class AdapterLoads:
         return {digest: entry.reason for digest, entry in self._refused.verdicts().items()}
 
     async def ensure(self, adapter: AdapterVersion) -> LoadResult:
-        """Returns once the adapter was loaded. All waiting callers share one load per digest; a
+        """Returns once the adapter was loaded. All waiting callers share a load per digest; a
         failure fails them all, and the next call tries again."""
         task = self._tasks.get(adapter.digest)
         if task is not None and _has_succeeded(task):

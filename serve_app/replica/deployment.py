@@ -1,4 +1,4 @@
-"""The engine replica: a thin Serve deployment between Ray Serve and one engine actor.
+"""The engine replica: a thin Serve deployment between Ray Serve and an engine actor.
 
 It fetches the base, starts the actor, has a request's adapter loaded before it submits the request,
 and keeps each `submit` open until all tokens were sent, so that Serve's counts, limits,

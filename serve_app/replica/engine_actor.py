@@ -1,4 +1,4 @@
-"""The process that owns one engine: `EngineHost`, and the Ray actor that runs it.
+"""The process that owns an engine: `EngineHost`, and the Ray actor that runs it.
 
 Accepts submit calls (held open until their requests end), sends every step to every ingress over
 the side stream, to each with its own tokens, and aborts requests that are no longer read. A factory
@@ -48,7 +48,7 @@ _LATE_BEAT_S = 0.5  # the event loop or the process was delayed
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One submit call: some engine requests whose tokens go to one ingress."""
+    """A submit call: engine requests whose tokens go to the same ingress."""
 
     link: IngressLink
     done: asyncio.Future[None]
@@ -57,7 +57,7 @@ class _Call:
 
 
 class EngineHost:
-    """Everything that the actor does, without Ray. All methods belong to one event loop."""
+    """Everything that the actor does, without Ray. All methods belong to the event loop."""
 
     def __init__(
         self,
@@ -206,11 +206,11 @@ class EngineHost:
             self._dialling -= request_ids
 
     async def _submit_each(self, call: _Call, requests: Sequence[Request]) -> None:
-        """Submits one request after another; each waits for up to one step. A call that the engine
+        """Submits the requests in order; each waits for up to a step. A call that the engine
         refuses is not counted: its caller may send it again."""
         for request in requests:
             if self._calls.get(request.request_id) is not call:
-                continue  # aborted while an earlier one was submitted
+                continue  # aborted while an earlier request was submitted
             try:
                 await self._engine.submit(request)
             except Exception:
@@ -290,7 +290,7 @@ class EngineHost:
             await asyncio.sleep(HEARTBEAT_S)
             load, stall = self._engine.load(), self.stall()
             # If the whole process was paused (a stopped container, a sleeping machine), the pause
-            # is part of the step's age: the engine gets one more beat to continue.
+            # is part of the step's age: the engine gets another beat to continue.
             if time.monotonic() - slept_s > HEARTBEAT_S + _LATE_BEAT_S:
                 stall = 0.0
             num_stalled = num_stalled + 1 if stall > _GIVE_UP_AT else 0
@@ -325,7 +325,7 @@ class EngineActor(EngineHost):
         self._host_arguments = (engine_id, metrics, stall_timeout_s)
 
     async def open(self) -> EngineLimits:
-        """Loads the model (minutes for a large one), becomes its host and begins to serve. Raises
+        """Loads the model (minutes for a large model), becomes its host and begins to serve. Raises
         the factory's error: a constructor's error would reach the replica as text only."""
         # A GPU's driver starts threads that stay, and they would keep a lower priority.
         is_on_cpu = self._config.device == "cpu"

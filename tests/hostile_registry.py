@@ -1,7 +1,8 @@
-"""A manager in this process over a registry whose every tag is anybody's, and values to put there.
+"""A manager in this process over a registry in which any client may write every tag, and hostile
+values for the tags.
 
-MLflow's entities come from memory, everything from the listing on is the real code; of Serve, only
-the controller is replaced, by one that takes each application as far as its wire format.
+MLflow's entities come from memory, the code after the listing is real; of Serve, only the
+controller is replaced, by one that processes each application up to its wire format.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _paths() -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class Store:
-    """What `MlflowStore` tells, from memory. `tags`: model -> its tags; each has one version with
-    the tags of the model."""
+    """The results of `MlflowStore`, from memory. `tags`: model -> its tags; each model has a
+    version with the same tags."""
 
     champion: int = 1
     tags: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -200,7 +201,8 @@ class Reader:
 
 
 class Controller:
-    """Serve's: takes what Serve's wire format takes; such an application runs at once."""
+    """Serve's controller: accepts applications that Serve's wire format accepts; they run at
+    once."""
 
     RunTarget = staticmethod(lambda **fields: SimpleNamespace(**fields))
 

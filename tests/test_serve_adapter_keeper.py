@@ -1,4 +1,4 @@
-"""A plan in one engine replica, and the loads behind it: the paced engine stands for the actor."""
+"""A plan in an engine replica, and the loads behind it; the paced engine replaces the actor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineActor:
 
 
 class Replica:
-    """As much of an engine replica as has to do with adapters."""
+    """The parts of an engine replica that handle adapters."""
 
     def __init__(self, folder: Path) -> None:
         self.registry = FolderRegistry(folder)
@@ -101,7 +101,7 @@ async def test_a_version_is_unloaded_once_a_retirement(replica: Replica) -> None
     replica.keeper.arrange(first)
     await until(lambda: not replica.engine.loaded)
     replica.loads.forget(adapter.digest)
-    await replica.loads.ensure(adapter)  # somebody names the old version
+    await replica.loads.ensure(adapter)  # a request names the old version
     replica.keeper.arrange(first)
     await asyncio.sleep(0.05)
     assert replica.engine.has_adapter(adapter.digest)
@@ -150,7 +150,7 @@ async def test_an_engine_that_died_is_no_failure_of_its_plan(
 
 
 class SlowStore(FolderRegistry):
-    """Downloads wait for `gate`; what is on disk does not."""
+    """Downloads wait for `gate`; files on disk do not."""
 
     gate = threading.Event()
     fetching: list[str] = []  # noqa: RUF012  (shared on purpose: the registry is a frozen value)

@@ -1,4 +1,4 @@
-"""When a base sleeps and wakes, moment by moment, without Serve."""
+"""The phases of a base that sleeps and wakes, step by step, without Serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BASE = "b" * 64
 
 
 class World:
-    """One keeper and its ingresses; time passes only when it is told to."""
+    """A keeper and its ingresses; time passes only in `tick`."""
 
     def __init__(self, idle_timeout_s: float | None = 10.0) -> None:
         self.keeper = ScaleToZero()
@@ -88,7 +88,7 @@ def test_a_request_in_the_hand_over_calls_sleep_off() -> None:
     by_wake.report(lets_go=True)
     by_wake.keeper.wake(BASE, by_wake.now_s)
     assert by_wake.tick() == "awake"
-    assert by_wake.tick(5.0) == "awake"  # its idle time begins anew
+    assert by_wake.tick(5.0) == "awake"  # its idle time begins again
 
 
 def test_letting_go_of_an_earlier_sleep_does_not_count_for_this_one() -> None:

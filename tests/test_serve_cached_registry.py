@@ -1,4 +1,4 @@
-"""The manager's writes into a real registry: an adapter from a folder, and what hides it again."""
+"""The manager's writes into a real registry: an adapter from a folder, hidden again by unload."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_an_adapter_from_a_folder_is_checked_registered_hidden_and_shown_a
 def test_a_command_gets_the_registrys_password_and_no_secret_of_the_server_in_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command is a real process that writes down how it was called."""
+    """The command is a real process that records its arguments and environment."""
     for name in ("LORAPLEX_ADMIN_TOKEN", "LORAPLEX_WEBHOOK_SECRET"):
         monkeypatch.setenv(name, "a secret")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////another.db")

@@ -93,7 +93,7 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     args = PlatformArgs(registry=RegistryArgs(poll_interval_s=0.01))
     await manager.__init__(args, sources)  # type: ignore[misc]
     watching = asyncio.create_task(manager._watcher.run())
-    await manager._watcher.news.wait()
+    await manager._watcher.changed.wait()
     known = manager._named(manager._watcher.catalog)  # type: ignore[arg-type]
     await manager._publish(known, (), (), True, None, CanaryState())
     first = await manager.view("", 5)

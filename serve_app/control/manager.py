@@ -74,7 +74,7 @@ class Manager:
         self._cache_salt_key = kept_key(sources.home)
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # None until it could be opened
-        self._watcher = Watcher(self._look, args.registry.poll_interval_s)
+        self._watcher = Watcher(self._read, args.registry.poll_interval_s)
         self._watcher.subscribe(log_changes)
         self._watcher.subscribe(self._publish_names)
         self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
@@ -144,7 +144,7 @@ class Manager:
     async def wake_base(self, digest: str) -> None:
         """Wakes a base for which a request waits."""
         self._fleet.sleep.wake(digest, asyncio.get_running_loop().time())
-        self._watcher.news.set()  # starts the next round now
+        self._watcher.changed.set()  # starts the next round now
 
     async def drain(self) -> int | None:
         """Has every ingress refuse new requests until the server is gone. Returns the number of
@@ -152,7 +152,7 @@ class Manager:
         if not self._is_draining:
             self._is_draining = True
             if self._view is not None:
-                self._show(replace(self._view, is_draining=True))
+                self._set_view(replace(self._view, is_draining=True))
                 await self._notify()
         return self._fleet.sleep.num_open_when_draining(asyncio.get_running_loop().time())
 
@@ -172,7 +172,7 @@ class Manager:
             await change_base(change, self._models, catalog, self._registry, self._fleet)
         finally:
             self._watcher.wake()
-            self._watcher.news.set()
+            self._watcher.changed.set()
         if writes:
             await wait_until_planned(change, self._changed, lambda: self._planned)
 
@@ -216,7 +216,7 @@ class Manager:
         tasks = failures_text({"process": "manager"})
         return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])
 
-    def _look(self) -> Catalog:
+    def _read(self) -> Catalog:
         """Reads the registry, and opens it at first. Blocks: the watcher calls it in a thread."""
         if self._registry is None:
             self._registry = self._sources.open_registry()
@@ -245,21 +245,21 @@ class Manager:
                     await self._stored.start(self._registry)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_POLL_S):
-                    await watcher.news.wait()
-            watcher.news.clear()
+                    await watcher.changed.wait()
+            watcher.changed.clear()
         await self._fleet.restore_sleep()
         self._canaries.open(self._registry, self._read_now, watcher.wake)
         if (url := self._registry_args.webhook_url) is not None:
             spawn(register_webhook(self._registry, url), "announce-webhook")
         while True:
-            watcher.news.clear()
+            watcher.changed.clear()
             with self._log_error("reconciling"):  # e.g. while Serve's controller restarts
                 await self._reconcile(self._named(watcher.catalog), watcher.error)
             self._round_s = loop.time()
             self._stored.keep(self._registry)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_POLL_S):
-                    await watcher.news.wait()
+                    await watcher.changed.wait()
 
     @contextmanager
     def _log_error(self, step: str) -> Iterator[None]:
@@ -290,11 +290,11 @@ class Manager:
         view = self._view
         if view is not None and self._watcher.catalog is not None:
             catalog = self._named(self._watcher.catalog)
-            if _about_bases(catalog) == _about_bases(view.catalog):
-                self._show(replace(view, catalog=catalog))
+            if _planning_input(catalog) == _planning_input(view.catalog):
+                self._set_view(replace(view, catalog=catalog))
                 spawn(self._notify(), "notify-ingresses")
 
-    def _show(self, view: PlatformView) -> None:
+    def _set_view(self, view: PlatformView) -> None:
         """Replaces the view, under a new revision; `_notify` must follow."""
         self._num_views += 1
         self._view = replace(view, revision=f"{self._epoch}-{self._num_views}")
@@ -316,7 +316,7 @@ class Manager:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         is_one_node = sum(bool(node["Alive"]) for node in nodes) == 1
         latest = self._named(self._watcher.catalog or catalog)
-        if _about_bases(latest) != _about_bases(catalog):
+        if _planning_input(latest) != _planning_input(catalog):
             return  # planned with an old catalog: the next round follows at once
         running = {base.base.digest: base.app_name for base in bases if base.is_running}
         canary = CanaryState() if self._view is None else self._view.canary
@@ -356,7 +356,7 @@ class Manager:
             known = (old.bases, old.missing, old.is_one_node, old.registry_error, old.canary)
             if known == (bases, missing, is_one_node, registry_error, canary):
                 return
-        self._show(
+        self._set_view(
             PlatformView(
                 "",
                 catalog,
@@ -390,7 +390,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
     return application
 
 
-def _about_bases(catalog: Catalog) -> tuple[object, ...]:
+def _planning_input(catalog: Catalog) -> tuple[object, ...]:
     """The parts of a catalog that `plan` reads. The meaning of a base's name may change while its
     versions stay the same: an alias is set on a version that cannot be served, or removed."""
     settings = (setting for setting in catalog.settings if setting.key == "serve")

@@ -40,7 +40,7 @@ class Watcher:
         self.last_success_s = 0.0  # Unix time; 0: never
         self.read_duration_s = 0.0  # duration of the last good read
         self.read_began_s = 0.0  # when the last good read began, the loop's clock; 0: none yet
-        self.news = asyncio.Event()  # set when catalog or error changed; the manager clears it
+        self.changed = asyncio.Event()  # set when catalog or error changed; the manager clears it
         self._read = read
         self._interval_s = interval_s
         self._subscribers: list[Subscriber] = []
@@ -59,7 +59,7 @@ class Watcher:
             self.catalog = stored
             if self.error is None:
                 self.error = "the registry has not answered since the start"
-            self.news.set()
+            self.changed.set()
 
     def wake(self) -> None:
         """Reads the registry now: something in it changed."""
@@ -99,13 +99,13 @@ class Watcher:
             self._failing_since_s = time.monotonic()
             # Later texts are dropped: they count the tries, and each would be a new view.
             self.error = error
-            self.news.set()
+            self.changed.set()
 
     def _succeed(self, fresh: Catalog) -> None:
         self.last_success_s = time.time()
         if self.error is not None and not self._num_failures:  # it was only slow at the start
             self.error = None
-            self.news.set()
+            self.changed.set()
         elif self.error is not None:
             logger.info(
                 "the registry can be read again after %.0f s and %d failed reads",
@@ -114,12 +114,12 @@ class Watcher:
             )
             self.error = None
             self._num_failures = 0
-            self.news.set()
+            self.changed.set()
         known = self.catalog
         if known is not None and (fresh is known or fresh == known):
             return  # the known catalog has built its indices already
         self.catalog = fresh
-        self.news.set()
+        self.changed.set()
         if known is not None and (found := changes(known, fresh)):
             for subscriber in self._subscribers:
                 try:

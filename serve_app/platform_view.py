@@ -137,7 +137,7 @@ class BaseLine:
     """A base as operators see it: an entry of GET /admin/bases."""
 
     name: str
-    version: int | None  # None: its setting is wrong, so that no version is served
+    version: int | None  # None: its setting is refused, so that it means no version
     state: BaseState
     message: str
     source: BaseSource

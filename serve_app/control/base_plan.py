@@ -38,7 +38,7 @@ MISSING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RefusedBase:
-    """A base that is not served because its setting is wrong."""
+    """A base whose setting cannot be applied."""
 
     name: str
     reason: str

@@ -165,7 +165,7 @@ class Fleet:
         refused = {base.name: base.reason for base in wanted.refused}
         for name, reason in refused.items():
             if self._refused.get(name) != reason:
-                logger.error("base %s is not served: %s", name, reason)
+                logger.error("base %s is refused: %s", name, reason)
         self._refused = refused
 
     async def _stop_sleepers(self, specs: Sequence[BaseSpec], status: ServeStatus) -> None:

@@ -1,6 +1,6 @@
-"""`serve run configs/quickstart.yaml` comes in here: arguments -> the `api` Serve application.
+"""The entry point of `serve run configs/quickstart.yaml`: arguments -> the `api` Serve application.
 
-The application is the ingress and the manager; the manager makes one more application a base.
+The application is the ingress and the manager; the manager starts another application per base.
 No `from __future__ import annotations` here: Serve turns the file's `args` into PlatformArgs only
 if the annotation of `build` is the class itself and not its name.
 """
@@ -28,19 +28,19 @@ from serve_app.serve_file import called_by, refusal
 
 
 def build(args: PlatformArgs) -> Application:
-    """Raises ValueError where Serve listens for other machines and no gateway is named: the
-    application's deployment then fails with the reason."""
+    """Returns the application. Raises ValueError if Serve listens for other machines and no gateway
+    is configured: the deployment then fails with that reason."""
     host = _http_host()
     if host is not None and (why := refusal(host, args.ingress)) is not None:
         raise ValueError(why)
-    check_routers(args)  # here, where the file is read: the manager imports no class of a router
+    check_routers(args)  # here, while the file is read: the manager never imports a router's class
     if host is not None:
         args = args.model_copy(update={"ingress": called_by(args.ingress, host)})
     return build_with(args, sources(args, "engine.factory:open_engine"))
 
 
 def _http_host() -> str | None:
-    """Where Serve's proxies listen; None: nowhere, or Serve does not run yet."""
+    """Returns the host of Serve's proxies; None if there are none or Serve does not run yet."""
     if not ray.is_initialized():
         return None
     try:
@@ -53,7 +53,7 @@ def _http_host() -> str | None:
 
 
 def sources(args: PlatformArgs, engine_factory: str) -> Sources:
-    """The configured registry. `engine_factory`: see `Sources`."""
+    """Returns the sources with the configured registry. `engine_factory`: see `Sources`."""
     registry = args.registry
     open_registry = partial(
         open_named,
@@ -68,5 +68,5 @@ def sources(args: PlatformArgs, engine_factory: str) -> Sources:
 
 
 def build_with(args: PlatformArgs, sources: Sources) -> Application:
-    """With another registry or engine behind the same interfaces."""
+    """Returns the application with any registry and engine behind the same interfaces."""
     return ingress_application(args.ingress, args.fairness, manager_application(args, sources))

@@ -1,5 +1,5 @@
-"""The values that cross a process: between the ingresses, the manager, the engine replicas and
-their engines. Frozen; ignorant of HTTP, of configuration and of where files come from.
+"""The values that cross a process border: between the ingresses, the manager, the engine replicas
+and their engines. Frozen; ignorant of HTTP, of configuration and of where files come from.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from engine.types import Request, Resident
 from registry.entities import AdapterVersion
 from serve_app.tally import ArmCounts, ArmKey
 
-ENGINE, DOOR = "engine", "door"  # names of deployments in a base's application
+ENGINE, DOOR = "engine", "door"  # the deployments of a base's application
 REPORT_INTERVAL_S = 1.0
 PIN = "pin"
 
-QuarantinedRequest = tuple[bytes, float]  # fingerprint, seconds that are left
+QuarantinedRequest = tuple[bytes, float]  # fingerprint, remaining seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,20 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class StreamAddress:
-    """Where an ingress replica listens; travels inside the submit call."""
+    """The address at which an ingress replica listens for tokens; part of each submit call."""
 
     host: str
     port: int
     token: str
     ingress_id: str
-    certificate: str = ""  # PEM, the only one to trust; empty: the connection is plain
+    certificate: str = (
+        ""  # PEM, the only certificate to trust; empty: the connection is not encrypted
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitCall:
-    """An HTTP request's engine requests, one per prompt, all with the same adapter."""
+    """The engine requests of an HTTP request (one per prompt), all with the same adapter."""
 
     requests: tuple[Request, ...]
     adapter: AdapterVersion | None
@@ -68,7 +70,8 @@ class SubmitCall:
 
 @dataclass(frozen=True, slots=True)
 class BaseDescription:
-    """What a front needs of a base: its text files, by name, and the limits of its engine."""
+    """The properties of a base that an ingress needs: its text files, by name, and the limits of
+    its engine."""
 
     files: dict[str, bytes]
     limits: EngineLimits
@@ -77,7 +80,7 @@ class BaseDescription:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutcome:
-    """What became of an order at one engine replica."""
+    """The outcome of an order at an engine replica."""
 
     engine: str
     is_done: bool
@@ -86,7 +89,7 @@ class EngineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAdapters:
-    """What one engine replica has of adapters, and where."""
+    """The adapters of an engine replica, in memory and on disk."""
 
     engine: str
     residents: tuple[Resident, ...]
@@ -97,25 +100,29 @@ class ReplicaAdapters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """For every engine replica of one base."""
+    """The adapters that every engine replica of a base is to keep and to unload."""
 
-    incarnation: str = ""  # of the manager: numbers of another one say nothing
+    epoch: str = ""  # of the manager: numbers of different epochs cannot be compared
     pins: tuple[AdapterVersion, ...] = ()
-    retired: tuple[tuple[str, int], ...] = ()  # digest, number: once each
+    retired: tuple[tuple[str, int], ...] = ()  # digest, number: each is unloaded once
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
+    """An operator's order about an adapter."""
+
     kind: Literal["pin", "unpin", "load", "undo_load", "unload"]
     name: str
     folder: str = ""  # load: on the manager's machine
     base: str = ""  # load: a registered name, @version allowed
     may_replace: bool = False  # load, undo_load: another version of a name that is loaded
-    version: int = 0  # undo_load: the one that the load made
+    version: int = 0  # undo_load: the version that the load registered
 
 
 @dataclass(frozen=True, slots=True)
 class BaseChange:
+    """An operator's order about a base."""
+
     kind: Literal["add", "remove", "sleep", "wake"]
     name: str  # of the registered model
     setting: str = "{}"  # for add: JSON of a ModelArgs without its name
@@ -134,35 +141,35 @@ class CanaryChange:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Requests that wait in an ingress until an engine may have them."""
+    """The requests that wait in an ingress until an engine has capacity for them."""
 
     num_requests: int = 0
     num_tokens: int = 0  # of their prompts
-    sent_per_s: float = 0.0  # requests that went to engines, of late
-    refused_per_s: float = 0.0  # and those that found no place
+    sent_per_s: float = 0.0  # recent rate of requests that went to engines
+    refused_per_s: float = 0.0  # recent rate of requests that were refused for lack of space
 
     @property
-    def is_nothing(self) -> bool:
-        """Whoever is told nothing of it knows the same."""
+    def is_empty(self) -> bool:
+        """True if the backlog need not be sent: an engine replica without a backlog assumes it."""
         return not self.num_requests and not self.refused_per_s
 
 
 def total(backlogs: Sequence[Backlog]) -> Backlog:
     return Backlog(
-        sum(one.num_requests for one in backlogs),
-        sum(one.num_tokens for one in backlogs),
-        sum(one.sent_per_s for one in backlogs),
-        sum(one.refused_per_s for one in backlogs),
+        sum(backlog.num_requests for backlog in backlogs),
+        sum(backlog.num_tokens for backlog in backlogs),
+        sum(backlog.sent_per_s for backlog in backlogs),
+        sum(backlog.refused_per_s for backlog in backlogs),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class BaseActivity:
-    """Of one base at one ingress."""
+    """The requests of a base at an ingress."""
 
     digest: str
-    num_open: int  # HTTP requests for it that have not ended, those that wait for it included
-    idle_s: float  # since the last one ended; 0 while one is open
+    num_open: int  # HTTP requests that have not ended, including those that wait for its start
+    idle_s: float  # since the last request ended; 0 while any is open
     backlog: Backlog = Backlog()
 
 
@@ -170,27 +177,29 @@ class BaseActivity:
 class IngressCounts:
     """The counts of an ingress since it started, in Prometheus' text format."""
 
-    serial: int  # a later one is higher
+    serial: int  # increases with each
     text: bytes
-    was_taken: bool  # a manager has had some of this ingress's counts before
+    was_taken: bool  # a manager has received some of this ingress's counts before
 
 
 @dataclass(frozen=True, slots=True)
 class IngressReport:
+    """The state of an ingress: complete, so that a lost report does no harm."""
+
     ingress_id: str
     bases: tuple[BaseActivity, ...] = ()
-    fronts: tuple[str, ...] = ()  # applications that it sends requests to
-    # (digest, rest_id) of the bases that it sends nothing to any more
+    applications: tuple[str, ...] = ()  # receive requests from it
+    # (digest, sleep_epoch) of the bases that no longer receive anything from it
     asleep: tuple[tuple[str, float], ...] = ()
     arms: tuple[tuple[ArmKey, ArmCounts], ...] = ()  # since this ingress started
     quarantined: tuple[QuarantinedRequest, ...] = ()
-    is_draining: bool = False  # it takes no new requests
+    is_draining: bool = False  # it accepts no new requests
     counts: IngressCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
-    """What an ingress learns of the others."""
+    """The manager's answer to a report: the state of the other ingresses."""
 
-    num_ingresses: int  # itself included: what they share, each of them sees a part of
+    num_ingresses: int  # including itself: each sees its share of limits that hold for all
     quarantined: tuple[QuarantinedRequest, ...] = ()

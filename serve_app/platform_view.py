@@ -1,5 +1,6 @@
-"""The values that travel between the manager, the ingresses and the engine replicas, and where
-files and engines come from. Frozen; ignorant of HTTP. `Sources` is the seam for tests.
+"""The values that ingresses and engine replicas receive from the manager: the view of the
+platform, the specification of each base, and `Sources`, from which a process opens its registry and
+its engine (tests put their own there). Frozen; ignorant of HTTP.
 """
 
 from __future__ import annotations
@@ -13,142 +14,141 @@ from typing import Literal, Protocol
 from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.config import MigrationArgs, ModelArgs
-
-DEFAULT_MIGRATION = MigrationArgs()
+from serve_app.config import ModelArgs
 
 
 class RegistryReader(Protocol):
-    """What serving asks of a registry. All but `release` block: call them in a thread."""
+    """The part of a registry that serving uses. All methods but `release` block: call them in a
+    thread."""
 
     def snapshot(self) -> Catalog: ...
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
-        """None removes it."""
+        """None removes the alias."""
         ...
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
-        """Of a registered model; `key`: one of `registry.listing.SETTINGS`; None removes it."""
+        """Sets a setting of a registered model; `key` is one of `registry.listing.SETTINGS`, a
+        value None removes it."""
         ...
 
     def ensure_webhook(self, url: str, secret: str) -> None:
-        """That the registry calls `url` when something changes; RegistryError where it cannot."""
+        """Has the registry call `url` after each change. Raises RegistryError if it cannot."""
         ...
 
     def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
-        """Checked as `loraplex register adapter` does, its default alias set. RegistrationError."""
+        """Checks and registers as `loraplex register adapter` does, and sets the default alias.
+        Raises RegistrationError."""
         ...
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Finds out what a version changes, or why it cannot be served, and keeps it with the
-        version. RegistryError: no verdict."""
+        """Determines what a version changes, or why it cannot be served, and stores the verdict in
+        its tags. The base is run only if that lasts seconds, on the CPU, at the lowest priority.
+        Raises RegistryError if the check reached no verdict."""
         ...
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
-        """A verified local folder with the version's files, kept until `release` or the end of
-        this process."""
+        """Returns a verified local folder with the version's files, kept until `release` or the end
+        of this process."""
         ...
 
     def release(self, folder: Path) -> None:
-        """Gives back what `fetch` returned, once for each time."""
+        """Gives back a folder, once per `fetch`."""
         ...
 
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
-        """Reads the local copy again. False: it was rotten and is gone, fetch it anew."""
+        """Reads the local copy again. Returns False if it was corrupt: it is deleted, and `fetch`
+        downloads it again."""
         ...
 
     def local_digests(self) -> frozenset[str]:
-        """Whose files lie in this node's cache."""
+        """The versions whose files are in this node's cache."""
         ...
 
     def cache_stats(self) -> CacheStats: ...
 
     def stored_catalog(self) -> Catalog | None:
-        """The last good one that this node stored, of this registry; None where there is none."""
+        """The last good catalog of this registry that this node stored, if any."""
         ...
 
     def store_catalog(self, catalog: Catalog) -> None:
-        """For the next start while the registry is away. Raises OSError."""
+        """Stores a catalog for the next start while the registry is down. Raises OSError."""
         ...
 
 
 def open_named(path: str, *arguments: object) -> RegistryReader:
-    """`path`: "module:class", imported here and not where this is handed on: MLflow takes 2.5 s."""
+    """Calls the class at `path`, "module:class". It is imported here, in the process that uses it:
+    importing MLflow lasts 2.5 s."""
     registry: RegistryReader = pkgutil.resolve_name(path)(*arguments)
     return registry
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a process gets its registry and its engine. Each opens its own."""
+    """The sources of a process's registry and engine; each process opens its own."""
 
     open_registry: Callable[[], RegistryReader]
     # "module:function", EngineConfig -> EngineInterface. A path, so that only the engine's process
     # imports torch: 220 MB and 0.8 s for each of the others.
     engine_factory: str
-    home: Path | None = None  # for keys that outlive processes; None: they end with theirs
+    home: Path | None = None  # of keys that outlive processes; None: keys last as long as a process
 
 
-BaseSource = Literal["file", "registry"]  # of the wish to serve it; the file's goes first
+BaseSource = Literal["file", "registry"]  # of its configuration; the file takes precedence
 BaseState = Literal["starting", "running", "asleep", "draining", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class BaseSpec:
-    """One base application: what an engine replica is told at its start."""
+    """A base application: the argument of its engine replicas."""
 
     base: BaseVersion
     model: ModelArgs
-    device: str  # "cpu" or "cuda", decided by the manager, which sees the cluster
+    device: str  # "cpu" or "cuda", chosen by the manager, which sees the cluster
     app_name: str
     source: BaseSource = "file"
 
 
 @dataclass(frozen=True, slots=True)
-class ColdStart:
-    """What a request for a base that sleeps gets."""
-
-    is_refused: bool = False  # at once; else it waits
-    timeout_s: float = 300.0
-    max_waiting: int = 256  # an ingress replica
-
-
-@dataclass(frozen=True, slots=True)
 class ServedBase:
-    """A base that is to be served as the manager sees it now, or the version before it."""
+    """A base as the manager publishes it to ingresses: a wanted version, or the version that stands
+    in for it until it runs."""
 
     base: BaseVersion
     app_name: str
-    is_running: bool  # at least one replica answers, and it is to get requests
-    message: str = ""  # why not
-    state: BaseState = "starting"
+    state: BaseState
+    model: ModelArgs  # as configured; of a version that stands in: the wanted version's
+    message: str = ""  # why it does not run
     is_waking: bool = False  # it slept, and a request waits for its start
-    rest_id: float = 0.0  # which falling asleep; ingresses say it back
+    sleep_epoch: float = 0.0  # identifies this falling asleep; ingresses report it back
     is_awaited: bool = True  # the server is not ready without it
-    replaced_by: str = ""  # digest of its next version: this one stands in until that one answers
-    deployed_s: float = 0.0  # tells two deployments of one application apart
-    start_s: float | None = None  # what its last start took
-    cold_start: ColdStart = ColdStart()
-    migration: MigrationArgs = DEFAULT_MIGRATION
+    replaced_by: str = ""  # digest of the version that it stands in for
+    deployed_s: float = 0.0  # distinguishes two deployments of an application
+    start_s: float | None = None  # duration of the last start
+
+    @property
+    def is_running(self) -> bool:
+        """At least one replica answers, and it is to receive requests."""
+        return self.state == "running"
 
 
 @dataclass(frozen=True, slots=True)
 class BaseLine:
-    """A base as an operator is told of it."""
+    """A base as operators see it: an entry of GET /admin/bases."""
 
     name: str
-    version: int | None  # None: its setting is wrong, so that no version is served
+    version: int | None  # None: its setting is refused, so that it means no version
     state: BaseState
     message: str
     source: BaseSource
-    replicas: int  # that run
-    idle_s: float | None  # None: not running
-    start_s: float | None
-    idle_timeout_s: float | None
-    cold_start: str
-    application: str
-    digest: str
-    wanted_replicas: int = 0  # with those that start or wait for room
+    replicas: int = 0  # running
+    idle_s: float | None = None  # None: not running
+    start_s: float | None = None  # duration of the last start
+    idle_timeout_s: float | None = None
+    cold_start: str = ""
+    application: str = ""
+    digest: str = ""
+    wanted_replicas: int = 0  # includes replicas that start or wait for a node
     draining_replicas: int = 0
     min_replicas: int = 0
     max_replicas: int = 0
@@ -156,26 +156,26 @@ class BaseLine:
 
 @dataclass(frozen=True, slots=True)
 class CanaryState:
-    """What the manager decided about canaries, beyond what the registry says."""
+    """The manager's decisions about canaries that the registry does not show."""
 
-    # (name, digest, reason) of those rolled back; the registry may not have taken it yet.
+    # (name, digest, reason) of canaries rolled back; the registry may not have stored it yet.
     vetoes: tuple[tuple[str, str, str], ...] = ()
     num_rollbacks: tuple[tuple[str, int], ...] = ()  # by adapter, since the manager's start
 
 
 @dataclass(frozen=True, slots=True)
 class PlatformView:
-    """Everything an ingress resolves names with. A new revision replaces the whole."""
+    """Everything that an ingress resolves names with. A new revision replaces all of it."""
 
     revision: str
     catalog: Catalog
     bases: tuple[ServedBase, ...]
     missing: tuple[str, ...]  # configured names that the registry does not have
-    is_one_node: bool  # then the side stream stays on loopback
-    registry_error: str | None  # set while the registry is down; the catalog is the last good one
+    is_one_node: bool  # then the side stream uses loopback
+    registry_error: str | None  # set while the registry is down; then the catalog is the last good
     canary: CanaryState = CanaryState()
     cache_salt_key: bytes = field(default=b"", repr=False)  # secret; see `cache_salt`
-    is_draining: bool = False  # the server is being stopped: nothing new is taken
+    is_draining: bool = False  # the server is stopping: new requests are refused
 
     @property
     def is_ready(self) -> bool:

@@ -1,37 +1,35 @@
-"""An ingress calls the manager for an operator: its refusals come out as they were raised.
+"""Calls from an ingress to the manager, and the errors of remote calls.
 
-They travel as values. Serve logs whatever its replicas raise as a failure with a traceback, and a
-wrong name in an order is none.
+The manager returns refusals as values, and `ask_manager` raises them at the ingress: Serve would
+log each exception of a replica as a failure with a traceback, and a wrong name in an operator's
+order is no failure.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.errors import ServiceUnavailableError, to_api_error
-from serve_app.messages import ENGINE
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The error that a method would have raised."""
+    """An error that a method returns instead of raising it."""
 
     error: Exception
 
 
 def refusing(method: Method) -> Method:
-    """For a method that `ask_manager` calls: an exception whose answer is below 500 is returned."""
+    """Decorates a method for `ask_manager`: it returns exceptions of HTTP status below 500."""
 
     @functools.wraps(method)
     async def call(*arguments: Any) -> object:
@@ -46,7 +44,8 @@ def refusing(method: Method) -> Method:
 
 
 async def ask_manager(method: DeploymentHandle[object], *arguments: object) -> object:
-    """Raises what the method raised, or ServiceUnavailableError where no manager answers."""
+    """Calls a method of the manager. Raises its exception, or ServiceUnavailableError if no manager
+    answers."""
     try:
         answer: object = await method.remote(*arguments)
     except (RayError, RayServeException) as error:
@@ -60,28 +59,7 @@ async def ask_manager(method: DeploymentHandle[object], *arguments: object) -> o
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The exception that was raised at the far end, without Ray's wrapping and its tracebacks."""
+    """Returns the exception that the remote method raised, without Ray's wrapping."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     return error
-
-
-_TIMEOUT_S = 5.0
-
-
-class Broadcasts:
-    def __init__(self) -> None:
-        self._handles: dict[str, DeploymentHandle[object]] = {}  # by application
-
-    async def call(self, app_name: str, method: str, argument: object) -> int:
-        """How many failed. Raises where there is no such application, or no answer in time."""
-        if app_name not in self._handles:
-            self._handles[app_name] = await asyncio.to_thread(
-                serve.get_deployment_handle, ENGINE, app_name
-            )
-        results = (
-            await self._handles[app_name]
-            .broadcast(method, argument)
-            .results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
-        )
-        return sum(isinstance(result, BaseException) for result in results)

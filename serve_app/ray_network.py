@@ -1,4 +1,4 @@
-"""How far Ray's own ports reach: Ray and Serve exchange pickles, which are code, over gRPC."""
+"""The reach of Ray's own ports: Ray and Serve exchange pickles, which are code, over gRPC."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from serve_app.network import is_loopback
 
 
 def keep_to_loopback() -> None:
-    """Has Serve's gRPC server of this replica listen on 127.0.0.1 where Ray's node does, instead of
-    on all interfaces, for which Serve has no setting. Called in a deployment's constructor: the
-    server starts after it."""
+    """Has this replica's gRPC server listen on 127.0.0.1 if Ray's node does. Serve has no setting
+    for it and listens on all interfaces. Call it in a deployment's constructor: the server starts
+    after that."""
     if is_loopback(ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
         replica.add_port_to_grpc_server = _add_port_on_loopback  # type: ignore[attr-defined]
 
@@ -27,20 +27,20 @@ def _add_port_on_loopback(server: object, address: str) -> int:
 
 
 def open_nodes(addresses: Iterable[str], is_authenticated: bool) -> str | None:
-    """The danger in one sentence, where Ray runs without authentication and other machines reach
-    it; else None."""
+    """Returns a warning if Ray runs without authentication and other machines can reach it,
+    otherwise None."""
     found = sorted({address for address in addresses if not is_loopback(address)})
     if is_authenticated or not found:
         return None
     return (
-        f"Ray listens at {', '.join(found)} without authentication, so that whoever reaches its "
-        "ports runs code here: set RAY_AUTH_MODE=token on every node (ray get-auth-token "
+        f"Ray listens at {', '.join(found)} without authentication: any machine that reaches its "
+        "ports can run code here. Set RAY_AUTH_MODE=token on every node (ray get-auth-token "
         "--generate), and RAY_USE_TLS=1 where others share the network"
     )
 
 
 def warning_of_cluster() -> str | None:
-    """`open_nodes` of the Ray that this process belongs to; None where it belongs to none."""
+    """Returns the warning for the Ray cluster of this process; None if it belongs to none."""
     if not ray.is_initialized():
         return None
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
@@ -49,6 +49,6 @@ def warning_of_cluster() -> str | None:
 
 
 def warning_of_machine() -> str | None:
-    """`open_nodes` of a Ray that `serve run` would start here."""
+    """Returns the warning for a Ray that `serve run` would start on this machine."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return open_nodes([address], is_token_auth_enabled())

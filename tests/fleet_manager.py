@@ -30,14 +30,14 @@ class Manager:
     def fall_asleep(self) -> None:
         """Lets the base sleep until a request wakes it."""
         self._is_asleep = True
-        self._say(is_running=False, state="asleep")
+        self._say(state="asleep")
 
     async def wake(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
-            self._say(is_running=False, state="starting", is_waking=True)
+            self._say(state="starting", is_waking=True)
             await asyncio.sleep(_START_S)
-            self._say(is_running=True, state="running", is_waking=False)
+            self._say(state="running", is_waking=False)
 
     def _say(self, **changes: Any) -> None:
         self._serial += 1

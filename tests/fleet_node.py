@@ -61,7 +61,7 @@ class _Replica(EngineReplica):
         self._loads = AdapterLoads(cast(RegistryReader, files), actor.load_adapter.remote)
         self._scaling = ScalingStats(limits)
         self._is_dead = self._is_stopping = False
-        self._obituary = "the engine of base died"
+        self._death_message = "the engine of base died"
 
     def __del__(self) -> None:  # type: ignore[override]
         pass
@@ -92,9 +92,9 @@ class EngineNode:
             {
                 "submit": self.host.submit,
                 "attend": self.host.attend,
-                "abort": self._abort,
+                "abort_all": self.host.abort_all,
                 "load_adapter": engine.load_adapter,
-                "has_adapter": self._has_adapter,
+                "has_adapter": self.host.has_adapter,
             },
         )
         self.replica = process.run(_Replica, engine_id, self.actor, engine.limits, files)
@@ -181,13 +181,6 @@ class EngineNode:
             for request_id, call in self.host._calls.items()
             if not call.link.is_open and not call.done.done()
         ]
-
-    async def _abort(self, request_ids: tuple[str, ...]) -> None:
-        for request_id in request_ids:
-            self.host.abort(request_id)
-
-    async def _has_adapter(self, digest: str) -> bool:
-        return self.engine.has_adapter(digest)
 
     async def _exit_with_the_engine(self) -> None:
         """Ends the process, as `EngineReplica._exit_with_the_actor` does."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from serve_app.config import FairnessArgs, MigrationArgs
+from serve_app.config import FairnessArgs, MigrationArgs, ModelArgs
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.text.base_text import BaseText
 from tests.fakes_registry import write_text_files
@@ -68,7 +68,7 @@ class Plan:
         return self.rows >= 64 and self.max_ongoing >= 64 and self.batched_tokens > 64
 
     def view(self) -> PlatformView:
-        base = ServedBase(_BASE, APP, True, state="running", migration=self.migration)
+        base = ServedBase(_BASE, APP, "running", ModelArgs(name="base", migration=self.migration))
         catalog = Catalog((_BASE,), _ADAPTERS, settings=_SETTINGS)
         return PlatformView("1", catalog, (base,), (), True, None, cache_salt_key=b"k" * 32)
 

@@ -1,7 +1,8 @@
-"""A manager in this process over a registry whose every tag is anybody's, and values to put there.
+"""A manager in this process over a registry in which any client may write every tag, and hostile
+values for the tags.
 
-MLflow's entities come from memory, everything from the listing on is the real code; of Serve, only
-the controller is replaced, by one that takes each application as far as its wire format.
+MLflow's entities come from memory, the code after the listing is real; of Serve, only the
+controller is replaced, by one that processes each application up to its wire format.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _paths() -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class Store:
-    """What `MlflowStore` tells, from memory. `tags`: model -> its tags; each has one version with
-    the tags of the model."""
+    """The results of `MlflowStore`, from memory. `tags`: model -> its tags; each model has a
+    version with the same tags."""
 
     champion: int = 1
     tags: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -152,7 +153,7 @@ def _version(name: str, number: int, tags: dict[str, str]) -> ModelVersion:
 
 
 class Reader:
-    """Implements `topology.RegistryReader` over a `Store`."""
+    """Implements `platform_view.RegistryReader` over a `Store`."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self._folder = folder
@@ -200,7 +201,8 @@ class Reader:
 
 
 class Controller:
-    """Serve's: takes what Serve's wire format takes; such an application runs at once."""
+    """Serve's controller: accepts applications that Serve's wire format accepts; they run at
+    once."""
 
     RunTarget = staticmethod(lambda **fields: SimpleNamespace(**fields))
 
@@ -237,7 +239,7 @@ class World:
         sources = Sources(lambda: Reader(self.store, self.folder), "no:engine")
         args = PlatformArgs(registry=RegistryArgs(poll_interval_s=0.01))
         await made.__init__(args, sources)  # type: ignore[misc]
-        made._arranger._send = _accept  # type: ignore[assignment]
+        made._plans._send = _accept  # type: ignore[assignment]
         await made.reconfigure({"models": [{"name": name} for name in models]})
         return made
 
@@ -249,7 +251,7 @@ async def _accept(*_: object) -> int:
 def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
     controller = Controller()
     patch.setattr(fleet, "serve", controller)
-    patch.setattr(fleet, "_ADOPT_S", 0.05)
+    patch.setattr(fleet, "_FIRST_REPORT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
     patch.setattr("serve_app.control.watcher.MIN_PAUSE_S", 0.01)
     nodes = SimpleNamespace(cluster_resources=dict, nodes=lambda: [{"Alive": True}])
@@ -258,8 +260,9 @@ def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
 
 
 def stop(made: Manager) -> None:
-    for task in made._tasks:
-        task.cancel()
+    for task in (made._reconciling, made._watching):
+        if task is not None:
+            task.cancel()
 
 
 async def follows(made: Manager, world: World, timeout_s: float = 30.0) -> None:

@@ -50,7 +50,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "metrics": set(),
     "ray_network": {"network"},
     "tasks": {"metrics"},
-    "ray_calls": {"errors", "messages"},
+    "ray_calls": {"errors"},
     # from the wire to the engine
     "openai": {"errors", "text"},
     "text_workers": {"errors", "openai", "text"},

@@ -1,48 +1,46 @@
-"""A plan in one engine replica, and the loads behind it: the paced engine stands for the actor."""
+"""A plan in an engine replica, and the loads behind it; the paced engine replaces the actor."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from engine.types import Request, Resident, SamplingParams
+from engine.types import Request, SamplingParams
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.messages import AdapterPlan
 from serve_app.replica.adapter_keeper import AdapterKeeper
 from serve_app.replica.adapter_loads import AdapterLoads
-from serve_app.replica.disk_reports import DiskReports
 from tests.fakes_engine import REFUSED, PacedEngine
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until
 
 
-class EngineMemory:
-    """The paced engine by the names that a keeper knows."""
+class EngineActor:
+    """The paced engine behind an actor's handle."""
 
     def __init__(self, engine: PacedEngine) -> None:
         self._engine = engine
+        self.is_dead = False
 
-    async def adapters(self) -> tuple[Resident, ...]:
-        return await self._engine.adapters()
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        async def remote(*arguments: object) -> object:
+            if self.is_dead:
+                raise ActorDiedError
+            return await getattr(self._engine, method)(*arguments)
 
-    async def pin(self, digest: str) -> None:
-        await self._engine.pin_adapter(digest)
-
-    async def unpin(self, digest: str) -> None:
-        await self._engine.unpin_adapter(digest)
-
-    async def unload(self, digest: str) -> None:
-        await self._engine.unload_adapter(digest)
+        return SimpleNamespace(remote=remote)
 
 
 class Replica:
-    """As much of an engine replica as has to do with adapters."""
+    """The parts of an engine replica that handle adapters."""
 
     def __init__(self, folder: Path) -> None:
         self.registry = FolderRegistry(folder)
@@ -50,7 +48,8 @@ class Replica:
         self.registry.write(Catalog((self.base,)))
         self.engine = PacedEngine(rate=500.0)
         self.loads = AdapterLoads(self.registry, self.engine.load_adapter)
-        self.keeper = AdapterKeeper(self.loads, EngineMemory(self.engine))
+        self.actor = EngineActor(self.engine)
+        self.keeper = AdapterKeeper(self.loads, cast(Any, self.actor))
 
     def adapter(self, name: str, *, has_files: bool = True) -> AdapterVersion:
         return self.registry.add_adapter(name, self.base, has_files=has_files)
@@ -102,7 +101,7 @@ async def test_a_version_is_unloaded_once_a_retirement(replica: Replica) -> None
     replica.keeper.arrange(first)
     await until(lambda: not replica.engine.loaded)
     replica.loads.forget(adapter.digest)
-    await replica.loads.ensure(adapter)  # somebody names the old version
+    await replica.loads.ensure(adapter)  # a request names the old version
     replica.keeper.arrange(first)
     await asyncio.sleep(0.05)
     assert replica.engine.has_adapter(adapter.digest)
@@ -112,9 +111,9 @@ async def test_a_version_is_unloaded_once_a_retirement(replica: Replica) -> None
 
 async def test_another_managers_numbers_are_its_own(replica: Replica) -> None:
     adapter = replica.adapter("a")
-    for incarnation in ("m", "n"):
+    for epoch in ("m", "n"):
         await replica.loads.ensure(adapter)
-        replica.keeper.arrange(AdapterPlan(incarnation, (), ((adapter.digest, 1),)))
+        replica.keeper.arrange(AdapterPlan(epoch, (), ((adapter.digest, 1),)))
         await until(lambda: not replica.engine.loaded)
         replica.loads.forget(adapter.digest)
 
@@ -140,8 +139,18 @@ async def test_what_is_pinned_is_not_unloaded_though_another_name_gave_it_up(
     assert replica.engine.has_adapter(adapter.digest)
 
 
+async def test_an_engine_that_died_is_no_failure_of_its_plan(
+    replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = replica.adapter("a")
+    replica.actor.is_dead = True
+    replica.keeper.arrange(AdapterPlan("m", (), ((adapter.digest, 1),)))
+    await asyncio.sleep(0.05)
+    assert "ended by an exception" not in caplog.text
+
+
 class SlowStore(FolderRegistry):
-    """Downloads wait for `gate`; what is on disk does not."""
+    """Downloads wait for `gate`; files on disk do not."""
 
     gate = threading.Event()
     fetching: list[str] = []  # noqa: RUF012  (shared on purpose: the registry is a frozen value)
@@ -203,7 +212,7 @@ async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(
         told.append((digests, disk_s, registry_s))
 
     first = replica.adapter("first")
-    task = asyncio.create_task(DiskReports(replica.loads, note).run())
+    task = asyncio.create_task(replica.loads.publish(note))
     try:
         await until(lambda: not broken)
         await replica.loads.ensure(first)
@@ -221,7 +230,7 @@ async def test_disk_reports_end_with_the_engine(replica: Replica) -> None:
     async def note(digests: tuple[str, ...], disk_s: float, registry_s: float) -> None:
         raise ActorDiedError
 
-    await asyncio.wait_for(DiskReports(replica.loads, note).run(), 10)
+    await asyncio.wait_for(replica.loads.publish(note), 10)
 
 
 async def test_what_the_engine_refuses_is_told_by_digest_and_read_once(replica: Replica) -> None:

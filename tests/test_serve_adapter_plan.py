@@ -1,15 +1,23 @@
-"""Pins and retired versions, from one catalog to the next; and that every engine hears of them."""
+"""Pins and retired versions, from one catalog to the next; and that every engine receives them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ray.serve.exceptions import RayServeException
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from serve_app.control.adapter_plan import AdapterArranger, Observed, observe, plan_for
+from serve_app.control.adapter_plan import (
+    AdapterPlanner,
+    CatalogHistory,
+    extend,
+    plan_for,
+    plan_is_due,
+)
+from serve_app.control.broadcaster import Broadcaster
 from serve_app.messages import AdapterPlan
 
 BASE = BaseVersion("base", 1, "b" * 64, "")
@@ -28,19 +36,19 @@ def catalog(*adapters: AdapterVersion, pinned: tuple[str, ...] = ()) -> Catalog:
     return Catalog((BASE, OTHER), adapters, settings=settings)
 
 
-def plan(observed: Observed, base: BaseVersion = BASE, until_s: float = 100.0) -> AdapterPlan:
-    return plan_for(observed, base.digest, "m", until_s)
+def plan(history: CatalogHistory, base: BaseVersion = BASE, until_s: float = 100.0) -> AdapterPlan:
+    return plan_for(history, base.digest, "m", until_s)
 
 
-def after(*catalogs: Catalog) -> Observed:
-    observed = Observed()
+def after(*catalogs: Catalog) -> CatalogHistory:
+    history = CatalogHistory()
     for now_s, one in enumerate(catalogs):
-        observed = observe(observed, one, float(now_s))
-    return observed
+        history = extend(history, one, float(now_s))
+    return history
 
 
-def retired(observed: Observed) -> list[str]:
-    return [digest for digest, _ in plan(observed).retired]
+def retired(history: CatalogHistory) -> list[str]:
+    return [digest for digest, _ in plan(history).retired]
 
 
 def test_the_first_catalog_retires_nothing() -> None:
@@ -95,10 +103,10 @@ def test_a_version_that_is_meant_again_is_retired_no_more() -> None:
 
 def test_retired_versions_wait_for_older_views() -> None:
     first = catalog(version(1, "champion"), version(2))
-    observed = after(first, catalog(version(1), version(2, "champion")))
-    assert plan(observed, until_s=0.9).retired == ()
-    assert plan(observed, until_s=1.0).retired == (("x1", 1),)
-    assert plan(observed, until_s=1000.0).retired == ()  # everybody has heard of it
+    history = after(first, catalog(version(1), version(2, "champion")))
+    assert plan(history, until_s=0.9).retired == ()
+    assert plan(history, until_s=1.0).retired == (("x1", 1),)
+    assert plan(history, until_s=1000.0).retired == ()  # everybody has heard of it
 
 
 def test_a_pin_follows_what_its_name_means() -> None:
@@ -119,19 +127,25 @@ def test_each_base_hears_of_its_own_adapters() -> None:
         version(1, "champion"), version(2), version(1, name="y", base=OTHER), pinned=("x", "y")
     )
     second = catalog(version(1), version(2, "champion"), pinned=("x", "y"))
-    observed = after(first, second)
-    assert [pin.digest for pin in plan(observed).pins] == ["x2"]
-    assert plan(observed, OTHER) == AdapterPlan("m", (), (("y1", 2),))
+    history = after(first, second)
+    assert [pin.digest for pin in plan(history).pins] == ["x2"]
+    assert plan(history, OTHER) == AdapterPlan("m", (), (("y1", 2),))
 
 
 class Engines:
-    """Takes plans; fails when told to."""
+    """Receive what a manager plans; fail when `error` is set."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[str, AdapterPlan]] = []
         self.error: Exception | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self._planner = AdapterPlanner("m", 0.0)
+        self._broadcaster = Broadcaster("plan", "arrange", plan_is_due, self.send)
+
+    def update(self, catalog: Catalog, running: Mapping[str, str]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._broadcaster.publish(self._planner.plans(catalog, running, now_s))
 
     async def send(self, app_name: str, plan: AdapterPlan) -> int:
         self.plans.append((app_name, plan))
@@ -151,10 +165,9 @@ RUNNING = {BASE.digest: "app"}
 
 async def test_a_change_is_sent_at_once_and_the_same_plan_not_again() -> None:
     engines = Engines()
-    arranger = AdapterArranger("m", 0.0, engines.send)
     first = catalog(version(1, "champion"), version(2), pinned=("x",))
     for one in (first, first, catalog(version(1), version(2, "champion"), pinned=("x",))):
-        arranger.update(one, RUNNING)
+        engines.update(one, RUNNING)
         await settle()
     assert [plan.pins[0].version for _, plan in engines.plans] == [1, 2]
     assert engines.plans[-1][1].retired == (("x1", 1),)
@@ -162,12 +175,11 @@ async def test_a_change_is_sent_at_once_and_the_same_plan_not_again() -> None:
 
 async def test_a_base_that_comes_up_is_told() -> None:
     engines = Engines()
-    arranger = AdapterArranger("m", 0.0, engines.send)
-    arranger.update(catalog(version(1)), {})
+    engines.update(catalog(version(1)), {})
     await settle()
     assert engines.plans == []
     for running in (RUNNING, {}, RUNNING):  # away for a while: it is told anew
-        arranger.update(catalog(version(1)), running)
+        engines.update(catalog(version(1)), running)
         await settle()
     assert engines.plans == [("app", AdapterPlan("m"))] * 2
 
@@ -175,16 +187,15 @@ async def test_a_base_that_comes_up_is_told() -> None:
 async def test_engines_that_do_not_answer_hold_up_nobody() -> None:
     engines = Engines()
     engines.may_answer.clear()
-    arranger = AdapterArranger("m", 0.0, engines.send)
     both = RUNNING | {OTHER.digest: "other-app"}
     for number in (1, 2, 3):
-        arranger.update(catalog(version(number)), both)
+        engines.update(catalog(version(number)), both)
         await settle()
     assert [name for name, _ in engines.plans] == ["app", "other-app"]
     engines.error = RayServeException("away")
     engines.may_answer.set()
     await settle()
-    arranger.update(catalog(version(3)), both)  # the newest plan is still owed, to one of them
+    engines.update(catalog(version(3)), both)  # the newest plan is still owed, to one of them
     await settle()
     assert [name for name, _ in engines.plans] == ["app", "other-app", "app"]
     assert [digest for digest, _ in engines.plans[-1][1].retired] == ["x1", "x2"]

@@ -55,7 +55,7 @@ def add(rig: Rig, name: str, *, has_files: bool = True) -> AdapterVersion:
 
 
 def add_version(rig: Rig, name: str, version: int) -> AdapterVersion:
-    """Not the default: the champion stays."""
+    """Adds a version that is not the default: the champion stays."""
     known = rig.registry.snapshot()
     added = rig.registry.add_adapter(f"{name}{version}", known.bases[0])
     added = replace(added, name=name, version=version)
@@ -91,7 +91,7 @@ def order(client: httpx.Client, name: str, what: str) -> httpx.Response:
 
 
 def run(*arguments: str) -> int:
-    """The exit code of the command line."""
+    """Returns the exit code of the command line."""
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     code = ended.value.code
@@ -120,7 +120,7 @@ def test_an_old_version_leaves_memory_after_its_last_stream_while_the_new_one_se
             next(chunks)  # it still streams
     eventually(lambda: tier(client, old) == "disk", 5.0)
     assert tier(client, new) == "device"
-    # A version that was retired is simply loaded again when somebody names it, and stays.
+    # A retired version is loaded again when a request names it, and stays.
     assert ask(client, old).status_code == 200
     eventually(lambda: tier(client, old) == "device", 1.0)
 
@@ -136,7 +136,7 @@ def test_a_pin_is_kept_by_the_registry_and_follows_the_name(rig: Rig, client: ht
     assert refused.status_code == 409
     assert "'pinned'" in words(refused)
     assert f"{first.digest} is pinned" in words(refused)
-    add_version(rig, "pinned", 2)  # the highest one: what the name means now
+    add_version(rig, "pinned", 2)  # the highest version, which the name means now
     eventually(lambda: "pinned@2" in lines(client) and bool(place(client, "pinned@2")["pinned"]))
     eventually(lambda: tier(client, "pinned@1") == "disk")
     assert order(client, "pinned", "unpin").status_code == 200

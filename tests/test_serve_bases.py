@@ -80,14 +80,14 @@ def add(admin: httpx.Client, name: str, **settings: object) -> None:
 
 
 def is_stopped(name: str) -> bool:
-    """No application, hence no process and no memory of its engines."""
+    """True if there is no application, hence no process and no memory of its engines."""
     apps = serve.status().applications
     return not any(app.startswith(f"base--{name}--") for app in apps)
 
 
 @pytest.fixture
 def napper(admin: httpx.Client) -> str:
-    """It runs, sleeps or wakes; the first test that asks has it started."""
+    """A base that sleeps soon; the first test that uses it has it started."""
     if line(admin, NAPPER) is None:
         add(admin, NAPPER, **NAP)
         eventually(lambda: line(admin, NAPPER) is not None)
@@ -101,7 +101,7 @@ Commands = Callable[..., str]
 def commands(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Commands:
-    """`loraplex bases ...`: what it prints, or its complaint."""
+    """Runs `loraplex bases ...`; returns its output or its error."""
     monkeypatch.setenv(ADMIN_TOKEN, RIG_TOKEN)
 
     def run(*words: str) -> str:
@@ -246,7 +246,7 @@ def test_a_waiting_client_that_leaves_is_forgotten_at_once(
         )
     eventually(lambda: "loraplex_client_disconnects_total " in client.get("/metrics").text)
     eventually(lambda: state(admin, napper) == "running")
-    eventually(lambda: state(admin, napper) == "asleep")  # nobody is counted as open
+    eventually(lambda: state(admin, napper) == "asleep")  # no request is counted as open
 
 
 def test_an_operator_puts_a_base_to_sleep_and_wakes_it(
@@ -262,7 +262,7 @@ def test_an_operator_puts_a_base_to_sleep_and_wakes_it(
 def test_a_manager_that_died_knows_what_was_added_and_what_sleeps(
     rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
-    """Beside a tag whose number no machine can hold."""
+    """Next to a tag whose number no machine can hold."""
     eventually(lambda: sleeps(admin, napper))
     size = '{"engine": {"kv_cache_bytes": "' + "9" * 400 + '"}}'
     rig.registry.set_setting(SECOND, "serve", size)

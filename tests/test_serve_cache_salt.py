@@ -155,8 +155,7 @@ async def test_a_restarted_manager_sends_the_same_key_and_never_shows_it(tmp_pat
         sources = Sources(opened, "tests.fakes_engine:open_paced_engine", tmp_path / "home")
         await manager.__init__(PlatformArgs(), sources)  # type: ignore[misc]
         await manager._publish(Catalog(()), (), (), True, None, CanaryState())
-        for task in manager._tasks:
-            task.cancel()
+        manager._reconciling.cancel()
         view = await manager.view("", 5)
         assert view is not None
         return view

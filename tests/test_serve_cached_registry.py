@@ -1,10 +1,11 @@
-"""The manager's writes into a real registry: an adapter from a folder, and what hides it again."""
+"""The manager's writes into a real registry: an adapter from a folder, hidden again by unload."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,7 @@ async def test_an_adapter_from_a_folder_is_checked_registered_hidden_and_shown_a
 def test_a_command_gets_the_registrys_password_and_no_secret_of_the_server_in_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command is a real process that writes down how it was called."""
+    """The command is a real process that records its arguments and environment."""
     for name in ("LORAPLEX_ADMIN_TOKEN", "LORAPLEX_WEBHOOK_SECRET"):
         monkeypatch.setenv(name, "a secret")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////another.db")
@@ -72,7 +73,8 @@ def test_a_command_gets_the_registrys_password_and_no_secret_of_the_server_in_it
     monkeypatch.setattr(sys, "executable", str(python))
     uri = "postgresql://mlflow:hunter2@127.0.0.1:1/mlflow"
     root = tmp_path / "files"
-    monkeypatch.setattr(cached_registry, "Registry", lambda *_, **__: None)  # it is not asked
+    unused = SimpleNamespace(set_alias=None, set_setting=None, ensure_webhook=None)
+    monkeypatch.setattr(cached_registry, "Registry", lambda *_, **__: unused)
     reader = CachedRegistry(uri, tmp_path / "cache", None, root, ("s3",))
     reader.check_adapter(AdapterVersion("x", 1, "d" * 64, "tiny", "b" * 64, 8, (), ""))
     arguments, environment = json.loads(written.read_text())
@@ -95,7 +97,7 @@ def test_a_command_that_takes_too_long_is_ended_and_told(
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(cached_registry, "_REGISTER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cached_registry, "_COMMAND_TIMEOUT_S", 0.2)
     reader = CachedRegistry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "cache")
     with pytest.raises(RegistryUnavailableError, match=r"register adapter did not end within 0.2"):
         reader.register_adapter(tmp_path, "x", "tiny@1", "champion")

@@ -16,16 +16,17 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import NotFoundError
 from serve_app.api.ingress import build_asgi
+from serve_app.config import ModelArgs
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
 from serve_app.messages import Backlog, BaseDescription
-from serve_app.platform_view import ColdStart, PlatformView, ServedBase
+from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.text.base_text import BaseText
 from tests.ingress_app import make_gateway, make_state
 
 BASE = BaseVersion("a", 1, "a" * 64, "")
-ASLEEP = ServedBase(BASE, "app", False, state="asleep", start_s=6.2)
+ASLEEP = ServedBase(BASE, "app", "asleep", ModelArgs(name="a"), start_s=6.2)
 
 
 class Manager:
@@ -51,7 +52,7 @@ class World:
         self.gateway._apply(PlatformView("1", Catalog((BASE,)), bases, (), True, None))
 
     def come_up(self) -> None:
-        running = replace(ASLEEP, is_running=True, state="running", deployed_s=2.0)
+        running = replace(ASLEEP, state="running", deployed_s=2.0)
         description = BaseDescription({}, EngineLimits(64, 64, 64))
         handle = cast("DeploymentHandle[object]", None)
         text = cast("BaseText", None)
@@ -92,7 +93,7 @@ async def test_requests_wait_wake_it_once_and_go_on_when_it_answers() -> None:
 
 
 async def test_more_than_may_wait_are_told_to_come_back() -> None:
-    world = World(replace(ASLEEP, cold_start=ColdStart(max_waiting=1)))
+    world = World(replace(ASLEEP, model=ModelArgs(name="a", max_queued_requests=1)))
     first = world.ask()
     await settle()
     with pytest.raises(OverloadedError) as refused:
@@ -103,7 +104,7 @@ async def test_more_than_may_wait_are_told_to_come_back() -> None:
 
 
 async def test_a_base_that_lets_nobody_wait_is_woken_all_the_same() -> None:
-    world = World(replace(ASLEEP, cold_start=ColdStart(is_refused=True)))
+    world = World(replace(ASLEEP, model=ModelArgs(name="a", cold_start="refuse")))
     with pytest.raises(ServiceUnavailableError) as refused:
         await world.ask()
     await settle()
@@ -132,7 +133,7 @@ async def test_who_waits_for_a_base_that_is_removed_is_told_so() -> None:
 
 
 async def test_the_wait_has_an_end() -> None:
-    world = World(replace(ASLEEP, cold_start=ColdStart(timeout_s=0.01)))
+    world = World(replace(ASLEEP, model=ModelArgs(name="a", cold_start_timeout_s=0.01)))
     with pytest.raises(ServiceUnavailableError, match="did not start within 1 s"):
         await world.ask()
     assert world.num_open == 0
@@ -183,7 +184,7 @@ async def test_a_client_that_leaves_tokenize_at_a_base_asleep_is_no_failure_of_t
 
 
 async def test_sleep_that_was_called_off_costs_nothing() -> None:
-    world = World(ServedBase(BASE, "app", False, state="asleep", rest_id=5.0, deployed_s=2.0))
+    world = World(replace(ASLEEP, sleep_epoch=5.0, deployed_s=2.0))
     assert world.gateway._asleep() == ((BASE.digest, 5.0),)
     asked = world.ask()
     await settle()
@@ -232,8 +233,8 @@ async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
     handle = BaseHandle(old, "old", deployment, description, text, 0.0)
     world.gateway._handles[old.digest] = handle
     new = replace(BASE, version=2)
-    starts = ServedBase(new, "app", False, is_awaited=False)
-    stands = ServedBase(old, "old", True, state="running", replaced_by=new.digest)
+    starts = replace(ASLEEP, base=new, state="starting", is_awaited=False)
+    stands = ServedBase(old, "old", "running", ASLEEP.model, replaced_by=new.digest)
     catalog = Catalog((old, new))
     world.gateway._apply(PlatformView("2", catalog, (starts, stands), (), True, None))
     assert world.gateway.is_ready

@@ -13,6 +13,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.model_list import ModelList
+from serve_app.config import ModelArgs
 from serve_app.dispatch import gateway as gateway_module
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.platform_view import PlatformView, ServedBase
@@ -83,7 +84,7 @@ async def test_the_model_list_leaves_out_what_cannot_be_served() -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     sound = AdapterVersion("sound", 1, "a" * 64, "base", base.digest, 8, (), "source")
     refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
-    served = ServedBase(base, "app", True)
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
     view = PlatformView("1", Catalog((base,), (sound, refused)), (served,), (), True, None)
     gateway = make_gateway()
     listed = json.loads(await ModelList().encoded(gateway, view))["data"]
@@ -94,7 +95,7 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
-    served = ServedBase(base, "app", True)
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
     gateway = make_gateway()
     gateway.view = PlatformView("1", Catalog((base,), ()), (served,), (), True, None)
     tries = []

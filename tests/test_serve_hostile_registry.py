@@ -1,4 +1,4 @@
-"""Nothing that anybody writes into the registry ends or stalls the manager, or hides a model."""
+"""No tag that a client writes into the registry ends or stalls the manager, or hides a model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_tag_imports_nothing(
 async def test_a_base_that_serve_refuses_fails_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a setting passes: the next fault of this kind stays its base's alone."""
+    """Any fault of this kind affects its own base only."""
     from serve_app.control import fleet
 
     whole = fleet.base_application
@@ -156,7 +156,7 @@ async def test_a_manager_whose_loop_ended_or_lags_is_unhealthy(
     await made.check_health()
     assert b"loraplex_reconcile_age_seconds" in made._registry_metrics.text()
     monkeypatch.setattr(manager, "MAX_RECONCILE_AGE_S", -1.0)
-    with pytest.raises(RuntimeError, match="no round of the manager ended"):
+    with pytest.raises(RuntimeError, match="no round of the manager has ended"):
         await made.check_health()
     monkeypatch.undo()
     assert made._watching is not None
@@ -170,7 +170,7 @@ async def test_a_manager_whose_loop_ended_or_lags_is_unhealthy(
 async def test_a_manager_without_a_registry_or_with_a_failing_controller_stays_healthy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart would mend neither, and lose what is known."""
+    """A restart would repair neither, and would lose the last good catalog."""
     monkeypatch.setattr(manager, "MAX_RECONCILE_AGE_S", 5.0)
     world.store.is_away = True
     made = await world.start()
@@ -207,7 +207,7 @@ async def test_a_base_that_one_look_misses_keeps_its_engines(
         await follows(made, world)
         assert list(world.controller.apps) == [app]
     monkeypatch.setattr("serve_app.control.fleet._HANDOVER_MAX_S", 0.05)
-    world.store.tags = {"pad": {}, "own": {}}  # the wish is taken back: followed at once
+    world.store.tags = {"pad": {}, "own": {}}  # the setting is removed: the base leaves at once
     await until(lambda: not world.controller.apps)
     world.store.tags = whole
     await until(lambda: bool(world.controller.apps))
@@ -324,7 +324,7 @@ def test_a_stored_catalog_that_is_not_whole_or_not_ours_is_ignored_with_a_log_li
 
 
 def test_tags_of_a_real_mlflow_registry_hide_no_other_model(tmp_path: Path) -> None:
-    """Each kind of value once, as far as MLflow itself takes it."""
+    """Each kind of value once, if MLflow itself accepts it."""
     registry = embedded(tmp_path / "home")
     register_base(registry, tmp_path)
     register_adapter(registry, tmp_path, "good", b"one")

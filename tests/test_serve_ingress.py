@@ -22,7 +22,7 @@ from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailable
 from serve_app.api.ingress import ConcurrencyLimitMiddleware, MetricsMiddleware, build_asgi
 from serve_app.api.model_list import ModelList
 from serve_app.api.state import IngressState
-from serve_app.config import IngressArgs
+from serve_app.config import IngressArgs, ModelArgs
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -261,7 +261,9 @@ def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
     refused = replace(sound, name="dora", digest="b" * 64, refused="it uses DoRA")
     gateway = make_gateway()
     catalog = Catalog((base,), (sound, refused))
-    gateway.view = PlatformView("1", catalog, (ServedBase(base, "app", True),), (), True, None)
+    gateway.view = PlatformView(
+        "1", catalog, (ServedBase(base, "app", "running", ModelArgs(name="base")),), (), True, None
+    )
     client = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL)
     assert client.get("/v1/models/sound").json()["id"] == "sound"
     shown = client.get("/v1/models/dora")

@@ -1,4 +1,4 @@
-"""What several ingresses count becomes one sum that never falls, whoever of them ends."""
+"""The counts of several ingresses become a sum that never falls, whichever of them ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ingress:
 
 
 def samples(totals: IngressTotals, now_s: float = 0.0) -> dict[tuple[str, str], float]:
-    """By name and the values of the labels."""
+    """The samples by name and the values of the labels."""
     text = totals.text(now_s).decode()
     return {
         (sample.name, ",".join(sample.labels.values())): sample.value
@@ -121,7 +121,7 @@ def test_a_report_that_is_overtaken_by_a_later_one_changes_nothing() -> None:
 
 
 def test_after_a_restart_of_the_manager_sums_begin_at_zero_for_all_ingresses_at_once() -> None:
-    """A scrape that knew one of two would look as if the other's counters had fallen."""
+    """A scrape with only one of two ingresses would look as if counters had fallen."""
     one, other = Ingress("i1"), Ingress("i2")
     one.answer(5)
     other.answer(7)

@@ -13,8 +13,8 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs, default_aliases
 from serve_app.control.base_admin import change_base
-from serve_app.control.base_plan import MISSING_S, LastGood, plan, wished
-from serve_app.control.base_status import failure_in_words
+from serve_app.control.base_plan import MISSING_S, LastGood, configured, plan
+from serve_app.control.base_status import failure_reason
 from serve_app.control.fleet import Fleet
 from serve_app.control.manager import Manager
 from serve_app.errors import ConflictError
@@ -93,7 +93,7 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     args = PlatformArgs(registry=RegistryArgs(poll_interval_s=0.01))
     await manager.__init__(args, sources)  # type: ignore[misc]
     watching = asyncio.create_task(manager._watcher.run())
-    await manager._watcher.news.wait()
+    await manager._watcher.changed.wait()
     known = manager._named(manager._watcher.catalog)  # type: ignore[arg-type]
     await manager._publish(known, (), (), True, None, CanaryState())
     first = await manager.view("", 5)
@@ -102,7 +102,7 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     second = await manager.view(first.revision, 20)
     assert second is not None
     assert second.catalog.resolve("lora").adapter.version == 2  # type: ignore[union-attr]
-    for task in (watching, *manager._tasks):
+    for task in (watching, manager._reconciling):
         task.cancel()
 
 
@@ -122,8 +122,7 @@ async def test_what_a_bases_name_means_changes_with_the_applications_that_serve_
     view = await manager.view("", 5)
     assert view is not None
     assert view.catalog.resolve("a").base.version == 1
-    for task in manager._tasks:
-        task.cancel()
+    manager._reconciling.cancel()
 
 
 def with_setting(value: str, *bases: BaseVersion, name: str = "b") -> Catalog:
@@ -166,7 +165,7 @@ def test_the_file_wins_over_a_setting_where_it_names_the_base_by_its_id() -> Non
     wanted = plan([BY_ID], catalog, cluster_has_gpu=False)
     (spec,) = wanted.specs
     assert (spec.model.replicas, spec.source, wanted.refused) == (1, "file", ())
-    aliases = default_aliases("champion", wished([BY_ID], catalog))
+    aliases = default_aliases("champion", configured([BY_ID], catalog))
     assert aliases.of_adapters == (("b", "prod"),)
 
 
@@ -242,10 +241,10 @@ ray::ServeReplica:base--a--61-ba:engine.initialize_and_get_metadata() (pid=1, ip
   File "replica.py", line 70, in __init__
     raise root_cause(error) from None
 ValueError: layer 3 of the base holds NaN"""
-    assert failure_in_words(["The deployments ['engine'] are UPDATING.", message]) == (
+    assert failure_reason(["The deployments ['engine'] are UPDATING.", message]) == (
         "layer 3 of the base holds NaN"
     )
-    assert failure_in_words(["", "The deployments ['engine'] are UPDATING."]) == ""
+    assert failure_reason(["", "The deployments ['engine'] are UPDATING."]) == ""
 
 
 async def test_a_manager_that_was_not_told_its_models_has_no_view(tmp_path: Path) -> None:
@@ -255,5 +254,4 @@ async def test_a_manager_that_was_not_told_its_models_has_no_view(tmp_path: Path
     FolderRegistry(tmp_path).write(Catalog((base(),)))
     await manager.__init__(PlatformArgs(), sources)  # type: ignore[misc]
     assert await manager.view("", 0.3) is None
-    for task in manager._tasks:
-        task.cancel()
+    manager._reconciling.cancel()

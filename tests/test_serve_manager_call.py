@@ -1,4 +1,4 @@
-"""How an operator's order that is refused comes back from the manager."""
+"""The refusal of an operator's order on its way back from the manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Manager:
 
 
 class Method:
-    """Stands for a method of the handle: what is raised or returned there passes a pickle."""
+    """Replaces a method of the handle: its result or exception passes through a pickle."""
 
     def __init__(self) -> None:
         self.num_raised = 0  # each of them is a traceback in Serve's log

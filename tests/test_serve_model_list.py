@@ -11,6 +11,7 @@ import pytest
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.api.model_list import ModelList
+from serve_app.config import ModelArgs
 from serve_app.dispatch.gateway import Gateway
 from serve_app.platform_view import PlatformView, ServedBase
 from tests.ingress_app import make_gateway
@@ -25,7 +26,9 @@ def adapter(name: str) -> AdapterVersion:
 
 def make_view(*names: str) -> PlatformView:
     catalog = Catalog((BASE,), tuple(map(adapter, names)))
-    return PlatformView("1", catalog, (ServedBase(BASE, "app", True),), (), True, None)
+    return PlatformView(
+        "1", catalog, (ServedBase(BASE, "app", "running", ModelArgs(name="base")),), (), True, None
+    )
 
 
 async def ids(models: ModelList, gateway: Gateway, view: PlatformView) -> list[str]:

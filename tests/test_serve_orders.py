@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from registry.catalog import Catalog, DefaultAliases
-from registry.entities import AdapterVersion
+from registry.entities import AdapterVersion, DanglingAlias
 from registry.errors import NotFoundError
 from serve_app.api import lora
 from serve_app.control.adapter_admin import AdapterAdmin
@@ -133,6 +133,32 @@ async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
     assert loads.meaning("x").version == 2
 
 
+async def test_an_undone_load_leaves_a_name_broken_that_was_broken_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads(tmp_path, monkeypatch)
+    await loads.load("one")
+    await loads.load("two", in_place=True)
+    look = loads.look
+
+    def without_the_second() -> Catalog:
+        found = look()
+        served = tuple(one for one in found.adapters if one.version != 2)
+        lost = [one for one in found.adapters if one.version == 2 and "champion" in one.aliases]
+        dangling = tuple(DanglingAlias("x", "champion", one.version, "no files") for one in lost)
+        return replace(found, adapters=served, dangling=dangling)
+
+    monkeypatch.setattr(loads, "look", without_the_second)
+    loads.outcomes = ServiceUnavailableError("The engines of 'b' do not answer.", 5)
+    with pytest.raises(ServiceUnavailableError):
+        await loads.load("three", in_place=True)
+    with pytest.raises(NotFoundError):
+        loads.meaning("x")
+    (broken,) = loads.look().dangling
+    assert broken.version == 2
+    assert loads.look().setting("x", "runtime") == "loaded"
+
+
 async def test_a_load_that_is_undone_late_takes_nothing_back_from_the_load_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,11 +227,11 @@ async def test_sleep_and_wake_act_on_every_served_version_of_a_base(tmp_path: Pa
     first, second = line(1), line(2)
     fleet, keeper = fleet_of(first, second, replace(line(3), state="draining"))
     await order("sleep", "b", fleet, tmp_path)
-    assert [keeper.phase(one.digest) for one in (first, second)] == ["drowsy", "drowsy"]
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["draining", "draining"]
     await order("wake", "b", fleet, tmp_path)
     assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "awake"]
     await order("sleep", "b@2", fleet, tmp_path)
-    assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "drowsy"]
+    assert [keeper.phase(one.digest) for one in (first, second)] == ["awake", "draining"]
     with pytest.raises(NotFoundError, match="b@9"):
         await order("sleep", "b@9", fleet, tmp_path)
 
@@ -214,7 +240,7 @@ async def test_no_version_of_a_base_sleeps_where_one_has_open_requests(tmp_path:
     first, second = line(1), line(2)
     fleet, keeper = fleet_of(first, second)
     now_s = asyncio.get_running_loop().time()
-    keeper.hear(IngressReport("one", (BaseActivity(second.digest, 1, 0.0),)), now_s)
+    keeper.add_report(IngressReport("one", (BaseActivity(second.digest, 1, 0.0),)), now_s)
     with pytest.raises(ConflictError, match="1 open requests"):
         await order("sleep", "b", fleet, tmp_path)
     assert keeper.phase(first.digest) == "awake"

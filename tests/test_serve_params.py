@@ -25,6 +25,7 @@ from registry.entities import BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.completions import session_key
 from serve_app.api.ingress import build_asgi
+from serve_app.config import ModelArgs
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import (
     ApiError,
@@ -246,7 +247,12 @@ async def test_clients_are_told_the_length_that_a_request_may_have(text: BaseTex
     base = BaseVersion("base", 1, "d" * 64, "source")
     state = make_state()
     state.gateway.view = PlatformView(
-        "1", Catalog((base,), ()), (ServedBase(base, "app", True),), (), True, None
+        "1",
+        Catalog((base,), ()),
+        (ServedBase(base, "app", "running", ModelArgs(name="base")),),
+        (),
+        True,
+        None,
     )
     handle = cast("DeploymentHandle[object]", None)
     description = BaseDescription({}, SMALL_CACHE)

@@ -52,12 +52,13 @@ def client(rig: Rig) -> Iterator[httpx.Client]:
 
 
 def is_ready_everywhere(client: httpx.Client) -> bool:
-    """Both ingresses answer, whichever the proxy chooses."""
+    """Waits until both ingresses answer, whichever the proxy chooses."""
     return all(client.get("/ready").status_code == 200 for _ in range(10))
 
 
 def read_stream(client: httpx.Client, index: int) -> str:
-    """Its text; "cut" for a connection that broke, which a client can tell from an end."""
+    """Returns the text; "cut" if the connection broke, which a client can distinguish from an
+    end."""
     model = RIG_ADAPTER if index % 2 else RIG_BASE
     text, is_done = "", False
     try:
@@ -74,7 +75,7 @@ def read_stream(client: httpx.Client, index: int) -> str:
 
 
 def kill_amid(client: httpx.Client, name: str) -> list[str]:
-    """All streams, and one process killed when the last of them has begun."""
+    """Reads all streams, and kills a process when the last of them has begun."""
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = [pool.submit(read_stream, client, index) for index in range(STREAMS)]
         eventually(lambda: metric(client, "vllm:num_requests_running") == STREAMS)

@@ -1,4 +1,4 @@
-"""How far Ray's ports reach, in words."""
+"""The warnings about the reach of Ray's ports."""
 
 from serve_app.ray_network import open_nodes
 

@@ -1,5 +1,5 @@
-"""The registry as a running server follows it, against a real `mlflow server`: told by webhook, by
-polling, and while it is away. The engine is the paced one; which version a name means is asked.
+"""A running server and a real `mlflow server`: changes by webhook, by polling, and while the
+registry is down. The engine is the paced engine; the tests read which version a name means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.registry_helpers import (
 
 pytestmark = pytest.mark.serve
 
-NEVER_S = 3600.0  # what is seen within such an interval was told by webhook
+NEVER_S = 3600.0  # a change that is read within such an interval came by webhook
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Front:
         return f"http://127.0.0.1:{self.port}{PATH}"
 
     def version_of(self, name: str) -> str:
-        """What a bare name means, as `name@version`; "" for one that is not known."""
+        """The meaning of a bare name as `name@version`; "" if it is unknown."""
         lines = self.client.get("/v1/models").json()["data"]
         return next((str(line["root"]) for line in lines if line["id"] == name), "")
 
@@ -107,7 +107,7 @@ def test_a_webhook_brings_every_change_at_once(front: Front, tmp_path: Path) -> 
     eventually(lambda: len(hooks.list_webhooks()) == 1)
     assert front.version_of("pirate") == "pirate@2"
     flips = front.metric("loraplex_registry_changes_total", kind="alias_moved")
-    # Until the server's cache of its webhooks is stale, a second, a change may go untold.
+    # For a second, until the server's cache of its webhooks expires, a change may send no call.
     eventually(lambda: _is_told(front))
     front.registry.set_alias("pirate", "champion", 1)
     eventually(lambda: front.version_of("pirate") == "pirate@1")
@@ -118,7 +118,7 @@ def test_a_webhook_brings_every_change_at_once(front: Front, tmp_path: Path) -> 
 
 
 def _is_told(front: Front) -> bool:
-    """A tag of another value each time."""
+    """Sets a tag to a new value each time."""
     before = front.metric("loraplex_registry_changes_total", kind="tag_changed")
     value = str(time.monotonic())
     MlflowClient(front.server.uri, front.server.uri).set_model_version_tag(
@@ -168,7 +168,7 @@ def test_what_is_known_is_served_while_the_server_is_away_and_changes_are_caught
 
 
 def test_a_server_starts_without_its_registry_from_what_its_node_has(front: Front) -> None:
-    """Every application goes, the manager too, while the MLflow server is away."""
+    """All applications end, including the manager, while the MLflow server is down."""
     front.deploy(0.2, None)
     known = front.version_of("pirate")
     assert front.answers("pirate") == 200

@@ -57,7 +57,7 @@ def test_the_other_ingresses_hold_it_too_and_no_longer() -> None:
     one.now_s += 400
     for ingress, name in ((one, "one"), (two, "two")):
         entries = ingress.quarantine.export()
-        keeper.hear(IngressReport(name, quarantined=entries), 10.0)
+        keeper.add_report(IngressReport(name, quarantined=entries), 10.0)
     assert keeper.answer("one", 10.5).quarantined == ()
     answer = keeper.answer("two", 10.5)
     assert answer.num_ingresses == 2

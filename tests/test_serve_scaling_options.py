@@ -23,7 +23,7 @@ from serve_app.autoscaling.options import engine_scaling, ingress_scaling
 from serve_app.autoscaling.policy import EngineScalingPolicy
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs
 from serve_app.control.base_starts import StartLog
-from serve_app.control.base_status import ReplicaCounts, count_replicas, lack_in_words
+from serve_app.control.base_status import ReplicaCounts, count_replicas, unplaced_replicas
 from serve_app.control.deployments import base_application
 from serve_app.platform_view import BaseLine, BaseSpec, Sources
 from tests.fakes_registry import FolderRegistry
@@ -128,11 +128,11 @@ def test_replicas_are_counted_as_they_are() -> None:
 
 
 def test_replicas_without_room_are_told_of_in_words() -> None:
-    assert lack_in_words(app(message=NO_ROOM, RUNNING=1, STARTING=2)) == (
+    assert unplaced_replicas(app(message=NO_ROOM, RUNNING=1, STARTING=2)) == (
         '2 of 3 replicas wait for a node with {"GPU": 1.0} free'
     )
-    assert lack_in_words(app(message=NO_ROOM, RUNNING=3)) == ""  # an outdated message
-    assert lack_in_words(app(message="", RUNNING=1, STARTING=2)) == ""
+    assert unplaced_replicas(app(message=NO_ROOM, RUNNING=3)) == ""  # an outdated message
+    assert unplaced_replicas(app(message="", RUNNING=1, STARTING=2)) == ""
 
 
 def test_metrics_tell_how_many_run_and_how_many_are_wanted() -> None:

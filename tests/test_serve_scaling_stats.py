@@ -10,8 +10,9 @@ import pytest
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
 from serve_app.autoscaling.stats import ScalingStats
-from serve_app.control.backlogs import BacklogTeller
 from serve_app.control.base_sleep import ScaleToZero
+from serve_app.control.broadcaster import Broadcaster
+from serve_app.control.fleet import backlog_is_due
 from serve_app.dispatch.activity import Activity
 from serve_app.messages import REPORT_INTERVAL_S, Backlog, BaseActivity, IngressReport
 from tests.waiting import until
@@ -75,7 +76,7 @@ def test_the_manager_adds_up_what_waits_in_all_ingresses() -> None:
     keeper = ScaleToZero()
     for name, count in (("one", 3), ("two", 4)):
         activity = BaseActivity("b" * 64, count, 0.0, Backlog(count, 100 * count))
-        keeper.hear(IngressReport(name, (activity,)), 10.0)
+        keeper.add_report(IngressReport(name, (activity,)), 10.0)
     assert keeper.backlog("b" * 64, 10.5) == Backlog(7, 700)
     assert keeper.backlog("c" * 64, 10.5) == Backlog()
     assert keeper.backlog("b" * 64, 20.0) == Backlog()
@@ -98,14 +99,14 @@ async def test_engines_hear_of_a_backlog_once_a_second_and_once_of_its_end() -> 
             raise TimeoutError
         return 0
 
-    teller = BacklogTeller(send)
-    teller.tell({"quiet": Backlog(), "busy": Backlog(1, 10)})
+    broadcaster = Broadcaster("backlog", "set_backlog", backlog_is_due, send)
+    broadcaster.publish({"quiet": Backlog(), "busy": Backlog(1, 10)})
     await until(lambda: bool(sent))
-    teller.tell({"quiet": Backlog(), "busy": Backlog(2, 20)})  # too early
+    broadcaster.publish({"quiet": Backlog(), "busy": Backlog(2, 20)})  # too early
     await asyncio.sleep(0)
     assert sent == [("busy", Backlog(1, 10))]
     for backlog in (Backlog(2, 20), Backlog(), Backlog()):
         await asyncio.sleep(REPORT_INTERVAL_S)
-        teller.tell({"quiet": Backlog(), "busy": backlog})
+        broadcaster.publish({"quiet": Backlog(), "busy": backlog})
     await until(lambda: len(sent) == 3)
     assert sent[1:] == [("busy", Backlog(2, 20)), ("busy", Backlog())]

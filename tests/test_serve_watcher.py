@@ -1,4 +1,4 @@
-"""The watcher alone: wakes that are joined, a registry that goes and comes back, what changed."""
+"""The watcher alone: joined wakes, a registry that goes down and recovers, changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_app.control import watcher as module
 from serve_app.control.registry_metrics import RegistryMetrics
 from serve_app.control.watcher import Watcher
 
-NEVER_S = 1000.0  # what is not woken does not look again
+NEVER_S = 1000.0  # without a wake there is no second read
 BASE = BaseVersion("tiny", 1, "base-1", "uri")
 
 
@@ -34,7 +34,7 @@ def catalog(champion: int) -> Catalog:
 
 @dataclass
 class Store:
-    """What a look finds, and how many looks there were; a look takes as long as it is held."""
+    """A registry that counts its reads; a read lasts as long as it is held."""
 
     content: Catalog | Exception = field(default_factory=lambda: catalog(1))
     num_looks: int = 0
@@ -93,21 +93,21 @@ async def test_a_wake_makes_the_next_look_immediate() -> None:
 async def test_a_catalog_says_when_the_look_for_it_began() -> None:
     store = Store()
     async with watching(store) as watcher:
-        await until(lambda: watcher.looked_s > 0)
+        await until(lambda: watcher.read_began_s > 0)
         store.held.clear()
         watcher.wake()
         await until(lambda: store.num_looks == 2)
         meanwhile_s = asyncio.get_running_loop().time()
         await asyncio.sleep(0.01)
-        first_s = watcher.looked_s
+        first_s = watcher.read_began_s
         store.held.set()
-        await until(lambda: watcher.looked_s > first_s)
-        assert watcher.looked_s <= meanwhile_s
-        known_s = watcher.looked_s
+        await until(lambda: watcher.read_began_s > first_s)
+        assert watcher.read_began_s <= meanwhile_s
+        known_s = watcher.read_began_s
         store.content = RegistryUnavailableError("away")
         watcher.wake()
         await until(lambda: watcher.error is not None)
-        assert watcher.looked_s == known_s
+        assert watcher.read_began_s == known_s
 
 
 async def test_wakes_during_a_look_lead_to_exactly_one_more() -> None:
@@ -117,7 +117,7 @@ async def test_wakes_during_a_look_lead_to_exactly_one_more() -> None:
         await until(lambda: store.num_looks == 1)
         for _ in range(1000):
             watcher.wake()
-        store.content = catalog(2)  # after the wakes, as the first look may already have read
+        store.content = catalog(2)  # after the wakes: the first read may have read already
         store.held.set()
         await until(lambda: store.num_looks == 2)
         await asyncio.sleep(3 * module.MIN_PAUSE_S)
@@ -145,7 +145,7 @@ async def test_while_the_registry_is_down_the_last_catalog_stays() -> None:
         store.content = RegistryUnavailableError("connection refused by <object at 0x2>")
         looks = store.num_looks
         await until(lambda: store.num_looks > looks + 1)
-        assert watcher.error == first  # each text would be news to every ingress
+        assert watcher.error == first  # each text would be a new view for every ingress
         assert watcher.catalog == catalog(1)
         store.content = catalog(2)
         await until(lambda: watcher.error is None)

@@ -1,1 +1,1 @@
-"""The manager process: it makes the fleet of base applications match the registry."""
+"""The manager process: makes the applications of the bases on Serve match the registry."""

@@ -1,19 +1,18 @@
-"""What an operator may ask of an adapter and what lasts: pins, and adapters that scripts load from
-a folder. The manager does it, because only it writes; the registry keeps it.
+"""An operator's lasting orders about an adapter: pins, and adapters that are loaded from a folder.
+The manager carries them out, because only it writes; the registry stores them.
 
-An adapter that came from a folder by `load` is registered like any other, and marked: only such a
-one leaves with `unload`, and is out of sight then until it is loaded again.
+An adapter that `load` registers from a folder is marked as such: `unload` hides only such an
+adapter, until it is loaded again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from registry.catalog import Catalog
-from registry.entities import AdapterVersion
+from registry.entities import AdapterVersion, DanglingAlias
 from registry.errors import InvalidNameError, NotFoundError, RegistrationError
 from registry.names import check_name
 from serve_app.messages import PIN, AdapterChange
@@ -22,32 +21,33 @@ from serve_app.platform_view import RegistryReader
 RUNTIME = "runtime"
 LOADED, UNLOADED = "loaded", "unloaded"
 
-Look = Callable[[], Catalog]
+Read = Callable[[], Catalog]
 
 
 class AdapterAdmin:
     def __init__(self) -> None:
-        self._registering = asyncio.Lock()  # a check takes a core and the base's header
-        # By name: the version that the last load made, and what the name meant before.
-        self._loads: dict[str, tuple[int, AdapterVersion | None]] = {}
+        self._registering = asyncio.Lock()  # a check uses a core and reads the base's header
+        # By name: the version that the last load registered, and the (alias, version) before it.
+        self._loads: dict[str, tuple[int, tuple[str, int] | None]] = {}
 
     async def change(
-        self, change: AdapterChange, registry: RegistryReader, look: Look
+        self, change: AdapterChange, registry: RegistryReader, read: Read
     ) -> AdapterVersion | None:
-        """What the name means now; None: nothing. `look`: blocks; what the registry says now, with
-        the default aliases that count here. Raises NotFoundError or another RegistryError."""
+        """Carries out an order. Returns the version that the name means then, or None if it means
+        none. `read`: returns the registry's catalog now, with the default aliases of this server;
+        blocks. Raises NotFoundError or another RegistryError."""
         check_name(change.name)
         if change.kind == "load":
             async with self._registering:
-                return await self._load(change, registry, look)
+                return await self._load(change, registry, read)
         if change.kind == "undo_load":
             async with self._registering:
-                return await self._undo_load(change, registry, look)
-        catalog = await asyncio.to_thread(look)
+                return await self._undo_load(change, registry, read)
+        catalog = await asyncio.to_thread(read)
         adapter = _find(catalog, change.name)
         if change.kind == "unload":
             if catalog.setting(change.name, RUNTIME) != LOADED:
-                return adapter  # the registry's own: it comes back at its next use
+                return adapter  # registered without `load`: it comes back at its next use
             await asyncio.to_thread(registry.set_setting, change.name, RUNTIME, UNLOADED)
             return None
         value = "true" if change.kind == "pin" else None
@@ -55,54 +55,55 @@ class AdapterAdmin:
         return adapter
 
     async def _load(
-        self, change: AdapterChange, registry: RegistryReader, look: Look
+        self, change: AdapterChange, registry: RegistryReader, read: Read
     ) -> AdapterVersion:
         name, folder = change.name, Path(change.folder)
-        catalog = await asyncio.to_thread(look)
+        catalog = await asyncio.to_thread(read)
         if name in catalog.default_bases():
             raise RegistrationError(f"{name!r} is a base model")
-        before = None
+        is_loaded = catalog.setting(name, RUNTIME) == LOADED
         if any(adapter.name == name for adapter in catalog.adapters):
             if not change.may_replace:
                 raise RegistrationError(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the "
                     "adapter in place, set 'load_inplace' to True."
                 )
-            if catalog.setting(name, RUNTIME) != LOADED:
+            if not is_loaded:
                 raise RegistrationError(
-                    f"The lora adapter '{name}' is the registry's: register its next version there."
+                    f"The lora adapter '{name}' was registered in the registry, not loaded from a "
+                    "folder: register its next version there."
                 )
-            with suppress(NotFoundError):
-                before = catalog.resolve(name).adapter
         if not folder.is_absolute() or not (folder / "adapter_config.json").is_file():
             raise NotFoundError(f"Loading lora {name} failed: No adapter found for {folder}")
         alias = catalog.default_aliases.of_base(catalog.resolve_base(change.base).name)
         await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
-        loaded = _find(await asyncio.to_thread(look), name)
-        self._loads[name] = loaded.version, before
+        loaded = _find(await asyncio.to_thread(read), name)
+        self._loads[name] = loaded.version, _default_of(catalog, name) if is_loaded else None
         return loaded
 
     async def _undo_load(
-        self, change: AdapterChange, registry: RegistryReader, look: Look
+        self, change: AdapterChange, registry: RegistryReader, read: Read
     ) -> AdapterVersion | None:
-        """After a load that the engines could not follow: the name means again what it meant, and
-        one that was new goes out of sight. Nothing is done where somebody moved the name on, nor
-        by a manager that did not make the load and cannot know what the name meant."""
+        """Undoes a load that the engines could not follow: the default alias returns to its
+        previous version, and a name that was new is hidden. Does nothing if the alias was moved
+        since, or if another manager made the load: this one does not know the version before."""
         name = change.name
-        catalog = await asyncio.to_thread(look)
-        meant = _find(catalog, name)
-        if meant.version != change.version:
-            return meant
+        catalog = await asyncio.to_thread(read)
+        adapter = _find(catalog, name)
+        if adapter.version != change.version:
+            return adapter
         loaded, before = self._loads.pop(name, (None, None))
         if before is None:
             if change.may_replace and loaded is None:
-                return meant
+                return adapter
             await asyncio.to_thread(registry.set_setting, name, RUNTIME, UNLOADED)
             return None
-        alias = catalog.default_aliases.of(before)
-        await asyncio.to_thread(registry.set_alias, name, alias, before.version)
-        return _find(await asyncio.to_thread(look), name)
+        await asyncio.to_thread(registry.set_alias, name, *before)
+        try:
+            return _find(await asyncio.to_thread(read), name)
+        except NotFoundError:  # the alias is again on a version that cannot be served
+            return None
 
 
 def _find(catalog: Catalog, name: str) -> AdapterVersion:
@@ -110,3 +111,17 @@ def _find(catalog: Catalog, name: str) -> AdapterVersion:
     if adapter is None:
         raise InvalidNameError(f"{name!r} is a base model, not an adapter")
     return adapter
+
+
+def _default_of(catalog: Catalog, name: str) -> tuple[str, int] | None:
+    """The default alias of a name and the version that it is on, even if that cannot be served;
+    without such an alias, the version that the bare name means. None: there is no version."""
+    dangling = {one.alias: one.version for one in catalog.dangling if one.name == name}
+    meaning = catalog.meanings().get((name, ""))
+    if meaning is None:
+        return next(iter(dangling.items()), None)
+    if isinstance(meaning, DanglingAlias):
+        return meaning.alias, meaning.version
+    alias = catalog.default_aliases.of(meaning)
+    aliased = (one.version for one in catalog.adapters if one.name == name and alias in one.aliases)
+    return alias, dangling.get(alias) or next(aliased, meaning.version)

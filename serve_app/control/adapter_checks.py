@@ -1,8 +1,7 @@
-"""Versions that were never measured are checked beside serving, one at a time: their effect, or why
-they cannot be served, becomes tags of the version, which a later poll reads.
+"""Checks adapter versions that were never measured, singly and while the server serves: their
+effect, or why they cannot be served, becomes tags of the version, which a later poll reads.
 
-`loraplex register` checks its adapters; plain MLflow calls do not. The check itself comes from
-outside.
+`loraplex register` checks its adapters; plain MLflow calls do not. The caller passes the check.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from serve_app.tasks import spawn
 logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 3
-_PAUSE_S = 300.0  # after a check that came to no verdict
+_PAUSE_S = 300.0  # after a check without a verdict
 
 Key = tuple[str, str]  # digests of the base and of the adapter
 Check = Callable[[AdapterVersion], None]
 
 
 class AdapterChecks:
-    """All methods belong to one event loop."""
+    """All methods belong to the event loop."""
 
     def __init__(self) -> None:
         self._tries: dict[Key, int] = {}  # of versions without a verdict
@@ -34,8 +33,8 @@ class AdapterChecks:
         self._task: asyncio.Task[None] | None = None
 
     def update(self, catalog: Catalog, check: Check) -> None:
-        """Begins the next check unless one runs. Returns at once; called all the time. `check`
-        blocks; it raises RegistryError where it came to no verdict."""
+        """Begins the next check unless a check runs. Returns at once; called in every round.
+        `check` blocks; it raises RegistryError if it reached no verdict."""
         loop = asyncio.get_running_loop()
         if self._task is not None:
             return
@@ -54,18 +53,18 @@ class AdapterChecks:
 
     async def _run(self, version: AdapterVersion, check: Check) -> None:
         name = f"{version.name}@{version.version}"
-        # Counted before: a check whose tags are not read, or not kept, is not made for ever.
+        # Counted first: a check whose tags are lost or never read is not repeated for ever.
         self._tries[_key(version)] = self._tries.get(_key(version), 0) + 1
         try:
             await asyncio.to_thread(check, version)
-            logger.info("%s was checked; the verdict is with the version", name)
+            logger.info("%s was checked; the verdict is in its tags", name)
         except Exception as error:
             now_s = asyncio.get_running_loop().time()
             self._not_before_s[_key(version)] = now_s + _PAUSE_S
             if isinstance(error, RegistryError | OSError):
-                logger.warning("%s was not checked: %s", name, error)
+                logger.warning("%s could not be checked: %s", name, error)
             else:
-                logger.exception("%s was not checked", name)
+                logger.exception("%s could not be checked", name)
         finally:
             self._task = None
 

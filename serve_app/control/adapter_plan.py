@@ -1,32 +1,23 @@
-"""What the engines of each base shall do about adapters in memory, and how they hear of it.
+"""Plans of the adapters that the engines of each base keep in memory and unload.
 
-Pins: what the default of a pinned name means stays in memory. Retired: a version that an alias or a
-default meant earlier in this manager's life and none means now, or that was deleted; it leaves
-memory with its last request. The plan is whole and may be sent again and again. `observe` and
-`plan_for` are pure; `AdapterArranger` sends, beside the manager's loop, never in it.
+Pins: the version that the default of a pinned name means stays in memory. Retired: a version that
+an alias or a default meant earlier in this manager's life and none means now, or that was deleted;
+it leaves memory with its last request. A plan is complete, so it may be sent any number of times.
+Pure: time comes in; `Broadcaster` sends.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
 from serve_app.messages import AdapterPlan
-from serve_app.ray_calls import Broadcasts
-from serve_app.tasks import spawn
 
-logger = logging.getLogger(__name__)
-
-RESEND_S = 3.0  # replicas that are new or did not answer get it then
-_TELL_RETIRED_S = 120.0  # then whoever has not heard of it lets it go when room is wanted
+RESEND_S = 3.0  # replicas that are new or did not answer receive the plan then
+_RETIRED_FOR_S = 120.0  # then it is left out: engines evict the version when they need the memory
 _MAX_RETIRED = 4096  # remembered
 
 Key = tuple[str, str]  # digests of the base and of the adapter
@@ -35,22 +26,23 @@ Key = tuple[str, str]  # digests of the base and of the adapter
 @dataclass(frozen=True, slots=True)
 class Retirement:
     key: Key
-    number: int  # a version that comes back and goes again gets another one
+    number: int  # a version that comes back and is retired again gets another number
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """What a manager remembers of all catalogs that it saw."""
+class CatalogHistory:
+    """A manager's summary of all the catalogs that it has read."""
 
-    meant: frozenset[Key] = frozenset()  # by an alias or a default, in the newest one
+    meant: frozenset[Key] = frozenset()  # by an alias or a default, in the newest catalog
     known: frozenset[Key] = frozenset()
     pins: tuple[AdapterVersion, ...] = ()
     retired: tuple[Retirement, ...] = ()
     num_retirements: int = 0
 
 
-def observe(old: Observed, catalog: Catalog, now_s: float) -> Observed:
+def extend(old: CatalogHistory, catalog: Catalog, now_s: float) -> CatalogHistory:
+    """The history with `catalog` as its newest."""
     defaults = _defaults(catalog)
     known = frozenset(_key(adapter) for adapter in catalog.adapters)
     meant = frozenset(_key(adapter) for adapter in catalog.adapters if adapter.aliases)
@@ -65,75 +57,57 @@ def observe(old: Observed, catalog: Catalog, now_s: float) -> Observed:
         for name, adapter in sorted(defaults.items())
         if catalog.setting(name, "pin") == "true"
     )
-    return Observed(meant, known, pins, retired[-_MAX_RETIRED:], old.num_retirements + len(gone))
+    num_retirements = old.num_retirements + len(gone)
+    return CatalogHistory(meant, known, pins, retired[-_MAX_RETIRED:], num_retirements)
 
 
 def plan_for(
-    observed: Observed, base_digest: str, incarnation: str, retired_until_s: float
+    history: CatalogHistory, base_digest: str, epoch: str, retired_until_s: float
 ) -> AdapterPlan:
-    """`retired_until_s`: what was retired later may still be asked for by an older view."""
+    """The plan of a base. It leaves out versions that were retired after `retired_until_s`:
+    ingresses with an older view may still send requests for them."""
     return AdapterPlan(
-        incarnation,
-        tuple(pin for pin in observed.pins if pin.base_digest == base_digest),
+        epoch,
+        tuple(pin for pin in history.pins if pin.base_digest == base_digest),
         tuple(
             (one.key[1], one.number)
-            for one in observed.retired
+            for one in history.retired
             if one.key[0] == base_digest
-            and retired_until_s - _TELL_RETIRED_S < one.since_s <= retired_until_s
+            and retired_until_s - _RETIRED_FOR_S < one.since_s <= retired_until_s
         ),
     )
 
 
-Send = Callable[[str, AdapterPlan], Awaitable[int]]
+def plan_is_due(plan: AdapterPlan, last: AdapterPlan | None, age_s: float) -> bool:
+    return plan != last or age_s > RESEND_S
 
 
-class AdapterArranger:
-    """Keeps every engine replica told. One event loop."""
+class AdapterPlanner:
+    """Turns each round's catalog into plans."""
 
-    def __init__(self, incarnation: str, handover_s: float, send: Send | None = None) -> None:
-        """`send`: to all replicas of an application; returns how many failed."""
-        self._incarnation = incarnation
+    def __init__(self, epoch: str, handover_s: float) -> None:
+        """`epoch`: of this manager. `handover_s`: how long an ingress may have an older view."""
+        self._epoch = epoch
         self._handover_s = handover_s
-        broadcasts = Broadcasts()
-        self._send = send or (lambda app, plan: broadcasts.call(app, "arrange", plan))
         self._revision: str | None = None
-        self._observed = Observed()
-        self._sent: dict[str, tuple[AdapterPlan, float]] = {}  # by application; when
-        self._sending: dict[str, asyncio.Task[None]] = {}
+        self._history = CatalogHistory()
 
-    def update(self, catalog: Catalog, running: Mapping[str, str]) -> None:
-        """`running`: base digest -> application. Returns at once; called all the time."""
-        now_s = asyncio.get_running_loop().time()
+    def plans(
+        self, catalog: Catalog, running: Mapping[str, str], now_s: float
+    ) -> dict[str, AdapterPlan]:
+        """Returns the plans by application. `running`: base digest -> application."""
         if catalog.revision != self._revision:
-            self._observed = observe(self._observed, catalog, now_s)
+            self._history = extend(self._history, catalog, now_s)
             self._revision = catalog.revision
-        for app_name in self._sent.keys() - set(running.values()):
-            del self._sent[app_name]
-        for base_digest, app_name in running.items():
-            plan = plan_for(
-                self._observed, base_digest, self._incarnation, now_s - self._handover_s
-            )
-            sent_plan, sent_s = self._sent.get(app_name, (None, 0.0))
-            is_due = plan != sent_plan or now_s - sent_s > RESEND_S
-            if is_due and app_name not in self._sending:
-                self._sending[app_name] = spawn(self._tell(app_name, plan), "send-plan")
-
-    async def _tell(self, app_name: str, plan: AdapterPlan) -> None:
-        try:
-            num_failed = await self._send(app_name, plan)
-            if num_failed:
-                logger.warning("%d engines of %s took no plan yet", num_failed, app_name)
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the engines of %s took no plan yet: %s", app_name, error)
-        except Exception:
-            logger.exception("the engines of %s took no plan yet", app_name)
-        finally:
-            self._sent[app_name] = (plan, asyncio.get_running_loop().time())
-            del self._sending[app_name]
+        retired_until_s = now_s - self._handover_s
+        return {
+            app_name: plan_for(self._history, base_digest, self._epoch, retired_until_s)
+            for base_digest, app_name in running.items()
+        }
 
 
 def _defaults(catalog: Catalog) -> dict[str, AdapterVersion]:
-    """By name; without those whose base is gone."""
+    """The default version of each name whose base is registered."""
     found: dict[str, AdapterVersion] = {}
     for name in {adapter.name for adapter in catalog.adapters}:
         try:

@@ -1,7 +1,7 @@
-"""What an operator may ask of a base: serve it, serve it no more, let it sleep, wake it.
+"""An operator's orders about a base: add, remove, sleep, wake.
 
-The first two are written into the registry, where every manager finds them; the others are of the
-moment. A base that the file names is the file's: only sleep and wake are for it.
+The first two are written into the registry, where every manager reads them; the others take effect
+once. A base that the configuration file names cannot be added or removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def change_base(
     registry: RegistryReader,
     fleet: Fleet,
 ) -> None:
-    """Raises NotFoundError, ConflictError or a RegistryError."""
+    """Carries out an order. Raises NotFoundError, ConflictError or a RegistryError."""
     if change.kind in ("add", "remove"):
         await _write(change, models, catalog, registry)
         return
@@ -41,21 +41,23 @@ async def change_base(
         return
     for line in lines:
         if line.state not in ("running", "asleep"):
-            raise ConflictError(f"{change.name!r} is {line.state}: only a base that runs can sleep")
+            raise ConflictError(
+                f"{change.name!r} is {line.state}: only a running base can be put to sleep"
+            )
         if num_open := fleet.sleep.num_open(line.digest, now_s):
             raise ConflictError(
-                f"{change.name!r} has {num_open} open requests: it cannot sleep now"
+                f"{change.name!r} has {num_open} open requests: it cannot be put to sleep now"
             )
     for line in lines:
-        fleet.sleep.rest(line.digest, now_s)
+        fleet.sleep.request_sleep(line.digest, now_s)
 
 
-async def is_followed(
+async def wait_until_planned(
     change: BaseChange, changed: asyncio.Condition, planned: Callable[[], Catalog | None]
 ) -> None:
-    """Returns when a round of the manager followed what `add` or `remove` wrote, so that
-    the next list of the bases shows its outcome; or when that takes long. `planned`: the catalog
-    that the last round followed; `changed` is notified when it is another."""
+    """Returns after a round of the manager that read the write of `add` or `remove`, so that the
+    next list of the bases shows the outcome, or after `_FOLLOW_S`. `planned` returns the catalog of
+    the last round; `changed` is notified when it is replaced."""
     wanted = change.setting if change.kind == "add" else None
 
     def is_planned() -> bool:
@@ -75,21 +77,19 @@ async def _write(
 ) -> None:
     name = change.name
     if name in file_names(resolved(models, catalog)):
-        raise ConflictError(
-            f"{name!r} is named by the configuration file's models: change it there"
-        )
+        raise ConflictError(f"{name!r} is one of the configuration file's models: change it there")
     if change.kind == "remove":
         if catalog.setting(name, SERVE) is None:
-            raise NotFoundError(f"no admin call asked to serve a base {name!r}")
+            raise NotFoundError(f"no admin call added a base {name!r}")
         await asyncio.to_thread(registry.set_setting, name, SERVE, None)
         return
-    parse_setting(name, change.setting)  # the caller has checked it: nothing else gets in
+    parse_setting(name, change.setting)  # checked again here: no invalid setting may be written
     catalog.resolve_base(name)
     await asyncio.to_thread(registry.set_setting, name, SERVE, change.setting)
 
 
 def _lines(name: str, fleet: Fleet) -> list[BaseLine]:
-    """Of all its versions that are served; `name@version`: of that one."""
+    """The lines of all its served versions, or of a single version if `name` is `name@version`."""
     lines = [
         line
         for line in fleet.lines

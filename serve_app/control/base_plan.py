@@ -1,8 +1,8 @@
-"""Which base applications the wishes mean, given what the registry holds. Pure.
+"""The base applications that the configuration asks for, given the registry's catalog. Pure.
 
-Wishes come from two places: the file's `models`, and the setting `serve` of a base's registered
-model, which an admin call writes. Where both name a base the file wins. A wish that cannot be
-followed is set aside with its reason and holds up no other.
+Models are configured in two places: the file's `models`, and the setting `serve` of a base's
+registered model, which an admin call writes. If both name a base, the file takes precedence. A
+model that cannot be served is refused with its reason and does not affect the others.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 APP_PREFIX = "base--"
 SERVE = "serve"  # the setting's key
-# Of a base that the registry adds: on CPUs nothing else bounds the processes that it starts.
+# For a base that a setting adds: on CPUs this is the only bound on the processes that it starts.
 _MAX_ADDED_REPLICAS = 64
 _MAX_REASON_CHARS = 1000
-# A base that the registry does not show any more is served on for so long: a page of a listing
-# that changed meanwhile, or an alias that is deleted and set again, hides one for a look.
+# A base that vanished from the registry stays served this long: a listing that changes between two
+# pages, or an alias that is deleted and set again, may hide a base from a single read.
 MISSING_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedBase:
-    """A base whose setting cannot be followed."""
+    """A base whose setting cannot be applied."""
 
     name: str
     reason: str
@@ -52,13 +52,14 @@ class Plan:
 
 
 def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -> Plan:
+    """Plans an application per base version. `models`: the file's."""
     models = resolved(models, catalog)
     specs: dict[str, BaseSpec] = {}
     missing: list[str] = []
-    wishes: list[tuple[ModelArgs, BaseSource]] = [(model, "file") for model in models]
+    sources: list[tuple[ModelArgs, BaseSource]] = [(model, "file") for model in models]
     added, refused = _settings(catalog, file_names(models))
-    wishes += [(model, "registry") for model in added]
-    for model, source in wishes:
+    sources += [(model, "registry") for model in added]
+    for model, source in sources:
         try:
             base = catalog.resolve_base(model.name)
         except (NotFoundError, InvalidNameError) as error:
@@ -69,10 +70,13 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
             continue
         if (other := specs.get(base.digest)) is not None:
             if source == "registry":
-                why = f"its files are those of {other.base.name!r}, which is served already"
+                why = f"its files are the same as those of {other.base.name!r}, which is served"
                 refused.append(RefusedBase(model.name, why))
             else:
-                logger.error("model %s is %s, which is already served", model.name, base.name)
+                logger.error(
+                    "models: %s is ignored: its files are those of %s, which is served",
+                    *(model.name, base.name),
+                )
             continue
         device = model.engine.device
         if device == "auto":
@@ -83,15 +87,15 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
     return Plan(tuple(specs.values()), tuple(missing), tuple(refused))
 
 
-def wished(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
-    """The file's, and those that the registry adds; each by its registered name."""
+def configured(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
+    """The models of the file and of the settings, each by its registered name."""
     models = resolved(models, catalog)
     return [*models, *_settings(catalog, file_names(models))[0]]
 
 
 def resolved(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
-    """With the registered name in the place of ORGANISATION/NAME, so that a base is the same
-    whichever of them the file writes. An id that no base has stays as it is."""
+    """The models with ORGANISATION/NAME replaced by the registered name, so that both denote the
+    same base. An id that no base has is left as it is."""
     found = []
     for model in models:
         try:
@@ -103,8 +107,8 @@ def resolved(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
 
 
 def parse_setting(name: str, text: str) -> ModelArgs:
-    """The setting's JSON. Whatever the text is, only ValueError comes out, with the reason in
-    words, and nothing is imported: everybody who may tag a model writes it."""
+    """Parses the JSON of the setting `serve`. Any client that may tag a model can write it: for
+    every invalid text it raises ValueError with the reason, and it never imports anything."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -112,14 +116,14 @@ def parse_setting(name: str, text: str) -> ModelArgs:
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     if "name" in fields:
-        raise ValueError("name: is the registered model's and cannot be set")
+        raise ValueError("name: cannot be set, it is the registered model's")
     try:
         model = ModelArgs.model_validate({**fields, "name": name})
     except ValidationError as error:
         raise ValueError(in_words(error)[:_MAX_REASON_CHARS]) from None
     except UnicodeEncodeError:
-        raise ValueError("a string holds half of a surrogate pair, which is no text") from None
-    except Exception as error:  # a fault of ours must stay this model's alone
+        raise ValueError("a string contains half of a surrogate pair") from None
+    except Exception as error:  # a bug here must not affect other models
         logger.exception("checking the setting %r of %s failed", SERVE, name)
         raise ValueError(f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]) from None
     check_added(model)
@@ -127,31 +131,31 @@ def parse_setting(name: str, text: str) -> ModelArgs:
 
 
 def check_added(model: ModelArgs) -> None:
-    """Raises ValueError for what only the configuration file may ask of a base."""
+    """Raises ValueError for values that only the configuration file may set."""
     if model.router.policy not in POLICIES:
         raise ValueError(
             f"router.policy: {model.router.policy[:100]!r} is none of {', '.join(POLICIES)}; "
-            "only the configuration file may name a class of its own"
+            "only the configuration file may name another class"
         )
     scaling = model.autoscaling
     most = model.replicas if scaling is None else scaling.max_replicas
     if most > _MAX_ADDED_REPLICAS:
         raise ValueError(
-            f"replicas: {most} are more than the {_MAX_ADDED_REPLICAS} that a base may have "
-            "which the configuration file does not name"
+            f"replicas: {most} are more than {_MAX_ADDED_REPLICAS}, the limit for a base that the "
+            "configuration file does not name"
         )
 
 
 class LastGood:
-    """Plans completed by what ran before, where a look does not explain why it should go.
+    """Completes plans by bases that were served before and were not removed on purpose.
 
-    A setting that becomes wrong leaves its base as it was. A base that is away from the registry is
-    served on for `MISSING_S`. Who takes the wish back, in the file or by its setting, is followed
-    at once, and so is who replaces it.
+    A setting that becomes wrong leaves its base as it was. A base that vanished from the registry
+    stays served for `MISSING_S`. A base that is removed from the file or whose setting is removed
+    leaves at once, as does a base that is replaced.
     """
 
     def __init__(self) -> None:
-        self._specs: dict[str, BaseSpec] = {}  # by the wish's name, its suffix included
+        self._specs: dict[str, BaseSpec] = {}  # by the model's name, including its suffix
         self._missing_since_s: dict[str, float] = {}
         self._by_id: dict[str, ModelArgs] = {}  # by the file's ORGANISATION/NAME, as last resolved
 
@@ -162,25 +166,25 @@ class LastGood:
             self._specs[spec.model.name] = spec
             self._missing_since_s.pop(spec.model.name, None)
         served = {spec.base.digest for spec in wanted.specs}
-        refused = {one.name for one in wanted.refused}
-        there = {base.name for base in catalog.bases}
+        refused = {base.name for base in wanted.refused}
+        registered = {base.name for base in catalog.bases}
         models = self._resolved(models, catalog)
         in_file = file_names(models)
-        wished = {model.name for model in models} | {
+        wanted_names = {model.name for model in models} | {
             one.name for one in catalog.settings if one.key == SERVE and one.name not in in_file
         }
         kept = []
         for name, spec in tuple(self._specs.items()):
             if spec in wanted.specs:
                 continue
-            is_there = spec.base.name in there
+            is_registered = spec.base.name in registered
             is_replaced = spec.base.digest in served or (
-                spec.base.name in in_file and name not in wished
+                spec.base.name in in_file and name not in wanted_names
             )
             since_s = self._missing_since_s.setdefault(name, now_s)
-            is_refused = is_there and name in refused
+            is_refused = is_registered and name in refused
             is_over = now_s - since_s > MISSING_S and not is_refused
-            if is_replaced or is_over or (is_there and name not in wished):
+            if is_replaced or is_over or (is_registered and name not in wanted_names):
                 del self._specs[name], self._missing_since_s[name]
                 continue
             kept.append(spec)
@@ -192,12 +196,12 @@ class LastGood:
         )
 
     def _resolved(self, models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
-        """An id that no base has any more stands for the name that it stood for before."""
+        """The models by registered names; an id that vanished keeps the name that it had."""
         found = []
-        for model, now in zip(models, resolved(models, catalog), strict=True):
-            if now.name != model.name:
-                self._by_id[model.name] = now
-            found.append(self._by_id.get(model.name, now))
+        for model, current in zip(models, resolved(models, catalog), strict=True):
+            if current.name != model.name:
+                self._by_id[model.name] = current
+            found.append(self._by_id.get(model.name, current))
         return found
 
     def _name_of(self, name: str) -> str:
@@ -206,7 +210,7 @@ class LastGood:
 
 
 def file_names(models: Sequence[ModelArgs]) -> set[str]:
-    """Of registered models, without alias or version. `models`: as `resolved` returns them."""
+    """The registered names, without alias or version. `models`: as `resolved` returns them."""
     names = set()
     for model in models:
         try:
@@ -217,21 +221,21 @@ def file_names(models: Sequence[ModelArgs]) -> set[str]:
 
 
 def app_name(name: str, digest: str, model: ModelArgs, device: str) -> str:
-    """Says content and settings: another of either is another application."""
+    """The application's name; it differs if the content or the settings differ."""
     text = model.model_dump_json(exclude=set(FRONT_SETTINGS)) + device
     settings = hashlib.sha256(text.encode()).hexdigest()
     return f"{APP_PREFIX}{_in_app_name(name)}--{digest[:12]}-{settings[:8]}"
 
 
 def is_application_of(app: str, name: str, digest: str) -> bool:
-    """With whatever settings."""
+    """True for applications of this base version with any settings."""
     return app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--{digest[:12]}-")
 
 
 def is_application_of_any(app: str, plan: Plan) -> bool:
-    """Whether it is one of a base that is wished for, and that the plan has no version of."""
+    """True for applications of a configured base of which the plan contains no version."""
     names = [name.partition("@")[0] for name in plan.missing]
-    names += [one.name for one in plan.refused]
+    names += [base.name for base in plan.refused]
     return any(app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--") for name in names)
 
 
@@ -251,12 +255,12 @@ def _settings(catalog: Catalog, in_file: set[str]) -> tuple[list[ModelArgs], lis
 
 @lru_cache(maxsize=4096)
 def _parsed(name: str, text: str) -> ModelArgs | RefusedBase:
-    """Kept: every round of the manager asks for all of them."""
+    """Cached: each round of the manager parses all settings."""
     try:
         return parse_setting(name, text)
     except ValueError as error:
-        words = "".join(char if char.isprintable() else "?" for char in str(error))
-        return RefusedBase(name, f"its setting {SERVE!r} is wrong: {words}")
+        reason = "".join(char if char.isprintable() else "?" for char in str(error))
+        return RefusedBase(name, f"its setting {SERVE!r} is wrong: {reason}")
 
 
 def _in_app_name(name: str) -> str:

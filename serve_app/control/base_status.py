@@ -1,4 +1,4 @@
-"""How an application of a base stands, read out of what Serve tells of it."""
+"""The state of a base's application, read from Serve's status of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from serve_app.messages import DOOR
 from serve_app.platform_view import BaseState
 
 _ERROR_LINE = re.compile(r"^(?:\S+: )?\s*([\w.]+(?:Error|Exception|Exit|Interrupt)): (.+)$")
-_MAX_WORDS = 400
+_MAX_CHARS = 400
 _NO_ROOM = re.compile(r"has (\d+) replicas that have taken more than .* to be scheduled")
 _REQUIRED = re.compile(r"Resources required for each replica: (.+?), total resources")
-# A new controller asks the replicas of the one before how they are: meanwhile they serve on.
+# After a restart of Serve's controller replicas are RECOVERING while they keep serving.
 _ANSWERING = ("RUNNING", "RECOVERING", "UPDATING", "PENDING_MIGRATION")
 _WANTED = ("STARTING", *_ANSWERING)
 
@@ -24,7 +24,7 @@ _WANTED = ("STARTING", *_ANSWERING)
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
     running: int = 0
-    wanted: int = 0  # those that start or wait for room included
+    wanted: int = 0  # includes replicas that start or wait for a node
     draining: int = 0
 
 
@@ -32,17 +32,17 @@ def count_replicas(app: ApplicationStatusOverview | None) -> ReplicaCounts:
     if app is None:
         return ReplicaCounts()
     counts: Counter[str] = Counter()
-    for of_deployment, deployment in app.deployments.items():
-        if of_deployment != DOOR:
+    for name, deployment in app.deployments.items():
+        if name != DOOR:
             counts.update(deployment.replica_states)
     if app.status == "DELETING":
         return ReplicaCounts(draining=counts.total())
-    answering, wanted = (sum(counts[name] for name in names) for names in (_ANSWERING, _WANTED))
+    answering, wanted = (sum(counts[state] for state in states) for states in (_ANSWERING, _WANTED))
     return ReplicaCounts(answering, wanted, counts["STOPPING"])
 
 
-def lack_in_words(app: ApplicationStatusOverview | None) -> str:
-    """Of replicas that no node has room for; "" if Serve tells of none."""
+def unplaced_replicas(app: ApplicationStatusOverview | None) -> str:
+    """A sentence about replicas for which no node has the resources; "" if there are none."""
     if app is None:
         return ""
     counts = count_replicas(app)
@@ -62,18 +62,18 @@ def state_of(app: ApplicationStatusOverview | None) -> tuple[BaseState, str]:
     if app is None:
         return "starting", ""
     if app.status == "DELETING":
-        return "starting", "waits for the requests of the engines before"
+        return "starting", "waits until the requests of the previous engines end"
     if runs(app):
         return "running", ""
     parts = [app.message, *(deployment.message for deployment in app.deployments.values())]
-    return ("failed" if app.status == "DEPLOY_FAILED" else "starting"), failure_in_words(parts)
+    return ("failed" if app.status == "DEPLOY_FAILED" else "starting"), failure_reason(parts)
 
 
-def failure_in_words(messages: Sequence[str]) -> str:
-    """The error that ended a start, out of Serve's message with its traceback; "" if it tells
-    of none."""
+def failure_reason(messages: Sequence[str]) -> str:
+    """The error that ended a start, from Serve's messages with their traceback; "" if they contain
+    none."""
     for message in reversed(messages):
         for line in reversed(message.splitlines()):
             if (found := _ERROR_LINE.match(line)) is not None:
-                return found[2].strip()[:_MAX_WORDS]
+                return found[2].strip()[:_MAX_CHARS]
     return ""

@@ -1,4 +1,5 @@
-"""The Serve application of one base model: its engine replicas and, behind HAProxy, their door."""
+"""The Serve application of a base model: its engine replicas and, behind HAProxy, a placeholder
+through which the application is entered."""
 
 from __future__ import annotations
 
@@ -31,26 +32,26 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         health_check_period_s=model.health_check_period_s,
         graceful_shutdown_timeout_s=model.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
-        # What does not start twice is told to who waits for it; the manager tries again later.
+        # After two failed starts, waiting requests get the error; the manager retries later.
         max_constructor_retry_count=max(2, model.replicas),
         ray_actor_options={"num_cpus": 0.01 if spec.device == "cuda" else 0},
-        # An application of its own does not inherit the file's logging_config: a line a request.
+        # The file's logging_config does not apply to this application: it would log every request.
         logging_config={"enable_access_log": False},
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
     )
     application: serve.Application = deployment.bind(spec, sources)
-    return _behind_door(application) if RAY_SERVE_ENABLE_HA_PROXY else application
+    return _behind_placeholder(application) if RAY_SERVE_ENABLE_HA_PROXY else application
 
 
 class Placeholder:
-    """Does nothing. With HAProxy, Serve refuses a router of one's own on the deployment that an
-    application is entered by, though nobody enters this one over HTTP."""
+    """Does nothing. With HAProxy, Serve refuses a custom router on the deployment through which an
+    application is entered, although this application is not entered over HTTP."""
 
     def __init__(self, engine: DeploymentHandle[object]) -> None:
         keep_to_loopback()
 
 
-def _behind_door(engine: serve.Application) -> serve.Application:
+def _behind_placeholder(engine: serve.Application) -> serve.Application:
     door = serve.deployment(Placeholder).options(  # type: ignore[attr-defined]
         name=DOOR, num_replicas=1, ray_actor_options={"num_cpus": 0}
     )

@@ -1,5 +1,5 @@
-"""Catalogs with what a name without a suffix means on this server: the aliases that its
-configuration sets, and what a name meant before its alias was on a version that cannot be served.
+"""Catalogs completed by the meaning of bare names on this server: the default aliases of its
+configuration, and the previous meaning of a name whose alias is on a version that cannot be served.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from dataclasses import replace
 from registry.catalog import Catalog, DefaultAliases
 from registry.meanings import Meanings
 from serve_app.config import ModelArgs, default_aliases
-from serve_app.control.base_plan import wished
+from serve_app.control.base_plan import configured
 
 
 class NamedCatalogs:
-    """`follow` belongs to one thread; `named` may be called by any."""
+    """`follow` belongs to a single thread; `named` may be called from any."""
 
     def __init__(self, alias: str) -> None:
-        """`alias`: of every base that has none of its own."""
-        self.latest: Catalog | None = None  # as last followed
+        """`alias`: the default for bases without an alias of their own."""
+        self.latest: Catalog | None = None  # the result of the last `follow`
         self._alias = alias
         self._meanings = Meanings()
-        self._watched: Catalog | None = None  # the watcher's, of which `latest` was made
+        self._watched: Catalog | None = None  # the watcher's catalog behind `latest`
 
     def follow(self, catalog: Catalog, models: Sequence[ModelArgs]) -> Catalog:
-        """The same object as long as nothing changed, for its indices' and its revision's sake."""
+        """Returns the watcher's catalog with its names; the same object while nothing changed, so
+        that its indices and its revision are kept."""
         aliases = self._aliases(catalog, models)
         known = self.latest
         if known is None or known.default_aliases != aliases or self._watched is not catalog:
@@ -34,9 +35,9 @@ class NamedCatalogs:
         return known
 
     def named(self, catalog: Catalog, models: Sequence[ModelArgs]) -> Catalog:
-        """Another catalog than the watcher's."""
+        """Returns a catalog that is not the watcher's with its names; remembers nothing."""
         aliases = self._aliases(catalog, models)
         return self._meanings.hold(replace(catalog, default_aliases=aliases))
 
     def _aliases(self, catalog: Catalog, models: Sequence[ModelArgs]) -> DefaultAliases:
-        return default_aliases(self._alias, wished(models, catalog))
+        return default_aliases(self._alias, configured(models, catalog))

@@ -30,20 +30,20 @@ class RegistryMetrics:
         watcher = self._watcher
         is_up = watcher.error is None and watcher.catalog is not None
         gauges = (
-            ("registry_up", "1: the last look into the registry succeeded", float(is_up)),
+            ("registry_up", "1: the last read of the registry succeeded", float(is_up)),
             (
                 "registry_last_success_timestamp_seconds",
-                "When a look last succeeded, Unix time; 0: never",
+                "When a read last succeeded, Unix time; 0: never",
                 watcher.last_success_s,
             ),
             (
                 "registry_snapshot_seconds",
-                "What the last good look took; next to nothing where SQLite says it did not change",
-                watcher.look_s,
+                "Duration of the last good read; near 0 where SQLite reports no change",
+                watcher.read_duration_s,
             ),
             (
                 "reconcile_age_seconds",
-                "Since the manager last compared what is served with what is wanted",
+                "Since the manager last compared the served bases with the wanted ones",
                 self._reconcile_age_s(),
             ),
         )

@@ -1,6 +1,6 @@
-"""The last good catalog on a node's disk: a manager starts with it while the registry is away.
+"""The last good catalog on a node's disk: a manager starts with it while the registry is down.
 
-One event loop; the disk is read and written in threads.
+For the event loop: the disk is read and written in threads.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
-# For a first answer of the registry, once it is open; then the stored catalog is taken.
+# Time for a first answer of the registry, once it is open; then the stored catalog is used.
 REGISTRY_WAIT_S = 5.0
-_AGAIN_S = 30.0  # after a catalog that could not be written
+_RETRY_S = 30.0  # after a catalog that could not be written
 
 
 class StoredCatalog:
@@ -25,7 +25,7 @@ class StoredCatalog:
         self._watcher = watcher
         self._opened_s: float | None = None  # when the registry was opened, the loop's clock
         self._has_read = False
-        self._stored: Catalog | None = None  # what the disk has
+        self._stored: Catalog | None = None  # as on disk
         self._writing: asyncio.Task[None] | None = None
 
     @property
@@ -33,8 +33,8 @@ class StoredCatalog:
         return self._stored is self._watcher.catalog and self._writing is None
 
     async def start(self, registry: RegistryReader) -> None:
-        """Gives the watcher the stored catalog where the registry fails or stays silent. Called
-        until the watcher has one."""
+        """Gives the watcher the stored catalog if the registry fails or does not answer. Called
+        until the watcher has a catalog."""
         if self._has_read:
             return
         watcher, now_s = self._watcher, asyncio.get_running_loop().time()
@@ -47,22 +47,22 @@ class StoredCatalog:
         why = watcher.error or f"no answer for {REGISTRY_WAIT_S:g} s"
         if stored is None:
             logger.error(
-                "the registry does not answer, and this node has stored no catalog of it: nothing "
-                "is served until it does (%s)",
+                "the registry does not answer and this node has stored no catalog of it: nothing "
+                "is served until it answers (%s)",
                 why,
             )
         elif watcher.catalog is None:
             logger.warning(
-                "the registry does not answer: starting with the stored catalog: %s", why
+                "the registry does not answer, starting with the stored catalog: %s", why
             )
             self._stored = stored
             watcher.start_with(stored)
 
     def keep(self, registry: RegistryReader) -> None:
-        """Writes the watcher's catalog, each good one once, one at a time. Returns at once."""
+        """Begins to write the watcher's catalog if it is new and no write runs. Returns at once."""
         catalog = self._watcher.catalog
         is_news = catalog is not self._stored and self._watcher.error is None
-        # Without a base nothing could be served with it.
+        # A catalog without a base would serve nothing.
         if catalog is None or not catalog.bases or not is_news or self._writing is not None:
             return
         self._stored = catalog
@@ -71,9 +71,11 @@ class StoredCatalog:
     async def _write(self, registry: RegistryReader, catalog: Catalog) -> None:
         try:
             await asyncio.to_thread(registry.store_catalog, catalog)
-        except Exception:  # a full disk, say: once more later, and not in each round
-            logger.exception("the catalog was not stored")
-            await asyncio.sleep(_AGAIN_S)
+        except Exception:  # e.g. a full disk: retried later, not in each round
+            logger.exception(
+                "the catalog could not be stored; it is tried again in %.0f s", _RETRY_S
+            )
+            await asyncio.sleep(_RETRY_S)
             self._stored = None
         finally:
             self._writing = None

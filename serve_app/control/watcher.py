@@ -1,9 +1,9 @@
-"""Watches the registry: polls, looks at once when woken, waits longer while it is down.
+"""Watches the registry: polls it, reads it at once when woken, waits longer while it is down.
 
-Keeps the last good catalog. One look at a time; a wake during one leads to exactly one more, and
-however often it is woken, looking takes at most half of the time, unless looks take longer than
-30 s. Ignorant of what looking is (a function that blocks) and of what the changes are for (whoever
-subscribes).
+Keeps the last good catalog. A single read runs at a time; a wake during a read leads to exactly one
+more. However often it is woken, reading uses at most half of the time, unless a read lasts longer
+than 30 s. Ignorant of how the registry is read (by a function that blocks) and of the use that
+subscribers make of changes. `register_webhook` has the registry send wakes.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from contextlib import suppress
 from registry.catalog import Catalog
 from registry.errors import RegistryError
 from registry.events import Change, changes
+from serve_app.config import WEBHOOK_SECRET, webhook_secret
+from serve_app.platform_view import RegistryReader
 
 logger = logging.getLogger(__name__)
 
 Subscriber = Callable[[tuple[Change, ...]], None]
 
-MIN_PAUSE_S = 0.1  # between two looks, however often it is woken
+MIN_PAUSE_S = 0.1  # between two reads, however often it is woken
 _MAX_BACKOFF = 10  # intervals
 _MAX_BACKOFF_S = 30.0
+_WEBHOOK_RETRY_S = 60.0
 
 
 class Watcher:
-    """All methods belong to one event loop."""
+    """All methods belong to the event loop."""
 
-    def __init__(self, look: Callable[[], Catalog], interval_s: float) -> None:
-        self.catalog: Catalog | None = None  # the last good one
-        self.error: str | None = None  # why the registry cannot be read; one text an outage
+    def __init__(self, read: Callable[[], Catalog], interval_s: float) -> None:
+        self.catalog: Catalog | None = None  # the last good catalog
+        self.error: str | None = None  # why the registry cannot be read; a single text per outage
         self.last_success_s = 0.0  # Unix time; 0: never
-        self.look_s = 0.0  # what the last good look took
-        self.looked_s = 0.0  # the loop's time at which the last good look began; 0: none yet
-        self.news = asyncio.Event()  # set when catalog or error changed; its reader clears it
-        self._look = look
+        self.read_duration_s = 0.0  # duration of the last good read
+        self.read_began_s = 0.0  # when the last good read began, the loop's clock; 0: none yet
+        self.changed = asyncio.Event()  # set when catalog or error changed; the manager clears it
+        self._read = read
         self._interval_s = interval_s
         self._subscribers: list[Subscriber] = []
         self._woken = asyncio.Event()
@@ -46,85 +49,87 @@ class Watcher:
         self._failing_since_s = 0.0
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Called with what changed, after `catalog` did; not for the first catalog."""
+        """Has `subscriber` called with the changes after each new catalog but the first."""
         self._subscribers.append(subscriber)
 
     def start_with(self, stored: Catalog) -> None:
-        """A catalog of an earlier run, until the registry answers; none that came meanwhile is
-        replaced. Until then `error` is set."""
+        """Uses the catalog of an earlier run until the registry answers, unless it has answered
+        meanwhile. Until then `error` is set."""
         if self.catalog is None:
             self.catalog = stored
             if self.error is None:
                 self.error = "the registry has not answered since the start"
-            self.news.set()
+            self.changed.set()
 
     def wake(self) -> None:
-        """Something changed: look now."""
+        """Reads the registry now: something in it changed."""
         self._woken.set()
 
     async def run(self) -> None:
         while True:
-            self._woken.clear()  # before the look: it may miss what wakes us while it runs
+            self._woken.clear()  # before the read, which may miss a change that wakes us during it
             began_s = time.monotonic()
-            await self._look_once()
+            await self._read_once()
             await self._pause(time.monotonic() - began_s)
 
-    async def _look_once(self) -> None:
+    async def _read_once(self) -> None:
         began_s = time.monotonic()
-        looked_s = asyncio.get_running_loop().time()
+        loop_began_s = asyncio.get_running_loop().time()
         try:
-            fresh = await asyncio.to_thread(self._look)
+            fresh = await asyncio.to_thread(self._read)
         except RegistryError as error:
             self._fail(str(error))
-        except Exception as error:  # a bug of ours or of MLflow's must not end the watch
-            logger.exception("looking into the registry failed")
+        except Exception as error:  # a bug here or in MLflow must not end the watch
+            logger.exception("reading the registry failed")
             self._fail(f"{type(error).__name__}: {error}")
         else:
-            self.look_s = time.monotonic() - began_s
-            self.looked_s = looked_s
+            self.read_duration_s = time.monotonic() - began_s
+            self.read_began_s = loop_began_s
             try:
                 self._succeed(fresh)
-            except Exception:  # the catalog is in place; the next look comes all the same
-                logger.exception("following the registry failed")
+            except Exception:  # the catalog is stored, and the next read follows
+                logger.exception("publishing the registry's changes failed")
 
     def _fail(self, error: str) -> None:
         self._num_failures += 1
         if self.error is None:
-            logger.warning("registry not readable, going on with what is known: %s", error)
+            logger.warning(
+                "the registry cannot be read, the last good catalog stays in use: %s", error
+            )
             self._failing_since_s = time.monotonic()
-            # Not the later texts: they name the try, and each would be news to every ingress.
+            # Later texts are dropped: they count the tries, and each would be a new view.
             self.error = error
-            self.news.set()
+            self.changed.set()
 
     def _succeed(self, fresh: Catalog) -> None:
         self.last_success_s = time.time()
-        if self.error is not None and not self._num_failures:  # slow at the start, and no more
+        if self.error is not None and not self._num_failures:  # it was only slow at the start
             self.error = None
-            self.news.set()
+            self.changed.set()
         elif self.error is not None:
             logger.info(
-                "registry readable again after %.0f s and %d tries",
+                "the registry can be read again after %.0f s and %d failed reads",
                 time.monotonic() - self._failing_since_s,
                 self._num_failures,
             )
             self.error = None
             self._num_failures = 0
-            self.news.set()
+            self.changed.set()
         known = self.catalog
         if known is not None and (fresh is known or fresh == known):
-            return  # the known one has its indices already
+            return  # the known catalog has built its indices already
         self.catalog = fresh
-        self.news.set()
+        self.changed.set()
         if known is not None and (found := changes(known, fresh)):
             for subscriber in self._subscribers:
                 try:
                     subscriber(found)
-                except Exception:  # one that fails keeps no other from its news
+                except Exception:  # the other subscribers are still called
                     logger.exception("a subscriber of the registry's changes failed")
 
-    async def _pause(self, look_s: float) -> None:
-        # Bounded: after one look that hung for minutes the next one must not wait for minutes.
-        shortest_s = min(max(MIN_PAUSE_S, look_s), _MAX_BACKOFF_S)
+    async def _pause(self, duration_s: float) -> None:
+        # Bounded: after a read that hung for minutes the next must not wait for minutes.
+        shortest_s = min(max(MIN_PAUSE_S, duration_s), _MAX_BACKOFF_S)
         await asyncio.sleep(shortest_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._delay_s() - shortest_s)):
@@ -136,5 +141,30 @@ class Watcher:
             return interval_s
         limit_s = max(interval_s, min(interval_s * _MAX_BACKOFF, _MAX_BACKOFF_S))
         doubled_s = interval_s * 2.0 ** min(self._num_failures - 1, 10)
-        # At most half is left to chance: servers that lost a registry together come back apart.
+        # Up to half is random: servers that lost a registry at the same time return apart.
         return min(limit_s, doubled_s) * random.uniform(0.5, 1.0)
+
+
+async def register_webhook(registry: RegistryReader, url: str) -> None:
+    """Has the registry call `url` after each change; tries until it succeeds. Polling sees every
+    change without it, only later."""
+    secret = webhook_secret()
+    if secret is None:
+        logger.error(
+            "the webhook %s is not registered: set %s; polling continues", url, WEBHOOK_SECRET
+        )
+        return
+    while True:
+        try:
+            await asyncio.to_thread(registry.ensure_webhook, url, secret)
+        except RegistryError as error:
+            logger.warning(
+                "the webhook %s is not registered yet, polling continues: %s", url, error
+            )
+            await asyncio.sleep(_WEBHOOK_RETRY_S)
+        except Exception:
+            logger.exception("the webhook %s is not registered yet, polling continues", url)
+            await asyncio.sleep(_WEBHOOK_RETRY_S)
+        else:
+            logger.info("the registry calls %s after each change", url)
+            return

@@ -84,7 +84,7 @@ async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
         text,
         base.deployed_s,
         defaults,
-        base.cold_start.max_waiting,
+        base.model.max_queued_requests,
     )
 
 

@@ -56,15 +56,16 @@ class ColdStarts:
             return route, self._gateway.activity.enter(route.handle.base.digest)
 
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:
-        digest, name, policy = base.base.digest, base.base.name, base.cold_start
+        digest, name, model = base.base.digest, base.base.name, base.model
         self._wake(digest)
         # If it is running, this ingress is about to open its handle.
-        if policy.is_refused and not base.is_running:
+        if model.cold_start == "refuse" and not base.is_running:
             raise ServiceUnavailableError(
                 f"The base model {name!r} is being started.", retry_after_s
             )
-        if self._num_waiting[digest] >= policy.max_waiting:
+        if self._num_waiting[digest] >= model.max_queued_requests:
             raise OverloadedError("Too many requests wait for this model.", retry_after_s)
+        timeout_s = model.cold_start_timeout_s
         is_gone = False
 
         def leave() -> None:
@@ -76,7 +77,7 @@ class ColdStarts:
             scope.callback(self._gateway.activity.enter(digest).leave)
             self._num_waiting[digest] += 1
             scope.callback(self._num_waiting.subtract, (digest,))
-            wait = share(self._wait_until_awake(digest, policy.timeout_s), "wait-for-base")
+            wait = share(self._wait_until_awake(digest, timeout_s), "wait-for-base")
             scope.callback(wait.cancel)
             scope.watch_client(receive, leave)
             try:
@@ -87,7 +88,7 @@ class ColdStarts:
                 raise
             except TimeoutError:
                 raise ServiceUnavailableError(
-                    f"The base model {name!r} did not start within {ceil(policy.timeout_s)} s.",
+                    f"The base model {name!r} did not start within {ceil(timeout_s)} s.",
                     retry_after_s,
                 ) from None
 

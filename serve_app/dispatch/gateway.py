@@ -205,7 +205,7 @@ class Gateway:
             handle.description.limits,
             handle.app_name,
             handle.base.name,
-            NO_MIGRATION if base is None else base.migration,
+            NO_MIGRATION if base is None else base.model.migration,
         )
 
     def fallback(self, digest: str) -> BaseHandle | None:
@@ -305,7 +305,7 @@ class Gateway:
 
     def _asleep(self) -> tuple[tuple[str, float], ...]:
         bases = () if self.view is None else self.view.bases
-        return tuple((base.base.digest, base.rest_id) for base in bases if base.state == "asleep")
+        return tuple((one.base.digest, one.sleep_epoch) for one in bases if one.state == "asleep")
 
     def _apply(self, view: PlatformView) -> None:
         self.view = view

@@ -1,1 +1,1 @@
-"""The engine replica: a Serve deployment around one engine process, and its adapters."""
+"""The engine replica: a Serve deployment, the process of its engine, and its adapters."""

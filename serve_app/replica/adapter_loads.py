@@ -1,9 +1,10 @@
-"""How one engine gets its adapters: fetched, checked, loaded, once for all who wait.
+"""The loads of adapters into an engine: fetched, checked and loaded once for all waiting callers.
 
-What lies on this node's disk never waits behind a download; downloads are few at a time. Bad files
-go into quarantine. Files that the engine refuses would be refused again: the client gets the reason
-at once, and they are read again after a pause only. Ignorant of requests and of who wants an
-adapter in memory.
+Files on this node's disk never wait behind a download; few downloads run at a time. Bad files are
+quarantined. Files that the engine refuses would be refused again: the client gets the reason at
+once, and they are read again only after a pause. `publish` reports the node's files and the load
+times to the engine's process, which sends them to the ingresses. Ignorant of requests and of the
+reasons for a load.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from engine.refusals import NO_ROOM, REFUSALS
 from registry.entities import AdapterVersion
@@ -34,33 +36,37 @@ logger = logging.getLogger(__name__)
 Source = Literal["disk", "registry"]
 
 _NUM_DOWNLOADS = 4  # at a time; each may wait for a slow store
-_NUM_LOCAL = 2  # threads that only look at local copies
-_FIRST_RETRY_S = 5  # after that the quarantine says
+_NUM_LOCAL = 2  # threads that only read local copies
+_FIRST_RETRY_S = 5  # later retries: as the quarantine returns
 _OTHER_RETRY_S = 30
 _ROOM_WAIT_S = 60.0  # for requests to end, while all of the host tier is in use
-_ROOM_POLL_S = (0.2, 2.0)  # the first and the last: each look reads the files again
+_ROOM_POLL_S = (0.2, 2.0)  # first and longest pause: each try reads the files again
+# Other processes change the disk, too: reported every 3 s, and after each load.
+_PUBLISH_EVERY_S = 3.0
+_PUBLISH_PAUSE_S = 0.2  # at least, between two reports: loads come in bursts
 
-
-# The engine's: (name, digest, folder); once a digest, however many ask.
-Load = Callable[[str, str, str], Awaitable[object]]
+Load = Callable[[str, str, str], Awaitable[object]]  # (name, digest, folder)
+# (digests on disk, mean seconds of loads from disk, from the registry)
+Report = Callable[[tuple[str, ...], float, float], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadResult:
-    """It was in the engine's memory a moment ago."""
+    """A load that has succeeded. The engine may have evicted the adapter since."""
 
     task: asyncio.Task[Source]
-    found_in: Source | None  # None: it was there when it was asked for
+    found_in: Source | None  # None: the adapter was in memory already
 
 
 class AdapterLoads:
     def __init__(self, registry: RegistryReader, load: Load) -> None:
+        """`load`: the engine's; called once per digest, by any number of waiting callers."""
         self.times = LoadTimes()
-        self.has_loaded = asyncio.Event()  # set after each; who waits clears it
+        self._has_loaded = asyncio.Event()  # set after each load; cleared by `publish`
         self._registry = registry
         self._load_into_engine = load
         self._tasks: dict[str, asyncio.Task[Source]] = {}  # by digest; kept when done
-        self._refused = Quarantine()  # by this engine; what cannot be fetched is the registry's
+        self._refused = Quarantine()  # by this engine; the registry has its own quarantine
         self._downloads = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="download")
         self._local = ThreadPoolExecutor(_NUM_LOCAL, thread_name_prefix="local-copy")
 
@@ -70,23 +76,24 @@ class AdapterLoads:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Digest -> why the engine refuses its files."""
-        return {digest: one.reason for digest, one in self._refused.verdicts().items()}
+        """The reasons why the engine refuses files, by digest."""
+        return {digest: entry.reason for digest, entry in self._refused.verdicts().items()}
 
     async def ensure(self, adapter: AdapterVersion) -> LoadResult:
-        """One load a digest, shared by all who wait; a failure fails them, the next one retries."""
+        """Returns once the adapter was loaded. All waiting callers share a load per digest; a
+        failure fails them all, and the next call tries again."""
         task = self._tasks.get(adapter.digest)
         if task is not None and _has_succeeded(task):
             return LoadResult(task, None)
         if task is None or task.done():
             task = share(self._load(adapter), "load-adapter")
-            task.add_done_callback(_was_read)
+            task.add_done_callback(_retrieve_failure)
             self._tasks[adapter.digest] = task
-        return LoadResult(task, await asyncio.shield(task))  # who leaves stops it for nobody
+        return LoadResult(task, await asyncio.shield(task))  # a cancelled caller does not stop it
 
     def forget(self, digest: str, loaded: LoadResult | None = None) -> None:
-        """The engine does not have it any more: the next `ensure` loads it again. `loaded`: unless
-        another load has begun since."""
+        """Has the next `ensure` load the adapter again: the engine no longer has it. With `loaded`,
+        only if no other load has begun since."""
         task = self._tasks.get(digest)
         if task is not None and task.done() and (loaded is None or loaded.task is task):
             del self._tasks[digest]
@@ -94,6 +101,26 @@ class AdapterLoads:
     async def local_digests(self) -> frozenset[str]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._local, self._registry.local_digests)
+
+    async def publish(self, report: Report) -> None:
+        """Calls `report` when the node's files or the load times changed. Returns when the engine's
+        process is gone."""
+        reported: tuple[tuple[str, ...], float, float] | None = None
+        while True:
+            self._has_loaded.clear()
+            try:
+                digests = tuple(sorted(await self.local_digests()))
+                current = digests, self.times.recent_s("disk"), self.times.recent_s("registry")
+                if current != reported:
+                    await report(*current)
+                    reported = current
+            except RayActorError:
+                return
+            except Exception:  # of the disk; routing only has older data until it recovers
+                logger.exception("the adapters on this node's disk could not be listed")
+            await asyncio.sleep(_PUBLISH_PAUSE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_loaded.wait(), _PUBLISH_EVERY_S)
 
     async def _load(self, adapter: AdapterVersion) -> Source:
         began_s = time.monotonic()
@@ -106,7 +133,7 @@ class AdapterLoads:
             try:
                 await self._fetch_and_load(adapter, source)
             except REFUSALS:
-                # Registration validates: the registry holds what it should not, or our disk rots.
+                # Registration checks files: these were registered without, or our disk is corrupt.
                 if await asyncio.to_thread(self._registry.verify, adapter):
                     raise
                 await self._fetch_and_load(adapter, "registry")
@@ -121,15 +148,15 @@ class AdapterLoads:
             raise _unavailable(adapter, root_cause(error), _OTHER_RETRY_S) from None
         self._refused.clear(adapter.digest)
         self.times.observe(source, time.monotonic() - began_s)
-        self.has_loaded.set()
+        self._has_loaded.set()
         logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])
         return source
 
     async def _fetch_and_load(self, adapter: AdapterVersion, source: Source) -> None:
-        """Its files stay in the cache as long as the engine reads them."""
-        lane = self._local if source == "disk" else self._downloads
+        """Keeps the files in the cache while the engine reads them."""
+        threads = self._local if source == "disk" else self._downloads
         loop = asyncio.get_running_loop()
-        folder = await loop.run_in_executor(lane, self._registry.fetch, adapter)
+        folder = await loop.run_in_executor(threads, self._registry.fetch, adapter)
         try:
             await self._read(adapter, folder)
         finally:
@@ -156,8 +183,9 @@ def _has_succeeded(task: asyncio.Task[Source]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _was_read(task: asyncio.Task[Source]) -> None:
-    """Its failure: asyncio logs a traceback where all who waited have left."""
+def _retrieve_failure(task: asyncio.Task[Source]) -> None:
+    """Keeps asyncio from logging a failure as unretrieved when all waiting callers were
+    cancelled."""
     if not task.cancelled():
         task.exception()
 
@@ -171,5 +199,5 @@ def _unsupported(adapter: AdapterVersion, error: Exception) -> AdapterUnsupporte
 def _unavailable(
     adapter: AdapterVersion, error: BaseException, retry_after_s: int
 ) -> ServiceUnavailableError:
-    words = f"The adapter {adapter.name!r} cannot be loaded: {error}"
-    return ServiceUnavailableError(words, retry_after_s)
+    message = f"The adapter {adapter.name!r} cannot be loaded: {error}"
+    return ServiceUnavailableError(message, retry_after_s)

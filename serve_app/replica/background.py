@@ -1,8 +1,8 @@
-"""Work that must not disturb: in a thread of lower priority, which ends with it.
+"""Work at a lower priority, in a thread of its own that ends with it.
 
-What a starting engine does first (imports of torch and MLflow, 2.4 s of a core each, reading and
-checking weights) competes with the steps of an engine beside it where cores are few. Linux keeps
-priority by thread, threads inherit it, and nobody but root could raise it again.
+A starting engine imports torch and MLflow (2.4 s of a core each), then reads and checks weights.
+With few cores, that competes with the steps of an engine on the same node. On Linux each thread has
+a priority, new threads inherit it, and only root could raise it again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_STEPS_BACK = 10  # a tenth of the share of those who work; Linux ends at 19
+_NICENESS = 10  # added; a tenth of the normal share of a core; Linux allows at most 19
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    thread = ThreadPoolExecutor(1, "background", initializer=_yield_to_others)
+    thread = ThreadPoolExecutor(1, "background", initializer=_lower_priority)
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
     finally:
         thread.shutdown(wait=False)
 
 
-def _yield_to_others() -> None:
+def _lower_priority() -> None:
     thread = threading.get_native_id()
-    niceness = min(19, os.getpriority(os.PRIO_PROCESS, thread) + _STEPS_BACK)
+    niceness = min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     os.setpriority(os.PRIO_PROCESS, thread, niceness)

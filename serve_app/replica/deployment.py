@@ -1,8 +1,8 @@
-"""The engine replica: a thin Serve deployment between Ray Serve and one engine actor.
+"""The engine replica: a thin Serve deployment between Ray Serve and an engine actor.
 
-It fetches the base, starts the actor, sees that a request's adapter is loaded before the request
-goes in, and holds each `submit` open until its tokens are all sent, so that Serve's counts, limits,
-cancellation and draining stay true. Tokens do not pass here. Ignorant of HTTP and text.
+It fetches the base, starts the actor, has a request's adapter loaded before it submits the request,
+and keeps each `submit` open until all tokens were sent, so that Serve's counts, limits,
+cancellation and draining stay correct. Tokens do not pass through it. Ignorant of HTTP and text.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import logging
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import ray
 from ray import serve
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine.errors import EngineDeadError, UnknownAdapterError
-from engine.types import EngineLoad, Resident
 from registry.entities import AdapterVersion
 from serve_app.autoscaling.stats import ScalingStats
 from serve_app.config import log_format
@@ -44,16 +43,15 @@ from serve_app.ray_network import keep_to_loopback
 from serve_app.replica.adapter_keeper import AdapterKeeper
 from serve_app.replica.adapter_loads import AdapterLoads
 from serve_app.replica.background import in_background
-from serve_app.replica.disk_reports import DiskReports
 from serve_app.replica.engine_actor import EngineActor
 from serve_app.tasks import check_running, failures_text, keep
 from serve_app.text.base_text import TEXT_FILES
 
 logger = logging.getLogger(__name__)
 
-_ACTOR_ANSWER_S = 5.0  # the actor's loop does nothing long: no answer means it is stuck
-_NUM_TRIES = 3  # of a request whose adapter leaves the engine's memory before it gets there
-_EXIT_DELAY_S = 0.5  # lets the failures of running calls reach the ingresses first
+_ACTOR_ANSWER_S = 5.0  # the actor's event loop never blocks long: without an answer it is stuck
+_NUM_TRIES = 3  # of a request whose adapter is evicted before the request is submitted
+_EXIT_DELAY_S = 0.5  # so that the failures of running calls reach the ingresses first
 
 
 class EngineReplica:
@@ -65,10 +63,9 @@ class EngineReplica:
         self._spec = spec
         self._registry: RegistryReader = await in_background(sources.open_registry)
         self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
-        self._routing_load = EngineLoad()
         self._is_stopping = False
         self._is_dead = False
-        self._obituary = f"the engine of {spec.base.name} died"
+        self._death_message = f"the engine of {spec.base.name} died"
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
         self._engine_id = engine_id = serve.get_replica_context().replica_id.unique_id
         self._actor = EngineActor.options(  # type: ignore[attr-defined]
@@ -84,22 +81,20 @@ class EngineReplica:
             spec.model.stall_timeout_s,
         )
         try:
-            self._limits = await self._actor.start.remote()
+            self._limits = await self._actor.open.remote()
         except RayTaskError as error:
             raise root_cause(error) from None
         self._loads = AdapterLoads(self._registry, self._actor.load_adapter.remote)
-        self._keeper = AdapterKeeper(self._loads, _ActorMemory(self._actor))
+        self._keeper = AdapterKeeper(self._loads, self._actor)
         self._scaling = ScalingStats(self._limits)
-        self._disk_reports = keep(
-            DiskReports(self._loads, self._actor.note_disk.remote).run, "disk-reports"
-        )
+        keep(partial(self._loads.publish, self._actor.note_disk.remote), "disk-reports")
         self._watch = keep(self._exit_with_the_actor, "watch-engine")
 
     async def submit(self, call: SubmitCall) -> AdapterUnsupportedError | None:
-        """Returns when every choice ended; tokens go to `call.reply_to`. The refusal of an adapter
-        is returned, for Serve logs a traceback of what is raised."""
+        """Returns when every choice has ended; tokens go to `call.reply_to`. The refusal of an
+        adapter is returned: Serve logs each raised exception with a traceback."""
         if self._is_dead:
-            raise EngineGoneError(self._obituary, self._engine_id, was_dead=True)
+            raise EngineGoneError(self._death_message, self._engine_id, was_dead=True)
         self._scaling.arrived(call.requests)
         try:
             if call.adapter is None:
@@ -107,50 +102,51 @@ class EngineReplica:
             else:
                 await self._submit_with(call, call.adapter)
         except asyncio.CancelledError:
-            self._actor.abort.remote(tuple(request.request_id for request in call.requests))
+            self._actor.abort_all.remote(tuple(request.request_id for request in call.requests))
             raise
         except RayActorError as error:
-            raise EngineGoneError(self._obituary, self._engine_id) from error
+            raise EngineGoneError(self._death_message, self._engine_id) from error
         except RayTaskError as error:
             cause = root_cause(error)
             if isinstance(cause, EngineDeadError):
-                raise EngineGoneError(self._obituary, self._engine_id) from error
+                raise EngineGoneError(self._death_message, self._engine_id) from error
             raise cause from None
         except AdapterUnsupportedError as refusal:
             return refusal.with_traceback(None)
         return None
 
     async def attend(self, address: StreamAddress) -> None:
-        """The engine tells that ingress of every step from now on, and first of all the whole. Once
-        the connection is lost, the ingress asks again."""
+        """Has the engine send its whole state and then every step to that ingress. After the
+        connection is lost, the ingress calls again."""
         try:
             await self._actor.attend.remote(address)
         except RayActorError as error:
-            raise EngineDeadError(f"the engine of {self._spec.base.name} died") from error
+            raise EngineDeadError(self._death_message) from error
         except RayTaskError as error:
             raise root_cause(error) from None
 
     async def arrange(self, plan: AdapterPlan) -> None:
-        """Returns at once; the manager sends it again and again."""
+        """Returns at once; the manager sends the plan again and again."""
         self._keeper.arrange(plan)
 
     async def preload(self, adapter: AdapterVersion) -> EngineOutcome:
-        """Into the engine's memory, if it is not there."""
+        """Loads the adapter into the engine's memory, unless it is there."""
         try:
             loaded = await self._loads.ensure(adapter)
             if loaded.found_in is None and not await self._actor.has_adapter.remote(adapter.digest):
                 self._loads.forget(adapter.digest, loaded)
                 loaded = await self._loads.ensure(adapter)
-        except Exception as error:  # told, so that the caller sees which engine it was
+        except Exception as error:  # returned, so that the caller sees at which engine
             return EngineOutcome(self._engine_id, False, str(root_cause(error)))
         return EngineOutcome(self._engine_id, True, loaded.found_in or "memory")
 
     async def warm(self, adapter: AdapterVersion, ask: RoutingRequest) -> EngineOutcome | None:
-        """As `preload`; None where a router found no way to the replica that is meant."""
+        """Preloads the adapter. Returns None if the router chose a replica other than
+        `ask.only`."""
         return await self.preload(adapter) if ask.only == self._engine_id else None
 
     async def evict(self, adapter: AdapterVersion) -> EngineOutcome:
-        """Out of the engine's memory, unless it is in use there."""
+        """Evicts the adapter from the engine's memory, unless it is in use."""
         try:
             await self._actor.evict_adapter.remote(adapter.digest)
         except RayTaskError as error:
@@ -180,30 +176,20 @@ class EngineReplica:
         return join_texts([engine, cache, self._loads.times.text(labels), tasks])
 
     async def check_health(self) -> None:
-        """Raises when steps stopped while there is work; Serve then replaces this replica."""
+        """Raises if steps have stopped while there is work; Serve then replaces this replica."""
         async with asyncio.timeout(_ACTOR_ANSWER_S):
             stall = await self._actor.stall.remote()
-            self._routing_load = await self._actor.load.remote()
         if stall >= 1:
-            raise EngineDeadError("a step of the engine does not end")
+            raise EngineDeadError(f"a step of the engine of {self._spec.base.name} has stalled")
         check_running(self._watch)
 
-    def record_routing_stats(self) -> dict[str, float]:
-        """For Serve's router and dashboards, as old as the last health check."""
-        load = self._routing_load
-        return {
-            "running": load.num_running,
-            "waiting": load.num_waiting,
-            "queued_tokens": load.queued_tokens,
-            "kv_usage": load.kv_usage,
-        }
-
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For the autoscaling policy, twice a second."""
+        """The input of the autoscaling policy; Serve calls it twice per second."""
         return self._scaling.sample(await self._actor.load.remote())
 
-    async def hear_backlog(self, backlog: Backlog) -> None:
-        """What waits in the ingresses for this base. The policy hears of it from here."""
+    async def set_backlog(self, backlog: Backlog) -> None:
+        """Sets the backlog of this base in all ingresses, which is part of the autoscaling
+        policy's input."""
         self._scaling.set_backlog(backlog)
 
     async def __del__(self) -> None:  # Serve awaits it, after draining
@@ -212,10 +198,10 @@ class EngineReplica:
             ray.kill(self._actor)
 
     async def _submit_with(self, call: SubmitCall, adapter: AdapterVersion) -> None:
-        came_s = time.monotonic()
+        arrived_s = time.monotonic()
         for tries_left in reversed(range(_NUM_TRIES)):
             loaded = await self._loads.ensure(adapter)
-            wait_s = time.monotonic() - came_s
+            wait_s = time.monotonic() - arrived_s
             try:
                 await self._actor.submit.remote(
                     call.requests, call.reply_to, adapter.name, loaded.found_in, wait_s
@@ -224,40 +210,20 @@ class EngineReplica:
             except RayTaskError as error:
                 if not tries_left or not isinstance(root_cause(error), UnknownAdapterError):
                     raise
-            # Evicted, retired, or it fell out of the engine's host memory.
+            # Evicted or retired, from the device or from host memory.
             self._loads.forget(adapter.digest, loaded)
 
     async def _exit_with_the_actor(self) -> None:
-        """A new process is the way back from an engine that died or hangs: Serve sees an exit
-        within a second, where failing health checks take three periods."""
+        """Ends this process when the engine died or hangs, so that Serve starts a new replica: it
+        notices an exit within a second, failed health checks only after three periods."""
         with suppress(RayActorError):
             await self._actor.wait_for_death.remote()
         self._is_dead = True
         if not self._is_stopping:
-            logger.error("the engine of %s died, this replica exits", self._spec.base.name)
+            logger.error("%s, this replica exits and Serve starts another", self._death_message)
             await asyncio.sleep(_EXIT_DELAY_S)
-            ray.kill(self._actor)  # one whose step hangs is still there
+            ray.kill(self._actor)  # it still runs if a step hangs
             os._exit(1)
-
-
-class _ActorMemory:
-    """Implements `adapter_keeper.Memory`."""
-
-    def __init__(self, actor: ActorHandle[EngineActor]) -> None:
-        self._actor = actor
-
-    async def adapters(self) -> tuple[Resident, ...]:
-        residents: tuple[Resident, ...] = await self._actor.adapters.remote()
-        return residents
-
-    async def pin(self, digest: str) -> None:
-        await self._actor.pin_adapter.remote(digest)
-
-    async def unpin(self, digest: str) -> None:
-        await self._actor.unpin_adapter.remote(digest)
-
-    async def unload(self, digest: str) -> None:
-        await self._actor.unload_adapter.remote(digest)
 
 
 def _read_texts(folder: Path) -> dict[str, bytes]:

@@ -1,8 +1,8 @@
-"""An event loop whose time passes only while nothing is left to do, so that an hour takes seconds
-and one seed is one run.
+"""An event loop whose time passes only when no task is ready, so that an hour lasts seconds and a
+seed determines the run.
 
-Threads are replaced: what a coroutine hands to one runs at once, in the loop's thread, and its
-result comes after `late_s`.
+Threads are replaced: work that a coroutine hands to a thread runs at once, in the loop's thread,
+and its result comes after `late_s`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-# The process, by name, that a task belongs to: all tasks of one die together.
+# The name of the process of a task: all tasks of a process die together.
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 
 
 class StuckError(AssertionError):
-    """Every task waits for another one, none for a time."""
+    """Raised when every task waits for another task and none for a time."""
 
 
 class _Skipping(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
@@ -39,9 +39,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector = _Skipping()
         selector.skip = self._skip
         self.now_s = 1000.0
-        self.wall_s = 1.8e9  # what the machine's clock says at `now_s` 0
-        self.late_s = 0.0  # until the result of a thread comes
-        self.errors: list[str] = []  # of tasks that nobody awaited
+        self.wall_s = 1.8e9  # the machine's clock at `now_s` 0
+        self.late_s = 0.0  # delay of a thread's result
+        self.errors: list[str] = []  # of tasks that were never awaited
         super().__init__(selector)
         self.set_exception_handler(self._note)
         self.set_task_factory(_with_owner)

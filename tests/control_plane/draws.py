@@ -1,4 +1,4 @@
-"""The steps of an order, drawn from a seed without a look at the world, so that any of them can be
+"""The steps of an order, drawn from a seed without reading the world, so that any of them can be
 left out."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _content(r: random.Random) -> dict[str, Any]:
 
 
 def _colleague(r: random.Random) -> Step:
-    """A step that waits for nothing."""
+    """Draws an action of a colleague that does not wait."""
     name = r.choice(("set_alias", "delete_alias", "delete_version", "delete_model", "tag"))
     return name, _DRAWS[name][1](r)
 
@@ -193,8 +193,8 @@ _DRAWS: dict[str, tuple[int, _Draw]] = {
 
 
 def draw(seed: int) -> list[Step]:
-    """Each order knows only some of the rules, so that what they do together happens more often.
-    Most orders have a plot, whose steps stand among the others in their order."""
+    """Draws the steps. Each order uses only some of the rules, so that combinations of them happen
+    more often. Most orders contain a plot, whose steps keep their order among the others."""
     r = random.Random(seed)
     names = [name for name in _DRAWS if name in _ALWAYS or r.random() < _SHARE_OF_RULES]
     weights = [_DRAWS[name][0] for name in names]

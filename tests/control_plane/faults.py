@@ -1,7 +1,6 @@
-"""What the world does to calls: of the registry, of Serve's controller, of the manager.
+"""Faults of calls: to the registry, to Serve's controller, to the manager.
 
-Every fault that is put in says "injected", so that a log or an error that says anything else is one
-of the product's own.
+Every injected fault contains the word "injected": any other log line or error is the product's.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ START_S, DRAIN_S = 2.0, 3.0  # of an engine
 
 @dataclass(slots=True)
 class RegistryFaults:
-    """Of the calls that one process makes."""
+    """The faults of a process's calls to the registry."""
 
     is_away: bool = False
     is_unlistable: bool = False  # listings fail, everything else works
     is_read_only: bool = False
-    late_s: float = 0.0  # until the answer of a look comes
+    late_s: float = 0.0  # delay of the answer of a read
     # The n-th write from now on fails, with or without its effect; 1: the next one.
     failing_write: int = 0
     has_effect: bool = False
-    between_pages: Callable[[], None] | None = None  # done once, when a second page is asked for
+    between_pages: Callable[[], None] | None = None  # called once, when a second page is requested
 
     def heal(self) -> None:
         self.is_away = self.is_unlistable = self.is_read_only = False
@@ -41,10 +40,10 @@ class RegistryFaults:
 
 
 class FaultyClient:
-    """An MlflowClient whose calls fail as the faults say."""
+    """An MlflowClient whose calls fail according to the faults."""
 
     def __init__(self, client: Any, faults: RegistryFaults, on_write: Callable[[], None]) -> None:
-        """`on_write`: called after each write that took effect."""
+        """`on_write` is called after each write that took effect."""
         self._client = client
         self._faults = faults
         self._on_write = on_write
@@ -98,15 +97,15 @@ class App:
 
 @dataclass
 class FakeServe:
-    """The calls of Serve's controller that a fleet makes. An application runs after `START_S`; one
-    that is deleted drains for `DRAIN_S`."""
+    """Serve's controller as a fleet calls it. An application runs after `START_S`; a deleted
+    application drains for `DRAIN_S`."""
 
     loop: VirtualLoop
     on_delete: Callable[[str], None]
     apps: dict[str, App] = field(default_factory=dict)
     is_away: bool = False
     num_failing_starts: int = 0
-    is_refusing: bool = False  # takes no new application
+    is_refusing: bool = False  # refuses new applications
 
     RunTarget = staticmethod(lambda **fields: SimpleNamespace(**fields))
 
@@ -145,7 +144,7 @@ class FakeServe:
         return self.loop.time() >= app.runs_at_s
 
     def kill_engines(self, name: str) -> None:
-        """They come back as those of a new start do."""
+        """Kills an application's engines; they return after the time of a start."""
         self.apps[name].runs_at_s = self.loop.time() + START_S
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Rules for what operators order of the manager: bases, adapters, canaries."""
+"""Rules for operators' orders to the manager: bases, adapters, canaries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.control_plane.world import Violation, World
 
 ORDERS: dict[str, Rule] = {}
 rule = collect(ORDERS)
-# The longest wait for an answer: a load reads the registry twice, and a look may take 40 s.
+# The longest wait for an answer: a load reads the registry twice, and a read may last 40 s.
 _ORDER_S = 120.0
 
 
 async def order(world: World, method: str, *arguments: object) -> tuple[str, object]:
-    """What an operator orders of the manager."""
+    """Sends an operator's order to the manager."""
     try:
         async with asyncio.timeout(_ORDER_S):
             answer = await getattr(world.managers, method).remote(*arguments)
@@ -88,7 +88,7 @@ async def start_canary(
 
 
 def _canary(truth: Truth, name: str) -> tuple[int, float]:
-    """Version and weight; 0: none."""
+    """Returns version and weight; 0: none."""
     if name not in truth:
         return 0, 0.0
     weight = parse_weight(truth[name].tags.get(PREFIX + "canary_weight"))

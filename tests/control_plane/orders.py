@@ -1,5 +1,5 @@
-"""One order: steps drawn from a seed, run against the world, and, where they break a promise, made
-as few as still break it."""
+"""An order: steps drawn from a seed and run against the world. If they break a promise, they are
+reduced to the fewest that still break it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.control_plane.world import Violation, World, fake_world
 
 ALL_RULES = RULES | ORDERS | TROUBLES
 _MAX_TRIES = 120  # of shorter orders
-# What the configuration file names; the registry adds beta where the file does not.
+# The models of the configuration file; the registry adds beta if the file does not.
 LAYOUTS: tuple[tuple[ModelArgs, ...], ...] = (
     (ModelArgs(name="alpha"),),
     (ModelArgs(name="alpha"), ModelArgs(name="beta@champion")),
@@ -36,7 +36,7 @@ class Outcome:
     seed: int
     steps: list[Step]
     broken: str | None = None
-    said: list[str] = field(default_factory=list)  # by each step that was done
+    said: list[str] = field(default_factory=list)  # after each step
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -64,15 +64,15 @@ async def _run(world: World, steps: Sequence[Step], outcome: Outcome) -> None:
 
 
 def _place(error: Exception) -> str:
-    """Of an error that no part of the machine expects."""
+    """Describes an unexpected error."""
     frames = traceback.extract_tb(error.__traceback__)[-2:]
     places = ", ".join(f"{Path(one.filename).name} {one.name} {one.lineno}" for one in frames)
     return f"{type(error).__name__} {error} in {places}"
 
 
 def shorten(database: Database, failed: Outcome) -> Outcome:
-    """Leaves steps out, first many and then single ones, while a promise stays broken in the same
-    words, numbers aside."""
+    """Removes steps, first many and then single steps, while the same promise stays broken (equal
+    text except for numbers)."""
     best, tries, size = failed, 0, max(1, len(failed.steps) // 2)
     while True:
         begin, has_shrunk = 0, False

@@ -1,4 +1,4 @@
-"""What people do in a row; what goes wrong beside it comes from the other steps of an order."""
+"""Sequences of actions of people; the other steps of an order add faults in between."""
 
 from __future__ import annotations
 

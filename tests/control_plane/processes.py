@@ -1,5 +1,5 @@
-"""The processes of the control plane, each killed and started again as one: the manager with its
-registry reader, the ingresses, and the engines that take the manager's plans."""
+"""The processes of the control plane, each killed and restarted as a whole: the manager with its
+registry reader, the ingresses, and the engines that receive the manager's plans."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.registry_helpers import ADAPTER_FACTS
 
 
 class DeadError(RayServeException):
-    """The process that was called is gone."""
+    """Raised by calls to a process that has ended."""
 
 
 class Reader(CachedRegistry):
-    """The registry as a manager or an engine reads it, its checks in this process: they would cost
-    seconds each."""
+    """The registry as a manager or an engine reads it, with its checks in this process: in a
+    process of their own they would last seconds each."""
 
     def __init__(
         self, loop: VirtualLoop, uri: str, cache: Path, client: Any, faults: RegistryFaults
@@ -70,8 +70,8 @@ def use_client(registry: Registry, client: Any, loop: VirtualLoop) -> None:
 
 
 class Opener:
-    """Opens a manager's reader in this process; an engine's copy of it, which Serve pickles for
-    nobody, opens none."""
+    """Opens a manager's reader in this process. The copy that Serve would pickle for an engine
+    opens none."""
 
     def __init__(self, open_reader: Callable[[], Reader]) -> None:
         self._open_reader = open_reader
@@ -85,7 +85,7 @@ class Opener:
 
 @dataclass
 class Engines:
-    """By application: the newest plan."""
+    """The newest plan by application."""
 
     plans: dict[str, AdapterPlan] = field(default_factory=dict)
     is_away: bool = False
@@ -115,7 +115,7 @@ class Managers:
         with owned_by(self._owner):
             made = Manager.__new__(Manager)
             await made.__init__(self._args, Sources(self._opener, "no:engine"))  # type: ignore[misc]
-            made._arranger._send = self.engines.arrange
+            made._plans._send = self.engines.arrange
             models = [model.model_dump(mode="json") for model in self._args.models]
             await made.reconfigure({"models": models})
         self.current = made
@@ -126,8 +126,8 @@ class Managers:
         await asyncio.sleep(0)
 
     def counts(self, ingress_id: str) -> bool:
-        """What this ingress counts from now on is judged: an ingress's first report to a manager
-        only says where it stands."""
+        """True if later counts of this ingress are judged: its first report to a manager only sets
+        the starting point."""
         return self.current is not None and ingress_id in self.current._canaries._trials._seen
 
     def __getattr__(self, name: str) -> SimpleNamespace:
@@ -152,7 +152,7 @@ class Managers:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Where an ingress sent a request, or why nowhere."""
+    """The base to which an ingress sent a request, or the error."""
 
     name: str
     version: int | None = None
@@ -163,7 +163,7 @@ class Answer:
 
 
 class Ingress:
-    """The gateway of one, without HTTP and without the side stream."""
+    """The gateway of an ingress, without HTTP and without the side stream."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Ingress:
         return self.gateway._tasks
 
     def ask(self, name: str, key: str | None = None) -> Answer:
-        """As a request would; one for a base that sleeps wakes it."""
+        """Routes as a request does; a request for a sleeping base wakes it."""
         try:
             route = self.gateway.route(name, key)
         except BaseAsleepError as error:

@@ -1,4 +1,4 @@
-"""What must hold after each step; `settle` heals everything and sees that all is well again."""
+"""The promises that hold after each step; `settle` ends all faults and checks the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LASTING_S = 8.0
 
 
 async def check_step(world: World) -> None:
-    """Whatever the step was."""
+    """Checks the promises that hold after any step."""
     journal = world.journal
     if journal.tracebacks:
         raise Violation(f"a traceback: {journal.tracebacks[0]}")
@@ -40,7 +40,7 @@ async def check_step(world: World) -> None:
 
 
 def _check_calm(world: World, ingress: Ingress) -> None:
-    """Adapters that nobody touches, on a base that nobody touches."""
+    """Checks adapters that no step changes, on a base that no step changes."""
     if {"alpha"} & (world.journal.disturbed | world.journal.rested):
         return
     for name in CALM:
@@ -69,7 +69,7 @@ def _note_rollbacks(world: World, made: Manager) -> None:
 def _check_rolled_back(world: World, ingress: Ingress) -> None:
     made, view = world.managers.current, ingress.gateway.view
     if made is None or made._view is None or view is None or view.revision != made._view.revision:
-        return  # it has not heard yet
+        return  # it has not received it yet
     for (name, digest), reason in world.journal.rolled_back.items():
         split = ingress.gateway._traffic.splits.get(name)
         version = None if split is None else split.canary.version
@@ -94,7 +94,7 @@ async def begin(world: World) -> None:
 
 
 async def settle(world: World) -> None:
-    """Heals everything, and gives the platform time."""
+    """Ends all faults, and gives the platform time."""
     await world.heal()
     problems: list[str] = []
     deadline_s = world.loop.time() + SETTLED_S

@@ -1,8 +1,8 @@
-"""What can happen to the control plane: each rule is one kind of step, a coroutine over the world
-whose arguments are plain values, so that a step prints, replays and is left out by itself.
+"""Events of the control plane: each rule is a kind of step, a coroutine over the world whose
+arguments are plain values, so that a step can be printed, replayed and left out by itself.
 
-A rule that does not apply, such as an alias of a model that is gone, is refused by whoever would
-refuse it, and that is its outcome.
+A rule that does not apply, such as an alias of a deleted model, is refused by the product or by
+MLflow, and that is its outcome.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _META = ("kind", "digest", "base", "base_digest", "root", "manifest", "effect", 
 
 
 def collect(rules: dict[str, Rule]) -> Callable[[Rule], Rule]:
-    """A decorator for the rules of one module."""
+    """A decorator for the rules of a module."""
 
     def add(function: Rule) -> Rule:
         rules[function.__name__] = function
@@ -45,8 +45,8 @@ async def wait(world: World, seconds: float) -> str:
 
 @rule
 async def requests(world: World, name: str, number: int, canary: str, at: int) -> str:
-    """Of ingress `at`, or the last one. `canary`: the outcome of those that the canary gets; the
-    others end well."""
+    """Sends requests through ingress `at`, or the last ingress. `canary`: the outcome of requests
+    that the canary answers; the others succeed."""
     found: dict[str, int] = {}
     for ingress in list(world.ingresses.values())[: at + 1][-1:]:
         for i in range(number):
@@ -78,7 +78,8 @@ async def requests(world: World, name: str, number: int, canary: str, at: int) -
 
 
 def check_files(world: World, name: str) -> None:
-    """An engine can have the files of each version that a view lists, whatever fails elsewhere."""
+    """Checks that an engine can fetch the files of each version in a view, whatever fails
+    elsewhere."""
     made = world.managers.current
     if made is None or made._view is None or name not in world.truth():
         return
@@ -93,7 +94,7 @@ def check_files(world: World, name: str) -> None:
 
 
 async def _mlflow(world: World, method: str, *arguments: object) -> str:
-    """What a colleague does with MLflow's own client."""
+    """Changes the registry with MLflow's own client."""
     try:
         getattr(world.client, method)(*arguments)
     except MlflowException as error:
@@ -162,7 +163,7 @@ async def rename(world: World, name: str, new: str) -> str:
 
 
 def _forget(world: World, name: str) -> None:
-    """The name is another model's from now on."""
+    """Notes that the name belongs to another model from now on."""
     journal = world.journal
     journal.touch(name)
     journal.meanings.pop(name, None)
@@ -173,7 +174,7 @@ def _forget(world: World, name: str) -> None:
 
 @rule
 async def log_plain(world: World, name: str, content: str, base: str) -> str:
-    """A colleague registers an adapter with MLflow's own calls."""
+    """Registers an adapter with MLflow's own calls."""
     world.journal.touch(name)
     try:
         if name not in world.truth():
@@ -188,7 +189,7 @@ async def log_plain(world: World, name: str, content: str, base: str) -> str:
 
 @rule
 async def recreate(world: World, name: str, content: str, base: str) -> str:
-    """Deleted and made anew between two looks: its numbers begin at 1 again."""
+    """Deletes and recreates a model between two reads: its versions begin at 1 again."""
     await delete_model(world, name)
     await asyncio.sleep(0.05)
     return await log_plain(world, name, content, base)
@@ -196,7 +197,7 @@ async def recreate(world: World, name: str, content: str, base: str) -> str:
 
 @rule
 async def register(world: World, name: str, content: str, base: str, alias: str | None) -> str:
-    """`loraplex register adapter`."""
+    """Runs `loraplex register adapter`."""
     before = world.truth()
     world.journal.touch(name)
     folder = world.database.made_folder("adapter", content, base)
@@ -222,7 +223,7 @@ async def register_base(world: World, name: str, content: str, alias: str | None
 
 
 def _check_nothing_half_done(name: str, before: Truth, after: Truth, error: str) -> None:
-    """An alias that moved although the answer was lost is no harm; one that is gone is."""
+    """Moves an alias while the answer is lost: it may have moved, but it must not be gone."""
     if name not in before:
         return
     lost = before[name].aliases.keys() - (after[name].aliases.keys() if name in after else set())

@@ -1,5 +1,5 @@
-"""What must hold again once every cause of trouble is gone: what is served is what the registry
-says, and what it says it is."""
+"""The promises that hold again after all faults have ended: the served bases and adapters are those
+of the registry, with the content that it names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _view(world: World) -> PlatformView:
 
 
 def _differences(world: World, made: Manager) -> list[str]:
-    """Between what is served and what a new process would read."""
+    """Returns the differences between the served catalog and one that a new process would read."""
     catalog = _fresh(world)
     assert made._view is not None
     served = made._view.catalog
@@ -96,7 +96,7 @@ def _of_bases(world: World, made: Manager, truth: Truth) -> list[str]:
 
 
 def _of_adapter(world: World, name: str, model: TrueModel) -> list[str]:
-    """What the name means, and that its files are what its digest says."""
+    """Checks the version that the name means, and its files against its digest."""
     if not is_legal_name(name):
         return []
     found = []
@@ -129,8 +129,8 @@ def files_of(world: World, version: AdapterVersion) -> list[str]:
 
 
 def _of_meaning(world: World, name: str, model: TrueModel) -> list[str]:
-    """A champion that can be served is what the name means; of one that cannot be, the name means
-    what it meant before, or nothing."""
+    """Checks that the name means its champion, or, if that cannot be served, its previous meaning
+    or none."""
     catalog = _view(world).catalog
     ours = [one for one in catalog.adapters if one.name == name]
     if name in world.journal.registered and not ours:
@@ -142,7 +142,7 @@ def _of_meaning(world: World, name: str, model: TrueModel) -> list[str]:
     except RegistryError:
         return []
     assert adapter is not None
-    # What an alias says counts where it is the default of that version's base.
+    # An alias counts if it is the default of that version's base.
     champions = [
         one.version for one in ours if world.wishes.default_alias(one.base_name) in one.aliases
     ]
@@ -187,7 +187,8 @@ def _of_canaries(world: World, made: Manager, truth: Truth) -> list[str]:
 
 
 def _of_pins(world: World, made: Manager) -> list[str]:
-    """Engines hold what the default of a pinned name means, and nothing that is meant retires."""
+    """Checks that engines pin the defaults of pinned names and retire no version that a name
+    means."""
     assert made._view is not None
     catalog = made._view.catalog
     meant = {one.digest for one in catalog.adapters if one.aliases}

@@ -1,8 +1,8 @@
-"""One real MLflow store on SQLite for all orders of a process, put back to its beginning between
-them, and what it holds, read past MLflow and past the code under test.
+"""A real MLflow store on SQLite for all orders of a process, reset between them; its content is
+also read directly, without MLflow and without the code under test.
 
-At the beginning: the bases alpha and beta, and adapters whose names do not change in any order
-(`a-calm`, `calm`, `z-calm`) beside those that do (`pirate`, `sql`).
+After a reset it contains the bases alpha and beta, adapters that no order changes (`a-calm`,
+`calm`, `z-calm`), and adapters that orders change (`pirate`, `sql`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.registry_helpers import (
 
 PREFIX = "loraplex."
 BASES = ("alpha", "beta", "gamma")
-CALM = ("a-calm", "calm", "z-calm")  # adapters of alpha that nobody touches
+CALM = ("a-calm", "calm", "z-calm")  # adapters of alpha that no step changes
 _TABLES = (
     "registered_models",
     "registered_model_tags",
@@ -67,7 +67,7 @@ Truth = dict[str, TrueModel]
 
 
 class Database:
-    """Of one process. `folder` stays; each order resets it."""
+    """The store of a process. `folder` stays; each order resets it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,11 +107,11 @@ class Database:
         self.digest_at.cache_clear()
 
     def marker(self) -> Marker | None:
-        """Another one after any write."""
+        """A marker that changes with any write."""
         return self._probe.marker()
 
     def truth(self) -> Truth:
-        """What MLflow's tables say now, without its deleted versions."""
+        """The models in MLflow's tables now, without deleted versions."""
         found: Truth = {}
         with contextlib.closing(sqlite3.connect(self._file)) as connection:
             for (name,) in connection.execute("SELECT name FROM registered_models"):
@@ -135,15 +135,15 @@ class Database:
         return found
 
     def plain_folder(self, content: str, base: str) -> str:
-        """URI of the files of an adapter as MLflow's own calls keep it; the same content lies in
-        the same place."""
+        """The URI of an adapter's files as MLflow's own calls store it; equal content has an equal
+        URI."""
         folder = self.folder / "plain" / f"{content}-{base}"
         if not folder.exists():
             adapter_folder(folder, content.encode(), base=f"organisation/{base}")
         return folder.as_uri()
 
     def made_folder(self, kind: str, content: str, base: str = "alpha") -> Path:
-        """What `loraplex register` is given."""
+        """The arguments of `loraplex register`."""
         folder = self.folder / "made" / f"{kind}-order-{content}-{base}"
         if not folder.exists() and kind == "base":
             base_folder(folder, content.encode())
@@ -153,7 +153,7 @@ class Database:
 
 
 def _digest_at(source: str) -> str | None:
-    """Of the files that lie there; None: no files that could be served."""
+    """The digest of the files at a place; None: no files that can be served."""
     folder = Path(unquote(urlsplit(source).path))
     for root in (folder / DATA, folder):
         for required in ("adapter_config.json", "config.json"):
@@ -167,7 +167,7 @@ def _digest_at(source: str) -> str | None:
 
 @contextlib.contextmanager
 def quick_sqlite() -> Iterator[None]:
-    """No waiting for a disk: the store of an order outlives nothing."""
+    """Turns off waiting for the disk: the store need not survive a crash."""
 
     def forget_disk(connection: sqlite3.Connection, _: object) -> None:
         connection.execute("PRAGMA synchronous=OFF")

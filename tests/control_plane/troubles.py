@@ -1,4 +1,4 @@
-"""Rules by which the world, and not a person, changes something: faults, deaths and clocks."""
+"""Rules for changes that no person makes: faults, deaths and clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def registry_away(world: World, process: str, is_away: bool) -> str:
 
 @rule
 async def listings_fail(world: World, do: bool) -> str:
-    """A registry that takes single calls, and answers no search."""
+    """Has the registry fail all searches and answer all other calls."""
     world.faults.is_unlistable = do
     return ""
 
@@ -37,7 +37,7 @@ async def read_only(world: World, do: bool) -> str:
 
 @rule
 async def write_fails(world: World, process: str, number: int, has_effect: bool) -> str:
-    """The n-th write from now on; with its effect, the answer is what is lost."""
+    """Has the n-th write from now on fail; if it has its effect, only the answer is lost."""
     faults = _faults(world, process)
     faults.failing_write, faults.has_effect = number, has_effect
     return ""
@@ -51,7 +51,7 @@ async def looks_are_late(world: World, seconds: float) -> str:
 
 @rule
 async def between_pages(world: World, name: str, arguments: dict[str, Any]) -> str:
-    """The next listing of the manager finds this step done when it asks for its second page."""
+    """Runs this step between the first two pages of the manager's next listing."""
 
     def change() -> None:
         step = RULES[name](world, **arguments)
@@ -107,7 +107,7 @@ async def reports_lost(world: World, number: int) -> str:
 
 @rule
 async def manager_dies(world: World, restart: bool) -> str:
-    """What was judged and not written yet is forgotten with it."""
+    """Kills the manager, with the verdicts that it has not written yet."""
     if world.managers.current is None:
         return "it is dead already"
     await world.managers.kill()
@@ -133,7 +133,7 @@ async def ingress_starts(world: World) -> str:
 
 @rule
 async def ingress_dies(world: World, restart: bool) -> str:
-    """The oldest one, with what it counted since its last report."""
+    """Kills the oldest ingress, with its counts since its last report."""
     if not world.ingresses:
         return "there is none"
     name = next(iter(world.ingresses))
@@ -144,7 +144,7 @@ async def ingress_dies(world: World, restart: bool) -> str:
 
 @rule
 async def clock_jumps(world: World, seconds: float) -> str:
-    """The machine was suspended: every timer is due at once."""
+    """Suspends the machine: every timer is due at once."""
     world.loop.now_s += seconds
     world.journal.forget_trials()
     await asyncio.sleep(0)

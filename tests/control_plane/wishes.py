@@ -1,5 +1,5 @@
-"""Which bases are to be served, read out of the registry's own tables, and whether an application
-had a reason to go: the promise that no engine of a wished base is deleted."""
+"""The bases that are to be served, read from the registry's tables, and the promise that no engine
+of such a base is deleted without a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.control_plane.store import PREFIX, Truth
 
 SERVE = PREFIX + "serve"
 DEFAULT_ALIAS = "champion"
-MISSING_S = 60.0  # a base that the registry does not show is served on for so long at least
+MISSING_S = 60.0  # a base that vanished from the registry stays served at least this long
 _APP = re.compile(r"base--(.+)--([0-9a-f]{12})-([0-9a-f]{8})")
 
 
@@ -29,13 +29,13 @@ class Wishes:
 
     @staticmethod
     def parts(app: str) -> tuple[str, str]:
-        """The base's name and the beginning of its digest."""
+        """Returns the base's name and the beginning of its digest."""
         found = _APP.fullmatch(app)
         assert found is not None, app
         return found[1], found[2]
 
     def note(self, truth: Truth, apps: Iterable[str], now_s: float) -> None:
-        """Called after each write: a reason that was there for a moment may have been seen."""
+        """Called after each write: a reason that existed for a moment may have been read."""
         for app in apps:
             name, digest = self.parts(app)
             reference = self.reference(name, truth)
@@ -73,7 +73,7 @@ class Wishes:
         return app in self.explained or (since_s is not None and now_s - since_s >= MISSING_S - 3)
 
     def reference(self, name: str, truth: Truth) -> str | None:
-        """The wish for this registered base, whether or not it can be followed."""
+        """The reference of this registered base if it is configured, even by an invalid setting."""
         for model in self.models:
             if model.name.partition("@")[0] == name:
                 return model.name
@@ -82,7 +82,7 @@ class Wishes:
         return name
 
     def model(self, name: str, truth: Truth) -> ModelArgs | None:
-        """None: no wish, or one that is refused."""
+        """Returns None if the base is not configured, or its setting is refused."""
         for model in self.models:
             if model.name.partition("@")[0] == name:
                 return model
@@ -94,7 +94,7 @@ class Wishes:
             return None
 
     def idle_timeout_s(self, name: str, truth: Truth) -> float | None:
-        """Of the last setting that could be followed: a wrong one leaves the base as it was."""
+        """The time-out of the last valid setting: an invalid setting leaves the base as it was."""
         model = self.model(name, truth) or self.last_good.get(name)
         return None if model is None else model.idle_timeout_s
 
@@ -111,12 +111,12 @@ class Wishes:
         return aliased or set(model.versions)
 
     def default_alias(self, base: str) -> str:
-        """What the bare name of one of its adapters means."""
+        """The alias that a bare name of the base's adapters means."""
         found = next((one.alias for one in self.models if one.name == base), None)
         return found or DEFAULT_ALIAS
 
     def wanted(self, truth: Truth) -> dict[str, int]:
-        """Bases that must be served now, and their versions."""
+        """The bases that must be served now, with their versions."""
         found = {}
         names = {model.name.partition("@")[0] for model in self.models} | set(truth)
         for name in names:
@@ -130,7 +130,7 @@ class Wishes:
 
 
 def base_versions(name: str, truth: Truth) -> list[int]:
-    """Those that can be served: a name that MLflow allows and loraplex does not has none."""
+    """The versions that can be served: none for a name that MLflow allows and loraplex does not."""
     if name not in truth or not is_legal_name(name):
         return []
     model = truth[name]

@@ -1,5 +1,5 @@
-"""Everything of one order: the store, the processes, the clock, and the journal of what happened,
-by which promises are judged."""
+"""The world of an order: the store, the processes, the clock, and the journal with which promises
+are checked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOGGERS = ("serve_app", "registry")
 
 
 class Violation(AssertionError):
-    """A promise that was broken."""
+    """Raised when a promise is broken."""
 
 
 class World:
@@ -76,7 +76,7 @@ class World:
         return self.database.truth()
 
     def on_write(self) -> None:
-        """After each write of the registry, by whomever."""
+        """Called after each write to the registry, by any process."""
         truth = self.truth()
         self.wishes.note(truth, self.serve.apps, self.loop.time())
         for name in truth:
@@ -85,7 +85,7 @@ class World:
             self.watch(truth)
 
     def forget_unwritten(self) -> None:
-        """A manager that dies takes along what it judged and had not written yet."""
+        """Kills the manager; verdicts that it had not written yet are lost."""
         truth = self.truth()
         self.journal.forget_trials()
         for name, digest in tuple(self.journal.rolled_back):
@@ -111,7 +111,7 @@ class World:
         return timeout_s is not None and self.loop.time() - asked_s >= timeout_s
 
     def one_listing_in_pages(self, between: Callable[[], None]) -> None:
-        """`between`: done when the manager's next listing asks for its second page."""
+        """`between` is called when the manager's next listing requests its second page."""
         pages, store = pytest.MonkeyPatch(), "registry.store."
         pages.setattr(store + "_MODELS_PER_PAGE", 3)
         pages.setattr(store + "_VERSIONS_PER_PAGE", 3)
@@ -141,7 +141,7 @@ class World:
         await asyncio.sleep(0)
 
     async def heal(self) -> None:
-        """The cause of every trouble is gone; what it led to is the product's to mend."""
+        """Ends all faults; the product must repair their effects."""
         for faults in (self.faults, self.cli_faults):
             faults.heal()
         self.undo_pages()
@@ -156,7 +156,7 @@ class World:
 
 @contextmanager
 def fake_world(database: Database, models: tuple[ModelArgs, ...], seed: int) -> Iterator[World]:
-    """A world at its beginning, its loop not run yet."""
+    """Returns a new world; its loop has not run yet."""
     database.reset()
     random.seed(seed)
     loop = VirtualLoop()

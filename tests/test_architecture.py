@@ -41,7 +41,6 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "home": set(),
     "logs": set(),
     "network": set(),
-    "config_values": set(),
     "cache_salt": set(),
     "disconnects": set(),
     "tally": set(),
@@ -57,7 +56,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "stream": {"messages", "network", "tasks"},
     "routing": {"messages", "metrics", "ray_calls", "stream", "tasks"},
     # configuration: the options of a routing policy are checked by its constructor
-    "config": {"config_values", "home", "routing"},
+    "config": {"home", "routing"},
     "serve_file": {"config", "network", "routing"},
     "platform_view": {"config"},
     "http": {"config", "errors", "network"},
@@ -166,7 +165,7 @@ def test_transformers_is_read_only_by_the_gguf_converter() -> None:
 def test_environment_is_read_only_in_configuration_and_launcher() -> None:
     """Launching a child needs its environment; everything else takes settings as arguments."""
     allowed = {
-        "serve_app/config.py",
+        "serve_app/config/environment.py",
         "serve_app/home.py",  # LORAPLEX_HOME
         "serve_app/cli/commands/serve.py",
         "registry/__init__.py",  # before mlflow is imported: no telemetry, no progress bars

@@ -1,4 +1,5 @@
-"""Fixtures that the whole session shares, made by the first test that asks."""
+"""Fixtures that the whole session shares, made by the first test that asks, and the markers that
+follow from them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,17 @@ import pytest
 
 from tests.demo_server import run_cli
 from tests.serve_rig import running_serve
+
+# What a test that uses one of these fixtures waits for.
+_MARKERS = {"serve_port": pytest.mark.serve, "demo_home": pytest.mark.slow}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that share a server or the demo's home, for `make quick` to leave out."""
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in _MARKERS:
+                item.add_marker(_MARKERS[fixture])
 
 
 @pytest.fixture(scope="session")

@@ -139,13 +139,14 @@ class IngressArgs(ScaledArgs):
 
 
 class CanaryArgs(Args):
-    """When a canary is rolled back automatically, compared with the stable version.
+    """The margins beyond which a canary is rolled back automatically.
 
-    It must be worse by more than these margins, and the counts must make that certain: a canary
-    within the margins is rolled back in less than 1 % of hours (see `canary/verdict.py`). A canary
-    that is far worse goes after `min_requests`; a little more than the margin takes much longer to
-    detect. If the stable version has had hardly a request, the canary goes only if most of its own
-    fail; a canary that had all the traffic from the start is compared with rates of 0.
+    A canary must be worse than the stable version by more than these margins, and the counts must
+    make that certain: within the margins it is rolled back in less than 1 % of hours (see
+    `canary/verdict.py`). A canary that is far worse goes after `min_requests`; little more than the
+    margin takes much longer to detect. If the stable version has had hardly a request, the canary
+    goes only if most of its own fail; a canary that had all the traffic from the start is compared
+    with rates of 0.
     """
 
     min_requests: int = Field(default=50, ge=1)

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -404,20 +406,6 @@ def home_beside(home: Path, folder: Path) -> Path:
     return other
 
 
-def test_ctrl_c_leaves_nothing_running(demo_home: Path, tmp_path: Path) -> None:
-    other = home_beside(demo_home, tmp_path)
-    config = tmp_path / "quickstart.yaml"
-    url = write_config(ROOT / "configs" / "quickstart.yaml", config, device="cpu")
-    with serving(other, config, url) as running:
-        tree = psutil.Process(running.process.pid).children(recursive=True)
-        assert len(tree) > 5
-    assert running.process.returncode == 0
-    _, alive = psutil.wait_procs(tree, timeout=10)
-    assert not alive
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/live", timeout=2)
-
-
 def blocks(document: str, language: str, containing: str) -> list[str]:
     text = (ROOT / document).read_text()
     found = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
@@ -485,12 +473,25 @@ def test_readme_chat_streams_in_the_terminal(server: DemoServer) -> None:
     assert "Paris" in done.stdout
 
 
-def test_two_bases_behind_one_endpoint(demo_home: Path, tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class TwoBases:
+    server: DemoServer
+    end: Callable[[], None]  # as Ctrl-C; a second call does nothing
+
+
+@pytest.fixture(scope="module")
+def two_bases(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoBases]:
     run_cli(demo_home, "demo", "--two-bases")
-    config = tmp_path / "two_bases.yaml"
+    folder = tmp_path_factory.mktemp("two-bases")
+    config = folder / "two_bases.yaml"
     url = write_config(ROOT / "configs" / "two_bases.yaml", config, device="cpu")
-    other = home_beside(demo_home, tmp_path)
-    with serving(other, config, url), httpx.Client(base_url=url, timeout=120) as http:
+    with ExitStack() as stack:
+        running = stack.enter_context(serving(home_beside(demo_home, folder), config, url))
+        yield TwoBases(running, stack.close)
+
+
+def test_two_bases_behind_one_endpoint(two_bases: TwoBases) -> None:
+    with httpx.Client(base_url=two_bases.server.url, timeout=120) as http:
         listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
         assert {BASE, "tiny-qwen3", *ADAPTERS} == listed
         body = {"prompt": "Hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -502,3 +503,16 @@ def test_two_bases_behind_one_endpoint(demo_home: Path, tmp_path: Path) -> None:
         assert len(texts) == 2
         wrong = http.post("/v1/completions", json=body | {"model": "tiny-qwen3:pirate"})
         assert wrong.status_code == 404
+
+
+def test_ctrl_c_leaves_nothing_running(two_bases: TwoBases) -> None:
+    """The last test of its server, which it ends."""
+    running = two_bases.server
+    tree = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(tree) > 5
+    two_bases.end()
+    assert running.process.returncode == 0
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not alive
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{running.url}/live", timeout=2)

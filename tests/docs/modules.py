@@ -43,4 +43,4 @@ def first_sentence(path: Path) -> str:
     """Returns the first sentence of a module's docstring, within its first paragraph."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z])", paragraph, maxsplit=1)[0]
+    return re.split(r"(?<=\.) (?=[A-Z])", paragraph, maxsplit=1)[0]

@@ -11,7 +11,7 @@ import pytest
 from tests.demo_server import run_cli
 from tests.serve_rig import running_serve
 
-# What a test that uses one of these fixtures waits for.
+# The markers of tests that use these fixtures.
 _MARKERS = {"serve_port": pytest.mark.serve, "demo_home": pytest.mark.slow}
 
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def serve_port() -> Iterator[int]:
-    """Serve runs, nothing is deployed: the port of its HTTP proxy on 127.0.0.1."""
+    """The port of a running Serve's HTTP proxy on 127.0.0.1, without an application."""
     with running_serve() as port:
         yield port
 

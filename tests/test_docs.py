@@ -1,4 +1,4 @@
-"""The documents: generated pages are current, and what documents name is there."""
+"""The documents: generated pages are current; folders, files and links that they name exist."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_every_folder_and_file_that_is_named_exists(name: str) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a path exists below the repository, a room or serve_app; a route names a file without
-    the folder that it named before."""
+    """Returns whether a path exists below the repository or a room. A route names a file without
+    its folder after another file of that folder."""
     paths = [ROOT / f"{room}{name}" for room in ROOMS]
     if "/" not in name:
         paths += [path for room in ROOMS[1:] for path in (ROOT / room).rglob(name)]

@@ -20,7 +20,7 @@ Runs = dict[Path, "Future[nbformat.NotebookNode]"]
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, demo_home: Path) -> Iterator[Runs]:
-    """The selected notebooks, side by side: one of them waits for its server for half of its
+    """Runs the selected notebooks side by side: one of them waits for its server part of the
     time."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function)]
     own = [i for i in items if i.module is request.module and hasattr(i, "callspec")]

@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 GOAL := $(or $(firstword $(MAKECMDGOALS)),serve)
 INSTALL = $(BIN)/python .ci/pip_install.py -c $(LOCK)
 
-.PHONY: serve quick test lint docs clean
+.PHONY: serve quick test test-halves slow-half other-half lint docs clean
 
 serve: $(VENV)/.installed-demo
 	@$(BIN)/loraplex demo
@@ -25,6 +25,16 @@ quick: $(VENV)/.installed-test
 
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest
+
+# The same tests in two halves side by side: the slow half mostly waits for servers of its own.
+test-halves: $(VENV)/.installed-test lint
+	@$(MAKE) --no-print-directory -j2 --output-sync=target slow-half other-half
+
+slow-half:
+	@$(BIN)/python -m pytest -q -m slow -p no:cacheprovider
+
+other-half:
+	@$(BIN)/python -m pytest -q -m "not slow"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

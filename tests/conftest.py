@@ -13,11 +13,30 @@ from tests.serve_rig import running_serve
 
 # The markers of tests that use these fixtures.
 _MARKERS = {"serve_port": pytest.mark.serve, "demo_home": pytest.mark.slow}
+# Files that need more than about five seconds: `make quick` leaves them out.
+_SLOW_FILES = frozenset(
+    {
+        "test_benchmarks",
+        "test_control_plane_orders",
+        "test_engine_effect",
+        "test_engine_interleavings",
+        "test_engine_model",
+        "test_engine_resumed",
+        "test_import_names",
+        "test_interpreter",
+        "test_registry_postgres",
+        "test_registry_server",
+        "test_request_path",
+        "test_serve_hostile_registry",
+    }
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that share a server or the demo's home, for `make quick` to leave out."""
+    """Marks what `make quick` leaves out: slow files, and tests that share a server or the demo."""
     for item in items:
+        if item.path.stem in _SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in _MARKERS:
                 item.add_marker(_MARKERS[fixture])

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 FOLDER = Path(__file__).parent / "interpreter"
 
 Runs = dict[Path, "Future[subprocess.CompletedProcess[str]]"]

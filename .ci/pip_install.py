@@ -1,5 +1,5 @@
-"""`pip install` with a short account: the large downloads, the installation, and a sign of life
-while pip is silent. pip itself prints some six hundred lines, or with -q none for minutes.
+"""Runs `pip install` with a short account: the large downloads, the installation, and a sign of
+life while pip is silent. pip itself prints some six hundred lines, or with -q none for minutes.
 
 Usage: python .ci/pip_install.py ARGUMENTS, as for pip install. The exit code is pip's.
 """
@@ -20,7 +20,7 @@ _INSTALL = re.compile(r"Installing collected packages: (.*)")
 
 
 def shown(line: str) -> str | None:
-    """What a user sees of a line of pip's; None for most of them."""
+    """Returns the words to show for a line of pip's, or None, which most lines give."""
     if (found := _DOWNLOAD.match(line)) is not None:
         size_mb = float(found[3]) * (1000 if found[4] == "G" else 1)
         return (
@@ -59,7 +59,7 @@ def _read(process: subprocess.Popen[str], lines: Queue[str | None]) -> None:
 
 
 def _next(lines: Queue[str | None], doing: str, began_s: float) -> str | None:
-    """None after the last line."""
+    """Returns the next line, or None after the last. Prints a sign of life while it waits."""
     while True:
         try:
             return lines.get(timeout=_SILENCE_S)

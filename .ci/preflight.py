@@ -1,6 +1,6 @@
-"""What `make` needs before it installs: each thing that is missing, named with its remedy.
+"""Checks what `make` needs before it installs, and names what is missing with its remedy.
 
-It runs on the user's own Python, of any 3.x, so it uses nothing newer than Python 3.6.
+It runs on the user's own Python, of any 3.x, and so keeps to Python 3.6.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = "/proc/driver/nvidia/version"
 GB = 10**9
 # Measured with torch 2.13.0 and the test extra: 3.2 and 6.3 GB in the end. pip unpacks into the
-# environment while the wheels that it has downloaded still lie in the temporary folder.
+# environment while the wheels that it has downloaded are still in the temporary folder.
 PEAK_BYTES = {"cpu": 3.6 * GB, "cuda": 7.3 * GB}
 WHEEL_BYTES = {"cpu": 0.6 * GB, "cuda": 2.6 * GB}
 PIP_SETTINGS = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE")
@@ -23,7 +23,7 @@ PIP_FILES = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
 
 
 def problems(venv, torch_index, goal):
-    """Yields sentences; the first may be the cause of the rest, so the caller stops at one."""
+    """Yields sentences. The first may be the cause of the rest, so the caller stops after it."""
     name = os.path.basename(sys.executable)
     if not sys.platform.startswith("linux"):
         yield f"loraplex runs on Linux; this is {sys.platform}"
@@ -46,7 +46,8 @@ def problems(venv, torch_index, goal):
 
 
 def folder_problems(venv, goal):
-    """pip writes the environment, and the metadata of the project beside its source."""
+    """Returns the folders that pip cannot write: it writes the environment, and the metadata of the
+    project next to its source."""
     found = []
     for folder in sorted({existing(venv), os.getcwd()}):
         try:
@@ -61,7 +62,7 @@ def folder_problems(venv, goal):
 
 
 def environment_problems(venv):
-    """An environment that is there already is used as it is."""
+    """Returns the faults of an existing environment, which is used as it is."""
     python = os.path.join(venv, "bin", "python")
     if not os.path.exists(python):
         return []
@@ -77,10 +78,11 @@ def environment_problems(venv):
 
 
 def disk_problems(venv, torch_index, goal):
-    """Where pip's settings may offer another build of torch, only what every build needs counts."""
+    """Returns the disks with too little space. If pip's settings may offer another build of torch,
+    only the size that every build needs counts."""
     build = "cpu" if torch_index or is_pip_configured() else "cuda"
     wanted = {}
-    if not os.path.exists(os.path.join(venv, "bin", "pip")):  # else most is installed
+    if not os.path.exists(os.path.join(venv, "bin", "pip")):  # otherwise most is installed
         folder, scratch = existing(venv), tempfile.gettempdir()
         wanted[os.stat(scratch).st_dev] = (scratch, WHEEL_BYTES[build])
         wanted[os.stat(folder).st_dev] = (folder, PEAK_BYTES[build])
@@ -88,11 +90,11 @@ def disk_problems(venv, torch_index, goal):
     for folder, size in wanted.values():
         free = shutil.disk_usage(folder).free
         if free < size:
-            less = "; the CPU build of torch takes {:.0f} GB less: make {} TORCH_INDEX={}".format(
+            less = "; the CPU build of torch needs {:.0f} GB less: make {} TORCH_INDEX={}".format(
                 (PEAK_BYTES["cuda"] - PEAK_BYTES["cpu"]) / GB, goal, CPU_INDEX
             )
             found.append(
-                "{} has {:.1f} GB free and the installation takes {:.1f} GB{}".format(
+                "{} has {:.1f} GB free and the installation needs {:.1f} GB{}".format(
                     folder, free / GB, size / GB, less if build == "cuda" else ""
                 )
             )
@@ -100,7 +102,7 @@ def disk_problems(venv, torch_index, goal):
 
 
 def advice(torch_index, goal):
-    """One line for a machine that has no use for CUDA, else None."""
+    """Returns a line for a machine that has no use for CUDA, or None."""
     if torch_index or os.path.exists(DRIVER) or is_pip_configured():
         return None
     return (
@@ -110,13 +112,13 @@ def advice(torch_index, goal):
 
 
 def is_pip_configured():
-    """Whether pip may take torch from elsewhere than PyPI."""
+    """Returns whether pip may get torch from elsewhere than PyPI."""
     files = any(os.path.exists(os.path.expanduser(path)) for path in PIP_FILES)
     return files or any(os.environ.get(name) for name in PIP_SETTINGS)
 
 
 def existing(path):
-    """The path, or the nearest of its parents that exists."""
+    """Returns the path, or the nearest of its parents that exists."""
     path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)

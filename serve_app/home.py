@@ -1,7 +1,7 @@
 """LORAPLEX_HOME (default ~/.loraplex): the folder of the embedded registry, the cache, the logs and
-the admin token. It is made for its owner alone, and a failure that it causes names it.
+the admin token. It is created for its owner alone, and a failure that it causes names it.
 
-Imports nothing slow: the command line asks here for the cause of a failure.
+Imports nothing slow, because the command line looks here for the cause of a failure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 NAME = "LORAPLEX_HOME"
 _DEFAULT = ".loraplex"
-_ROOM_BYTES = 4 * 1024**2  # a new registry takes 1 MB
-_FULL = ("no space left", "disk is full", "quota exceeded")  # as the kernel and SQLite say it
+_ROOM_BYTES = 4 * 1024**2  # a new registry needs 1 MB
+_FULL = ("no space left", "disk is full", "quota exceeded")  # the words of the kernel and of SQLite
 
 
 class HomeError(OSError):
@@ -27,11 +27,11 @@ def default_home() -> Path:
 
 
 def prepare(home: Path) -> Path:
-    """Makes the home if it is missing, with mode 0700, and returns it. HomeError: files cannot be
-    kept there.
+    """Creates the home if it is missing, with mode 0700, and returns it.
 
-    The mode of a folder that exists stays, because LORAPLEX_HOME may name any folder, /tmp too.
-    Only ~/.loraplex, which nothing else uses, is closed to others where it is the caller's own.
+    Raises HomeError if files cannot be kept there. The mode of an existing folder stays, because
+    LORAPLEX_HOME may name any folder, /tmp included. Only ~/.loraplex, which nothing else uses, is
+    closed to others if it belongs to the caller.
     """
     if (reason := problem(home)) is not None:
         raise HomeError(f"{_named(home)} {reason}; set {NAME} to a folder of yours")
@@ -42,16 +42,16 @@ def prepare(home: Path) -> Path:
         except FileExistsError:
             _close_default(home)
     except OSError as error:
-        raise HomeError(f"{_named(home)} cannot be made: {error.strerror}") from error
+        raise HomeError(f"{_named(home)} cannot be created: {error.strerror}") from error
     return home
 
 
 def problem(home: Path) -> str | None:
-    """Why files cannot be kept there, as the end of a sentence; None: they can."""
+    """Returns the reason why files cannot be kept there, as the end of a sentence, or None."""
     existing = next(path for path in (home, *home.parents) if path.exists())
     if not existing.is_dir():
         where = "" if existing == home else f"below {existing}, which is "
-        return f"is {where}a file and no folder"
+        return f"is {where}a file, not a folder"
     try:
         if shutil.disk_usage(existing).free < _ROOM_BYTES:
             return f"has less than {_ROOM_BYTES // 1024**2} MiB free"
@@ -67,7 +67,7 @@ def is_open_to_others(home: Path) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """The home's part in a failure: a sentence to put behind its message, or ""."""
+    """Returns the home's part in a failure, as a sentence to append to its message, or ""."""
     if isinstance(error, HomeError):
         return ""
     home = default_home()

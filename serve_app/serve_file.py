@@ -1,6 +1,6 @@
-"""Checks a Serve config file before anything starts, and says where it will listen.
+"""Checks a Serve config file before anything starts, and returns where it will listen.
 
-`serve run` itself stays up, serving nothing, when an application's `args` are wrong.
+`serve run` itself stays up and serves nothing if an application's `args` are wrong.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class ServeFile:
 
     @property
     def url(self) -> str:
-        """For a client on this machine."""
+        """The URL for a client on this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}"
 
 
 def read_serve_file(path: Path) -> ServeFile:
+    """Returns the checked file. Raises ServeFileError, which names the wrong key."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +55,7 @@ def read_serve_file(path: Path) -> ServeFile:
     if len(ours) != 1:
         raise ServeFileError(
             f"{path} must have exactly one application with import_path {IMPORT_PATH}, "
-            f"it has {len(ours)}"
+            f"but it has {len(ours)}"
         )
     try:
         args = PlatformArgs.model_validate(ours[0].args)
@@ -73,8 +74,11 @@ def read_serve_file(path: Path) -> ServeFile:
 
 
 def refusal(host: str, ingress: IngressArgs) -> str | None:
-    """Why the server must not listen on `host`, in one sentence; None: it may. The API has no keys
-    of its own, so that beyond this machine somebody else has to ask for them."""
+    """Returns the reason why the server must not listen on `host`, in one sentence, or None.
+
+    The API has no keys of its own, so that a gateway has to authenticate clients beyond this
+    machine.
+    """
     if is_loopback(host) or ingress.trusted_gateway is not None:
         return None
     return (
@@ -85,8 +89,10 @@ def refusal(host: str, ingress: IngressArgs) -> str | None:
 
 
 def called_by(ingress: IngressArgs, host: str) -> IngressArgs:
-    """With the address that the server listens on among its names, where it has a list of them.
-    Every interface at once is no name."""
+    """Returns `ingress` with the address that the server listens on added to its allowed hosts.
+
+    Unchanged if there is no list of them, or if the server listens on every interface.
+    """
     if not ingress.allowed_hosts or host in ("0.0.0.0", "::"):
         return ingress
     name = f"[{host}]" if ":" in host else host.lower()

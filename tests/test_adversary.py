@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Of each kind the ones that take seconds; the benchmark runs all of them, ten times as long.
+# The attacks of each kind that last seconds; the benchmark runs all of them, ten times as long.
 ATTACKS = (
     *("hostile_tags", "hostile_versions", "slow_bodies", "huge_headers", "session_strings"),
     *("large_texts", "json_bombs", "request_ids", "foreign_hosts", "leaving_clients"),

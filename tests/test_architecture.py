@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,6 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "home": set(),
     "logs": set(),
     "network": set(),
-    "config_values": set(),
     "cache_salt": set(),
     "disconnects": {"tasks"},
     "tally": set(),
@@ -57,7 +57,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "stream": {"messages", "network", "tasks"},
     "routing": {"messages", "metrics", "stream", "tasks"},
     # configuration: the options of a routing policy are checked by its constructor
-    "config": {"config_values", "home", "routing"},
+    "config": {"home", "routing"},
     "serve_file": {"config", "network", "routing"},
     "platform_view": {"config"},
     "http": {"config", "errors", "network"},
@@ -95,9 +95,14 @@ FORBIDDEN_EVERYWHERE = {"pickle", "joblib", "dill", "peft"}
 MAX_FILE_LINES = 400
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, top-level package) of every import in a file, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -108,7 +113,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of our own modules: `from serve_app import tasks` names
     `serve_app.tasks`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -166,7 +171,7 @@ def test_transformers_is_read_only_by_the_gguf_converter() -> None:
 def test_environment_is_read_only_in_configuration_and_launcher() -> None:
     """Launching a child needs its environment; everything else takes settings as arguments."""
     allowed = {
-        "serve_app/config.py",
+        "serve_app/config/environment.py",
         "serve_app/home.py",  # LORAPLEX_HOME
         "serve_app/cli/commands/serve.py",
         "registry/__init__.py",  # before mlflow is imported: no telemetry, no progress bars
@@ -181,7 +186,7 @@ def test_environment_is_read_only_in_configuration_and_launcher() -> None:
                 and isinstance(node.value, ast.Name)
                 and node.value.id == "os"
                 and node.attr in {"environ", "getenv", "putenv"}
-                for node in ast.walk(ast.parse(path.read_text()))
+                for node in nodes(path)
             )
             if reads and name not in allowed:
                 wrong.append(name)
@@ -195,7 +200,7 @@ def test_background_tasks_begin_in_one_module() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for room in ROOMS
         for path in sources(room)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute | ast.Name)
         and (node.attr if isinstance(node, ast.Attribute) else node.id) in makers
         and ast.unparse(node) != "group.create_task"

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -45,6 +47,7 @@ QUESTIONS = {
     "extract": "Extract name and city: Maria Lopez lives in Madrid.",
 }
 MAX_TOKENS = 24
+REGISTERING = "docs/registering_and_canaries.md"
 
 
 @pytest.fixture(scope="module")
@@ -403,32 +406,16 @@ def home_beside(home: Path, folder: Path) -> Path:
     return other
 
 
-def test_ctrl_c_leaves_nothing_running(demo_home: Path, tmp_path: Path) -> None:
-    other = home_beside(demo_home, tmp_path)
-    config = tmp_path / "quickstart.yaml"
-    url = write_config(ROOT / "configs" / "quickstart.yaml", config, device="cpu")
-    with serving(other, config, url) as running:
-        tree = psutil.Process(running.process.pid).children(recursive=True)
-        assert len(tree) > 5
-    assert running.process.returncode == 0
-    _, alive = psutil.wait_procs(tree, timeout=10)
-    assert not alive
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/live", timeout=2)
-
-
-README = (ROOT / "README.md").read_text()
-
-
-def readme_blocks(language: str, containing: str) -> list[str]:
-    blocks = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
-    found = [block for block in blocks if containing in block]
-    assert found, f"no {language} block with {containing!r} in the README"
-    return found
+def blocks(document: str, language: str, containing: str) -> list[str]:
+    text = (ROOT / document).read_text()
+    found = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    wanted = [block for block in found if containing in block]
+    assert wanted, f"no {language} block with {containing!r} in {document}"
+    return wanted
 
 
 def test_readme_curl_and_openai_lines_answer(server: DemoServer) -> None:
-    (curl,) = readme_blocks("bash", "curl")
+    (curl,) = blocks("README.md", "bash", "curl")
     shown = subprocess.run(
         ["bash", "-c", curl.replace("http://127.0.0.1:8000", server.url)],
         capture_output=True,
@@ -437,7 +424,7 @@ def test_readme_curl_and_openai_lines_answer(server: DemoServer) -> None:
         timeout=120,
     ).stdout
     assert "Paris" in json.loads(shown)["choices"][0]["message"]["content"]
-    (code,) = readme_blocks("python", "from openai import OpenAI")
+    (code,) = blocks("README.md", "python", "from openai import OpenAI")
     code = code.replace("http://127.0.0.1:8000", server.url)
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
@@ -452,7 +439,7 @@ def test_readme_registration_with_the_cli_and_with_plain_mlflow(
     """In a home of its own, with the demo's folders as the user's."""
     own = tmp_path / "home"
     base, adapter = base_folder(demo_home), ADAPTERS_DIR / "pirate"
-    (commands,) = readme_blocks("bash", "loraplex register")
+    (commands,) = blocks(REGISTERING, "bash", "loraplex register")
     lines = [line.split("#")[0].split() for line in commands.splitlines()]
     register_base, register_adapter, models, check, chat = (line[1:] for line in lines)
     assert chat == ["chat"]
@@ -461,7 +448,7 @@ def test_readme_registration_with_the_cli_and_with_plain_mlflow(
     assert "my-adapter" in run_cli(own, *models)
     assert "changes" in run_cli(own, *check)
 
-    (code,) = readme_blocks("python", "mlflow")
+    (code,) = blocks(REGISTERING, "python", "mlflow")
     work = tmp_path / "work"
     shutil.copytree(adapter, work / "adapter")
     subprocess.run(
@@ -486,20 +473,25 @@ def test_readme_chat_streams_in_the_terminal(server: DemoServer) -> None:
     assert "Paris" in done.stdout
 
 
-def test_readme_names_only_files_that_exist() -> None:
-    (route,) = re.findall(r"## The route of a request\n\n```\n(.*?)```", README, flags=re.DOTALL)
-    names = re.findall(r"[\w/]+\.py", route)
-    assert len(names) > 20
-    rooms = ("", "serve_app/", "engine/", "lora/", "kernels/", "registry/")
-    assert not [n for n in names if not any((ROOT / f"{room}{n}").is_file() for room in rooms)]
+@dataclass(frozen=True, slots=True)
+class TwoBases:
+    server: DemoServer
+    end: Callable[[], None]  # as Ctrl-C; a second call does nothing
 
 
-def test_two_bases_behind_one_endpoint(demo_home: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_bases(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoBases]:
     run_cli(demo_home, "demo", "--two-bases")
-    config = tmp_path / "two_bases.yaml"
+    folder = tmp_path_factory.mktemp("two-bases")
+    config = folder / "two_bases.yaml"
     url = write_config(ROOT / "configs" / "two_bases.yaml", config, device="cpu")
-    other = home_beside(demo_home, tmp_path)
-    with serving(other, config, url), httpx.Client(base_url=url, timeout=120) as http:
+    with ExitStack() as stack:
+        running = stack.enter_context(serving(home_beside(demo_home, folder), config, url))
+        yield TwoBases(running, stack.close)
+
+
+def test_two_bases_behind_one_endpoint(two_bases: TwoBases) -> None:
+    with httpx.Client(base_url=two_bases.server.url, timeout=120) as http:
         listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
         assert {BASE, "tiny-qwen3", *ADAPTERS} == listed
         body = {"prompt": "Hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -511,3 +503,16 @@ def test_two_bases_behind_one_endpoint(demo_home: Path, tmp_path: Path) -> None:
         assert len(texts) == 2
         wrong = http.post("/v1/completions", json=body | {"model": "tiny-qwen3:pirate"})
         assert wrong.status_code == 404
+
+
+def test_ctrl_c_leaves_nothing_running(two_bases: TwoBases) -> None:
+    """The last test of its server, which it ends."""
+    running = two_bases.server
+    tree = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(tree) > 5
+    two_bases.end()
+    assert running.process.returncode == 0
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not alive
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{running.url}/live", timeout=2)

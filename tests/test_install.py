@@ -1,4 +1,4 @@
-"""The installation: what CI asks of PyPI, what `make` names before pip does, what is required."""
+"""The installation: CI's check of PyPI, the checks of `make` before pip runs, the requirements."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 IMPORT_NAMES = {"pyyaml": "yaml", "prometheus-client": "prometheus_client", "ray[serve]": "ray"}
-# Imported with what brings them, which cannot work without them.
+# Packages that come with another requirement, which cannot work without them.
 BROUGHT = {
     "starlette": "fastapi",
     "sqlalchemy": "mlflow",
@@ -147,7 +147,7 @@ def test_too_small_a_disk_is_named_with_both_sizes_and_the_smaller_build(
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: free)
     venv = str(tmp_path / "venv")
     [words] = preflight.disk_problems(venv, "", "serve")
-    assert "5.0 GB free and the installation takes 7.3 GB" in words
+    assert "5.0 GB free and the installation needs 7.3 GB" in words
     assert f"TORCH_INDEX={preflight.CPU_INDEX}" in words
     assert preflight.disk_problems(venv, preflight.CPU_INDEX, "serve") == []
 

@@ -23,8 +23,8 @@ Runs = dict[Path, "Future[subprocess.CompletedProcess[str]]"]
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """The selected files, one process a core: each is busy in Python, and together they take half
-    as long on two cores."""
+    """Runs the selected files, one process per core: each is busy in Python, so that two cores
+    halve the time."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function)]
     files = [i.callspec.params["file"] for i in items if i.module is request.module]
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -13,10 +15,24 @@ from tests.demo_server import ROOT, environment
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the Jupyter libraries
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_top_to_bottom(path: Path, demo_home: Path) -> None:
+Runs = dict[Path, "Future[nbformat.NotebookNode]"]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, demo_home: Path) -> Iterator[Runs]:
+    """Runs the selected notebooks side by side: one of them waits for its server part of the
+    time."""
+    items = [i for i in request.session.items if isinstance(i, pytest.Function)]
+    own = [i for i in items if i.module is request.module and hasattr(i, "callspec")]
+    paths = [item.callspec.params["path"] for item in own]
+    pool = ThreadPoolExecutor(len(paths))
+    try:
+        yield {path: pool.submit(run, path, environment(demo_home)) for path in paths}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run(path: Path, variables: dict[str, str]) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
@@ -24,7 +40,15 @@ def test_notebook_runs_top_to_bottom(path: Path, demo_home: Path) -> None:
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
     )
-    client.execute(env=environment(demo_home))
+    client.execute(env=variables)
+    return notebook
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the Jupyter libraries
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_top_to_bottom(path: Path, runs: Runs) -> None:
+    notebook = runs[path].result()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]

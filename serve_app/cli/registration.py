@@ -1,5 +1,5 @@
-"""Registration as every caller does it: the engine room judges the files, then the registry keeps
-them. What is refused leaves nothing behind; an adapter without effect is refused.
+"""Registers bases and adapters: `engine` checks the files, then the registry stores them. A refused
+registration leaves nothing behind; an adapter without effect is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from registry.plain_mlflow import check_trained_on
 from serve_app.cli import effect
 from serve_app.text.base_text import BaseText
 
-_REMEDY = ". An untrained adapter? To register it all the same: --allow-noop"
+_REMEDY = ". Is the adapter untrained? To register it anyway: --allow-noop"
 
 _REFUSED: tuple[type[Exception], ...] = (*REFUSALS, RegistrationError)
 
@@ -34,10 +34,10 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 
 
 @dataclass(frozen=True, slots=True)
-class Registered(Generic[V]):
+class Registration(Generic[V]):
     version: V
-    warnings: tuple[str, ...]  # what a user should know, in words
-    effect: EffectReport | None = None  # of an adapter
+    warnings: tuple[str, ...]  # sentences for the user
+    effect: EffectReport | None = None  # for an adapter
 
 
 def register_base(
@@ -49,10 +49,10 @@ def register_base(
     link: bool = False,
     model_id: str = "",
     progress: Progress = no_progress,
-) -> Registered[BaseVersion]:
-    """`link`: a local store takes the files by hardlink; the folder must never change again.
-    `model_id`: ORGANISATION/NAME, by which clients may call the base too. A `name` of that form is
-    the id, and its last part the registered name."""
+) -> Registration[BaseVersion]:
+    """Registers a base. `link`: a local store gets the files as hardlinks; the folder must never
+    change again. `model_id`: ORGANISATION/NAME, which clients may use as the model, too. A `name`
+    of that form is the id, and its last part the registered name."""
     if "/" in name:
         name, model_id = name.rpartition("/")[2], model_id or name
     if model_id:
@@ -67,7 +67,7 @@ def register_base(
     version = registry.register_base(
         folder, name, facts=facts, alias=alias, link=link, model_id=model_id, progress=progress
     )
-    return Registered(version, report.warnings)
+    return Registration(version, report.warnings)
 
 
 def register_adapter(
@@ -78,14 +78,14 @@ def register_adapter(
     *,
     cache: Cache,
     alias: str | None = DEFAULT_ALIAS,
-    probe: effect.Wish = "auto",
+    probe: effect.ProbeMode = "auto",
     allow_noop: bool = False,
     force: bool = False,
     progress: Progress = no_progress,
-) -> Registered[AdapterVersion]:
-    """`base`: `name`, `name@alias` or `name@version`; its files come through the cache. `probe`:
-    whether the base is run to see what the adapter changes. `force`: the adapter is accepted
-    though its configuration names another base."""
+) -> Registration[AdapterVersion]:
+    """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
+    the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
+    accept an adapter whose configuration names another base."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -95,16 +95,16 @@ def register_adapter(
         ) from error
     if not force:
         with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
-            check_trained_on(_trained_on(folder), found, "to register it all the same: --force")
+            check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
     base_folder = registry.fetch(found, cache, progress=progress)
     with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
         report = check_adapter(folder, base_folder)
-        if report.is_noop and not allow_noop:  # known before a base is loaded
+        if report.is_noop and not allow_noop:  # before a base is loaded
             raise RegistrationError(f"adapter {name!r} is refused: {report.warnings[0]}{_REMEDY}")
-        found_out = effect.prove(folder, name, base_folder, wish=probe)
+        found_out = effect.prove(folder, name, base_folder, mode=probe)
     _check_effect(name, found_out, allow_noop)
     facts = AdapterFacts(report.rank, report.targets, report.num_parameters, report.is_noop)
-    # The version that was checked, whatever an alias says by now.
+    # The version that was checked, even if an alias moved since.
     pinned = f"{found.name}@{found.version}"
     version = registry.register_adapter(
         folder,
@@ -115,7 +115,7 @@ def register_adapter(
         effect=effect.record(found_out, name, found),
         progress=progress,
     )
-    return Registered(version, (*report.warnings, *found_out.warnings), found_out)
+    return Registration(version, (*report.warnings, *found_out.warnings), found_out)
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
@@ -127,7 +127,7 @@ def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
 
 
 def _check_request(folder: Path, required: str, name: str, alias: str | None) -> None:
-    """What is cheap to refuse, before gigabytes are read."""
+    """Refuses wrong names and folders before gigabytes are read."""
     check_name(name)
     if alias is not None:
         check_alias(alias)
@@ -138,7 +138,7 @@ def _check_request(folder: Path, required: str, name: str, alias: str | None) ->
 
 
 def _known_as(folder: Path) -> tuple[str, ...]:
-    """Names of the weights beside the registered one: of the folder, and as its files say."""
+    """Returns further names of the weights: the folder, and the name in its config.json."""
     named = _field(folder / "config.json", "_name_or_path")
     keys = dict.fromkeys(model_key(name) for name in (str(folder.resolve()), named))
     return tuple(key for key in keys if key and "," not in key)
@@ -149,7 +149,7 @@ def _trained_on(folder: Path) -> str:
 
 
 def _field(path: Path, name: str) -> str:
-    """Empty where the file has no such text; other faults of the file are found later."""
+    """Returns a text field of a JSON file, or "" if it has none; later checks find other faults."""
     try:
         value = msgspec.json.decode(path.read_bytes(), type=dict[str, object]).get(name)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):

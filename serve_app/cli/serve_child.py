@@ -1,9 +1,9 @@
 """The process that `launch.start` starts: `serve run` over a Ray of this machine alone.
 
-Ray's dashboard is left out: it costs nine processes and nobody can open it, because its token lies
-in the server's temp folder. `serve run` itself has no option for that, but it takes a Ray that is
-initialized already. The process owns the server's log, so that the log is rotated, and complete,
-also when the command that started the server is killed.
+Ray's dashboard is left out: it costs nine processes and cannot be opened, because its token is in
+the server's temporary folder. `serve run` has no option for this, but it uses a Ray that is already
+initialized. The process owns the server's log, so that the log is rotated and complete even if the
+command that started the server is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout = JsonStream(sys.stdout)
         sys.stderr = JsonStream(sys.stderr)
     print(f"Starting Ray for {given.config}", flush=True)
-    # Not before: Ray's loggers keep the stream that they find when they are made.
+    # Only now: Ray's loggers keep the standard error stream that exists at their import.
     import ray
     from ray.serve._private.constants import SERVE_NAMESPACE
     from ray.serve.scripts import cli

@@ -1,5 +1,5 @@
-"""The client's end of an OpenAI event stream, judged strictly: a stream that closes without a
-finish reason for each choice and `[DONE]` has failed, however clean the close.
+"""A strict client of an OpenAI event stream: a stream that closes without a finish reason for each
+choice and `[DONE]` has failed, even if the connection closes cleanly.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Chunk(msgspec.Struct):
     error: _Error | None = None
 
 
-class StreamError(Exception):
-    """The answer is not complete; the message says why."""
+class IncompleteStreamError(Exception):
+    """The answer is not complete; the message has the reason."""
 
 
 @dataclass(slots=True)
 class StreamReader:
-    """Fed line by line; `finish` raises unless the answer was complete."""
+    """Parses a stream line by line; `finish` raises unless the answer was complete."""
 
     finish_reason: str | None = None
     is_done: bool = False
@@ -48,7 +48,7 @@ class StreamReader:
     completion_tokens: int = 0
 
     def read(self, line: str) -> str:
-        """The text that a line adds."""
+        """Returns the text that a line adds."""
         if not line.startswith("data:"):
             return ""
         data = line[5:].strip()
@@ -58,9 +58,9 @@ class StreamReader:
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
         except msgspec.DecodeError as error:
-            raise StreamError(f"an event is no chat chunk: {error}") from error
+            raise IncompleteStreamError(f"an event is no chat chunk: {error}") from error
         if chunk.error is not None:
-            raise StreamError(f"the server reports: {chunk.error.message}")
+            raise IncompleteStreamError(f"the server reports: {chunk.error.message}")
         if chunk.usage is not None:
             self.prompt_tokens = chunk.usage.prompt_tokens
             self.completion_tokens = chunk.usage.completion_tokens
@@ -73,8 +73,8 @@ class StreamReader:
 
     def finish(self) -> None:
         if self.finish_reason is None:
-            raise StreamError("the stream was cut: it closed without a finish reason")
+            raise IncompleteStreamError("the stream was cut: it closed without a finish reason")
         if self.finish_reason == "error":
-            raise StreamError("the server ended the answer with an error")
+            raise IncompleteStreamError("the server ended the answer with an error")
         if not self.is_done:
-            raise StreamError("the stream was cut: it closed without [DONE]")
+            raise IncompleteStreamError("the stream was cut: it closed without [DONE]")

@@ -1,4 +1,4 @@
-"""`loraplex adapters list|pin|unpin|preload|evict`: where adapters are, on a running server."""
+"""`loraplex adapters list|pin|unpin|preload|evict`: the adapters of a running server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin API as the commands call it: the token, the address, and refusals as sentences."""
+"""A client of the admin API: adds the token, and turns refusals into sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIMEOUT_S = 120.0  # a preload may fetch an adapter first
 def call_admin(
     url: str, method: str, path: str, body: dict[str, object] | None = None
 ) -> dict[str, object]:
-    """`path`: below /admin, e.g. "/adapters". Raises Failure with the server's own words."""
+    """Calls `path` below /admin, such as "/adapters". Raises Failure with the server's words."""
     token = kept_token(default_home())
     if token is None:
         raise Failure(f"No admin token: set {ADMIN_TOKEN} to the one that the server runs with")

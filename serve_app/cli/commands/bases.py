@@ -116,7 +116,7 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
     current = [line for line in lines if line.state != "draining"]
     if failed := [line for line in current if line.state == "failed"]:
         raise Failure(f"{name} does not start: {failed[0].message}")
-    # While the version before stands in, both are there.
+    # While the previous version still serves, both are listed.
     return bool(current) and all(line.state == wanted for line in current)
 
 

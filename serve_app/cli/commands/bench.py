@@ -1,4 +1,4 @@
-"""`loraplex bench`: a load on a running server, and a table of what its clients saw."""
+"""`loraplex bench`: a load on a running server, and a table of the measured latencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from serve_app.cli.commands.common import Failure, console, list_served, print_table
-from serve_app.cli.load import Load, Outcome, Summary, run_load, summarize
+from serve_app.cli.load import LoadSpec, RequestResult, Summary, run_load, summarize
 
 _SHOWN_REASONS = 5
 
@@ -29,19 +29,19 @@ def bench(
 ) -> None:
     url = url.rstrip("/")
     names = _names(url, models)
-    load = Load(url, names, requests, concurrency, max_tokens, prompt_tokens, stream)
-    outcomes, wall_s = _run(load)
+    load = LoadSpec(url, names, requests, concurrency, max_tokens, prompt_tokens, stream)
+    results, wall_s = _run(load)
     summaries = [
-        summarize(name, [one for one in outcomes if one.model == name], wall_s) for name in names
+        summarize(name, [one for one in results if one.model == name], wall_s) for name in names
     ]
-    total = summarize("all", outcomes, wall_s)
+    total = summarize("all", results, wall_s)
     print_table(_table(summaries if len(names) == 1 else [*summaries, total]))
-    _print_context(outcomes, wall_s)
+    _print_context(results, wall_s)
     if json is not None:
         with json.open("ab") as file:
             file.writelines(msgspec.json.encode(one) + b"\n" for one in [*summaries, total])
     if total.failures:
-        raise Failure(_reasons(outcomes))
+        raise Failure(_reasons(results))
 
 
 def _names(url: str, models: str | None) -> tuple[str, ...]:
@@ -56,18 +56,18 @@ def _names(url: str, models: str | None) -> tuple[str, ...]:
     return names
 
 
-def _run(load: Load) -> tuple[list[Outcome], float]:
-    outcomes: list[Outcome] = []
+def _run(load: LoadSpec) -> tuple[list[RequestResult], float]:
+    results: list[RequestResult] = []
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("requests", total=load.num_requests)
 
-        def note(outcome: Outcome) -> None:
-            outcomes.append(outcome)
+        def note(result: RequestResult) -> None:
+            results.append(result)
             bars.advance(task)
 
         wall_s = asyncio.run(run_load(load, note))
-    return outcomes, wall_s
+    return results, wall_s
 
 
 def _table(summaries: list[Summary]) -> Table:
@@ -87,8 +87,8 @@ def _table(summaries: list[Summary]) -> Table:
     return table
 
 
-def _print_context(outcomes: list[Outcome], wall_s: float) -> None:
-    good = [one for one in outcomes if one.error is None]
+def _print_context(results: list[RequestResult], wall_s: float) -> None:
+    good = [one for one in results if one.error is None]
     if good:
         prompt = sum(one.prompt_tokens for one in good) / len(good)
         output = sum(one.output_tokens for one in good) / len(good)
@@ -98,7 +98,7 @@ def _print_context(outcomes: list[Outcome], wall_s: float) -> None:
         )
 
 
-def _reasons(outcomes: list[Outcome]) -> str:
-    reasons = Counter(one.error for one in outcomes if one.error is not None)
+def _reasons(results: list[RequestResult]) -> str:
+    reasons = Counter(one.error for one in results if one.error is not None)
     shown = "; ".join(f"{count} x {text}" for text, count in reasons.most_common(_SHOWN_REASONS))
-    return f"{reasons.total()} of {len(outcomes)} requests failed: {shown}"
+    return f"{reasons.total()} of {len(results)} requests failed: {shown}"

@@ -1,4 +1,4 @@
-"""`loraplex canary status|start|promote|abort`: a second version of an adapter on trial."""
+"""`loraplex canary status|start|promote|abort`: a new version of an adapter on trial."""
 
 from __future__ import annotations
 

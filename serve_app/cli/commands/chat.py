@@ -1,4 +1,4 @@
-"""`loraplex chat`: a conversation in the terminal, streamed; `/adapter NAME` changes who."""
+"""`loraplex chat`: a conversation in the terminal, streamed; `/adapter NAME` switches adapters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import httpx
 
 from serve_app.cli.commands.common import Failure, console, list_served, refusal, server_errors
-from serve_app.cli.sse import StreamError, StreamReader
+from serve_app.cli.sse import IncompleteStreamError, StreamReader
 
 _HELP = """/adapter NAME  answer with this adapter (none: the base model)
 /models        what the server serves
 /system TEXT   instructions for the model (empty: none)
 /reset         forget the conversation
 /quit          leave; Ctrl-D does too, Ctrl-C stops an answer"""
-# What a model writes must not steer the terminal.
+# The model's text must not control the terminal.
 _NO_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 Message = dict[str, str]
 
@@ -117,14 +117,14 @@ def _switch(session: Session, name: str) -> None:
 
 
 def _answer(session: Session, text: str) -> None:
-    """One turn. A failed one is not kept; one that Ctrl-C stopped is, as far as it came."""
+    """Runs a turn. A failed turn is dropped; a turn stopped by Ctrl-C is kept as far as it got."""
     parts: list[str] = []
     try:
         with server_errors(session.url):
             _stream(session, text, parts)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/]")
-    except (Failure, StreamError) as error:
+    except (Failure, IncompleteStreamError) as error:
         console.print()
         console.print(str(error), style="red", markup=False)
         return

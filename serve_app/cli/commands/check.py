@@ -1,4 +1,4 @@
-"""`loraplex check`: what a registered adapter changes, measured now and kept with the version."""
+"""`loraplex check`: measures the effect of a registered adapter and stores it with the version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
 from serve_app.cli.commands.store import open_cache, open_registry
-from serve_app.cli.probes import PROBES
+from serve_app.cli.effect import PROBES
 
 _DEVICES: dict[str, Device] = {"auto": "auto", "cpu": "cpu", "cuda": "cuda"}
 
@@ -46,7 +46,7 @@ def check(
             cache=open_cache(),
             prompts=prompts,
             device=_DEVICES[device],
-            wish="auto" if if_quick else "always",
+            mode="auto" if if_quick else "always",
         )
     record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts)
     if json:

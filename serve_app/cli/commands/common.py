@@ -1,4 +1,4 @@
-"""What the commands share: terminal, one kind of failure, progress bars, questions to a server."""
+"""Helpers of the commands: the terminal, the failure, progress bars, requests to a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from registry import manifest
 from serve_app.cli.commands.failure import Failure as Failure
 
-# In a pipe nothing is wrapped, and a table is as wide as its longest cells.
+# Output into a pipe is not wrapped, and a table is as wide as its longest cells.
 _PIPE_COLUMNS = 100_000
 console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
@@ -45,19 +45,19 @@ class _Status(msgspec.Struct):
 
 
 def print_table(table: Table) -> None:
-    """A terminal that is too narrow folds the cells; no name is ever cut."""
+    """Prints a table. A terminal that is too narrow folds the cells; no name is cut."""
     for column in table.columns:
         column.overflow = "fold"
     console.print(table, highlight=False)
 
 
 def print_json(value: object) -> None:
-    """For --json: the fields are those of the structs and dataclasses in `value`."""
+    """Prints `value` for --json, with the field names of its structs and dataclasses."""
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def ready_status(client: httpx.Client, url: str) -> str | None:
-    """None when ready, else what is being waited for."""
+    """Returns None if the server is ready, otherwise the reason why it is not."""
     try:
         answer = client.get(f"{url}/ready")
     except httpx.TransportError:
@@ -83,12 +83,12 @@ def served_models(client: httpx.Client, url: str) -> list[ModelLine]:
 
 
 def list_served(client: httpx.Client, url: str) -> list[tuple[str, str | None]]:
-    """(name, base or None) of all that the server serves."""
+    """Returns (name, base or None) of every model that the server serves."""
     return [(line.id, line.parent) for line in served_models(client, url)]
 
 
 def refusal(status: int, body: bytes) -> str:
-    """An OpenAI error body in one sentence."""
+    """Returns an OpenAI error body as a sentence."""
     try:
         message = msgspec.json.decode(body, type=_ErrorBody).error.message
     except msgspec.DecodeError:
@@ -110,7 +110,7 @@ def server_errors(url: str) -> Iterator[None]:
 
 @contextmanager
 def byte_progress() -> Iterator[manifest.Progress]:
-    """A bar for each stage of work that is counted in bytes."""
+    """Shows a progress bar for each stage of work that is counted in bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         tasks = {}

@@ -1,4 +1,4 @@
-"""`loraplex doctor`: what this machine lacks to serve, in words, each with its remedy."""
+"""`loraplex doctor`: the requirements that this machine does not meet, each with a remedy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _findings(port: int) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    """Before 3.11 the packages do not install, so that nothing of ours could run to say it."""
+    """Checks the system. Python below 3.11 needs no check: the packages do not install there."""
     words = ".".join(str(part) for part in sys.version_info[:3])
     if sys.platform != "linux":
         return Finding("Python", "fail", f"{words} on {sys.platform}", "use Linux")
@@ -81,7 +81,7 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Those that loraplex itself requires, as its metadata says."""
+    """Checks the packages that the metadata of loraplex requires."""
     try:
         wanted = [Requirement(line) for line in requires("loraplex") or ()]
     except PackageNotFoundError:
@@ -145,7 +145,7 @@ def _memory() -> Finding:
     values = {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in lines}
     total, free = values["MemTotal"] / _GIB, values["MemAvailable"] / _GIB
     words = f"{total:.1f} GiB, {free:.1f} GiB available"
-    # Ray with the demo takes about 4 GiB: 2.5 for Ray's processes, the rest the engine's.
+    # Ray with the demo needs about 4 GiB: 2.5 for Ray's processes, the rest for the engine.
     if free < 4:
         return Finding("memory", "warn", words, "the demo wants 4 GiB")
     return Finding("memory", "ok", words)
@@ -186,7 +186,7 @@ def _disk(home: Path) -> Finding:
     free = shutil.disk_usage(folder).free / _GIB
     words = f"{free:.1f} GiB free for {home}"
     if free < 2:
-        return Finding("disk", "warn", words, "the demo takes 1 GiB, a base model its size twice")
+        return Finding("disk", "warn", words, "the demo needs 1 GiB, a base model twice its size")
     return Finding("disk", "ok", words)
 
 
@@ -206,7 +206,7 @@ def _network() -> Finding:
 
     words = warning_of_machine()
     if words is None:
-        return Finding("network", "ok", "a Ray of this machine is closed to strangers")
+        return Finding("network", "ok", "Ray listens on this machine only, or asks for a token")
     return Finding("network", "warn", f"with serve run, {words}", "or use loraplex serve")
 
 
@@ -235,14 +235,14 @@ def _registry() -> Iterator[Finding]:
 
 
 def _settings(catalog: Catalog) -> Iterator[Finding]:
-    """Those that a server does not follow."""
+    """Finds the settings of bases that a server does not follow."""
     for setting in catalog.settings:
         if setting.key == SERVE:
             try:
                 parse_setting(setting.name, setting.value)
             except ValueError as error:
                 words = f"the tag loraplex.{SERVE} of {setting.name} is not followed: {error}"
-                yield Finding("setting", "warn", words, "loraplex bases remove or add it anew")
+                yield Finding("setting", "warn", words, "loraplex bases remove or add it again")
 
 
 def _demo(catalog: Catalog) -> Finding:

@@ -1,4 +1,4 @@
-"""The one kind of failure that a command reports. Apart: the command line needs it without more."""
+"""The failure that a command reports. In a file without heavy imports, for a fast --help."""
 
 from __future__ import annotations
 

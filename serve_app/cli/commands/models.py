@@ -1,4 +1,4 @@
-"""`loraplex models`: what the registry knows, or what a running server serves."""
+"""`loraplex models`: lists the models in the registry, or those that a running server serves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _pointer(version: BaseVersion | AdapterVersion) -> str:
 
 
 def _effect(adapter: AdapterVersion) -> str:
-    """Only where something is amiss: most have an effect."""
+    """Returns a warning if the adapter has no effect or cannot be served, otherwise ""."""
     if adapter.is_noop or adapter.effect == "none":
         return "  [yellow]changes nothing[/]"
     if adapter.refused:

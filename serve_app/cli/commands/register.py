@@ -11,10 +11,10 @@ from registry.entities import AdapterVersion, BaseVersion
 from serve_app.cli.commands.common import byte_progress, console, print_table
 from serve_app.cli.commands.effect_table import print_effect
 from serve_app.cli.commands.store import open_cache, open_registry
-from serve_app.cli.effect import Wish
+from serve_app.cli.effect import ProbeMode
 from serve_app.cli.registration import register_adapter, register_base
 
-_WISHES: dict[bool | None, Wish] = {None: "auto", True: "always", False: "never"}
+_MODES: dict[bool | None, ProbeMode] = {None: "auto", True: "always", False: "never"}
 
 
 def base(folder: Path, name: str, alias: str, model_id: str, tracking_uri: str | None) -> None:
@@ -57,7 +57,7 @@ def adapter(
             base,
             cache=cache,
             alias=alias,
-            probe=_WISHES[probe],
+            probe=_MODES[probe],
             allow_noop=allow_noop,
             force=force,
             progress=progress,

@@ -1,4 +1,4 @@
-"""`loraplex route MODEL PROMPT`: where a running server would send it and why, without sending."""
+"""`loraplex route MODEL PROMPT`: the engine replica that a running server would choose, and why."""
 
 from __future__ import annotations
 

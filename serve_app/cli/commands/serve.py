@@ -1,6 +1,6 @@
-"""`loraplex serve CONFIG`: `serve run` with a check before, a wait until ready, and a clean end.
+"""`loraplex serve CONFIG`: checks the file, starts `serve run`, waits until ready, ends cleanly.
 
-The environment is read here only to be handed on to the child.
+The environment is read here only to pass it on to the child.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 _POLL_S = 0.3
 _SHORT_S = 8.0  # Serve needs 5.5 without requests
 _SHOWN_LOG_LINES = 25
-# A new SQLite registry takes its migrations' seconds, a loaded machine some more.
+# The migrations of a new SQLite registry last seconds, longer on a loaded machine.
 _REGISTRY_WAIT_S = 10.0
 _KEPT_LOGS = 10
 _QUESTION = "What is the capital of France?"
 
 
 class _Signals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP: the first asks for an end, the second for a quick one."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP: the first stops gracefully, the second at once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -119,7 +119,7 @@ def _check_bases(wanted: ServeFile) -> None:
 
 
 def _check_memory(wanted: ServeFile) -> None:
-    """Raises Failure for sizes that an engine on this machine would refuse, or die of."""
+    """Raises Failure for sizes that an engine on this machine would refuse or not survive."""
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     for number, model in enumerate(wanted.args.models):
         engine = model.engine
@@ -151,7 +151,7 @@ def _look_briefly(args: config.RegistryArgs) -> Catalog:
         raise RegistryUnavailableError(f"no answer within {_REGISTRY_WAIT_S:g} s") from None
     if isinstance(found, RegistryError):
         raise found
-    if isinstance(found, Exception):  # a file that may not be read, say
+    if isinstance(found, Exception):  # for example a file without read permission
         raise RegistryUnavailableError(f"{type(found).__name__}: {found}") from found
     return found
 
@@ -161,7 +161,7 @@ def _stored(args: config.RegistryArgs) -> Catalog | None:
 
 
 def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> bool:
-    """Until a signal comes; whether the server was ready before."""
+    """Waits for a signal. Returns whether the server became ready before it."""
     started_s = time.monotonic()
     with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
         while not signals.count:
@@ -188,7 +188,7 @@ def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: f
 
 
 def _drain(url: str, token: str, limit_s: float, signals: _Signals) -> float:
-    """Seconds that Serve has to stop afterwards: few for what did not end in time."""
+    """Returns the seconds that Serve may need to stop: few if open requests did not end in time."""
     if not limit_s:
         return launch.GENTLE_S
     words = f"Waiting up to {limit_s:.0f} s for open requests (again Ctrl-C to stop at once)"
@@ -214,7 +214,7 @@ def _fail(child: launch.Child, reason: str) -> None:
 
 
 def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
-    """Three lines to paste, with names that this server has; the last one streams."""
+    """Prints three commands to paste, with models of this server; the last streams."""
     bases = [(name, _QUESTION) for name, parent in served if parent is None]
     adapters = [(f"{parent}:{name}", name) for name, parent in served if parent is not None]
     adapters.sort(key=lambda adapter: adapter[1] not in EXAMPLES)  # the demo's go first
@@ -240,7 +240,7 @@ def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
 
 
 def _new_log(folder: Path) -> Path:
-    """Named by the moment; the oldest of many go."""
+    """Returns a log path named by the current time, and removes the oldest logs."""
     for old in sorted(folder.glob("serve-*.log"))[: 1 - _KEPT_LOGS]:
         for path in (old, *(logs.backup(old, n) for n in range(1, logs.LOG_FILES))):
             path.unlink(missing_ok=True)
@@ -249,7 +249,8 @@ def _new_log(folder: Path) -> Path:
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
-    """A handler of ours also gives the child the default one: a shell's `&` would ignore SIGINT."""
+    """Counts signals. A handler here also gives the child the default handler: otherwise it would
+    inherit the ignored SIGINT of a shell's `&`."""
     counter = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before: list[Callable[[int, FrameType | None], object] | int | None] = [

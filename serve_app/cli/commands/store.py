@@ -1,4 +1,4 @@
-"""How a command opens the registry and the cache. Apart: MLflow loads slowly."""
+"""Opens the registry and the cache for a command. In a file of its own: MLflow imports slowly."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def open_configured(args: config.RegistryArgs) -> Registry:
 
 
 def open_cache() -> Cache:
-    """The cache of verified files, in the home. HomeError: it cannot be kept there."""
+    """Opens the cache of verified files in the home. Raises HomeError if the home is unusable."""
     prepare(default_home())
     return Cache(config.cache_folder())

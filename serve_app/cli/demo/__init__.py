@@ -1,1 +1,1 @@
-"""The demo: one small base model out of a PyPI wheel, three trained adapters beside this file."""
+"""The demo: a small base model from a PyPI wheel and the three trained adapters in this folder."""

@@ -1,4 +1,4 @@
-"""A question for each of the demo's adapters that shows what it does."""
+"""A question for each of the demo's adapters that shows its effect."""
 
 from __future__ import annotations
 

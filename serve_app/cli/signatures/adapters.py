@@ -26,13 +26,13 @@ def list_adapters(
     ] = False,
     json: Json = False,
 ) -> None:
-    """The adapters in the engines' memory, and those that are pinned."""
+    """List the adapters in the engines' memory, and the pinned adapters."""
 
 
 @app.command()
 @body_in("adapters")
 def pin(name: PinName, url: Url = DEFAULT_URL) -> None:
-    """Keep what NAME means in the engines' memory, also after the next version."""
+    """Keep the adapter NAME in the engines' memory, also after its next version."""
 
 
 @app.command()

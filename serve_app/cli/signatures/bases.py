@@ -20,7 +20,7 @@ _TIMEOUT_S = 1800.0
 @app.command("list")
 @body_in("bases")
 def list_bases(url: Url = DEFAULT_URL, json: Json = False) -> None:
-    """How each base stands."""
+    """List the bases with their state and replicas."""
 
 
 @app.command()

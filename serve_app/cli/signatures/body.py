@@ -1,4 +1,4 @@
-"""How a command's signature finds its body: the module is imported when the command is called."""
+"""Connects a command's signature to its body, which is imported when the command is called."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Group(TyperGroup):
 
 
 def body_in(module: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """The function below is only a signature: the function of its name in
-    serve_app/commands/MODULE.py takes the same arguments and does the work."""
+    """Decorates a signature: the function of the same name in serve_app/cli/commands/MODULE.py has
+    the same parameters and does the work."""
 
     def decorate(signature: Callable[P, None]) -> Callable[P, None]:
         @wraps(signature)

@@ -52,7 +52,7 @@ def promote(
     ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Make the canary what NAME means."""
+    """Make the canary the stable version of NAME."""
 
 
 @app.command()

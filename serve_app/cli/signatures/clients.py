@@ -56,4 +56,4 @@ def route(
     url: Url = DEFAULT_URL,
     json: Json = False,
 ) -> None:
-    """Where a request would go and when its first token is expected."""
+    """Show the replica that a request would go to, and when its first token is expected."""

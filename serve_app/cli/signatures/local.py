@@ -38,7 +38,7 @@ def demo(
         bool, typer.Option("--two-bases", help="Also a tiny base of random weights")
     ] = False,
 ) -> None:
-    """Prepare and register the demo: one small base model, three adapters."""
+    """Prepare and register the demo: a small base model and three adapters."""
 
 
 @body_in("check")
@@ -60,7 +60,7 @@ def check(
     ] = False,
     tracking_uri: Uri = None,
 ) -> None:
-    """Run an adapter against its base and say what it changes; exit code 1 if nothing."""
+    """Measure the effect of an adapter on its base; exit code 1 if it has none."""
 
 
 @body_in("models")
@@ -77,4 +77,4 @@ def doctor(
     port: Annotated[int, typer.Option("--port", help="Where you want to serve")] = 8000,
     json: Json = False,
 ) -> None:
-    """Check this machine and say what is missing."""
+    """Check this machine and report missing requirements."""

@@ -150,8 +150,8 @@ def _compile(text: str, frame: str, field: str, limits: Limits) -> Pattern:
 
 
 def _check(text: str) -> int:
-    """Returns the number of characters with counted repeats written out, as `regex` compiles them
-    so. Raises ValueError for what names of modules do not need."""
+    """Returns the number of characters with counted repeats written out, as `regex` compiles them.
+    Raises ValueError for syntax that module names do not need."""
     if not text.isascii() or not text.isprintable():
         raise ValueError("it has characters that no name has")
     sizes = [0]  # of each open group

@@ -31,7 +31,7 @@ from lora.staging import StagingSlot, cuda_slots
 
 _MAX_STAGING_SLOTS = 4
 _NEWEST_COPY = 0.1  # weight of the newest copy in the mean
-_WATCHED_S = 0.1  # maximum between two polls; otherwise the end of a copy is unknown
+_WATCHED_S = 0.1  # a copy is timed only if two polls are closer than this
 _PAGES_PER_SLOT = 8  # staging takes at most an eighth of the pool on top
 
 

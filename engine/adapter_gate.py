@@ -1,10 +1,10 @@
-"""Who of the waiting may have its adapter now: references, and a bound on overtaking.
+"""Admission by adapter: references, and a bound on overtaking.
 
-A waiting sequence whose adapter finds no room is passed over by younger ones. After
-`max_overtakes` of them, no younger sequence that needs an adapter is admitted before it, so that
-running ones end and free the room; sequences without adapter take no room and still pass. The
-barrier stands only while some running sequence holds an adapter, hence it cannot lock the engine.
-Knows digests; what room means is the pool's business.
+Younger sequences pass over a waiting sequence whose adapter finds no room. After `max_overtakes` of
+them, no younger sequence that needs an adapter is admitted before it, so that running sequences end
+and free the room; sequences without an adapter need no room and still pass. The barrier holds only
+while some running sequence holds an adapter, hence it cannot lock the engine. Sees digests only;
+the pool decides what has room.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import islice
 
 from engine.types import AdapterStore, Sequence
 
-_PREFETCHED = 64  # waiting sequences whose adapters are looked at, once a step
+_PREFETCHED = 64  # waiting sequences whose adapters are considered, once per step
 
 
 class AdapterGate:
-    """One `begin_walk` a step, then `acquire` in order of age."""
+    """Called with one `begin_walk` per step, then `acquire` in order of age."""
 
-    def __init__(self, residency: AdapterStore, max_overtakes: int) -> None:
-        self._residency = residency
+    def __init__(self, adapters: AdapterStore, max_overtakes: int) -> None:
+        self._adapters = adapters
         self._max_overtakes = max_overtakes
         self._num_held = 0
         self._refused: set[str] = set()  # in this walk
@@ -36,14 +36,15 @@ class AdapterGate:
         self._refused.clear()
         self._passed_over.clear()
         self._is_barrier_up = False
-        # Only before the walk. A copy that landed within it would be of no use to a sequence that
-        # was refused before, and a later sequence could take its pages away again.
-        self._residency.land_copies()
+        # Only before the walk. A copy that landed during it would not help a sequence that was
+        # already refused, and a later sequence could evict its pages again.
+        self._adapters.land_copies()
 
     def is_lost(self, sequence: Sequence) -> bool:
-        """Its adapter was unloaded, or dropped from the host, while it waited."""
+        """Returns True if the sequence's adapter was unloaded, or dropped from the host, while it
+        waited."""
         digest = sequence.request.adapter
-        return digest is not None and not self._residency.has(digest)
+        return digest is not None and not self._adapters.has(digest)
 
     def acquire(self, sequence: Sequence) -> bool:
         digest = sequence.request.adapter
@@ -52,7 +53,7 @@ class AdapterGate:
         if digest not in self._refused:
             if self._is_barrier_up and self._num_held:
                 return False
-            if self._residency.acquire(digest):
+            if self._adapters.acquire(digest):
                 self._num_held += 1
                 return True
         self._refused.add(digest)
@@ -61,10 +62,10 @@ class AdapterGate:
         return False
 
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
-        """The adapters of those next in line are copied while others run."""
+        """Starts copies of the adapters of the next sequences while others run."""
         next_in_line = islice(waiting, _PREFETCHED)
         digests = dict.fromkeys(s.request.adapter for s in next_in_line)
-        self._residency.prefetch([d for d in digests if d is not None and self._residency.has(d)])
+        self._adapters.prefetch([d for d in digests if d is not None and self._adapters.has(d)])
 
     def note_admitted(self, sequence: Sequence) -> None:
         sequence.num_overtaken = 0
@@ -77,4 +78,4 @@ class AdapterGate:
     def release(self, sequence: Sequence) -> None:
         if sequence.request.adapter is not None:
             self._num_held -= 1
-            self._residency.release(sequence.request.adapter)
+            self._adapters.release(sequence.request.adapter)

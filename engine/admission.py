@@ -1,4 +1,4 @@
-"""Refuses requests that could never be served, before they cost anything. Says which and why."""
+"""Refuses requests that can never be served, before they cost anything, and reports the reason."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from engine.types import Request, ResumedChoice, SamplingParams, Sequence
 
 MAX_CHOICES = 128
 MIN_REPETITION_PENALTY = 0.01
-# Samplers reckon in float32, up to 3.4e38: a logit stays finite whatever a request adds to it, in
-# each of a million positions, or divides it by. Else one request would look like a broken model.
+# Samplers compute in float32, up to 3.4e38: a logit stays finite whatever a request adds to it, in
+# each of a million positions, or divides it by. Otherwise one request would look like a broken
+# model.
 MAX_LOGIT_CHANGE = 1e30
 MAX_TOP_K = 2**31 - 1  # samplers hold it in an int32
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a front must know to refuse a request before it sends it."""
+    """The limits that a front end needs to refuse a request before sending it."""
 
     max_model_len: int
     vocab_size: int
     max_kv_tokens: int
-    # What a router reckons with:
+    # For a router's estimates:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefix_chunk: int = 32  # tokens of one prefix digest
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens that one request may have, its prompt and its output together."""
+        """The maximum number of tokens of one request, prompt and output together."""
         return min(self.max_model_len, self.max_kv_tokens)
 
 
@@ -61,12 +62,12 @@ def _check_resumed(
         raise InvalidRequestError(words, "resumed")
     _check_ids(one.token_ids, limits.vocab_size, f"the output of choice {one.choice}", "resumed")
     if not one.token_ids:
-        return  # at most its prompt was computed
+        return  # only its prompt may have been computed
     sequence = Sequence(request, one.choice, 0, [*request.prompt_token_ids, *one.token_ids])
     end = ending(sequence, eos_token_ids, limits.max_model_len)
     if end is not None:
         count, last = len(one.token_ids), one.token_ids[-1]
-        why = f"{count} of {request.params.max_tokens} tokens are there"
+        why = f"it has {count} of {request.params.max_tokens} tokens"
         if end.reason == "stop":
             why = f"its last token {last} ends it"
         raise InvalidRequestError(
@@ -100,7 +101,7 @@ def _check_length(num_prompt: int, max_tokens: int, limits: EngineLimits) -> Non
 def _rules(
     p: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]
 ) -> Iterator[tuple[bool, str, str]]:
-    """(is it right, the field's name, what it must be). NaN is never right."""
+    """Yields (is it valid, the field's name, the rule). NaN is never valid."""
     yield 1 <= p.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}"
     yield p.max_tokens >= 0, "max_tokens", "0 or more"
     yield (
@@ -124,7 +125,7 @@ def _rules(
         yield count is None or 0 <= count <= vocab_size, name, f"between 0 and {vocab_size}"
     ids = range(vocab_size)
     yield all(t in ids for t in p.stop_token_ids), "stop_token_ids", f"ids below {vocab_size}"
-    if p.min_tokens:  # none of these is drawn before
+    if p.min_tokens:  # none of these ids can be drawn earlier
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)}
         yield len(ends) < vocab_size, "stop_token_ids", "fewer than all ids, with min_tokens"
     bias_is_right = all(token in ids and abs(bias) <= change for token, bias in p.logit_bias)

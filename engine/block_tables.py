@@ -1,7 +1,7 @@
-"""The block tables of sequences: prefix taken from the cache, growth, publication, release.
+"""The block tables of sequences: cached prefix, growth, publication, release.
 
-Between the scheduler, which thinks in sequences and tokens, and the pool, which thinks in blocks.
-Only running sequences hold blocks.
+Translates between the scheduler, which counts sequences and tokens, and the pool, which counts
+blocks. Only running sequences hold blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from engine.types import ScheduledSequence, Sequence
 
 
 def needs_prompt_logprobs(sequence: Sequence) -> bool:
-    """Its prompt must be computed whole: cached positions have no logits."""
+    """Returns True if the prompt must be computed whole: cached positions have no logits."""
     params = sequence.request.params
     return params.prompt_logprobs is not None and not sequence.num_output_tokens
 
@@ -20,16 +20,17 @@ def needs_prompt_logprobs(sequence: Sequence) -> bool:
 class BlockTables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self._blocks_a_chunk = chunk_size(pool.block_size) // pool.block_size
+        self._blocks_per_chunk = chunk_size(pool.block_size) // pool.block_size
         self.prefix_queries = 0  # tokens looked up at first admissions, since start
-        self.prefix_hits = 0  # of these found
+        self.prefix_hits = 0  # tokens found among these
 
     def can_share(self, sequence: Sequence) -> bool:
         return self.pool.can_share and not needs_prompt_logprobs(sequence)
 
     def place(self, sequence: Sequence, budget: int) -> int:
-        """Takes the known prefix and blocks for the first chunk; the number of tokens in it. 0: not
-        now. All its tokens must find room, or half a prompt would soon be preempted."""
+        """Allocates the cached prefix and the blocks of the first chunk, and returns the number of
+        tokens in that chunk, or 0 if there is no room now. All its tokens must find room; otherwise
+        half a prompt would soon be preempted."""
         hits = self._find_prefix(sequence)
         num_cached = len(hits) * self.pool.block_size
         total = self.pool.blocks_for(len(sequence.token_ids)) - len(hits)
@@ -48,7 +49,8 @@ class BlockTables:
         return count
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for the first `num_tokens`. False: not enough are free, and nothing changed."""
+        """Allocates blocks for the first `num_tokens`. Returns False, with nothing changed, if too
+        few are free."""
         missing = max(0, self.pool.blocks_for(num_tokens) - len(sequence.block_table))
         if missing > self.pool.num_free:
             return False
@@ -56,7 +58,7 @@ class BlockTables:
         return True
 
     def publish(self, item: ScheduledSequence) -> None:
-        """Blocks that this step filled can be found from now on."""
+        """Makes the blocks that this step filled available to other sequences."""
         if not self.pool.can_share:
             return
         sequence, size = item.sequence, self.pool.block_size
@@ -64,7 +66,7 @@ class BlockTables:
         for index in range(item.start // size, item.end // size):
             block = sequence.block_table[index]
             is_new = self.pool.publish(block, sequence.block_hashes[index])
-            if is_new and (index + 1) % self._blocks_a_chunk == 0:
+            if is_new and (index + 1) % self._blocks_per_chunk == 0:
                 self.pool.name_prefix(block, self._prefix_digest(sequence, index))
 
     def release(self, sequence: Sequence) -> None:
@@ -72,7 +74,8 @@ class BlockTables:
         sequence.block_table = []
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Never the block of the very last token: its logits are what the step is for."""
+        """Returns the cached blocks, never that of the very last token: the step exists to compute
+        its logits."""
         if not self.can_share(sequence):
             return []
         self._extend_chain(sequence, len(sequence.token_ids))
@@ -80,9 +83,9 @@ class BlockTables:
         return self.pool.find(sequence.block_hashes[:usable])
 
     def _prefix_digest(self, sequence: Sequence, index: int) -> int:
-        """Of the chunks up to the block at `index`. Those before it have names where their blocks
-        were found."""
-        size, request, digests = self._blocks_a_chunk, sequence.request, sequence.prefix_digests
+        """Returns the digest of the chunks up to the block at `index`. Earlier chunks already have
+        names if their blocks were found."""
+        size, request, digests = self._blocks_per_chunk, sequence.request, sequence.prefix_digests
         count = (index + 1) // size
         while len(digests) < count - 1:
             known = self.pool.prefix_of(sequence.block_table[(len(digests) + 1) * size - 1])

@@ -1,10 +1,10 @@
-"""The KV blocks of one engine: who holds which, and which can be found again by what they hold.
+"""The KV blocks of one engine: their references, and lookup of cached blocks by content.
 
-A block is free, held (one reference a sequence), or both findable and free. The content of a full
+A block is free, held (one reference per sequence), or both findable and free. The content of a full
 block is named by a hash chain: keyed BLAKE2b over the parent's hash and the block's token ids. The
-chain begins with base digest, adapter digest and cache salt, the key is a secret of this process:
-two adapters or two tenants never share a block, and nobody outside can make a hash collide.
-Integers and bytes only; the tensors behind the ids are the runner's.
+chain begins with base digest, adapter digest and cache salt, and its key is a secret of this
+process: two adapters or two tenants never share a block, and clients cannot construct a hash
+collision. Integers and bytes only; the runner owns the tensors behind the ids.
 
     empty --allocate--> held --release--> empty               (content without a name)
                          |  ^
@@ -25,14 +25,15 @@ _HASH_BYTES = 16
 
 
 class BlockPool:
-    """Callers ask `num_free` before they allocate: the pool itself never refuses."""
+    """The pool of KV blocks. Callers check `num_free` before they allocate: the pool itself never
+    refuses."""
 
     def __init__(
         self, num_blocks: int, block_size: int, base_digest: str, *, can_share: bool = True
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.can_share = can_share  # False: no block is ever found again
+        self.can_share = can_share  # False: cached blocks are never found
         self._base_digest = base_digest
         self._secret = secrets.token_bytes(32)
         self._empty = deque(range(num_blocks))
@@ -41,7 +42,7 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._prefix_of: dict[int, int] = {}  # findable block -> public name of its chain so far
-        self._prefix_changes: dict[int, bool] = {}  # True: it came, since they were last taken
+        self._prefix_changes: dict[int, bool] = {}  # since the last take; True: added, False: gone
 
     @property
     def num_free(self) -> int:
@@ -72,7 +73,7 @@ class BlockPool:
             chain.append(self._digest(parent + tokens))
 
     def find(self, chain: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix. Takes no references."""
+        """Returns the blocks of the longest known prefix, without adding references."""
         found: list[int] = []
         for block_hash in chain:
             block = self._block_of.get(block_hash)
@@ -82,14 +83,14 @@ class BlockPool:
         return found
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more reference on each of some found blocks."""
+        """Adds one reference to each of some found blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._idle[block]
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Empty blocks first, in the order they became empty; then findable ones are forgotten."""
+        """Returns empty blocks first, oldest first, then evicts findable blocks."""
         assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free"
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
@@ -97,8 +98,8 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """The held block is full and computed. Of twins, only the first can be found. True: from
-        now on."""
+        """Makes a held block, full and computed, findable. Of blocks with equal content only the
+        first is findable. Returns True if the block is findable from now on."""
         assert self._references[block] > 0, f"published block {block} is not held"
         if not self.can_share or block_hash in self._block_of or self._hash_of[block] is not None:
             return False
@@ -107,7 +108,7 @@ class BlockPool:
         return True
 
     def name_prefix(self, block: int, digest: int) -> None:
-        """What `engine.prefix_digests` calls the chain that ends with this findable block."""
+        """Sets the `engine.prefix_digests` name of the chain that ends with this findable block."""
         assert self._hash_of[block] is not None
         self._prefix_of[block] = digest
         self._prefix_changes[digest] = True
@@ -116,14 +117,14 @@ class BlockPool:
         return self._prefix_of.get(block)
 
     def take_prefix_changes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Names that came and names that went since the last call."""
+        """Returns the names that were added and those that were removed since the last call."""
         changes, self._prefix_changes = self._prefix_changes, {}
         came = tuple(digest for digest, is_here in changes.items() if is_here)
         return came, tuple(digest for digest, is_here in changes.items() if not is_here)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each of a sequence's blocks. The tail becomes evictable before the
-        head: a chain is found from its head on."""
+        """Drops one reference of each of a sequence's blocks. The tail becomes evictable before the
+        head, because a chain is found from its head on."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} released twice"
             self._references[block] -= 1

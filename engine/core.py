@@ -1,12 +1,12 @@
 """One engine, step by step: schedule, launch, collect, commit. One thread calls it.
 
-A runner that runs ahead gets step n+1 before step n is collected: what the host does between two
-steps is then hidden behind the device's work, and an ended sequence costs one row of one step.
-Holds the promise that a bad request fails alone: a request is checked before it is admitted, and
-when the runner raises, the requests of that batch end with an error and the engine goes on. A step
-that finds no memory is run again in parts, and only what cannot fit alone ends. Only a device that
-is lost for ever (EngineDeadError) ends the engine.
-Ignorant of threads, files and text.
+A runner that runs ahead receives step n+1 before step n is collected: the host's work between two
+steps is hidden behind the device's, and an ended sequence costs one row of one step.
+
+A bad request fails alone: a request is checked before it is admitted, and if the runner raises, the
+requests of that batch end with an error and the engine continues. A step that runs out of memory is
+repeated in parts, and only sequences that cannot fit alone end. Only a permanently lost device
+(EngineDeadError) ends the engine. Free of threads, files and text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from engine.types import (
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledBatch(())
-_WARN_EVERY_S = 10.0  # of steps without memory: they come in rows
+_WARN_EVERY_S = 10.0  # between warnings of steps without memory: these come in series
 
 
 class Engine:
@@ -87,14 +87,14 @@ class Engine:
         self._clock = clock
         self._cost = StepCost()
         self._longest = LongestSteps()
-        self.usual_step_s = math.inf  # the longest that steps like those under way took lately
+        self.usual_step_s = math.inf  # longest recent step like those in flight
         self._warned_s = -math.inf
         self._marked_s = 0.0  # when the newest step was launched or collected
         self._leaving: set[str] = set()  # adapters that take no new requests
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
-        self.num_missed_wakeups = 0  # counted by the loop: it slept beside what could run
-        self.is_stuck = False  # what waits, waits for something from outside: no use in a step
+        self.num_missed_wakeups = 0  # counted by the loop: it slept while requests could run
+        self.is_stuck = False  # all requests wait for an outside event: a step would not help
         self._runs_ahead = runner.runs_ahead and config.async_scheduling is not False
         self._in_flight = _Step(_EMPTY)
 
@@ -117,9 +117,9 @@ class Engine:
         self.scheduler.abort(request_id, choice)
 
     def step(self) -> StepOutput:
-        """Launches a step and commits the one before it, or itself if the runner never runs
+        """Launches a step and commits the one before it, or the same one if the runner never runs
         ahead."""
-        # What is done between two steps is the next one's, unless there was nothing to do.
+        # Work between two steps is charged to the next step, unless the engine was idle.
         is_busy = bool(self._in_flight.batch.sequences)
         began_s = self._marked_s if is_busy else self._clock()
         batch = self.scheduler.schedule()
@@ -158,15 +158,17 @@ class Engine:
         return digest not in self._leaving and self._adapters.has(digest)
 
     def prepare_for_adapter(self) -> None:
-        """Before one is put into the store: nobody who waits here shall lose his for it."""
+        """Protects the adapters of waiting and running requests from eviction before a new one is
+        put into the store."""
         self._adapters.spare(self.scheduler.adapters_of_requests())
 
     def keep_adapter(self, digest: str) -> None:
-        """A load takes back an unload that still waits."""
+        """Cancels a pending unload when a load of the same adapter arrives."""
         self._leaving.discard(digest)
 
     def retire_adapter(self, digest: str) -> bool:
-        """No new request may use it. False: some still do; ask again after the next step."""
+        """Blocks new requests for the adapter. Returns False if requests still use it: call again
+        after the next step."""
         self._leaving.add(digest)
         if self.scheduler.uses_adapter(digest) or not self._adapters.remove(digest):
             return False
@@ -177,18 +179,22 @@ class Engine:
         return digest in self._leaving
 
     def adapters(self) -> tuple[Resident, ...]:
-        """All in memory, least recently used first; waiting requests count as references, too."""
+        """Returns all adapters in memory, least recently used first; waiting requests count as
+        references, too."""
         return tuple(
             replace(
-                one,
-                num_references=max(one.num_references, self.scheduler.num_requests_of(one.digest)),
-                is_leaving=one.is_leaving or one.digest in self._leaving,
+                found,
+                num_references=max(
+                    found.num_references, self.scheduler.num_requests_of(found.digest)
+                ),
+                is_leaving=found.is_leaving or found.digest in self._leaving,
             )
-            for one in self._adapters.residents()
+            for found in self._adapters.residents()
         )
 
     def pin_adapter(self, digest: str) -> None:
-        """Dropped from no tier from now on; on its way to the device if there is room."""
+        """Protects the adapter from eviction in all tiers, and starts its copy to the device if
+        there is room."""
         self._check_known(digest)
         self._adapters.pin(digest)
         if self._adapters.acquire(digest):
@@ -198,7 +204,7 @@ class Engine:
         self._adapters.unpin(digest)
 
     def evict_adapter(self, digest: str) -> None:
-        """Out of memory now, unless it is in use; the next load brings it back."""
+        """Removes the adapter from memory now unless it is in use; the next load brings it back."""
         self._check_known(digest)
         if self._adapters.is_pinned(digest):
             raise AdapterInUseError(f"adapter {digest} is pinned")
@@ -229,7 +235,7 @@ class Engine:
         self._marked_s = self._clock()
         step.launch_s = self._marked_s - began_s
         if step.launched is None:
-            # Not in the handler: the error's traceback holds what the step had allocated.
+            # Not in the handler: the error's traceback keeps the step's allocations alive.
             self._runner.free_cache()
             step.lacks_memory = True
         return step
@@ -259,8 +265,9 @@ class Engine:
         return self._collect_again(step)
 
     def _collect_again(self, step: _Step) -> list[TokenOutput]:
-        """Its tokens are drawn, and the next step may build on them: to run it in parts could draw
-        others. Without memory now too, its requests end here and can go on elsewhere."""
+        """Collects a step once more after it ran out of memory. Its tokens are drawn and the next
+        step may build on them, so running it in parts could draw others. If memory is still short,
+        its requests end here and can continue on another engine."""
         self._runner.free_cache()
         assert step.launched is not None
         try:
@@ -272,28 +279,30 @@ class Engine:
             return self.scheduler.fail(step.batch, NO_MEMORY)
 
     def _run_in_parts(self, batch: ScheduledBatch) -> list[TokenOutput]:
-        """The step before is committed: what ended in it is left out."""
+        """Repeats the step in parts. The step before is committed: sequences that ended in it are
+        left out."""
         now_s = self._clock()
         if now_s - self._warned_s > _WARN_EVERY_S:
             self._warned_s = now_s
             logger.warning(
-                "a step of %d tokens found no memory, it is run in parts", batch.num_tokens
+                "a step of %d tokens ran out of memory; repeating it in parts", batch.num_tokens
             )
         items = tuple(item for item in batch.sequences if item.sequence.block_table)
         samples = run_in_parts(self._runner, ScheduledBatch(items))
         self._marked_s = self._clock()
-        found = [(item, one) for item, one in zip(items, samples, strict=True) if one is not None]
-        lost = tuple(item for item, one in zip(items, samples, strict=True) if one is None)
+        pairs = list(zip(items, samples, strict=True))
+        found = [(item, sample) for item, sample in pairs if sample is not None]
+        lost = tuple(item for item, sample in pairs if sample is None)
         if lost:
-            logger.error("%d sequences find no memory for a step, they end", len(lost))
+            logger.error("%d sequences ended: a step of each alone runs out of memory", len(lost))
         outputs = self.scheduler.fail(ScheduledBatch(lost), NO_MEMORY)
         done = ScheduledBatch(tuple(item for item, _ in found))
-        return outputs + self.scheduler.commit(done, [one for _, one in found])
+        return outputs + self.scheduler.commit(done, [sample for _, sample in found])
 
     def _observe_cost(self, step: _Step, waited_s: float) -> None:
-        """A step's own are its launch and what is waited for it after the next one's launch. To
-        count from the collecting of the one before it would not do: that comes after this one's
-        launch, which may take the host longer than the device, so that prompts seemed free."""
+        """Records the step's duration: its launch, and the wait for it after the next step's
+        launch. Do not time from the previous collect: it happens after this launch, which may keep
+        the host busy longer than the device, so that prompts would look free."""
         seconds = step.launch_s + waited_s
         self._cost.observe(step.num_prompt, step.num_decoding, seconds)
         self._longest.observe(step.num_prompt, seconds)
@@ -304,20 +313,21 @@ class _Step:
     batch: ScheduledBatch
     launched: LaunchedStep | None = None
     error: Exception | None = None  # of its launch
-    lacks_memory: bool = False  # its launch found none
-    launch_s: float = 0.0  # what it took the host
+    lacks_memory: bool = False  # its launch ran out of memory
+    launch_s: float = 0.0  # host time of its launch
     num_prompt: int = 0  # tokens
     num_decoding: int = 0  # sequences
     usual_s: float = 0.0  # as `Engine.usual_step_s`
 
 
 def _as_int64(seed: int) -> int:
-    """Any integer is a seed; those that differ by 2^64 are the same."""
+    """Maps any integer to a 64-bit seed; seeds that differ by 2^64 are the same."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _by_adapter(batch: ScheduledBatch) -> ScheduledBatch:
-    """Tokens of one adapter side by side: its weights are then read once for all of them."""
+    """Sorts a batch so that tokens of one adapter are adjacent: its weights are then read once for
+    all of them."""
     return ScheduledBatch(
         tuple(sorted(batch.sequences, key=lambda item: item.sequence.request.adapter or ""))
     )

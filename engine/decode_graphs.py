@@ -1,7 +1,7 @@
-"""CUDA graphs of decode steps: forward pass, logits and draw, one graph a batch size.
+"""CUDA graphs of decode steps: forward pass, logits and draw, one graph per batch size.
 
-A replay costs the host one launch instead of some hundreds. Whatever changes between steps (tokens,
-block tables, which adapters) is data in static buffers, so a graph serves every mix of adapters;
+A replay costs the host one launch instead of some hundreds. Everything that changes between steps
+(tokens, block tables, adapters) is data in static buffers, so a graph serves every mix of adapters;
 steps without any adapter have graphs of their own, without LoRA kernels. All graphs share one
 memory pool: only one runs at a time.
 """
@@ -25,25 +25,26 @@ class GraphKey:
 
 
 def graph_sizes(max_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, then steps of 8, wider as padding costs less: at most 1/8 beyond 64."""
+    """Returns 1, 2, 4, then steps of 8, wider as padding costs less: at most 1/8 beyond 64."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_seqs + 32, 32)]
     return tuple(sorted({min(size, max_seqs) for size in sizes}))
 
 
 class DecodeGraphs:
     def __init__(self, sizes: tuple[int, ...], run: Callable[[GraphKey], torch.Tensor]) -> None:
-        """`run` does one step of the key's size on the static buffers and returns its logits."""
+        """`run` computes one step of the key's size on the static buffers and returns its
+        logits."""
         self._sizes = sizes
         self._run = run
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def size_for(self, num_sequences: int) -> int | None:
-        """The smallest graph that holds them."""
+        """Returns the smallest graph that holds the sequences."""
         index = bisect.bisect_left(self._sizes, num_sequences)
         return self._sizes[index] if index < len(self._sizes) and self._graphs else None
 
     def keys(self, with_lora: bool) -> list[GraphKey]:
-        """Largest first: smaller ones then fit into the memory that it took."""
+        """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""
         return [
             GraphKey(size, has_lora)
             for size in reversed(self._sizes)
@@ -59,7 +60,7 @@ class DecodeGraphs:
         self._graphs[key] = (graph, logits)
 
     def replay(self, key: GraphKey) -> torch.Tensor:
-        """The logits [size, V], valid until the next replay."""
+        """Returns the logits [size, V], valid until the next replay."""
         graph, logits = self._graphs[key]
         graph.replay()
         return logits

@@ -1,7 +1,7 @@
-"""What torch and the driver say about a device's memory, before, while and after it fills.
+"""Reads of a device's memory from torch and the driver, before, while and after it fills.
 
-Out of memory becomes an error that says what was being allocated, what there is and which setting
-to change. The arithmetic of the shares is `memory_plan`'s.
+Out of memory becomes an error with the purpose of the allocation, the memory present and the
+setting to change. The arithmetic of the shares is `memory_plan`'s.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lora.page_image import PageLayout
 from lora.sites import Site
 
 _CPU_POOL_BYTES = 256 * 1024**2
-# RuntimeErrors: of Triton and CUDA, of torch's allocator on a CPU, of cuBLAS for its workspace.
+# RuntimeErrors of Triton and CUDA, of torch's allocator on a CPU, of cuBLAS for its workspace.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyDevice:
-    """Before this process has allocated anything there."""
+    """The memory of a device before this process has allocated any."""
 
     total: int
-    used_by_others: int  # other processes, and the driver's own for this one
+    used_by_others: int  # other processes, and the driver for this process
 
 
 def look_at_empty_device(device: torch.device) -> EmptyDevice:
@@ -44,7 +44,7 @@ def look_at_empty_device(device: torch.device) -> EmptyDevice:
 
 
 def check_asked_memory(config: EngineConfig, device: torch.device) -> None:
-    """Before anything is loaded: sizes of the configuration that cannot be. EngineMemoryError."""
+    """Raises EngineMemoryError, before anything is loaded, if a configured size cannot fit."""
     on_device = {
         "kv_cache_bytes": None if config.num_blocks is not None else config.kv_cache_bytes,
         "adapter_pool_bytes": config.adapter_pool_bytes,
@@ -63,8 +63,8 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
-    """The most that one call holds at a time, beyond what is allocated before; with what libraries
-    and kernels take for themselves at their first use."""
+    """Returns the most memory that one call holds at a time, beyond earlier allocations, including
+    memory that libraries and kernels reserve at their first use."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -79,7 +79,8 @@ def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
 
 @contextmanager
 def explain_out_of_memory(what: str, settings: Sequence[str]) -> Iterator[None]:
-    """`settings`: those that make `what` smaller, the most useful first."""
+    """Turns out of memory into an EngineMemoryError. `settings` make `what` smaller, the most
+    useful first."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -87,7 +88,8 @@ def explain_out_of_memory(what: str, settings: Sequence[str]) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory of the device or the host is missing, as torch, cuBLAS or Triton say it."""
+    """Returns True if the error means that device or host memory is missing, as torch, cuBLAS or
+    Triton report it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -106,7 +108,7 @@ def adapter_budgets(
     device: torch.device,
     weights: int,  # bytes on the device
 ) -> AdapterBudgets:
-    """The configuration's, or what this machine can spare."""
+    """Returns the configured budgets, or defaults from the memory of this machine."""
     pool = config.adapter_pool_bytes
     if pool is None and device.type == "cpu":
         pool = _CPU_POOL_BYTES
@@ -134,6 +136,6 @@ def _explanation(what: str, settings: Sequence[str], error: torch.OutOfMemoryErr
     held = torch.cuda.memory_reserved()
     rows = (("device", total), ("held by this engine", held), ("free", free))
     table = "\n".join(f"  {name:<20}{size / GIB:>10.3f} GiB" for name, size in rows)
-    # Torch's first sentences say what was asked; the others speak of its allocator.
+    # Torch's first sentences give the requested size; the others describe its allocator.
     asked = ". ".join(str(error).split(". ")[:2])
     return f"out of device memory while {what}: {asked}\n{table}\nchange {', '.join(settings)}"

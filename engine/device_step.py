@@ -1,8 +1,8 @@
-"""A step on a CUDA device: launched without waiting, collected when the next one is under way.
+"""A step on a CUDA device: launched without waiting, collected while the next one runs.
 
-Decode steps replay a graph, small steps with prompts one between every two layers' attention, all
-others launch kernel by kernel. The tokens drawn stay on the device as the next step's inputs; the
-host gets a copy. Nothing here waits for the device but `collect`.
+Decode steps replay a graph, small steps with prompts replay a graph between the attention of every
+two layers, all others launch kernel by kernel. The drawn tokens stay on the device as the next
+step's inputs; the host gets a copy. Only `collect` waits for the device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lora.pool import AdapterPool
 
 logger = logging.getLogger(__name__)
 
-_GRAPH_BYTES = 4 * 1024**2  # of the driver, for a graph of some 400 kernels
+_GRAPH_BYTES = 4 * 1024**2  # the driver's memory of a graph of some 400 kernels
 
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """On their way to the host, for the rows that asked."""
+    """Log-probabilities on their way to the host, for the rows that requested them."""
 
     rows: tuple[int, ...]
     limits: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """What prompt log-probabilities need when the step is collected."""
+    """The state from which prompt log-probabilities are computed when the step is collected."""
 
     inputs: ForwardInputs
     hidden: torch.Tensor
@@ -71,7 +71,7 @@ class DeviceStep:
     steps: DeviceSteps
     batch: ScheduledBatch
     drawn: torch.Tensor  # [rows] int32, pinned
-    done: torch.cuda.Event | None  # None: the interpreter has no device to wait for
+    done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
     logprobs: _Logprobs | None
     prompts: _Prompts | None
 
@@ -111,7 +111,7 @@ class DeviceSteps:
             for _ in range(2)
         ]
         self._turn = 0
-        self._drawn_rows: dict[Choice, int] = {}  # of the newest step
+        self._drawn_rows: dict[Choice, int] = {}  # rows of the newest step
         scratch = attention_scratch(limits.max_seqs, limits.heads, device)
         self._decode = StepInputs(
             limits.max_seqs, limits, pool, scratch, self._drawn, is_decode=True
@@ -122,7 +122,8 @@ class DeviceSteps:
         self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)
 
     def capture(self) -> None:
-        """Before the first step. Without it every step is launched kernel by kernel."""
+        """Captures the graphs, before the first step. Without it every step is launched kernel by
+        kernel."""
         started_s = time.perf_counter()
         graphs, pieces = self._graphs.keys(self._has_lora), self._pieces.keys(self._has_lora)
         memory = torch.cuda.graph_pool_handle()
@@ -143,16 +144,16 @@ class DeviceSteps:
 
     @property
     def graphs_overhead(self) -> int:
-        """Bytes that captured graphs take beyond what their steps hold: an estimate."""
+        """An estimate of the bytes of captured graphs beyond their steps' tensors."""
         graphs = _GRAPH_BYTES * len(self._graphs.keys(self._has_lora))
         return graphs + self._pieces.overhead(self._has_lora)
 
     def run_largest_graph(self) -> None:
-        """What it captures, without a graph: to measure what it holds."""
+        """Runs the largest captured step without a graph, to measure its memory."""
         self._run_static(self._graphs.keys(self._has_lora)[0])
 
     def run_largest_pieces(self) -> None:
-        """As `run_largest_graph`."""
+        """Runs the largest pieces without graphs, to measure their memory."""
         self._pieces.run_largest(self._has_lora)
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
@@ -225,7 +226,7 @@ class DeviceSteps:
         logits: torch.Tensor,  # [R, V]
         parts: Sequence[ScheduledSequence],
         inputs: StepInputs,
-        is_drawn: bool,  # by the graph, from unchanged logits
+        is_drawn: bool,  # already drawn by the graph, from unchanged logits
     ) -> _Logprobs | None:
         wanted = tuple(
             row
@@ -266,8 +267,9 @@ class DeviceSteps:
 
 @contextmanager
 def device_faults() -> Iterator[None]:
-    """A fault of the device is for ever: every later call fails as well. Torch, cuBLAS or Triton,
-    whichever meets it first raises its own error. Out of memory is no such fault."""
+    """Turns a fault of the device into EngineDeadError. It is permanent: every later call fails as
+    well, and torch, cuBLAS or Triton, whichever meets it first, raises its own error. Out of memory
+    is no such fault."""
     try:
         yield
     except RuntimeError as error:

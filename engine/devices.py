@@ -1,4 +1,4 @@
-"""What this machine can compute on, as torch sees it, in values without torch."""
+"""The compute devices of this machine as torch reports them, in values without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str | None]:
     if torch.version.cuda is None:
         return (), None
     try:
-        torch.cuda.current_device()  # says why, where is_available() only says no
+        torch.cuda.current_device()  # its error has the reason, which is_available() lacks
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
         return (), str(error).splitlines()[0]

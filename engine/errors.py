@@ -6,8 +6,8 @@ EngineError
 |- UnknownAdapterError      the request names a digest that is not loaded
 |- AdapterInUseError        an adapter cannot be taken out of memory now, with the reason
 |- UnsupportedModelError    a base folder that we refuse, with the reason
-|- EngineMemoryError        the device is too small for what was asked; with the sum, line by line
-`- EngineDeadError          the step loop ended; nothing more will come
+|- EngineMemoryError        the device is too small for the configuration, with the sum by line
+`- EngineDeadError          the step loop ended; no more output will come
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 class FolderReader:
-    """PEFT folders: read and checked on a worker thread, put into the pool between two steps."""
+    """A reader of PEFT folders: reads and checks on a worker thread, inserts into the pool between
+    two steps."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -31,10 +32,11 @@ class FolderReader:
 
 
 def _apart(work: Callable[[], T]) -> T:
-    """Done by a thread that ends with it: only the engine's own thread shall keep OpenMP workers.
+    """Runs the work in a thread that ends with it: only the engine's own thread may keep OpenMP
+    workers.
 
-    libgomp gives each thread that computes a team of its own. Once all teams together outnumber the
-    cores their workers sleep between products instead of spinning: on 2 cores a small product took
+    libgomp gives each computing thread a team of its own. Once all teams together outnumber the
+    cores, their workers sleep between products instead of spinning: on 2 cores a small product took
     72 us instead of 7, a step of 16 sequences with adapters 210 ms instead of 107.
     """
     with ThreadPoolExecutor(1) as thread:
@@ -44,6 +46,6 @@ def _apart(work: Callable[[], T]) -> T:
 def open_engine(
     config: EngineConfig, reader_of: Callable[[ModelRunner], AdapterReader] = FolderReader
 ) -> AsyncEngine:
-    """Loads the model (minutes for a large one). The caller starts it."""
+    """Loads the model (minutes for a large model). The caller starts the engine."""
     runner = _apart(lambda: ModelRunner(config))
     return AsyncEngine(Engine(config, runner), reader_of(runner))

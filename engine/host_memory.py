@@ -1,5 +1,5 @@
-"""Memory of this machine and of this process, as Linux tells it: how much is free, how much a piece
-of work took at its peak. Ignorant of tensors; where a file of /proc is missing the answer is None.
+"""Memory of this machine and of this process, as Linux reports it: the free bytes, and the peak of
+a piece of work. Free of tensors; the result is None if a file of /proc is missing.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ _PROCESS = Path("/proc/self")
 
 
 def available_bytes() -> int:
-    """Without swapping, and within the limit of a container."""
+    """Returns the bytes available without swapping, within the limit of a container."""
     machine = _fields(Path("/proc/meminfo"))["MemAvailable"]
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is None or used is None:
         return machine
-    # What the files' cache holds is given up when it is wanted.
+    # The kernel drops cached files when memory is needed.
     stat = (line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     cache = next((int(value) for name, value in stat if name == "inactive_file"), 0)
     return min(machine, max(0, limit - used + cache))
 
 
 def total_bytes() -> int:
-    """The memory of this machine, or of its container where that has less."""
+    """Returns the memory of this machine, or of its container if that has less."""
     machine = _fields(Path("/proc/meminfo"))["MemTotal"]
     limit = _number(_CGROUP / "memory.max")
     return machine if limit is None else min(machine, limit)
 
 
 def resident_bytes() -> int | None:
-    """Of this process, mapped files included."""
+    """Returns the resident bytes of this process, mapped files included."""
     try:
         return _fields(_PROCESS / "status")["VmRSS"]
     except OSError:
@@ -42,10 +42,11 @@ def resident_bytes() -> int | None:
 
 
 def peak_of(work: Callable[[], T]) -> tuple[T, int | None]:
-    """What the work returns, and by how many bytes the process was larger at the peak than before
-    (mapped files included). None where the system does not let a process reset its own peak."""
+    """Returns the result of the work, and by how many bytes the process was larger at the peak
+    than before (mapped files included), or None if the system does not let a process reset its
+    own peak."""
     try:
-        (_PROCESS / "clear_refs").write_text("5")  # the peak is what is held now
+        (_PROCESS / "clear_refs").write_text("5")  # sets the peak to the current size
     except OSError:
         return work(), None
     before = _fields(_PROCESS / "status")["VmRSS"]
@@ -54,13 +55,13 @@ def peak_of(work: Callable[[], T]) -> tuple[T, int | None]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines `Name:  123 kB`, in bytes."""
+    """Reads lines `Name: 123 kB`, in bytes."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
 
 
 def _number(path: Path) -> int | None:
-    """None for no such file, and for a limit that is "max"."""
+    """Returns None if the file is missing, and for a limit that is "max"."""
     if not path.is_file():
         return None
     text = path.read_text().strip()

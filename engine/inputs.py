@@ -1,7 +1,8 @@
-"""What a step's forward pass reads, and how the reference backend builds it from a batch.
+"""The inputs of a step's forward pass, and their construction from a batch by the reference
+backend.
 
 All layers share one ForwardInputs. `build_inputs` makes fresh tensors for every step;
-`engine.step_inputs` writes into static buffers instead, for a device with graphs. Knows no weights.
+`engine.step_inputs` writes into static buffers instead, for a device with graphs. Free of weights.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from lora.pool import AdapterPool
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """Tokens that the step before drew and the host may not know yet."""
+    """Tokens that the step before drew and whose ids the host may not have yet."""
 
-    sources: torch.Tensor  # [T] int32: a row of `drawn`, or below 0: token_ids has it
+    sources: torch.Tensor  # [T] int32: a row of `drawn`; below 0: the id is in token_ids
     drawn: torch.Tensor  # [rows] int32; below 0: its logits were not finite
 
 
@@ -31,14 +32,14 @@ class DeviceTokens:
 class ForwardInputs:
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    slots: torch.Tensor  # [T] where K and V of each token go; below 0: nowhere
+    slots: torch.Tensor  # [T] the KV slot of each token; below 0: none
     attention: AttentionPlan | PagedPlan
-    logit_rows: torch.Tensor | None  # [rows] those that sample, then prompts'; None: all
+    logit_rows: torch.Tensor | None  # [rows] sampling rows, then prompt rows; None: all
     host_logit_rows: tuple[int, ...]  # the same on the host
     num_samples: int  # of logit_rows
     lora: LoraBatch | LoraPlan | None
-    optional_lora: LoraBatch | None  # of lm_head and the embedding, if some adapter here has them
-    in_flight: DeviceTokens | None = None  # None: token_ids has all
+    optional_lora: LoraBatch | None  # of lm_head and the embedding, if an adapter here has them
+    in_flight: DeviceTokens | None = None  # None: all ids are in token_ids
 
 
 def build_inputs(
@@ -82,7 +83,8 @@ def logit_rows(parts: tuple[ScheduledSequence, ...], query_start: list[int]) -> 
 
 
 def num_prompt_logprobs(part: ScheduledSequence) -> int:
-    """Position p tells of prompt token p + 1; the last prompt token tells of the output."""
+    """Returns the number of prompt positions with a log-probability. Position p predicts prompt
+    token p + 1; the last prompt token predicts the output."""
     if part.sequence.request.params.prompt_logprobs is None:
         return 0
     return max(0, min(part.end, part.sequence.num_prompt_tokens - 1) - part.start)
@@ -98,7 +100,7 @@ def lora_batch(
 def block_tables(
     parts: tuple[ScheduledSequence, ...], block_size: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[S, max_blocks]; each block table must reach the last position of its part."""
+    """Returns [S, max_blocks]; each block table must reach the last position of its part."""
     widths = [-(-part.end // block_size) for part in parts]
     tables = np.zeros((len(parts), max(widths)), dtype=np.int64)
     for i, (part, width) in enumerate(zip(parts, widths, strict=True)):

@@ -1,4 +1,4 @@
-"""Values out of a base's JSON files, checked: a wrong one is refused with its key and itself."""
+"""Checked values from a base's JSON files: an invalid value is refused with its key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_DIMENSION = 2**24
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """None: no such file."""
+    """Returns None if the file does not exist."""
     if not path.is_file():
         return None
     if path.stat().st_size > _MAX_JSON_BYTES:

@@ -1,6 +1,6 @@
-"""The KV tensors of one base, and how many blocks of them fit.
+"""The KV tensors of one base, and the number of blocks that fit.
 
-A block holds `block_size` tokens of every layer. Which block belongs to whom is not known here.
+A block holds `block_size` tokens of every layer. The owners of blocks are tracked elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEFAULT_CPU_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    k: tuple[torch.Tensor, ...]  # one [num_blocks, block_size, Hkv, D] a layer
+    k: tuple[torch.Tensor, ...]  # one [num_blocks, block_size, Hkv, D] per layer
     v: tuple[torch.Tensor, ...]
 
     @property
@@ -40,7 +40,7 @@ def allocate_kv_cache(
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
 
     def tensors() -> tuple[torch.Tensor, ...]:
-        # Zeros cost nothing on the CPU: the system hands out pages when they are first written.
+        # Zeros are free on the CPU: the system allocates pages when they are first written.
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)
         )
@@ -51,7 +51,7 @@ def allocate_kv_cache(
 def count_blocks(
     model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: torch.dtype
 ) -> int:
-    """On a CPU."""
+    """Returns the number of KV blocks on a CPU."""
     size = block_bytes(model, config.block_size, dtype)
     wanted = config.num_blocks
     if wanted is None:
@@ -71,7 +71,8 @@ def plan_kv(
     dtype: torch.dtype,
     use: DeviceUse,
 ) -> MemoryPlan:
-    """On CUDA: what `use` leaves of this engine's share is KV."""
+    """Plans the memory of a CUDA device: KV gets the part of this engine's share that `use`
+    leaves."""
     plan = plan_memory(
         use,
         utilization=config.gpu_memory_utilization,
@@ -90,7 +91,7 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 
 def _warn_of_short_requests(num_tokens: int, max_model_len: int, advice: str) -> None:
-    """`num_tokens`: what all KV blocks hold."""
+    """Warns if `num_tokens`, the capacity of all KV blocks, is below `max_model_len`."""
     if num_tokens < max_model_len:
         logger.warning(
             "all KV blocks hold %d tokens, max_model_len is %d: longer requests are refused; "
@@ -102,5 +103,5 @@ def _warn_of_short_requests(num_tokens: int, max_model_len: int, advice: str) ->
 
 
 def _max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
-    """More could only serve prefixes of requests that have left."""
+    """Returns a limit beyond which blocks could only cache prefixes of ended requests."""
     return config.max_num_seqs * -(-max_model_len // config.block_size)

@@ -1,18 +1,18 @@
-"""The largest step that a configuration allows, to measure what it holds and to warm things up."""
+"""The largest step that a configuration allows, to measure its memory and to warm up."""
 
 from __future__ import annotations
 
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
 
-# With the log-probabilities that a client may ask for: they need memory of their own.
+# With the log-probabilities that a client may request: they need memory of their own.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1, logprobs=20)
 
 
 def largest_batch(
     max_tokens: int, max_seqs: int, max_model_len: int, block_size: int
 ) -> ScheduledBatch:
-    """As many tokens in as many sequences as a step may have. All share the blocks 0, 1, ...:
-    what they compute is nobody's."""
+    """Returns a batch of as many tokens in as many sequences as a step may have. All share the
+    blocks 0, 1, ...: the results are discarded."""
     num_seqs = min(max_seqs, max_tokens)
     length = min(max_tokens // num_seqs, max_model_len)
     lengths = [length] * num_seqs
@@ -27,5 +27,5 @@ def largest_batch(
 
 
 def num_blocks(max_tokens: int, max_model_len: int, block_size: int) -> int:
-    """That `largest_batch` writes to."""
+    """Returns the number of blocks that `largest_batch` writes to."""
     return -(-min(max_tokens, max_model_len) // block_size)

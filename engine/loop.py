@@ -1,7 +1,7 @@
-"""The thread that owns the engine: commands from others between steps, steps while there is work.
+"""The thread that owns the engine: steps while there is work, commands between two steps.
 
-Everything others want of the engine travels through one queue. The thread sleeps on a condition
-when there is nothing to do. Ignorant of event loops and of what the commands are.
+All access to the engine passes through one queue. The thread sleeps on a condition when it is idle.
+Free of event loops; the commands are opaque.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from engine.types import EngineLoad, StepOutput
 
 logger = logging.getLogger(__name__)
 
-# An engine that sleeps beside work tries a step after this time. A stuck one changes nothing in it;
-# any other was put to sleep wrongly.
+# An engine that sleeps while there is work tries a step after this time. A stuck engine changes
+# nothing in that step; any other was put to sleep wrongly.
 _WATCH_S = 1.0
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ class EngineLoop:
         self.on_death: list[Callable[[EngineDeadError], None]] = []
         self.load: EngineLoad = engine.load()  # after the newest step or command
         self._engine = engine
-        self._wakeup = threading.Condition()  # guards the next three
+        self._wakeup = threading.Condition()  # guards the next three fields
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._is_stopping = False
         self._death: EngineDeadError | None = None
-        self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []  # this thread's
+        self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []  # this thread's only
         self._step_began_s: float | None = None
         self._is_in_step = False
         self._is_overdue = False  # the next step is the watchdog's
@@ -58,7 +58,8 @@ class EngineLoop:
             self._die(EngineDeadError("the engine was stopped"))
 
     def call(self, command: Callable[[], None]) -> Future[None]:
-        """Done between two steps. Once the loop has ended, the future holds EngineDeadError."""
+        """Runs a command between two steps. Once the loop has ended, the future holds
+        EngineDeadError."""
         future: Future[None] = Future()
         with self._wakeup:
             if self._death is None:
@@ -69,7 +70,8 @@ class EngineLoop:
         return future
 
     def call_when_true(self, condition: Callable[[], bool]) -> Future[None]:
-        """The future is done when `condition`, asked now and after each step, is true."""
+        """Returns a future that is done when `condition`, evaluated now and after each step, is
+        true."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         asked = self.call(lambda: self._ask(condition, future))
@@ -87,7 +89,7 @@ class EngineLoop:
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def usual_step_s(self) -> float:
-        """As `Engine.usual_step_s`; infinite while a command is carried out."""
+        """Returns `Engine.usual_step_s`; infinite while a command runs."""
         return self._engine.usual_step_s if self._is_in_step else math.inf
 
     def _run(self) -> None:
@@ -96,7 +98,7 @@ class EngineLoop:
             while self._wait_for_work():
                 self._turn()
         except BaseException as error:
-            # Not only Exception: whatever ends this thread, those who wait must hear of it.
+            # Not only Exception: waiting callers must get an error whatever ends this thread.
             logger.exception("the engine's loop died")
             death = EngineDeadError(f"the engine died: {type(error).__name__}")
             if isinstance(error, EngineDeadError):
@@ -138,7 +140,7 @@ class EngineLoop:
         self._engine.num_missed_wakeups += 1
         load = self._engine.load()
         logger.error(
-            "the engine slept for %.1f s beside requests that it could run: %d run, %d wait",
+            "the engine slept for %.1f s while requests could run: %d running, %d waiting",
             _WATCH_S,
             load.num_running,
             load.num_waiting,
@@ -150,7 +152,7 @@ class EngineLoop:
             commands = tuple(self._commands)
             self._commands.clear()
         if commands:
-            self._is_overdue = False  # what can run now may be their doing
+            self._is_overdue = False  # the commands may have made requests runnable
         for command, future in commands:
             if future.set_running_or_notify_cancel():
                 self._step_began_s = time.monotonic()
@@ -186,14 +188,14 @@ def _notify(callbacks: list[Callable[[T], None]], value: T) -> None:
     for callback in tuple(callbacks):
         try:
             callback(value)
-        except Exception:  # a listener's fault is not the engine's
-            logger.exception("a listener of the engine failed")
+        except Exception:  # a subscriber's fault must not end the engine
+            logger.exception("a subscriber of the engine failed")
 
 
 def _fulfil(command: Callable[[], None], future: Future[None]) -> None:
     try:
         command()
-    except Exception as error:  # the caller's, who waits for it
+    except Exception as error:  # goes to the waiting caller
         future.set_exception(error)
     else:
         future.set_result(None)

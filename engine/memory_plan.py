@@ -1,10 +1,10 @@
-"""Who gets how much of a device's memory, in bytes and words: arithmetic only, no torch.
+"""The shares of a device's memory, in bytes and words: arithmetic only, no torch.
 
     gpu_memory_utilization x device = weights + adapter pool + activations + graphs + KV
 
-The share is this engine's own, as in vLLM: what other processes hold is not taken off it, but it
-has to be free. What does not add up is refused with the sum, line by line, and the settings that
-would change it.
+The share is this engine's own, as in vLLM: memory of other processes is not subtracted from it, but
+the share must be free. A configuration that does not fit is refused with the sum, line by line, and
+the settings that would change it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from engine.errors import EngineMemoryError
 
 GIB = 1024**3
-_MAX_POOL_PAGES = 1024  # by default: more adapters at a time than a step has sequences
+_MAX_POOL_PAGES = 1024  # the default's limit: more adapters at a time than a step has sequences
 _MIN_POOL_PAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Bytes, measured or reserved, of everything on the device but KV."""
+    """The bytes, measured or reserved, of everything on the device but KV."""
 
     total: int
-    used_by_others: int  # when this process had allocated nothing
+    used_by_others: int  # before this process had allocated anything
     weights: int
     adapter_pool: int
-    activations: int  # the most that a step holds
+    activations: int  # the peak of a step
     graphs: int
 
     @property
@@ -51,7 +51,7 @@ class MemoryPlan:
         return self.num_blocks * self.block_bytes
 
     def table(self) -> str:
-        """GiB of each part, with the settings that move it."""
+        """Returns the GiB of each part, with the settings that change it."""
         use = self.use
         left = self.share - use.before_kv
         rows = (
@@ -77,10 +77,10 @@ def plan_memory(
     kv_cache_bytes: int | None = None,
     num_blocks: int | None = None,
 ) -> MemoryPlan:
-    """As many KV blocks as fit and are of use, unless the configuration says how many.
+    """Plans as many KV blocks as fit and are useful, unless the configuration sets a number.
 
-    Raises EngineMemoryError when the share is not free, or holds no KV block; and when what the
-    configuration asks for is more than the device has.
+    Raises EngineMemoryError if the share is not free, if it holds no KV block, or if the
+    configuration requests more than the device has.
     """
     share = int(use.total * utilization)
     free = use.total - use.used_by_others
@@ -117,8 +117,8 @@ def plan_memory(
 
 
 def check_asked(asked: Mapping[str, int | None], memory_bytes: int, where: str) -> None:
-    """Refuses sizes, by their settings' names, that `where` ("this machine") cannot ever hold, each
-    alone or all together. None: not set. Raises EngineMemoryError, in one line."""
+    """Refuses sizes, by their settings' names, that exceed the memory of `where` ("this machine"),
+    each alone or all together. None: not set. Raises EngineMemoryError, in one line."""
     sizes = {name: size for name, size in asked.items() if size is not None}
     too_large = {name: size for name, size in sizes.items() if size > memory_bytes}
     total = sum(sizes.values())
@@ -132,7 +132,7 @@ def check_asked(asked: Mapping[str, int | None], memory_bytes: int, where: str) 
 def default_adapter_pool_bytes(
     *, total: int, utilization: float, weights: int, page_bytes: int
 ) -> int:
-    """An eighth of what the weights leave of the share: on 140 GB 148 adapters of rank 16 beside
+    """Returns an eighth of the share after the weights: on 140 GB, 148 adapters of rank 16 next to
     a base of 8B. Small devices: 16 pages, if that is no more than a quarter."""
     left = max(0, int(total * utilization) - weights)
     size = max(left // 8, min(_MIN_POOL_PAGES * page_bytes, left // 4))
@@ -140,8 +140,8 @@ def default_adapter_pool_bytes(
 
 
 def default_adapter_host_bytes(*, pool_bytes: int, memory_bytes: int) -> int:
-    """Room for four times the adapters on the device, in an eighth of the machine's memory (other
-    engines may run on it) but 4 GiB at least."""
+    """Returns room for four times the adapters on the device, within an eighth of the machine's
+    memory (other engines may run on it) but at least 4 GiB."""
     return max(4 * GIB, min(4 * pool_bytes, memory_bytes // 8))
 
 

@@ -1,8 +1,8 @@
 """The decoder of the Llama family over packed tokens: no padding, no batch dimension.
 
-Takes weights, the step's inputs, the KV tensors and the adapters; the arithmetic is the kernels'.
+Reads weights, the step's inputs, the KV tensors and the adapters; the kernels hold the arithmetic.
 A row of the result depends on its own sequence only, up to the rounding of the matrix products.
-Knows no requests.
+Free of requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Model:
         self._head_site, self._embedding_site = sites[-2:]
 
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
-        """-> [rows whose logits are wanted, H], normed. Writes K and V of all tokens."""
+        """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens."""
         added, residual = None, self.embed(inputs, pool)
         for i in range(self.config.num_layers):
             q, residual = self.before_attention(i, added, residual, inputs, kv, pool)
@@ -65,7 +65,7 @@ class Model:
         pool: AdapterPool,
         out: torch.Tensor | None = None,  # for q
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> rotated q [T, Hq, D], residual. K and V are in the cache."""
+        """Returns the rotated q [T, Hq, D] and the residual. K and V are then in the cache."""
         norm, eps = self.weights.layers[index].input_norm, self.config.rms_norm_eps
         if added is None:
             hidden = rms_norm(residual, norm, eps)
@@ -81,7 +81,7 @@ class Model:
         kv: KVCache,
         out: torch.Tensor | None = None,  # as q
     ) -> torch.Tensor:
-        """-> [T, Hq * D]"""
+        """Returns [T, Hq * D]."""
         k, v, window = kv.k[index], kv.v[index], self.config.sliding_windows[index]
         return paged_attention(q, k, v, inputs.attention, self._scale, window, out).flatten(1)
 
@@ -93,7 +93,7 @@ class Model:
         inputs: ForwardInputs,
         pool: AdapterPool,
     ) -> tuple[Product, torch.Tensor]:
-        """-> what the layer adds to the residual, residual."""
+        """Returns the layer's addition to the residual, and the residual."""
         layer, lora, eps = self.weights.layers[index], inputs.lora, self.config.rms_norm_eps
         _, o_site, gate_up_site, down_site = self._layer_sites[index]
         o = adapted_linear(o_site, attended, layer.o, layer.o_bias, lora, pool)
@@ -105,7 +105,7 @@ class Model:
         return adapted_linear(down_site, hidden, layer.down, layer.down_bias, lora, pool), residual
 
     def finish(self, added: Product, residual: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
-        """-> [rows whose logits are wanted, H], normed."""
+        """Returns [rows whose logits are requested, H], normed."""
         norm, eps = self.weights.norm, self.config.rms_norm_eps
         if inputs.logit_rows is None:
             return product_add_rms_norm(added, residual, norm, eps)[0]
@@ -116,7 +116,8 @@ class Model:
     def logits(
         self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
     ) -> torch.Tensor:
-        """[R, H] -> [R, V] float32. They are the rows of the step's result from `first` on."""
+        """Turns [R, H] into [R, V] float32. The rows are those of the step's result from `first`
+        on."""
         head = self.weights.head
         if hidden.is_cuda and hidden.dtype != torch.float32:
             # Rounded to bf16, logits above 16 are 1/8 apart and greedy choices tie.
@@ -151,7 +152,7 @@ class Model:
         pool: AdapterPool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """-> rotated q [T, Hq, D]; K and V are in the cache."""
+        """Returns the rotated q [T, Hq, D]; K and V are then in the cache."""
         config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
         qkv = adapted_linear(site, hidden, layer.qkv, layer.qkv_bias, inputs.lora, pool)
         write = RopeWrite(

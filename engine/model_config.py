@@ -1,8 +1,8 @@
-"""A base's config.json read into one frozen value, for the families the decoder computes.
+"""A base's config.json read into one frozen value, for the families that the decoder computes.
 
-Our own parser: no remote code, no guesses. What would change the arithmetic and is not known here
-is refused, with key and value. Defaults and quirks are those of Hugging Face's config classes.
-Knows no tensors.
+Our own parser: no remote code, no guesses. A key that would change the arithmetic and is not
+supported is refused, with its value. Defaults and quirks are those of Hugging Face's config
+classes. Free of tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lora.sites import Site, Slice
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What Hugging Face's class of an architecture does where the file says nothing."""
+    """The defaults of Hugging Face's class of an architecture for keys that the file omits."""
 
     default_num_kv_heads: int | None = None  # None: as many as query heads
     default_head_dim: int | None = None  # None: hidden size over heads
@@ -59,7 +59,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_len: int  # positions the base was made for
     rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]  # one a layer
+    sliding_windows: tuple[int | None, ...]  # one per layer
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
@@ -194,7 +194,8 @@ def _sliding_windows(
 def _eos_token_ids(
     raw: Mapping[str, object], generation: Mapping[str, object], vocab_size: int
 ) -> tuple[int, ...]:
-    """generation_config.json knows better: chat models end a turn with another id than a text."""
+    """Returns the ids of generation_config.json if it has them: chat models end a turn with another
+    id than a text."""
     for source in (generation, raw):
         value = source.get("eos_token_id")
         if value is None:
@@ -208,7 +209,8 @@ def _eos_token_ids(
 
 
 def parse_rope(raw: Mapping[str, object], max_position: int) -> RopeConfig:
-    """Both forms: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`."""
+    """Accepts both forms: `rope_theta` with `rope_scaling`, and transformers 5's
+    `rope_parameters`."""
     key = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
     values = raw.get(key) or {}
     if not isinstance(values, dict):

@@ -2,10 +2,10 @@
 decodes.
 
 Launched kernel by kernel, such a step costs the host more than the device: a prompt of 256 tokens
-takes the device 7 ms, the host 10, with adapters 15. Attention's grid follows the lengths in the
-step and stays outside; what lies between two layers' attention is one graph a layer and number of
-tokens. Pieces run in one order only, so all of them share one memory pool, and what crosses
-attention lies in the same three tensors for all sizes.
+needs 7 ms on the device, 10 ms on the host, 15 ms with adapters. Attention's grid follows the
+lengths in the step and stays outside; the part between the attention of two layers is one graph per
+layer and number of tokens. Pieces run in one order only, so all of them share one memory pool, and
+values that cross attention are in the same three tensors for all sizes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ from engine.kv_cache import KVCache
 from engine.model import Model
 from lora.pool import AdapterPool
 
-SIZES = (64, 128, 192, 256, 320, 384, 448, 512)  # tokens; beyond, the device is the slower one
-_PIECE_BYTES = 256 * 1024  # of the driver, for a graph of a dozen kernels
+SIZES = (
+    64,
+    128,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+)  # tokens; beyond, the device is slower than the host
+_PIECE_BYTES = 256 * 1024  # the driver's memory of a graph of a dozen kernels
 
 Piece = Callable[[], None]
 
@@ -34,7 +43,7 @@ def piece_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 def record(piece: Piece, memory: GraphMemory) -> Piece:
-    """What replays it."""
+    """Captures a piece and returns the function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):
         piece()
@@ -43,7 +52,7 @@ def record(piece: Piece, memory: GraphMemory) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """What pieces and attention hand to each other, for the largest size."""
+    """The tensors that pieces and attention exchange, for the largest size."""
 
     queries: torch.Tensor  # [T, Hq, D]
     attended: torch.Tensor  # [T, Hq, D]
@@ -57,7 +66,9 @@ class PiecewiseGraphs:
         model: Model,
         kv: KVCache,
         pool: AdapterPool,
-        inputs_of: Callable[[int, bool], ForwardInputs],  # static: of so many tokens, with LoRA
+        inputs_of: Callable[
+            [int, bool], ForwardInputs
+        ],  # static, for a number of tokens and with or without LoRA
     ) -> None:
         self._sizes = sizes
         self._model = model
@@ -69,12 +80,12 @@ class PiecewiseGraphs:
         self._pieces: dict[GraphKey, tuple[Piece, ...]] = {}
 
     def size_for(self, num_tokens: int) -> int | None:
-        """The smallest that holds them."""
+        """Returns the smallest size that holds the tokens."""
         index = bisect.bisect_left(self._sizes, num_tokens)
         return self._sizes[index] if index < len(self._sizes) and self._pieces else None
 
     def keys(self, with_lora: bool) -> list[GraphKey]:
-        """Largest first: smaller ones then fit into the memory that it took."""
+        """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""
         return [
             GraphKey(size, has_lora)
             for size in reversed(self._sizes)
@@ -82,7 +93,7 @@ class PiecewiseGraphs:
         ]
 
     def overhead(self, with_lora: bool) -> int:
-        """Bytes that the graphs take beyond what their steps hold: an estimate."""
+        """Returns an estimate of the graphs' bytes beyond their steps' tensors."""
         num_pieces = self._model.config.num_layers + 1
         return _PIECE_BYTES * num_pieces * len(self.keys(with_lora))
 
@@ -95,12 +106,13 @@ class PiecewiseGraphs:
         self._pieces[key] = tuple(pieces)
 
     def run_largest(self, with_lora: bool) -> None:
-        """What it captures, without graphs: to measure what it holds."""
+        """Runs the largest captured pieces without graphs, to measure their memory."""
         for key in self.keys(with_lora)[:1]:
             self._run(key, self._new_crossing(), lambda piece: piece())
 
     def forward(self, inputs: ForwardInputs, num_tokens: int, size: int) -> torch.Tensor:
-        """As `Model.forward`, for the static inputs of `size` of which `num_tokens` are real."""
+        """Computes `Model.forward` for the static inputs of `size`, of which `num_tokens` are
+        real."""
         crossing = self._crossing
         assert crossing is not None
         assert inputs.logit_rows is not None
@@ -113,12 +125,12 @@ class PiecewiseGraphs:
         return crossing.normed.index_select(0, inputs.logit_rows)
 
     def _run(self, key: GraphKey, crossing: _Crossing, do: Callable[[Piece], None]) -> None:
-        """Hands `do` the pieces one after the other."""
+        """Passes the pieces to `do`, one after the other."""
         model, kv, pool = self._model, self._kv, self._pool
         inputs, last = self._inputs_of(key.size, key.has_lora), model.config.num_layers - 1
         q, normed = crossing.queries[: key.size], crossing.normed[: key.size]
         attended = crossing.attended[: key.size].flatten(1)
-        # From a piece to the next, which lets go of it: until then its memory is nobody else's.
+        # Passed from a piece to the next, which drops it: until then its memory is not reused.
         residuals: list[torch.Tensor] = []
 
         def begin() -> None:

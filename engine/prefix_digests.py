@@ -1,9 +1,9 @@
-"""Names of prompt prefixes that routers and engines agree on, without a secret and short.
+"""Names of prompt prefixes that routers and engines share: short, and without a secret.
 
 A prompt is cut into chunks of `chunk` tokens; digest i names chunks 0..i together with the adapter
-and the cache salt (a chain of 64-bit BLAKE2b). An engine tells which of them its KV blocks hold, a
-router counts how many of a prompt's it finds. Only a hint: a collision sends a request to the wrong
-replica, where the cache itself, whose hashes are keyed, is asked again.
+and the cache salt (a chain of 64-bit BLAKE2b). An engine reports the digests that its KV blocks
+hold, and a router counts how many of a prompt's digests are among them. Only a hint: a collision
+sends a request to the wrong replica, whose cache, with keyed hashes, is looked up again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from array import array
 from collections.abc import Sequence
 
 _BYTES = 8
-_CHUNK_TOKENS = 32  # where blocks are not larger
+_CHUNK_TOKENS = 32  # unless blocks are larger
 
 
 def chunk_size(block_size: int) -> int:
-    """Tokens of a chunk, whole blocks."""
+    """Returns the tokens of a chunk, whole blocks."""
     return block_size * max(1, _CHUNK_TOKENS // block_size)
 
 
@@ -28,7 +28,8 @@ def prefix_digests(
     chunk: int,
     known: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """One 64-bit name for each full chunk. `known`: its first digests, which are not made anew."""
+    """Returns one 64-bit name for each full chunk. `known` are its first digests, which are not
+    computed again."""
     digests = list(known)
     extend_digests(digests, token_ids, len(token_ids), adapter, cache_salt, chunk)
     return tuple(digests)
@@ -42,7 +43,7 @@ def extend_digests(
     cache_salt: str,
     chunk: int,
 ) -> None:
-    """Appends those of full chunks within the first `num_tokens` that are missing."""
+    """Appends the missing digests of full chunks within the first `num_tokens`."""
     if len(digests) >= num_tokens // chunk:
         return
     parent = digests[-1].to_bytes(_BYTES, "little") if digests else _seed(adapter, cache_salt)

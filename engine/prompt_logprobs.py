@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: the logits of many rows, some at a time."""
+"""Log-probabilities of prompt tokens: the logits of many rows, computed some rows at a time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from engine.sampler import finite_rows, token_logprobs
 from engine.types import Sample, ScheduledBatch, TokenLogprobs
 from lora.pool import AdapterPool
 
-_ROWS = 128  # logits of so many prompt rows at a time: 25 MB of a vocabulary of 49152
+_ROWS = 128  # prompt rows whose logits exist at a time: 25 MB for a vocabulary of 49152
 
 
 def with_prompt_logprobs(
     batch: ScheduledBatch,
     samples: Sequence[Sample],
     inputs: ForwardInputs,
-    hidden: torch.Tensor,  # [rows whose logits are wanted, H]
+    hidden: torch.Tensor,  # [rows whose logits are requested, H]
     model: Model,
     pool: AdapterPool,
 ) -> tuple[Sample, ...]:
-    """The samples, completed for the sequences that ask. One whose prompt's logits are not finite
-    gives no token either: the same weights and KV gave both."""
+    """Returns the samples, completed for the sequences that request them. A sequence whose prompt
+    logits are not finite gives no token either: the same weights and KV produced both."""
     completed: list[Sample] = []
     first = inputs.num_samples
     for part, sample in zip(batch.sequences, samples, strict=True):
@@ -53,7 +53,7 @@ def _of_rows(
     model: Model,
     pool: AdapterPool,
 ) -> tuple[TokenLogprobs, ...] | None:
-    """None: not finite."""
+    """Returns None if the logits are not finite."""
     found: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), _ROWS):
         chunk = tokens[begin : begin + _ROWS]

@@ -1,5 +1,5 @@
-"""What refuses an adapter, for callers that may not know the room of adapters: bad files, or too
-little room for good ones. Ignorant of why.
+"""The errors that refuse an adapter, for callers that may not import the lora room: bad files, or
+too little room for good files. The reasons are opaque here.
 """
 
 from __future__ import annotations
@@ -8,4 +8,4 @@ from engine.errors import UnsupportedModelError
 from lora.errors import AdapterError, HostMemoryError
 
 REFUSALS: tuple[type[Exception], ...] = (UnsupportedModelError, AdapterError)
-NO_ROOM: tuple[type[Exception], ...] = (HostMemoryError,)  # now; it comes as requests end
+NO_ROOM: tuple[type[Exception], ...] = (HostMemoryError,)  # now; room returns as requests end

@@ -2,7 +2,7 @@
 
 Su et al., "RoFormer", arXiv 2104.09864. Scaled variants: linear (position interpolation, arXiv
 2306.15595), Llama 3's by wavelength, YaRN (arXiv 2309.00071). Float32 in Hugging Face's order of
-operations, so that angles agree with it. Knows no model.
+operations, so that angles agree with it. Free of models.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class RopeConfig:
 
     @property
     def extended_len(self) -> int:
-        """YaRN is switched on by the config alone; `max_position_embeddings` often stays as is."""
+        """The length that YaRN extends to. The config alone enables YaRN; `max_position_embeddings`
+        often stays as it is."""
         return int(self.original_max_len * self.factor) if self.kind == "yarn" else 0
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """-> [max_len, 2, head_dim / 2] float32, the attention factor included."""
+    """Returns [max_len, 2, head_dim / 2] float32, the attention factor included."""
     inverse = _inverse_frequencies(rope, head_dim)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
     scale = _attention_factor(rope)
@@ -56,7 +57,7 @@ def _inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Long waves are stretched by the factor, short ones left alone, those between blended."""
+    """Stretches long waves by the factor, keeps short waves, and blends between."""
     wavelength = 2 * math.pi / inverse
     low = rope.original_max_len / rope.low_freq_factor
     high = rope.original_max_len / rope.high_freq_factor

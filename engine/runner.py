@@ -1,9 +1,10 @@
-"""Owns the device: the base's weights, the KV tensors, the adapter pool; runs its steps.
+"""The owner of the device: the base's weights, the KV tensors, the adapter pool, and the execution
+of steps.
 
-Loads at its start, then `launch` turns a ScheduledBatch into Samples, at once on the reference
-backend, while the caller plans the next step on a CUDA device. One thread calls it, between
-steps it inserts adapters; `read_adapter` alone is slow and may run in any thread. Decides nothing
-about who runs.
+Loads the base at its start; then `launch` turns a ScheduledBatch into Samples, at once on the
+reference backend, while the caller plans the next step on a CUDA device. One thread calls it and
+inserts adapters between steps; only `read_adapter` is slow and may run in any thread. Scheduling
+decisions are made elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ModelRunner:
             raise ValueError(
                 f"max_lora_rank is {config.max_lora_rank}, but must be between 1 and {limit}"
             )
-        # Not torch's own default: Ray tells it 1 in an actor that reserves no CPUs.
+        # Not torch's own default: Ray sets it to 1 in an actor that reserves no CPUs.
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.device = _resolve_device(config)
         uses_triton = _resolve_backend(config, self.device)
@@ -129,24 +130,26 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def read_adapter(self, digest: str, path: Path) -> PackedAdapter:
-        """Read, checked and packed for the device. Raises AdapterError. Any thread may call."""
+        """Reads, checks and packs an adapter for the device, in any thread. Raises AdapterError."""
         return self.adapters.pack(
             read_adapter(path, digest, self._sites, self._max_lora_rank, self._weights.of_module)
         )
 
     def insert_adapter(self, adapter: PackedAdapter) -> tuple[str, ...]:
-        """Between steps. Returns the digests dropped from the host tier to make room."""
+        """Inserts an adapter between steps. Returns the digests dropped from the host tier to make
+        room."""
         return self.adapters.insert(adapter)
 
     def load_adapter(self, digest: str, path: Path) -> tuple[str, ...]:
         return self.insert_adapter(self.read_adapter(digest, path))
 
     def unload_adapter(self, digest: str) -> bool:
-        """Between steps. False: still in use, it goes with the last reference."""
+        """Removes an adapter between steps. Returns False if it is still in use: it leaves with the
+        last reference."""
         return self.adapters.remove(digest)
 
     def _load(self, folder: Path, config: EngineConfig) -> tuple[Weights, int]:
-        """And the bytes that they take on a CUDA device."""
+        """Returns the weights, and their bytes on a CUDA device."""
         is_cuda = self.device.type == "cuda"
         held = allocated_bytes(self.device) if is_cuda else 0
         with explain_out_of_memory("loading the weights", ("dtype", "the device")):
@@ -176,7 +179,7 @@ class ModelRunner:
     def _measure(
         self, config: EngineConfig, empty: EmptyDevice, weights: int, uses_triton: bool
     ) -> DeviceUse:
-        """What steps hold, from the largest ones themselves, on a cache of a few blocks."""
+        """Measures the memory of the largest steps, on a cache of a few blocks."""
         max_tokens, max_len = _max_tokens(config), self.max_model_len
         batch = largest_batch(max_tokens, config.max_num_seqs, max_len, config.block_size)
         kv = self._allocate_kv(num_blocks(max_tokens, max_len, config.block_size), config)
@@ -187,7 +190,7 @@ class ModelRunner:
             activations = peak_bytes(self.device, lambda: steps.launch(batch).collect())
             graphs = 0
             if isinstance(steps, DeviceSteps) and not config.enforce_eager:
-                # One pool for both kinds, but what one leaves need not fit the other.
+                # One pool for both kinds, but memory that one kind frees need not fit the other.
                 graphs = steps.graphs_overhead + sum(
                     peak_bytes(self.device, run)
                     for run in (steps.run_largest_graph, steps.run_largest_pieces)
@@ -226,12 +229,12 @@ class ModelRunner:
 
 
 def _max_tokens(config: EngineConfig) -> int:
-    """A step has a token of every sequence at least."""
+    """Returns the largest step: at least one token of every sequence."""
     return max(config.max_num_batched_tokens, config.max_num_seqs)
 
 
 def _resolve_backend(config: EngineConfig, device: torch.device) -> bool:
-    """True: Triton. `auto` takes it wherever there is a CUDA device."""
+    """Returns True for Triton. `auto` selects it if there is a CUDA device."""
     wants = config.backend == "triton" or (config.backend == "auto" and device.type == "cuda")
     if wants and not HAS_TRITON:
         raise UnsupportedModelError(

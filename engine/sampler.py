@@ -1,8 +1,8 @@
 """Logits to Samples: per-row parameters as tensors, penalties, bans, the draw, log-probabilities.
 
-The arithmetic is the kernels'. A row depends on its own sequence only: its parameters, its tokens,
-and random numbers keyed by (seed, choice, position of the token drawn). A row that is not finite
-is reported and harms no other. Knows no blocks and no adapters.
+The kernels hold the arithmetic. A row depends on its own sequence only: its parameters, its tokens,
+and random numbers keyed by (seed, choice, position of the token drawn). A row that is not finite is
+reported and does not affect others. Free of blocks and adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SEED_MASK = 2**64 - 1
 
 def sample(
     logits: torch.Tensor,  # [R, V] float32, changed in place
-    parts: Sequence[ScheduledSequence],  # one a row
+    parts: Sequence[ScheduledSequence],  # one per row
     eos_token_ids: Collection[int],
 ) -> list[Sample]:
     if not parts:
@@ -52,7 +52,7 @@ def sample(
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], limits: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Of each row its token and its `limit` most likely ones."""
+    """Returns the log-probability of each row's token and of its `limit` most likely tokens."""
     ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
     own, ranks, top_ids, top = gather_logprobs(logits, ids, max(limits))
     rows = zip(
@@ -67,14 +67,15 @@ def token_logprobs(
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """One pass: a NaN shows in both extremes, an infinity in one."""
+    """Checks all rows in one pass: a NaN appears in both extremes, an infinity in one."""
     low, high = torch.aminmax(logits, dim=-1)
     finite: list[bool] = (low.isfinite() & high.isfinite()).tolist()
     return finite
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Page-locked first: from other memory the copy would wait for the step under way."""
+    """Copies to the device through page-locked memory: from other memory the copy would wait for
+    the step in flight."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -90,7 +91,7 @@ def _draw(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> torch.Ten
         return torch.tensor(values, dtype=torch.int64, device=logits.device)
 
     temperature = floats([p.temperature for p in params])
-    if not any(p.temperature for p in params):  # all greedy: no other number is looked at
+    if not any(p.temperature for p in params):  # all greedy: the other parameters are not read
         zeros = integers([0]).expand(len(params))
         return draw(logits, temperature, zeros, temperature, temperature, zeros, zeros, zeros)
     seeds = np.array([part.sequence.seed & _SEED_MASK for part in parts], dtype=np.uint64)
@@ -114,7 +115,7 @@ def changes_logits(part: ScheduledSequence) -> bool:
 def change_logits_(
     logits: torch.Tensor, parts: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
 ) -> None:
-    """Penalties, then bias, then bans."""
+    """Applies penalties, then bias, then bans."""
     _penalize_(logits, [part.sequence for part in parts])
     biases = [
         (row, token_id, value)

@@ -1,9 +1,9 @@
-"""Which tokens of which sequences the next step computes, and what follows from its samples.
+"""Chooses which tokens of which sequences the next step computes, and applies its samples.
 
-Continuous batching without phases: a sequence has tokens still to compute, a step takes some of
-them. Running sequences go first, oldest first, then waiting ones in order of arrival. Preemption
-is by recompute, youngest first; the oldest running sequence is never preempted and every admitted
-request fits into all KV blocks alone, so there is always one that ends. Ignorant of tensors,
+Continuous batching without phases: a sequence has tokens left to compute, and a step computes some
+of them. Running sequences come first, oldest first, then waiting sequences in order of arrival.
+Preemption is by recompute, youngest first; the oldest running sequence is never preempted and every
+admitted request fits into all KV blocks alone, so at least one always finishes. Free of tensors,
 threads and text.
 
     waiting --admit: adapter, prefix blocks--> running --ending, abort, failure--> gone
@@ -11,10 +11,10 @@ threads and text.
        +--------------- preempt ------------------+
 
 Step n+1 may be scheduled before step n is committed: `schedule` counts from the end of the range in
-flight. What is computed and what was drawn moves in `commit` only, from the batch's own ranges, and
-sequences that left meanwhile are skipped. Blocks and adapters of such a sequence are given away
-while the device may still use them; the runner keeps the order of steps, so nothing is overwritten
-before it was read.
+flight. Computed and drawn tokens are recorded in `commit` only, from the batch's own ranges, and
+sequences that left meanwhile are skipped. Blocks and adapters of such a sequence are released while
+the device may still use them; the runner keeps the order of steps, so nothing is overwritten before
+it was read.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def _age(sequence: Sequence) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The choices of one request that have not ended."""
+    """The unfinished choices of one request."""
 
     request: Request
     alive: dict[int, Sequence]  # in order
-    is_prompt_computed: bool = False  # by one of them: the others can find its blocks
+    is_prompt_computed: bool = False  # by one choice: the others can find its blocks
 
 
 class Scheduler:
@@ -61,7 +61,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         blocks: BlockPool,
-        residency: AdapterStore,
+        adapters: AdapterStore,
         eos_token_ids: Collection[int],
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
@@ -69,13 +69,13 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._tables = BlockTables(blocks)
-        self._gate = AdapterGate(residency, config.max_adapter_overtakes)
+        self._gate = AdapterGate(adapters, config.max_adapter_overtakes)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._waiting: list[Sequence] = []  # oldest first
         self._running: list[Sequence] = []  # oldest first
         self._groups: dict[str, _Group] = {}
-        self._left: list[TokenOutput] = []  # last words, given out by the next commit
+        self._left: list[TokenOutput] = []  # final outputs, returned by the next commit
         self._num_sequences = 0
         self._num_preemptions = 0
 
@@ -98,18 +98,18 @@ class Scheduler:
         return any(group.request.adapter == digest for group in self._groups.values())
 
     def adapters_of_requests(self) -> set[str]:
-        """Waiting and running."""
+        """Returns the adapters of waiting and running requests."""
         requests = (group.request for group in self._groups.values())
         return {request.adapter for request in requests if request.adapter is not None}
 
     def num_requests_of(self, digest: str) -> int:
-        """Waiting or running with this adapter."""
+        """Returns the number of requests, waiting or running, with this adapter."""
         return sum(group.request.adapter == digest for group in self._groups.values())
 
     def add(self, request: Request, seed: int) -> None:
         assert request.request_id not in self._groups
         group = _Group(request, {})
-        outputs = {one.choice: one.token_ids for one in request.resumed}
+        outputs = {choice.choice: choice.token_ids for choice in request.resumed}
         for choice in request.choices:
             token_ids = [*request.prompt_token_ids, *outputs.get(choice, ())]
             sequence = Sequence(request, choice, seed, token_ids, added_s=self._clock())
@@ -120,7 +120,7 @@ class Scheduler:
         self._groups[request.request_id] = group
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Frees everything at once. Unknown or ended ones are ignored: aborts come late."""
+        """Frees everything at once. Ignores unknown and ended requests: aborts arrive late."""
         group = self._groups.get(request_id)
         if group is None:
             return
@@ -128,10 +128,11 @@ class Scheduler:
             self._leave(sequence, Ending("abort"))
 
     def schedule(self) -> ScheduledBatch:
-        """Empty though sequences wait: they wait for an adapter that nothing running blocks."""
+        """Returns the next batch. It can be empty while sequences wait for an adapter that no
+        running sequence blocks."""
         num_preemptions = self._num_preemptions
         scheduled = self._schedule_running()
-        # What was just preempted must not come straight back, nor must others take its blocks.
+        # A sequence that was just preempted must not return at once, nor others take its blocks.
         if num_preemptions == self._num_preemptions:
             budget = self._config.max_num_batched_tokens
             budget -= sum(item.end - item.start for item in scheduled)
@@ -148,7 +149,7 @@ class Scheduler:
         return self._drain_left() + outputs
 
     def fail(self, batch: ScheduledBatch, error: str) -> list[TokenOutput]:
-        """The step was lost: every request with a sequence in it ends, all choices."""
+        """Ends every request with a sequence in the lost step, with all its choices."""
         for request_id in dict.fromkeys(s.sequence.request.request_id for s in batch.sequences):
             group = self._groups.get(request_id)
             for sequence in tuple(group.alive.values()) if group else ():
@@ -182,19 +183,19 @@ class Scheduler:
             if self._waits_for_commit(sequence):
                 continue
             start = sequence.num_scheduled_tokens
-            # One token is left for each younger one: an old prompt, come late because its adapter
-            # had no room, must not stall those that decode.
+            # One token is left for each younger sequence: an old prompt that was admitted late,
+            # for lack of room for its adapter, must not stall decoding sequences.
             num_younger = len(self._running) - index
             count = min(sequence.num_tokens - start, max(1, budget - num_younger))
             assert count > 0
             if not self._make_room(sequence, start + count):
-                break  # it was the youngest itself
+                break  # it was the youngest and is preempted itself
             scheduled.append(_take(sequence, start, start + count))
             budget -= count
         return scheduled
 
     def _waits_for_commit(self, sequence: Sequence) -> bool:
-        """The token in flight is its last, or what follows depends on which token it is."""
+        """Returns True if the token in flight is the last, or if the next one depends on its id."""
         if not sequence.num_tokens_in_flight:
             return False
         params = sequence.request.params
@@ -206,8 +207,9 @@ class Scheduler:
         )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """At the expense of younger sequences. All of these come later in the walk, so none is in
-        the batch yet. False: it was the youngest, and is preempted itself."""
+        """Allocates blocks, preempting younger sequences if needed. They come later in the walk, so
+        none is in the batch yet. Returns False if the sequence was the youngest and was preempted
+        itself."""
         while not self._tables.grow(sequence, num_tokens):
             victim = self._running[-1]
             assert victim is not self._running[0], "an admitted sequence fits into all blocks"
@@ -239,7 +241,7 @@ class Scheduler:
             if self._waits_for_prompt(sequence) or not self._gate.acquire(sequence):
                 continue
             count = self._tables.place(sequence, budget)
-            if count == 0:  # no blocks: younger ones, however small, wait behind it
+            if count == 0:  # no blocks: younger sequences, however small, wait behind it
                 self._gate.release(sequence)
                 break
             budget -= count
@@ -254,8 +256,8 @@ class Scheduler:
         return admitted
 
     def _waits_for_prompt(self, sequence: Sequence) -> bool:
-        """The first choice computes it, the others share its blocks. Where they cannot share, they
-        have nothing to wait for."""
+        """Returns True while the first choice computes the prompt whose blocks the others share.
+        Choices that cannot share do not wait."""
         group = self._groups[sequence.request.request_id]
         is_first = sequence.choice == next(iter(group.alive))
         return not (is_first or group.is_prompt_computed) and self._tables.can_share(sequence)
@@ -278,7 +280,7 @@ class Scheduler:
 
     def _commit_token(self, sequence: Sequence, sample: Sample) -> TokenOutput:
         offset = sequence.num_output_tokens
-        if sequence.request.params.max_tokens > 0:  # else the prompt alone was wanted
+        if sequence.request.params.max_tokens > 0:  # otherwise only the prompt was requested
             assert sample.token_id is not None
             sequence.token_ids.append(sample.token_id)
         token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + offset :])
@@ -300,7 +302,7 @@ class Scheduler:
         )
 
     def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:
-        """Ends without a token; the last word comes with the next commit."""
+        """Ends a sequence without a token; its final output comes with the next commit."""
         self._forget(sequence)
         self._left.append(
             TokenOutput(

@@ -1,8 +1,8 @@
-"""The engine's async face: submit, abort and load from anywhere, tokens back once a step.
+"""The engine's async interface: submit, abort and load from any thread, tokens back once per step.
 
-All that touches the engine is handed to its loop and done between two steps. Adapter files are read
-by worker threads, so that a load never stalls a step. When the loop ends, whoever waits gets
-EngineDeadError. Ignorant of tensors, HTTP and Ray.
+Every command that touches the engine is handed to its loop and runs between two steps. Worker
+threads read adapter files, so that a load never stalls a step. When the loop ends, waiting callers
+get EngineDeadError. Free of tensors, HTTP and Ray.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NUM_READERS = 2  # threads that read adapter files
 
 class AdapterReader(Protocol):
     def read(self, digest: str, path: str) -> Callable[[], None]:
-        """Reads and checks the files, on any thread. The result, called between two steps, makes
-        the adapter known to the engine."""
+        """Reads and checks the files, on any thread. The returned function, called between two
+        steps, registers the adapter with the engine."""
         ...
 
 
 class EngineInterface(Protocol):
-    """What a process that owns an engine uses of it."""
+    """The methods of an engine that its owning process uses."""
 
     @property
     def model_limits(self) -> EngineLimits: ...
@@ -76,7 +76,7 @@ class AsyncEngine:
         self._loop.start()
 
     def stop(self) -> None:
-        """Returns when the step in progress has ended. What still runs is lost."""
+        """Returns when the step in progress has ended. Unfinished requests are lost."""
         self._loop.stop()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
@@ -86,24 +86,26 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(admitted)
         except asyncio.CancelledError:
-            # Too late to take it back, perhaps; then nobody would read it.
+            # It may be admitted already; without a reader it must then be aborted.
             admitted.add_done_callback(lambda done: self._abort_if_admitted(request, done))
             raise
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """From any thread. Takes effect before the next step."""
+        """Aborts a request, or one of its choices, before the next step. Any thread may call it."""
         self._loop.call(lambda: self._engine.abort(request_id, choice))
 
     def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
-        """Called in the engine's thread once a step."""
+        """Registers a callback that the engine's thread calls once per step."""
         self._loop.on_step.append(callback)
 
     def on_death(self, callback: Callable[[EngineDeadError], None]) -> None:
-        """Called once, in the engine's thread, when its loop ends for whatever reason."""
+        """Registers a callback that the engine's thread calls once, when its loop ends for any
+        reason."""
         self._loop.on_death.append(callback)
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
-        """The outputs of all choices as they come. Closing it aborts what has not ended."""
+        """Yields the outputs of all choices as they come. Closing the generator aborts unfinished
+        choices."""
         stream = self._streams.open(request.request_id)
         if stream is None:
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
@@ -121,39 +123,40 @@ class AsyncEngine:
                 self.abort(request.request_id)
 
     async def load_adapter(self, name: str, digest: str, path: str) -> None:
-        """Once per digest, however many ask at the same time. `name` is for the log only."""
+        """Loads an adapter, once per digest however many callers ask at the same time. `name` is
+        for the log only."""
         is_known = False
 
         def look() -> None:
             nonlocal is_known
             is_known = self._engine.has_adapter(digest)
 
-        await self._between_steps(look)  # in line with the unloads that were asked for before
+        await self._between_steps(look)  # after the unloads that were requested earlier
         if is_known:
             return
         loading = self._begin_loading(name, digest, path)
         try:
             await asyncio.shield(asyncio.wrap_future(loading))
         except asyncio.CancelledError:
-            if loading.cancelled():  # by `stop`, before a reader took it up
+            if loading.cancelled():  # by `stop`, before a reader began
                 raise EngineDeadError("the engine was stopped") from None
             raise
 
     async def unload_adapter(self, digest: str) -> None:
-        """New requests are refused at once; returns when those that use it have ended, or when a
-        load has taken the unload back."""
+        """Blocks new requests at once; returns when requests that use the adapter have ended, or
+        when a load has cancelled the unload."""
         await asyncio.shield(
             asyncio.wrap_future(self._loop.call_when_true(self._retirement(digest)))
         )
 
     async def adapters(self) -> tuple[Resident, ...]:
-        """As they are between two steps."""
+        """Returns the adapters as they are between two steps."""
         found: list[Resident] = []
         await self._between_steps(lambda: found.extend(self._engine.adapters()))
         return tuple(found)
 
     async def pin_adapter(self, digest: str) -> None:
-        """Raises UnknownAdapterError, or a refusal where the pins would leave too little room."""
+        """Raises UnknownAdapterError, or a refusal if the pins would leave too little room."""
         await self._between_steps(lambda: self._engine.pin_adapter(digest))
 
     async def unpin_adapter(self, digest: str) -> None:
@@ -170,13 +173,13 @@ class AsyncEngine:
         return self._loop.load
 
     def last_step_age_s(self) -> float:
-        """How long the step, or the command between two steps, in progress has taken so far; 0 when
-        idle, infinite when dead."""
+        """Returns how long the current step, or the command between two steps, has lasted so far; 0
+        when idle, infinite when dead."""
         return self._loop.last_step_age_s()
 
     def usual_step_s(self) -> float:
-        """The longest that steps like the one in progress took lately; infinite where that is not
-        known, or where a command between two steps is in progress."""
+        """Returns the longest recent duration of steps like the current one; infinite if unknown or
+        while a command between two steps runs."""
         return self._loop.usual_step_s()
 
     async def _between_steps(self, command: Callable[[], None]) -> None:
@@ -192,7 +195,7 @@ class AsyncEngine:
             if loading is None:
                 try:
                     loading = self._readers.submit(self._read_and_insert, name, digest, path)
-                except RuntimeError:  # shut down since it was asked
+                except RuntimeError:  # shut down meanwhile
                     raise EngineDeadError("the engine was stopped") from None
                 self._loading[digest] = loading
         return loading
@@ -218,7 +221,7 @@ class AsyncEngine:
         def is_over() -> bool:
             nonlocal has_begun
             if has_begun and not self._engine.is_retiring(digest):
-                return True  # a load took it back
+                return True  # a load cancelled it
             has_begun = True
             return self._engine.retire_adapter(digest)
 

@@ -1,9 +1,9 @@
-"""The small numbers of a step: written on the host, copied to the device in one go.
+"""The small numbers of a step: written on the host, copied to the device in one transfer.
 
-CUDA graphs hold the addresses of the device's twin, so it never moves. The host has two buffers in
+CUDA graphs hold the addresses of the device's copy, so it never moves. The host has two buffers in
 turn: while step n's copy may still wait for the device, step n+1 is written into the other. All
 fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
-step copies what it needs and not what it might.
+step copies only the columns that it needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
-_ALIGNMENT = 4  # words: 16 bytes, what a vector load of a kernel wants
+_ALIGNMENT = 4  # words: 16 bytes, the alignment of a kernel's vector load
 _PER_TOKEN = ("token_ids", "sources", "positions", "slots", "logit_rows")
 _PER_SEQUENCE = ("kv_lens", "temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
 
@@ -32,7 +32,7 @@ class StepBuffers:
         self,
         max_tokens: int,
         max_seqs: int,
-        max_blocks: int,  # of one sequence
+        max_blocks: int,  # per sequence
         attention_words: int,
         lora_words: int,
         device: torch.device,
@@ -63,7 +63,7 @@ class StepBuffers:
         self._turn = 0
 
     def begin(self) -> None:
-        """A new step's host side. The step before last must have been collected."""
+        """Begins a new step on the host. The step before last must have been collected."""
         self._turn ^= 1
 
     def host(self, name: str) -> Words:
@@ -78,7 +78,7 @@ class StepBuffers:
         return self.host(name).view(np.int64)
 
     def host_tables(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """[num_rows, width], to be written whole."""
+        """Returns [num_rows, width], to be written whole."""
         flat = self._hosts[self._turn].numpy()[self._tables_start :]
         return flat[: num_rows * width].reshape(num_rows, width)
 
@@ -93,11 +93,11 @@ class StepBuffers:
         return self.device(name).view(torch.int64)
 
     def device_tables(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, max_blocks]; columns past the width last sent hold old numbers."""
+        """Returns [num_rows, max_blocks]; columns past the width last sent hold old numbers."""
         return self._tables[:num_rows]
 
     def send(self, num_rows: int, width: int) -> None:
-        """Everything up to the end of the packed tables, then the tables to their rows."""
+        """Sends everything up to the end of the packed tables, then the tables to their rows."""
         end = self._tables_start + num_rows * width
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
         packed = self._device[self._tables_start : end].view(num_rows, width)

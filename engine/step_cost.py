@@ -1,12 +1,13 @@
-"""What a step takes, fitted to the newest: fixed + token * prompt tokens + sequence * decoding.
+"""The duration of a step, fitted to recent steps: fixed + token * prompt tokens + sequence *
+decoding.
 
 Recursive least squares with forgetting, in information form. Steps with and without prompt tokens
-forget only their own kind: a thousand steps of decoding must not wear off what a prompt token
-costs. A weak anchor at the last fit decides where steps tell nothing (always the same number of
-sequences). An exception, such as a step that compiles, counts little where the fit knows better,
-and is forgotten where a later step shows that it was one. Numbers only.
+forget only their own kind: a thousand decode steps must not wear off the cost of a prompt token. A
+weak anchor at the last fit decides where steps carry no information (always the same number of
+sequences). An exception, such as a step that compiles, has little weight where the fit is more
+certain, and is forgotten once a later step shows that it was an exception. Numbers only.
 
-Beside the fit, `LongestSteps`: not what a step takes, but what one may take that is not hung.
+Next to the fit, `LongestSteps` bounds the duration of a step that is not hung.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from itertools import combinations
 Vector = tuple[float, float, float]
 
 _TOKENS, _SEQUENCES = 1024.0, 64.0  # units that make the three terms alike in size
-_KEEP = 0.98  # of a kind's weight, at each new step of it: about the newest 50 count
+_KEEP = 0.98  # factor on a kind's weight at each new step of it: about the newest 50 count
 _ANCHOR = 0.01  # weight of the last fit, in steps
-_FAR = 4.0  # times the expected, or a part of it
-_KNOWS = 0.5  # leverage below which the fit knows better than one step
-_DISCOUNT = 0.01  # of all before, once a step shows an exception in it
+_FAR = 4.0  # times the expected duration, or a part of it
+_KNOWS = 0.5  # leverage below which the fit is more certain than one step
+_DISCOUNT = 0.01  # factor on all earlier steps once a step shows an exception among them
 _LEAST_WEIGHT = 1e-4
-_SKIPPED = 2  # steps of a process's beginning
-_ALL, _EVERY = 64, 4  # later one of some steps without prompt tokens is enough: 25 us each
-_FADES = 0.98  # a longest step, with each new one of its size
+_SKIPPED = 2  # steps at a process's beginning
+_ALL, _EVERY = 64, 4  # later every fourth step without prompt tokens is enough: 25 us each
+_FADES = 0.98  # factor on a longest step at each new step of its size
 _NEW = 32  # steps
-_LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would say: not known
+_LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would mean unknown
 
 
 class StepCost:
-    """All three are 0 before the first step, `token_s` before the first with prompt tokens."""
+    """The fitted cost. All three terms are 0 before the first step, `token_s` before the first step
+    with prompt tokens."""
 
     def __init__(self) -> None:
         self._decoding, self._prompts = _Kind(), _Kind()
@@ -59,7 +61,7 @@ class StepCost:
         seconds = max(seconds, 1e-9)
         x = (1.0, num_prompt_tokens / _TOKENS, num_decoding / _SEQUENCES)
         expected = _dot(self._fit, x)
-        # Errors grow with the step: a long one shall not drown what short ones tell.
+        # Errors grow with the step: a long step must not drown the information of short ones.
         usual = self._fit[0] + self._fit[2]
         size = min(expected, seconds) if expected else seconds
         weight = max(_LEAST_WEIGHT, min(1.0, (usual / size) ** 2)) if usual else 1.0
@@ -81,11 +83,11 @@ class StepCost:
         return matrix
 
     def _leverage(self, x: Vector) -> float:
-        """How far a step like this is from all that is known: near 0 among many like it."""
+        """Returns the distance of a step from the recorded steps: near 0 among many like it."""
         return _dot(x, _solved(self._information(), list(x), (0, 1, 2)))
 
     def _solve(self) -> None:
-        """The best fit without negative parts."""
+        """Returns the best fit without negative terms."""
         matrix = self._information()
         target = [
             self._decoding.products[i] + self._prompts.products[i] + _ANCHOR * self._fit[i]
@@ -104,7 +106,7 @@ class StepCost:
 
 
 class LongestSteps:
-    """The longest of the newest steps, by their number of prompt tokens in powers of two."""
+    """The longest recent steps, by their number of prompt tokens in powers of two."""
 
     def __init__(self) -> None:
         self._longest_s = [0.0] * 32  # 0: none yet
@@ -116,8 +118,9 @@ class LongestSteps:
         self._longest_s[size] = max(seconds, _FADES * self._longest_s[size])
 
     def expect(self, num_prompt_tokens: int) -> float:
-        """Seconds. From smaller steps in proportion, where none of this size came, else from larger
-        ones. Infinite at a process's beginning, when kernels may have to be compiled."""
+        """Returns seconds. If no step of this size came, they follow from smaller steps in
+        proportion, otherwise from larger ones. Infinite at a process's beginning, when kernels may
+        have to be compiled."""
         if self._num_steps < _NEW:
             return math.inf
         size = min(num_prompt_tokens.bit_length(), 31)
@@ -153,7 +156,7 @@ def _dot(a: Vector, b: Vector | list[float]) -> float:
 
 
 def _solved(matrix: list[list[float]], target: list[float], used: tuple[int, ...]) -> Vector:
-    """Of a positive definite matrix, in the variables `used`; the others are 0."""
+    """Solves a positive definite matrix in the variables `used`; the others are 0."""
     rows = [[matrix[i][j] for j in used] + [target[i]] for i in used]
     size = len(used)
     for k in range(size):

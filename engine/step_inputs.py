@@ -1,7 +1,7 @@
-"""A step's inputs in static buffers: what a device with Triton kernels and CUDA graphs reads.
+"""A step's inputs in static buffers, for a device with Triton kernels and CUDA graphs.
 
-One instance serves the decode graphs (one token a sequence, padded to the graph's size), one all
-other steps. Tokens that the step before drew are named by their row on the device. Knows no
+One instance serves the decode graphs (one token per sequence, padded to the graph's size), another
+all other steps. Tokens that the step before drew are named by their row on the device. Free of
 weights.
 """
 
@@ -33,7 +33,7 @@ Runs = list[tuple[tuple[int, ...], int]]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What sizes the buffers: fixed from the start, because graphs hold their addresses."""
+    """The sizes of the buffers: fixed from the start, because graphs hold their addresses."""
 
     max_seqs: int
     max_model_len: int
@@ -52,7 +52,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """One row of each for every sequence that samples."""
+    """The sampling parameters, one row for every sequence that samples."""
 
     temperature: torch.Tensor  # [R] float32
     top_k: torch.Tensor  # [R] int32
@@ -74,8 +74,8 @@ class StepInputs:
         *,
         is_decode: bool,
     ) -> None:
-        """`is_decode`: for graphs of decodes, with `for_graph` and `write_for_graph` only; else
-        with the others only."""
+        """`is_decode`: for graphs of decodes, with `for_graph` and `write_for_graph` only;
+        otherwise with the other methods only."""
         self.max_tokens = max_tokens
         self._limits = limits
         self._pool = pool
@@ -91,7 +91,8 @@ class StepInputs:
         )
 
     def for_graph(self, size: int, has_lora: bool) -> tuple[ForwardInputs, SamplingInputs]:
-        """Of `size` sequences with one token each; `write(..., size)` fills it."""
+        """Returns the inputs of `size` sequences with one token each; `write(..., size)` fills
+        them."""
         device = self._buffers.device
         attention = PagedPlan.for_graph(
             device("query_start")[: size + 1],
@@ -124,7 +125,8 @@ class StepInputs:
     def write_for_graph(
         self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int
     ) -> bool:
-        """Fills what `for_graph(size)` reads and sends it. True: some row has an adapter."""
+        """Fills and sends the inputs of `for_graph(size)`. Returns True if some row has an
+        adapter."""
         self._buffers.begin()
         parts = batch.sequences
         self._write_tokens(parts, drawn_rows, size)
@@ -144,7 +146,8 @@ class StepInputs:
         return has_lora
 
     def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
-        """Of `size` tokens of any sequences, without attention; `write(..., size)` fills it."""
+        """Returns the inputs of `size` tokens of any sequences, without attention; `write(...,
+        size)` fills them."""
         lora = None
         if has_lora:
             lora = LoraPlan.for_graph(
@@ -160,7 +163,8 @@ class StepInputs:
     def write(
         self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int | None = None
     ) -> ForwardInputs:
-        """Any batch of up to `max_tokens`, padded to `size` tokens for the pieces of that size."""
+        """Writes any batch of up to `max_tokens`, padded to `size` tokens for the pieces of that
+        size."""
         self._buffers.begin()
         parts = batch.sequences
         num_tokens = size or batch.num_tokens
@@ -227,11 +231,12 @@ class StepInputs:
         )
 
     def fits_pieces(self, batch: ScheduledBatch) -> bool:
-        """No adapter needs a site that graphs leave out."""
+        """Returns True if no adapter needs a site that graphs leave out."""
         return not any(self._targets_optional(part) for part in batch.sequences)
 
     def fits_graph(self, batch: ScheduledBatch) -> bool:
-        """Every sequence has one token, and no adapter needs a site that graphs leave out."""
+        """Returns True if every sequence has one token, and no adapter needs a site that graphs
+        leave out."""
         return all(
             part.samples and part.end - part.start == 1 and not self._targets_optional(part)
             for part in batch.sequences
@@ -247,7 +252,7 @@ class StepInputs:
         drawn_rows: Mapping[Sequence, int],
         num_rows: int,
     ) -> list[int]:
-        """Rows past the batch's tokens become padding. Returns query_start."""
+        """Returns query_start. Rows past the batch's tokens become padding."""
         host = self._buffers.host
         token_ids, sources = host("token_ids"), host("sources")
         positions, slots = host("positions"), host("slots")
@@ -283,7 +288,8 @@ class StepInputs:
         return query_start
 
     def _write_attention(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> WorkCounts:
-        """Of `num_rows` sequences; those past the batch are padding, with one query and no keys."""
+        """Writes `num_rows` sequences; rows past the batch are padding, with one query and no
+        keys."""
         host = self._buffers.host
         query_start, kv_lens = host("query_start"), host("kv_lens")
         lengths = [part.end - part.start for part in parts] + [1] * (num_rows - len(parts))
@@ -306,7 +312,7 @@ class StepInputs:
         self._buffers.host_longs("seeds")[:count] = seeds.view(np.int64)
         host("choices")[:count] = [part.sequence.choice for part in parts]
         host("draw_positions")[:count] = [part.end for part in parts]
-        floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily, and dropped
+        floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 
     def _lora_runs(self, parts: tuple[ScheduledSequence, ...], num_padding: int) -> Runs:
         runs: Runs = []

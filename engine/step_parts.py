@@ -1,8 +1,8 @@
-"""A step again in parts, after the whole of it found no memory.
+"""A step repeated in parts, after the whole of it ran out of memory.
 
-KV blocks and adapters have their memory from the start. What a step allocates beside them grows
-with its tokens, so fewer tokens at a time need less, and preempting a sequence would free nothing.
-Ignorant of tensors and of the runner's kind.
+KV blocks and adapters have their memory from the start. A step's other allocations grow with its
+tokens, so fewer tokens at a time need less, and preempting a sequence would free nothing. Free of
+tensors and of the runner's kind.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _MAX_FAILURES = 48
 
 
 def run_in_parts(runner: Runner, batch: ScheduledBatch) -> tuple[Sample | None, ...]:
-    """The samples in the batch's order; None where not even one token of a sequence found memory.
+    """Returns the samples in the batch's order; None for a sequence of which not even one token
+    fits into memory.
 
-    The token ids of all sequences must be on the host: no step is under way. Each failure halves
+    The token ids of all sequences must be on the host: no step is in flight. Each failure halves
     the tokens of a part, and after `_MAX_FAILURES` the rest is given up. Other errors of the runner
     pass through.
     """
@@ -38,7 +39,7 @@ def run_in_parts(runner: Runner, batch: ScheduledBatch) -> tuple[Sample | None, 
             limit *= 2 if can_grow else 1
             continue
         num_failures += 1
-        can_grow = part.num_tokens == 1  # it was this sequence, others may fit as before
+        can_grow = part.num_tokens == 1  # this sequence does not fit, others may as before
         limit = max(1, part.num_tokens // 2)
         if part.num_tokens > 1:
             _put_back(left, taken)
@@ -55,7 +56,7 @@ def run_in_parts(runner: Runner, batch: ScheduledBatch) -> tuple[Sample | None, 
 def _take(
     left: deque[tuple[int, ScheduledSequence]], limit: int
 ) -> Iterator[tuple[int, ScheduledSequence]]:
-    """So many tokens from the front; the last sequence is cut where it has more."""
+    """Takes up to a number of tokens from the front; the last sequence is cut if it has more."""
     while left and limit > 0:
         index, item = left.popleft()
         middle = item.start + limit
@@ -85,13 +86,13 @@ def _try(runner: Runner, part: ScheduledBatch) -> tuple[Sample, ...] | None:
     except Exception as error:
         if not runner.is_out_of_memory(error):
             raise
-    # Not in the handler: the error's traceback holds what the part had allocated.
+    # Not in the handler: the error's traceback keeps the part's allocations alive.
     runner.free_cache()
     return None
 
 
 def _joined(first: Sample | None, second: Sample) -> Sample:
-    """The answers for two neighbouring ranges of one sequence."""
+    """Joins the samples of two neighbouring ranges of one sequence."""
     if first is None:
         return second
     if not first.is_finite:

@@ -1,7 +1,7 @@
-"""When a sequence ends by itself, and which tokens it may not draw before.
+"""The end of a sequence by its own tokens, and the tokens that must not be drawn before.
 
 Shared by the scheduler, which ends sequences, and the sampler, which masks. Stop strings are text
-and therefore not known here. No tensors.
+and therefore absent here. Free of tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Ending:
 
 
 def ending(sequence: Sequence, eos_token_ids: Collection[int], max_model_len: int) -> Ending | None:
-    """Asked after each token, and once after the prompt if no token is wanted at all."""
+    """Returns the ending, if any. Called after each token, and once after the prompt if no token is
+    requested."""
     params = sequence.request.params
     num_output = sequence.num_output_tokens
     if num_output > params.min_tokens:
@@ -36,8 +37,8 @@ def ending(sequence: Sequence, eos_token_ids: Collection[int], max_model_len: in
 def banned_token_ids(
     sequence: Sequence, position: int, eos_token_ids: Collection[int]
 ) -> tuple[int, ...]:
-    """Tokens that the draw for `position` must not give: all that would end the sequence before
-    `min_tokens`."""
+    """Returns the tokens that the draw for `position` must exclude: all that would end the sequence
+    before `min_tokens`."""
     params = sequence.request.params
     if position - sequence.num_prompt_tokens >= params.min_tokens:
         return ()

@@ -1,4 +1,4 @@
-"""Tokens from the engine's thread to the event loops of those who wait for them, once a step."""
+"""Tokens from the engine's thread to the event loops of their readers, once per step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Stream:
 
 
 class Streams:
-    """Opened and closed by readers, fed by the engine's thread."""
+    """The open streams: opened and closed by readers, fed by the engine's thread."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
 
     def open(self, request_id: str) -> Stream | None:
-        """None: somebody reads this request already."""
+        """Returns None if this request is already being read."""
         with self._lock:
             if request_id in self._streams:
                 return None
@@ -74,5 +74,5 @@ def _call(
 
     try:
         loop.call_soon_threadsafe(put)
-    except RuntimeError:  # the reader's loop was closed under it
+    except RuntimeError:  # the reader's loop was closed meanwhile
         logger.warning("an event loop was closed while %d outputs were due", len(items))

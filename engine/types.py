@@ -1,6 +1,6 @@
-"""The engine's vocabulary: what a caller hands in, what a step decides, what a step gives back.
+"""The engine's vocabulary: requests, step decisions and step results.
 
-Ignorant of tensors, HTTP and MLflow. An adapter is known here only by its content digest.
+Free of tensors, HTTP and MLflow. An adapter is known here only by its content digest.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Literal, Protocol
 from lora.resident import Resident as Resident
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-# Errors of a TokenOutput that are told from all others.
+# Errors of a TokenOutput that callers distinguish from all others.
 NOT_FINITE = "the model's logits are not finite"
 NO_MEMORY = "the device has no memory for a step of this request"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens. Defaults are those of the OpenAI API; 0 switches `top_k`, `min_p` off.
+    """The parameters of token sampling. Defaults are those of the OpenAI API; 0 switches `top_k`
+    and `min_p` off.
 
-    Stop strings are text and therefore not known here: the caller watches the text and aborts.
+    Stop strings are text and therefore absent here: the caller watches the text and aborts.
     """
 
     max_tokens: int = 16
@@ -38,7 +39,7 @@ class SamplingParams:
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; k: the drawn token's and those of the k most likely
+    logprobs: int | None = None  # None: none; k: of the drawn token and the k most likely
     prompt_logprobs: int | None = None
 
     @property
@@ -52,8 +53,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
-    """A choice that goes on where another engine left it: the next token has the offset
-    `len(token_ids)`, its random numbers and penalties are those of an undisturbed run."""
+    """A choice that continues where another engine left it: the next token has the offset
+    `len(token_ids)`; its random numbers and penalties are those of an undisturbed run."""
 
     choice: int
     token_ids: tuple[int, ...]  # its output so far
@@ -67,26 +68,26 @@ class Request:
     adapter: str | None = None  # content digest of a loaded adapter
     cache_salt: str = ""  # requests with different salts never share KV blocks
     arrival_s: float = 0.0  # time.time() at the front, for queue-time metrics only
-    # Only these of the `params.n` choices are generated; empty: all, from their beginning.
+    # If set, only these of the `params.n` choices are generated; otherwise all, from the start.
     resumed: tuple[ResumedChoice, ...] = ()
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Those that are generated, in order."""
-        resumed = tuple(sorted(one.choice for one in self.resumed))
+        """The choices to generate, in order."""
+        resumed = tuple(sorted(choice.choice for choice in self.resumed))
         return resumed or tuple(range(self.params.n))
 
     @property
     def num_tokens(self) -> int:
-        """To compute before the next token: the prompt once, its choices share it, and the outputs
-        of resumed ones, which each computes again."""
-        again = sum(len(one.token_ids) for one in self.resumed)
+        """The tokens to compute before the next token: the prompt once, shared by its choices, and
+        the outputs of resumed choices, which each choice computes again."""
+        again = sum(len(choice.token_ids) for choice in self.resumed)
         return len(self.prompt_token_ids) + again
 
     @property
     def has_output(self) -> bool:
-        """Its client has read tokens of it before it came here."""
-        return any(one.token_ids for one in self.resumed)
+        """True if the client had received tokens of this request before it came to this engine."""
+        return any(choice.token_ids for choice in self.resumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,31 +102,32 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step adds to one choice. `offset` is the number of output tokens before these."""
+    """The tokens that one step adds to one choice. `offset` is the number of output tokens before
+    them."""
 
     request_id: str
     choice: int
     offset: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, when asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop id (not EOS) that ended it
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
-    queued_s: float = 0.0  # with the first output: from the submit to the first step with it
+    queued_s: float = 0.0  # with the first output: from submission to the first step with it
     error: str | None = None  # with finish_reason "error"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's state after a step: what a router and the metrics need."""
+    """The engine's state after a step, for routers and metrics."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_for_adapter: int = 0
     queued_tokens: int = 0  # tokens still to prefill, running and waiting
     num_blocks: int = 0
-    num_free_blocks: int = 0  # cached blocks that nobody holds count as free
+    num_free_blocks: int = 0  # includes cached blocks without references
     num_preemptions: int = 0  # since start
     prefix_queries: int = 0  # tokens looked up, since start
     prefix_hits: int = 0  # tokens found, since start
@@ -137,16 +139,16 @@ class EngineLoad:
     adapter_host_bytes: int = 0
     num_pinned_adapters: int = 0
     num_adapter_copies: int = 0  # from the host to the device, since start
-    # What a step takes, fitted to the newest ones; all 0 while unknown:
+    # The duration of a step, fitted to recent steps; all 0 while unknown:
     # step_fixed_s + step_token_s * prompt tokens + step_sequence_s * decoding sequences.
     step_fixed_s: float = 0.0
     step_token_s: float = 0.0
     step_sequence_s: float = 0.0
-    adapter_copy_s: float = 0.0  # from the host to the device, until it can be used; 0: unknown
+    adapter_copy_s: float = 0.0  # host to device, until usable; 0: unknown
 
     @property
     def kv_usage(self) -> float:
-        """Of the KV blocks, 0 to 1."""
+        """The share of KV blocks in use, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
@@ -154,7 +156,7 @@ class EngineLoad:
 class StepOutput:
     outputs: tuple[TokenOutput, ...]
     load: EngineLoad
-    # Changes of what the prefix cache holds, as `engine.prefix_digests` names it.
+    # Changes of the prefix cache, by the names of `engine.prefix_digests`.
     cached_prefixes: tuple[int, ...] = ()
     evicted_prefixes: tuple[int, ...] = ()
 
@@ -168,8 +170,8 @@ class Sequence:
     seed: int  # of the request; the random numbers are a function of (seed, choice, position)
     token_ids: list[int]  # prompt, then output
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks
-    num_scheduled_tokens: int = 0  # the same, with those of steps that are under way
-    num_tokens_in_flight: int = 0  # drawn by steps under way; their ids are on the device alone
+    num_scheduled_tokens: int = 0  # the same, with the tokens of steps in flight
+    num_tokens_in_flight: int = 0  # drawn by steps in flight; their ids are on the device alone
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
     block_table: list[int] = field(default_factory=list)
     num_preemptions: int = 0
@@ -177,9 +179,9 @@ class Sequence:
     ordinal: int = 0  # age: the lower, the older
     block_hashes: list[bytes] = field(default_factory=list)  # chain over its full blocks, so far
     prefix_digests: list[int] = field(default_factory=list)  # of its full chunks, so far
-    num_overtaken: int = 0  # younger ones admitted while it waited for its adapter
+    num_overtaken: int = 0  # younger sequences admitted while it waited for its adapter
     added_s: float = 0.0  # on the scheduler's clock
-    queued_s: float = 0.0  # until it was first admitted; 0 again once that was told
+    queued_s: float = 0.0  # until its first admission; 0 again once reported
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -191,7 +193,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, with what steps under way will add."""
+        """Prompt and output, with the tokens that steps in flight will add."""
         return len(self.token_ids) + self.num_tokens_in_flight
 
 
@@ -199,8 +201,8 @@ class Sequence:
 class ScheduledSequence:
     """Positions [start, end) of one sequence are computed in this step.
 
-    The token at `end - 1` may be in flight: then it lies past `sequence.token_ids`, and the step
-    takes it from where the step before drew it.
+    The token at `end - 1` may be in flight: it then lies past `sequence.token_ids`, and the step
+    reads it from where the step before drew it.
     """
 
     sequence: Sequence
@@ -219,13 +221,13 @@ class ScheduledBatch:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences with one token, which gives the next one."""
+        """The number of sequences that compute one token and sample the next."""
         return sum(s.samples and s.end - s.start == 1 for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A runner's answer for one scheduled sequence, in the order of the batch."""
+    """The runner's result for one scheduled sequence, in the order of the batch."""
 
     token_id: int | None  # None: the sequence did not sample in this step
     logprobs: TokenLogprobs | None = None
@@ -235,8 +237,8 @@ class Sample:
 
 class LaunchedStep(Protocol):
     def collect(self) -> tuple[Sample, ...]:
-        """Waits for the device. In the order of the launches, and once, unless it found no memory:
-        then again."""
+        """Waits for the device. Called in the order of the launches, and once, or again if the
+        first call ran out of memory."""
         ...
 
 
@@ -248,37 +250,38 @@ class ModelFacts(Protocol):
 
 
 class AdapterStore(Protocol):
-    """Which adapters are on the device. `lora.pool.AdapterPool` implements it."""
+    """The adapters in memory and on the device. `lora.pool.AdapterPool` implements it."""
 
     def has(self, digest: str) -> bool:
-        """False: never loaded, removed, or dropped when the host tier was full."""
+        """Returns False if the adapter was never loaded, was removed, or was dropped from a full
+        host tier."""
         ...
 
     def land_copies(self) -> None:
-        """Adapters whose copies have ended can be acquired from now on; those whose copies end
-        later, after the next call."""
+        """Makes adapters whose copies have ended acquirable from now on; later copies follow with
+        the next call."""
         ...
 
     def acquire(self, digest: str) -> bool:
-        """Makes the adapter resident if room allows, and takes a reference. False: not now, for
-        all pages are in use or the copy to the device is under way."""
+        """Makes the adapter resident if there is room, and adds a reference. Returns False if all
+        pages are in use or its copy to the device is in flight."""
         ...
 
     def prefetch(self, digests: Iterable[str]) -> None:
-        """Those that will be acquired next, the most urgent first: copies begin where there is
-        room."""
+        """Starts copies of the adapters needed next, most urgent first, where there is room."""
         ...
 
     def has_pending_copies(self) -> bool:
-        """Some copy has not landed: what was refused may be had after the next `land_copies`."""
+        """Returns True if a copy has not landed: a refused adapter may be available after the next
+        `land_copies`."""
         ...
 
     def wait_pending(self) -> None:
-        """Until one more adapter can be acquired. Some milliseconds at most."""
+        """Blocks until one more adapter can be acquired, some milliseconds at most."""
         ...
 
     def release(self, digest: str) -> None:
-        """Gives the reference of one `acquire` back."""
+        """Drops the reference of one `acquire`."""
         ...
 
     def on_device(self) -> tuple[str, ...]: ...
@@ -299,12 +302,12 @@ class AdapterStore(Protocol):
     def pin(self, digest: str) -> None: ...
     def unpin(self, digest: str) -> None: ...
     def remove(self, digest: str) -> bool:
-        """False: still referenced."""
+        """Returns False if the adapter is still referenced."""
         ...
 
 
 class Runner(Protocol):
-    """Owns the device. The one seam between policy (integers) and mechanism (tensors)."""
+    """The owner of the device, and the seam between policy (integers) and mechanism (tensors)."""
 
     num_blocks: int
     max_model_len: int
@@ -316,15 +319,15 @@ class Runner(Protocol):
     def adapters(self) -> AdapterStore: ...
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """One forward pass and one draw for each sequence that samples. At most one step that was
-        launched before is not collected yet. What it raises leaves the runner as fit as before."""
+        """Starts one forward pass and one draw for each sequence that samples. At most one earlier
+        step is still uncollected. An exception leaves the runner as usable as before."""
         ...
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether an error of `launch` or `collect` means that the same step may pass with fewer
-        tokens."""
+        """Returns True if an error of `launch` or `collect` means that the same step may succeed
+        with fewer tokens."""
         ...
 
     def free_cache(self) -> None:
-        """Gives back what the allocator keeps beyond what is in use. Waits for the device."""
+        """Frees the allocator's memory that is not in use. Waits for the device."""
         ...

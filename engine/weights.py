@@ -1,7 +1,7 @@
-"""A base's safetensors read into the parameters of the decoder; q, k, v and gate, up lie fused.
+"""A base's safetensors read into the parameters of the decoder; q, k, v and gate, up are fused.
 
-One file or shards with an index; every expected tensor must be there with its shape, and none
-beyond (but for a few that mean nothing). Tensor by tensor: no second copy of the model in memory.
+One file or shards with an index; every expected tensor must be there with its shape, and no other
+(but for a few that mean nothing). Reads tensor by tensor: no second copy of the model in memory.
 Pickles are never read.
 """
 
@@ -50,7 +50,7 @@ class Weights:
     head: torch.Tensor  # [V, H], the embedding itself if tied
 
     def of_module(self, module: str) -> torch.Tensor | None:
-        """What a file of an adapted embedding or head may hold a copy of."""
+        """Returns the weight of which a file of an adapted embedding or head may hold a copy."""
         return {"model.embed_tokens": self.embedding, "lm_head": self.head}.get(module)
 
 
@@ -66,8 +66,8 @@ def load_weights(
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """As vLLM's `--load-format dummy`: made on the device, no files. Scaled so that activations
-    keep their size; the same on every call with one device and shape."""
+    """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
+    so that activations keep their size; the same on every call with one device and shape."""
     builder = _Builder(config, dtype, device)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
@@ -82,7 +82,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that the files must hold."""
+    """Returns the name and shape of every tensor that the files must hold."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -114,7 +114,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stream_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each expected tensor once, after all names, shapes and types were found right."""
+    """Yields each expected tensor once, after all names, shapes and types were checked."""
     files = _weight_files(folder)
     expected = expected_shapes(config)
     holder = _check_headers(files, expected, config.ties_embeddings)
@@ -160,7 +160,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_headers(
     files: list[Path], expected: dict[str, tuple[int, ...]], ties_embeddings: bool
 ) -> dict[str, Path]:
-    """Name -> file that holds it."""
+    """Returns the file of each tensor."""
     holder: dict[str, Path] = {}
     for path in files:
         try:
@@ -194,7 +194,7 @@ def _check_entry(name: str, shape: tuple[int, ...], dtype: str, expected: tuple[
 
 
 class _Builder:
-    """Allocates the parameters and notes for each tensor of the files the place it goes to."""
+    """Allocates the parameters and records, for each tensor of the files, its destination."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.places: dict[str, torch.Tensor] = {}
@@ -233,7 +233,7 @@ class _Builder:
         )
 
     def _make(self, *names: str) -> torch.Tensor:
-        """One parameter; the named tensors lie in it one below the other."""
+        """Allocates one parameter with the named tensors stacked in it."""
         sizes = [self._shapes[name][0] for name in names]
         shape = (sum(sizes), *self._shapes[names[0]][1:])
         parameter = torch.empty(shape, dtype=self._dtype, device=self._device)

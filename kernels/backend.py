@@ -1,7 +1,7 @@
-"""Which implementation an op takes for a tensor: Triton on CUDA or in its interpreter, else torch.
+"""The implementation of an op for a tensor: Triton on CUDA or in its interpreter, otherwise torch.
 
-Triton is optional (the extra `gpu`): on a machine without it every op is its torch reference. Knows
-nothing of the ops.
+Triton is optional (the extra `gpu`): on a machine without it every op is its torch reference. Free
+of ops.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _allows_triton = True
 
 
 def allow_triton(allowed: bool) -> None:
-    """Process-wide, as the device is: a process runs one engine. False: `backend: reference`."""
+    """Sets the choice for the process, which runs one engine. False: `backend: reference`."""
     global _allows_triton
     _allows_triton = allowed
 
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Every op its torch reference for a while, whatever was allowed before."""
+    """Runs every op as its torch reference for a while, whatever was allowed before."""
     before = _allows_triton
     allow_triton(False)
     try:

@@ -1,7 +1,7 @@
 """Rows of the embedding table, for tokens of which some were drawn a step ago.
 
 The step before leaves its ids in a tensor on the device; a token names its place there (`sources`)
-and so needs no way through the host. Copies rows: exact in every type. Knows tensors only.
+and so needs no transfer through the host. Copies rows: exact in every type. Uses tensors only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def gather_embedding(
     drawn: torch.Tensor,  # [N] int32, negative: a row that was broken
     weight: torch.Tensor,  # [V, H]
 ) -> torch.Tensor:
-    """-> [T, H], of the ids token_ids[t], or max(drawn[sources[t]], 0) where there is a source."""
+    """Returns [T, H], the rows of token_ids[t], or of max(drawn[sources[t]], 0) for tokens with a
+    source."""
     if uses_triton(weight):
         from kernels.triton_embedding import launch_gather_embedding
 
@@ -28,7 +29,7 @@ def gather_embedding(
 def resolve_tokens(
     token_ids: torch.Tensor, sources: torch.Tensor, drawn: torch.Tensor
 ) -> torch.Tensor:
-    """-> [T], the ids that the rows are of."""
+    """Returns [T], the ids of these rows."""
     if not drawn.numel():
         return token_ids
     earlier = drawn.index_select(0, sources.clamp(min=0)).clamp_(min=0)

@@ -1,7 +1,7 @@
-"""When a step has so few rows that ops have kernels of their own for it.
+"""The limit below which ops have kernels of their own for few rows.
 
-Such a step is bound by reading the weights and by the length of what lies between two products.
-Knows shapes, types and plans; no op.
+Such a step is bound by reading the weights and by the latency between two products. Uses shapes,
+types and plans; free of ops.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _TYPES = (torch.bfloat16, torch.float16)  # a page in float32 would not fit into
 
 
 def is_few(x: torch.Tensor, plan: LoraPlan | None = None) -> bool:
-    """x [T, ...] and the step's plan. The number of rows decides alone, not who has adapters: a
-    row's bits are the same with and without neighbours' adapters."""
+    """Returns True for x [T, ...] and the step's plan. Only the number of rows decides, not which
+    rows have adapters: a row's bits are the same with and without neighbours' adapters."""
     if x.shape[0] > FEW_ROWS or x.dtype not in _TYPES or not uses_triton(x):
         return False
     return plan is None or not plan.max_large

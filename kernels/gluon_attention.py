@@ -1,8 +1,8 @@
-"""What the Hopper attention kernels share: fetching pages of keys, and one step over them.
+"""The shared parts of the Hopper attention kernels: fetching pages of keys, and one step over them.
 
 A ring of STAGES buffers holds BLOCK_N keys and their values each; a row is kept as PARTS pieces of
 64 columns, the 128 bytes that one swizzled row of shared memory holds. Each buffer has a barrier
-for "full" and one for "empty". Knows nothing of plans.
+for "full" and one for "empty". Free of plans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.7 and later, and the names they had before.
+# The names of Triton 3.7 and later, and the earlier names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -25,7 +25,7 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 @gluon.jit
 def make_ring(dtype: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr,
               BLOCK_N: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
-    """-> keys, values, barriers (keys full, keys empty, values full, values empty)"""
+    """Returns keys, values, barriers (keys full, keys empty, values full, values empty)"""
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, 64], layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, 64], layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -46,7 +46,7 @@ def fetch(
     k_desc, v_desc, k_smem, v_smem, bars, count, table, column, begin, end,
     PAGE: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the keys from begin to end; `column` is where the head begins."""
+    """Fills the ring with the keys from begin to end; `column` is where the head begins."""
     BOX: gl.constexpr = k_desc.block_type.shape[0]
     for start in range(begin, end, BLOCK_N):
         rows = ()
@@ -77,7 +77,7 @@ def fetch(
 
 @gluon.jit
 def scores_of(q_a, q_b, k_smem, stage, zeros, PARTS: gl.constexpr):
-    """Started, not awaited."""
+    """Returns scores whose product is started, not awaited."""
     k = k_smem.index(stage * PARTS).permute((1, 0))
     scores = warpgroup_mma(q_a, k, zeros, use_acc=False, is_async=True)
     if PARTS == 2:
@@ -89,7 +89,8 @@ def scores_of(q_a, q_b, k_smem, stage, zeros, PARTS: gl.constexpr):
 @gluon.jit
 def softmax(scores, top, total, scale, limits, start, MASKED: gl.constexpr,
             weights_layout: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
-    """-> weights, by how much the sums so far fade, new top, new total."""
+    """Returns the weights, the factor by which the sums so far fade, the new top and the new
+    total."""
     layout: gl.constexpr = scores.type.layout
     BLOCK_N: gl.constexpr = scores.shape[1]
     if MASKED:
@@ -124,7 +125,7 @@ def step(
     q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total, acc_a, acc_b,
     scale, limits, start, MASKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The scores of these keys, beside the values of the keys before them."""
+    """Computes the scores of these keys while it multiplies the values of the keys before them."""
     weights_layout: gl.constexpr = weights.type.layout
     dtype: gl.constexpr = weights.dtype
     stage = count % STAGES
@@ -173,7 +174,7 @@ def last_values(
     stage = count % STAGES
     mbarrier.wait(bars[2].index(stage), (count // STAGES) & 1)
     if end % BLOCK_N != 0:
-        # What a page holds past the end (NaN, even) must not meet a weight of zero. Every
+        # Values past the end of a page (NaN, even) must not meet a weight of zero. Every
         # warpgroup that reads these values does the same: each must have seen its own zeros.
         valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout)) < end % BLOCK_N
         for d in gl.static_range(PARTS):
@@ -195,7 +196,8 @@ def last_values(
 
 @gluon.jit
 def make_tickets(READERS: gl.constexpr):
-    """Who fetches draws the next unit from a counter, and hands it on: (units, full, empty)."""
+    """Returns (units, full, empty): the fetching warp draws the next unit from a counter and passes
+    it on."""
     units = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -207,7 +209,8 @@ def make_tickets(READERS: gl.constexpr):
 
 @gluon.jit
 def second_unit():
-    """The first two of a program are not drawn: who has the heaviest gets the lightest."""
+    """The first two units of a program are not drawn: a program with the heaviest unit also gets
+    the lightest."""
     return 2 * gl.num_programs(0) - 1 - gl.program_id(0)
 
 
@@ -218,7 +221,7 @@ def draw(counter_ptr):
 
 @gluon.jit
 def hand_on(tickets, turn, unit):
-    """By one warp."""
+    """Passes a unit on. Called by one warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(tickets[2].index(turn % 2), ((turn // 2) & 1) ^ 1)
     tickets[0].index(turn % 2).store(gl.full([1], unit, gl.int32, layout))
@@ -228,7 +231,8 @@ def hand_on(tickets, turn, unit):
 
 @gluon.jit
 def take(tickets, turn):
-    """By a warpgroup. The unit after the next: `turn` counts from the program's second unit."""
+    """Returns the unit after the next, for a warpgroup; `turn` counts from the program's second
+    unit."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(tickets[1].index(turn % 2), (turn // 2) & 1)
     unit = gl.max(tickets[0].index(turn % 2).load(layout), 0)
@@ -239,7 +243,7 @@ def take(tickets, turn):
 
 @gluon.jit
 def leave(counter_ptr):
-    """The last program to leave sets the counters back."""
+    """Resets the counters in the last program that ends."""
     if gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
         gl.store(counter_ptr + 1, 0)

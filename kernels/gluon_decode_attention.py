@@ -1,11 +1,11 @@
 """Decode attention for Hopper in Gluon: one warp keeps copies of keys in flight, across items.
 
-As triton_decode_attention in every other respect: the same items, merged by the program that comes
+Otherwise equal to triton_decode_attention: the same items, merged by the program that finishes
 last. There the copies of an item can only start when the last item is done, which leaves the memory
 idle between them; here they run ahead, as far as the ring of buffers goes, and programs draw their
-items, since not all multiprocessors get the same share of the memory. The group of query heads sits
-in 64 rows of wgmma; the idle rows cost nothing that is short here. On an H200 (reads: 4.46 TB/s):
-4.0 TB/s for 64 x 1024 and 256 x 384 keys of 8 heads of 128, 4.2 for 64 x 4096.
+items, since not all multiprocessors get the same share of the memory. The group of query heads is
+in 64 rows of wgmma; the idle rows use no scarce resource. On an H200 (reads: 4.46 TB/s): 4.0 TB/s
+for 64 x 1024 and 256 x 384 keys of 8 heads of 128, 4.2 for 64 x 4096.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _attend_items(
     q_offsets = q_rows[:, None] * HEAD_DIM + q_dims[None, :]
     unit = gl.program_id(0)
     next_unit = second_unit()
-    # The first item is read before their number is known: there is room for one a program.
+    # The first item is read before their number is known: there is room for one per program.
     seq, begin, end, merge = _item(work_ptr, unit, unit + 1, NUM_KV_HEADS)
     first_head, q_a, q_b = _queries(
         q_ptr, query_start_ptr, seq, unit, num_units, q_offsets, in_group,
@@ -176,7 +176,7 @@ def _attend_items(
                 v_smem, bars, count, weights, acc_a, acc_b, end, PARTS, STAGES
             )
             count += 1
-        # The next item's queries come while this one's result leaves.
+        # The next item's queries are loaded while this one's result is stored.
         next_first, next_a, next_b = _queries(
             q_ptr, query_start_ptr, next_seq, next_unit, num_units, q_offsets, in_group,
             NUM_KV_HEADS, GROUP, HEAD_DIM,
@@ -220,7 +220,8 @@ def _attend_items(
 
 @gluon.jit
 def _item(work_ptr, unit, stop, NUM_KV_HEADS: gl.constexpr):
-    """-> sequence, first key, end of its keys, where the splits of its sequence meet"""
+    """Returns the sequence, the first key, the end of its keys, and where the splits of its
+    sequence meet."""
     exists = unit < stop
     item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
     seq = gl.load(item_ptr, mask=exists, other=0)
@@ -235,7 +236,7 @@ def _queries(
     q_ptr, query_start_ptr, seq, unit, num_units, offsets, mask,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """-> the first head's row of [T * Hq, D], and the two halves of the group's queries"""
+    """Returns the first head's row of [T * Hq, D], and the two halves of the group's queries"""
     row = gl.load(query_start_ptr + seq, mask=unit < num_units, other=0).to(gl.int64)
     first_head = row * (NUM_KV_HEADS * GROUP) + unit % NUM_KV_HEADS * GROUP
     at = q_ptr + first_head * HEAD_DIM + offsets
@@ -250,7 +251,8 @@ def _queries(
 @gluon.jit
 def _merge(out_ptr, partial_ptr, lse_ptr, first, splits, NUM_HEADS: gl.constexpr,
            GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, MAX_SPLITS: gl.constexpr):  # fmt: skip
-    """Unrolled: the loads do not wait for one another. Warp by warp four heads at a time."""
+    """Merges the splits, unrolled: the loads do not wait for one another. Warp by warp, four heads
+    at a time."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     for base in gl.static_range(0, GROUP, 4):

@@ -1,15 +1,15 @@
-"""Prefill attention for Hopper in Gluon, Triton's lower level: the three parts of a program at work
-at once.
+"""Prefill attention for Hopper in Gluon, Triton's lower level: the three parts of a program run
+concurrently.
 
 One warp fetches pages of K and V with the bulk copy engine; two warpgroups attend, 64 of the tile's
-128 rows each, so that one's softmax runs beside the other's matrix products, and beside its own:
+128 rows each, so that the softmax of one overlaps the matrix products of the other, and its own:
 the scores of the next keys are computed while the last weights meet their values (FlashAttention-3,
-arXiv 2407.08608, without its barriers between warpgroups). Programs stay and draw tiles, heaviest
-first; the copies of a tile start while the last one ends. On an H200, bfloat16, 32 heads of 128
-over 8: 533 TFLOP/s for 4096 queries and 537 for 2048 after 6144, where cuDNN without pages gives
-535 for the former and plain Triton 443.
-Same plan, same results up to rounding as triton_prefill_attention, which does what this leaves out:
-windows, other head sizes, other machines.
+arXiv 2407.08608, without its barriers between warpgroups). Programs are persistent and draw tiles,
+heaviest first; the copies of a tile start while the last one ends. On an H200, bfloat16, 32 heads
+of 128 over 8: 533 TFLOP/s for 4096 queries and 537 for 2048 after 6144, where cuDNN without pages
+gives 535 for the former and plain Triton 443. Same plan, same results up to rounding as
+triton_prefill_attention, which covers the remaining cases: windows, other head sizes, other
+machines.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _tile(
     kv_lens_ptr,
     NUM_KV_HEADS: gl.constexpr,
 ):
-    """-> sequence, first row of q, end of its queries, position of a query less its row of q"""
+    """Returns the sequence, the first row of q, the end of its queries, and a query's position
+    minus its row of q."""
     exists = unit < num_units
     tile_ptr = work_ptr + tiles_start + 2 * (unit // NUM_KV_HEADS)
     seq = gl.load(tile_ptr, mask=exists, other=0)

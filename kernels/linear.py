@@ -1,8 +1,8 @@
-"""y = x W^T (+ bias), and beside it the adapters' shrink of the same x.
+"""y = x W^T (+ bias), and next to it the adapters' shrink of the same x.
 
-Of few rows with a kernel of ours that does both: there a shrink is as long as a launch, so it goes
-where x is read anyway. Of more rows the library's product, then the shrink. Both give a row the
-same y with and without the shrink, to the bit. Knows tensors and numbers only.
+For few rows one kernel of ours does both: there a shrink is as long as a launch, so it runs where x
+is read anyway. For more rows the library's product, then the shrink. Both give a row the same y
+with and without the shrink, to the bit. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def linear(
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As torch's, up to the order of the sums."""
+    """Computes torch's `linear`, up to the order of the sums."""
     if is_few(x):
         from kernels.triton_linear_few import launch_linear_few
 
@@ -35,7 +35,7 @@ def linear_shrink(
     a_pool: torch.Tensor,  # [slices, rows, K]
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
-    """-> `linear`, `lora_shrink`"""
+    """Returns `linear` and `lora_shrink`."""
     if is_few(x, plan):
         from kernels.triton_linear_few import launch_linear_shrink_few
 

@@ -1,8 +1,8 @@
 """The expand of o or down inside the norm that follows: `lora_expand_`, then `add_rms_norm`.
 
-One launch where the rows are few, each of which one program takes whole: 2.3 us behind o or down
-of Llama-3-8B, where the norm alone takes 1.3 (H200, one token, 2026-11-21). Else the two ops.
-A row without adapter gets the bits of `add_rms_norm`. Knows tensors and numbers only.
+One launch for few rows, one program per row: 2.3 us after o or down of Llama-3-8B, where the norm
+alone needs 1.3 (H200, one token, 2026-11-21). Otherwise the two ops. A row without adapter gets the
+bits of `add_rms_norm`. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_shrink_expand import lora_expand_
 from kernels.rms_norm import add_rms_norm
 
-MAX_HIDDEN = 4096  # of the one launch: it has a page of B in registers
+MAX_HIDDEN = 4096  # limit of the one launch: it holds a page of B in registers
 
 
 def lora_add_rms_norm(
@@ -26,7 +26,7 @@ def lora_add_rms_norm(
     b_pool: torch.Tensor,  # [rows, H]
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> normed, new residual. Consumes x and residual."""
+    """Returns the normed values and the new residual. Consumes x and residual."""
     if is_few(x, plan) and x.shape[1] <= MAX_HIDDEN:
         from kernels.triton_lora_add_rms_norm import launch_lora_add_rms_norm
 

@@ -1,9 +1,9 @@
-"""Which rows of a step belong to which adapter, as tiles that the multi-LoRA kernels walk.
+"""The rows of each adapter in a step, as tiles that the multi-LoRA kernels walk.
 
-Written once a step on the host into one flat int32 buffer, copied to the device once, shared by all
-layers. The offsets in it depend on two limits only, so a CUDA graph made for the buffer stays valid
-for any later contents; programs learn from the header how much work there is.
-Knows page numbers and row counts; no digests, no weights.
+Written once per step on the host into one flat int32 buffer, copied to the device once, shared by
+all layers. The offsets in it depend on two limits only, so a CUDA graph made for the buffer stays
+valid for any later contents; programs read the amount of work from the header. Uses page numbers
+and row counts; no digests, no weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 PAGE_ROWS = 16  # rank rows of a page of the pool
-# Token rows of a small tile, at most: the narrow side of an mma of the shrink; an expand holds a
+# Maximum token rows of a small tile: the narrow side of an mma of the shrink; an expand holds a
 # page of B in registers and walks the rows.
 SMALL_ROWS = 8
 LARGE_ROWS = 128
@@ -26,15 +26,15 @@ MAX_RANK_PAGES = 32  # of one adapter: rank 512, which `EngineConfig.max_lora_ra
 
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
 TILE_FIELDS = 8
-UNIT_FIELDS = 8  # row, rows, page, which of the adapter's pages it is, row in the bridge
+UNIT_FIELDS = 8  # row, rows, page, its index among the adapter's pages, row in the bridge
 # small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter
 HEADER_FIELDS = 16
-COUNTERS = 4  # of a large tile: programs that have come to their end, per 32 rows; kept at zero
+COUNTERS = 4  # of a large tile: finished programs, per 32 rows; kept at zero
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How many of each kind there can be, and where they lie in the buffer."""
+    """The maximum number of each kind, and the offsets in the buffer."""
 
     small: int
     units: int
@@ -55,7 +55,7 @@ class _Layout:
 
     @property
     def starts(self) -> tuple[int, int, int, int, int, int]:
-        """Of small tiles, units, large tiles, counters, pages; the end."""
+        """The offsets of small tiles, units, large tiles, counters and pages, and the end."""
         small = HEADER_FIELDS
         units = small + self.small * TILE_FIELDS
         large = units + self.units * UNIT_FIELDS
@@ -72,12 +72,13 @@ class LoraPlanCounts:
     num_large: int
     num_small_rows: int  # the tiles of a kind number their rows in the bridge without gaps
     num_large_rows: int
-    max_rank_pages: int  # of the adapters in the step; 0: none has a row
+    max_rank_pages: int  # maximum among the adapters in the step; 0: no adapter has a row
 
 
 def lora_plan_size(max_tokens: int, max_pages: int, *, large: bool = True) -> int:
-    """int32 elements of a plan of at most `max_tokens` rows whose adapters have, all together, at
-    most `max_pages` pages (those of the pool will do). `large` is that of `write_lora_plan`."""
+    """Returns the int32 elements of a plan of at most `max_tokens` rows whose adapters have, all
+    together, at most `max_pages` pages (the pool's pages suffice). `large` is that of
+    `write_lora_plan`."""
     return _Layout.of(max_tokens, max_pages, large).starts[-1]
 
 
@@ -89,9 +90,10 @@ def write_lora_plan(
     *,
     large: bool = True,
 ) -> LoraPlanCounts:
-    """The runs cover all rows of the step in order; neighbours with equal pages are merged. The
-    rows of an adapter are contiguous. `large=False` for what a CUDA graph of decodes will read:
-    small tiles only. What is beyond the counts in `out` is left as it was, nobody reads it."""
+    """Writes the plan. The runs cover all rows of the step in order; neighbours with equal pages
+    are merged. The rows of an adapter are contiguous. `large=False` for the plan of a CUDA graph of
+    decodes: small tiles only. Elements beyond the counts in `out` are left as they were and are not
+    read."""
     layout = _Layout.of(max_tokens, max_pages, large)
     merged = _merge(runs)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
@@ -164,14 +166,14 @@ def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
 
 
 def _units(tiles: NDArray[np.int64], pages: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Every page of every tile: row, rows, page, index of the page, row in the bridge."""
+    """Returns every page of every tile: row, rows, page, index of the page, row in the bridge."""
     owned = np.repeat(tiles, tiles[2], axis=1)
     index = _count_within(tiles[2])
     return np.stack((owned[0], owned[1], pages[owned[3] + index].astype(np.int64), index, owned[5]))
 
 
 def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[2, 0, 3] -> [0, 1, 0, 1, 2]"""
+    """Counts within runs: [2, 0, 3] -> [0, 1, 0, 1, 2]."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
@@ -183,7 +185,7 @@ def _put(out: NDArray[np.int32], start: int, width: int, columns: NDArray[np.int
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """A plan on the device, and what the host must know of it to launch kernels."""
+    """A plan on the device, and the host's values for kernel launches."""
 
     header: torch.Tensor  # [HEADER_FIELDS] int32; the counts
     small: torch.Tensor  # [S, TILE_FIELDS] int32
@@ -211,9 +213,10 @@ class LoraPlan:
         *,
         large: bool = False,
     ) -> LoraPlan:
-        """For a CUDA graph of `num_tokens` rows: valid for all that `write_lora_plan` with the same
-        `large` writes to the buffer later, of adapters up to `max_rank_pages` pages. Rows of the
-        graph beyond those of the step are not visited unless they are in a run of the base."""
+        """Returns the plan of a CUDA graph of `num_tokens` rows: valid for all later contents that
+        `write_lora_plan` with the same `large` writes to the buffer, of adapters up to
+        `max_rank_pages` pages. Rows of the graph beyond those of the step are not visited unless
+        they are in a run of the base."""
         bound = _Layout.of(num_tokens, max_pages, large)
         return cls(
             *_views(buffer, _Layout.of(max_tokens, max_pages, large)),
@@ -265,15 +268,16 @@ def _views(buffer: torch.Tensor, layout: _Layout) -> _Views:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """x A^T of a site, float32: of small tiles in planes, one a chunk of K, whose sum it is; of
-    large tiles summed. Pages that a row does not have hold anything."""
+    """x A^T of a site, float32: for small tiles in planes, one per chunk of K, to be summed; for
+    large tiles summed. Pages that a row does not have hold arbitrary values."""
 
     planes: torch.Tensor  # [planes, slices, rank pages, rows of small tiles, PAGE_ROWS]
     sums: torch.Tensor | None  # [slices, rank pages, rows of large tiles, PAGE_ROWS]
 
 
 def read_tiles(plan: LoraPlan) -> list[tuple[int, int, list[int]]]:
-    """(first row, end row, pages) of every tile, for the references. Waits for the device."""
+    """Returns (first row, end row, pages) of every tile, for the references. Waits for the
+    device."""
     num_small, _, num_large = plan.header[:3].tolist()
     pages = plan.pages.tolist()
     tiles = plan.small[:num_small].tolist() + plan.large[:num_large].tolist()

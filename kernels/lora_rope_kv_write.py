@@ -1,9 +1,9 @@
 """The expand of q, k and v inside RoPE and the KV write: one pass over the fused projection.
 
-As the expand followed by `rope_kv_write`, without writing the sums back; to the bit for heads of
-128, see `triton_lora_rope_kv_write`, but for rows with an adapter in a step of few rows. A slot
-below zero marks a padding row: nothing of it is written to the cache.
-Knows tensors and numbers only.
+Equal to the expand followed by `rope_kv_write`, without writing the sums back; to the bit for heads
+of 128, see `triton_lora_rope_kv_write`, except for rows with an adapter in a step of few rows. A
+slot below zero marks a padding row, which is not written to the cache. Uses tensors and numbers
+only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def lora_rope_kv_write(
     plan: LoraPlan,
     write: RopeWrite,
 ) -> torch.Tensor:
-    """Returns the rotated q [T, Hq, D]; `qkv` itself may be changed or not."""
+    """Returns the rotated q [T, Hq, D]. `qkv` itself may be changed."""
     if is_few(qkv, plan) and write.q_norm is None and write.k_norm is None:
         from kernels.triton_lora_rope_few import launch_rope_few
 

@@ -2,10 +2,10 @@
 
 Hu et al., "LoRA", arXiv 2106.09685; batched over adapters as in Chen et al., "Punica", arXiv
 2310.18547. The weights are rows of shared pools (A row [K], B row [N]); the scale is folded into B.
-A batch names the rows in use (`row_ids`) and, by small integers, who owns them (`row_owner`) and
-whose a token is (`token_owner`, -1: nobody's, its y stays as it is to the bit).
-The same in two parts over a `LoraPlan`, for the device: `lora_shrink`, then `lora_expand_`.
-Knows tensors and numbers only.
+A batch names the rows in use (`row_ids`) and, by small integers, their owners (`row_owner`) and
+each token's owner (`token_owner`, -1: none, its y stays as it is to the bit). The same in two parts
+over a `LoraPlan`, for the device: `lora_shrink`, then `lora_expand_`. Uses tensors and numbers
+only.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ Segment = tuple[int, int, int, int]  # token start, token end, row start, row en
 
 
 def lora_add_(
-    outputs: Sequence[torch.Tensor],  # one [T, N_s] a slice, views are fine
+    outputs: Sequence[torch.Tensor],  # one [T, N_s] per slice, views are fine
     x: torch.Tensor,  # [T, K]
     a_pool: torch.Tensor,  # [slices, rows, K]
-    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] a slice
+    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] per slice
     token_owner: torch.Tensor,  # [T]
     row_ids: torch.Tensor,  # [R]
     row_owner: torch.Tensor,  # [R]
     segments: Sequence[Segment] | None = None,
 ) -> None:
-    """`segments` say the same as the three tensors, in runs of contiguous tokens of one owner and
-    contiguous rows of his; where they are few they are faster, without any gather."""
+    """Adds the delta. `segments` carry the same information as the three tensors, in runs of
+    contiguous tokens of one owner and contiguous rows of that owner; if there are few, they are
+    faster, without any gather."""
     if segments is not None:
         _lora_add_segments_(outputs, x, a_pool, b_pools, segments)
     else:
@@ -47,7 +48,7 @@ def lora_embed_add_(
     row_ids: torch.Tensor,
     row_owner: torch.Tensor,
 ) -> None:
-    """The same for an embedding: a token's x is the one-hot of its id, x A^T a column of A."""
+    """Adds the delta of an embedding: a token's x is the one-hot of its id, x A^T a column of A."""
     lora_embed_add_reference_(y, token_ids, a_pool, b_pool, token_owner, row_ids, row_owner)
 
 
@@ -60,7 +61,8 @@ def lora_add_reference_(
     row_ids: torch.Tensor,
     row_owner: torch.Tensor,
 ) -> None:
-    """Two products a slice whatever the number of adapters: all rows, all tokens, then a mask."""
+    """Computes two products per slice for any number of adapters: all rows, all tokens, then a
+    mask."""
     owned = token_owner[:, None] == row_owner  # [T, R]
     wide = x.float()
     for s, y in enumerate(outputs):
@@ -89,7 +91,8 @@ def _expand_(
     token_owner: torch.Tensor,
     row_ids: torch.Tensor,
 ) -> None:
-    """Masks by choice, not by product: 0 * NaN is NaN, and one adapter's is not another's."""
+    """Masks by choice, not by product: 0 * NaN is NaN, and one adapter's NaN must not reach
+    another's rows."""
     b = b_pool.index_select(0, row_ids).float()
     finite = b.isfinite()
     broken = (owned & ~finite.all(-1)).any(-1)  # [T] the token's own adapter is not finite
@@ -105,9 +108,9 @@ def _lora_add_segments_(
     b_pools: Sequence[torch.Tensor],
     segments: Sequence[Segment],
 ) -> None:
-    """Reads the rows where they lie. 30 layers of a 135M model, rank 16, 2 cores: 3.2 ms against
-    9.0 for 16 tokens of one adapter, 41 against 59 for 16 adapters, 132 against 538 for 512 tokens
-    of 16 adapters."""
+    """Reads the rows in place. 30 layers of a 135M model, rank 16, 2 cores: 3.2 ms against 9.0 for
+    16 tokens of one adapter, 41 against 59 for 16 adapters, 132 against 538 for 512 tokens of 16
+    adapters."""
     wide = x.float()
     for start, end, row, row_end in segments:
         # [slices, tokens, rows]
@@ -126,7 +129,7 @@ def lora_shrink(
     a_pool: torch.Tensor,  # [slices, rows, K]
     plan: LoraPlan,
 ) -> Bridge:
-    """x A^T of every row with an adapter, all slices."""
+    """Returns x A^T of every row with an adapter, all slices."""
     if uses_triton(x):
         from kernels.triton_lora_shrink import shrink
 
@@ -137,10 +140,11 @@ def lora_shrink(
 def lora_expand_(
     y: torch.Tensor,  # [T, sum of N_s]
     bridge: Bridge,
-    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] a slice
+    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] per slice
     plan: LoraPlan,
 ) -> None:
-    """y += bridge B, added in float32 and rounded once. Rows without adapter stay as they are."""
+    """Computes y += bridge B, added in float32 and rounded once. Rows without adapter stay as they
+    are."""
     if uses_triton(y):
         from kernels.triton_lora_expand import expand_
 
@@ -163,7 +167,7 @@ def lora_shrink_reference(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan)
 def lora_expand_reference_(
     y: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
 ) -> None:
-    # The bridge is rounded to the weights' type once, as the tensor cores want it.
+    # The bridge is rounded to the weights' type once, as tensor cores require.
     bridges = bridge.planes.sum(0).to(b_pools[0].dtype).float()  # [slices, pages, T, 16]
     outputs = torch.split(y, [b.shape[1] for b in b_pools], dim=-1)
     for start, end, pages in read_tiles(plan):

@@ -1,7 +1,7 @@
 """The expand of gate and up inside SiLU-mul: silu(gate + dgate) * (up + dup) in one pass.
 
-As the expand followed by `silu_mul`, without writing the sums back; to the bit, but for rows with
-an adapter in a step of few rows. Knows tensors and numbers only.
+Equal to the expand followed by `silu_mul`, without writing the sums back; to the bit, except for
+rows with an adapter in a step of few rows. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def lora_silu_mul(
     b_pools: Sequence[torch.Tensor],  # two [rows, I]
     plan: LoraPlan,
 ) -> torch.Tensor:
-    """-> [T, I]. Rows without adapter included; `gate_up` itself may be changed or not."""
+    """Returns [T, I], rows without adapter included. `gate_up` itself may be changed."""
     if is_few(gate_up, plan):
         from kernels.triton_lora_silu_few import launch_silu_few
 

@@ -2,9 +2,9 @@
 
 Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", arXiv 2309.06180;
 grouped queries as in Ainslie et al., arXiv 2305.13245. The queries of a sequence are the last of
-its positions. What depends on lengths and block tables only is built once a step (`plan_attention`)
-and shared by all layers.
-Knows tensors and numbers only; runs in float32 whatever the type of the cache.
+its positions. Values that depend on lengths and block tables only are built once per step
+(`plan_attention`) and shared by all layers. Uses tensors and numbers only; computes in float32 for
+every cache type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUP_KEYS = 8192  # 64 sequences of 1000: 260 ms for 30 layers, 427 in one gro
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one query each and of similar length, attended to in one padded batch."""
+    """Sequences of one query each and of similar length, computed in one padded batch."""
 
     rows: torch.Tensor  # [n] rows of q
     slots: torch.Tensor  # [n * length] rows of the flat cache; padding repeats a slot of its own
@@ -44,11 +44,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Lengths and places of one step, for every layer of it."""
+    """The lengths and slots of one step, for all its layers."""
 
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillChunk, ...]
-    # Masks by (kind, index, window): made by the first layer that needs them, used by all others.
+    # Masks by (kind, index, window): made by the first layer that needs them, reused by the others.
     masks: dict[tuple[str, int, int | None], torch.Tensor | None] = field(default_factory=dict)
     # Gathered K and V of one group at a time: fresh memory for every layer would cost page faults,
     # up to four times the gather itself (64 sequences of 300 tokens: 17 ms a layer against 4).
@@ -61,7 +61,8 @@ def plan_attention(
     block_tables: torch.Tensor,  # [S, max_blocks]
     block_size: int,
 ) -> AttentionPlan:
-    """Give `query_start` and `kv_lens` as CPU tensors or lists: on a device they cost a sync."""
+    """Builds the plan. Pass `query_start` and `kv_lens` as CPU tensors or lists: on a device they
+    cost a sync."""
     starts, lengths = _to_list(query_start), _to_list(kv_lens)
     prefills: list[PrefillChunk] = []
     decodes: list[int] = []
@@ -89,7 +90,8 @@ def paged_attention(
     sliding_window: int | None = None,
     out: torch.Tensor | None = None,  # [T, Hq, D]
 ) -> torch.Tensor:
-    """-> [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before it."""
+    """Returns [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before
+    it."""
     if isinstance(plan, PagedPlan):
         if uses_triton(q) and _fits_hopper(q, k_cache, sliding_window):
             return _paged_attention_hopper(q, k_cache, v_cache, plan, scale, out)
@@ -203,7 +205,7 @@ def paged_attention_reference(
 def _gather(
     flat: torch.Tensor, slots: torch.Tensor, plan: AttentionPlan, name: str
 ) -> torch.Tensor:
-    """-> [len(slots), Hkv, D] float32, valid until the next call with this name."""
+    """Returns [len(slots), Hkv, D] float32, valid until the next call with this name."""
     shape = (slots.shape[0], *flat.shape[1:])
     rows = _scratch(plan, name, shape, flat.dtype, flat.device)
     torch.index_select(flat, 0, slots, out=rows)
@@ -232,8 +234,8 @@ def _to_list(values: torch.Tensor | Sequence[int]) -> list[int]:
 
 
 def _buckets(decodes: list[int], lengths: list[int]) -> list[list[int]]:
-    """Sequences by length, longest first; a new bucket where padding would cost over a quarter, or
-    where the keys would no longer lie in the cache between their gather and their use."""
+    """Groups sequences by length, longest first; begins a new bucket where padding would cost over
+    a quarter, or where the keys would leave the CPU cache between their gather and their use."""
     buckets: list[list[int]] = []
     for s in sorted(decodes, key=lambda s: -lengths[s]):
         longest = lengths[buckets[-1][0]] if buckets else 0
@@ -256,7 +258,7 @@ def _decode_group(
     kv_lens = torch.tensor([lengths[s] for s in bucket], device=device)
     longest = lengths[bucket[0]]
     tables = block_tables.index_select(0, torch.tensor(bucket, device=device)).long()
-    # Positions past the end repeat position 0: what an unused slot holds (NaN, even) is never read.
+    # Positions past the end repeat position 0: an unused slot (it may hold NaN) is never read.
     positions = torch.arange(longest, device=device).expand(len(bucket), -1)
     positions = torch.where(positions < kv_lens[:, None], positions, 0)
     slots = tables.gather(1, positions // block_size) * block_size + positions % block_size

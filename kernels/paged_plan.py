@@ -1,14 +1,13 @@
-"""What attention must know of one step, as static device tensors: who reads which keys.
+"""The inputs of attention for one step, as static device tensors: the keys that each query reads.
 
-The host writes it once a step (`write_work`) and all layers share it; a CUDA graph captured over
-these tensors stays right when their contents change. A sequence with one query is a row of *items*,
-stretches of its keys that are attended to apart and merged; a sequence with several is a row of
-*tiles*, TILE_ROWS (query, head) pairs each. Both lists are heaviest first.
+The host writes them once per step (`write_work`) and all layers share them; a CUDA graph captured
+over these tensors stays right when their contents change. A sequence with one query is a row of
+*items*, stretches of its keys that are processed apart and merged; a sequence with several is a row
+of *tiles*, TILE_ROWS (query, head) pairs each. Both lists are heaviest first.
 
-How a sequence is cut depends on its own length, and on whether the step has few sequences, where
+The cuts of a sequence depend on its own length, and on whether the step has few sequences, where
 more items are needed to occupy the device: a decode result is the same to the last bit in all steps
-with few sequences, and in all steps with many.
-Knows numpy and tensors; what computes with them is elsewhere.
+with few sequences, and in all steps with many. Uses numpy and tensors; the kernels are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import torch
 
 Ints = npt.NDArray[np.int32]
 
-TILE_ROWS = 128  # (query, head of a group) pairs that one prefill program attends for
+TILE_ROWS = 128  # (query, head of a group) pairs per prefill program
 HEADER = 4  # [num_items, 0, 0, 0]
 # [sequence, first key, last key + 1, (first slot << 9) + (split << 5) + splits]: int32 holds the
 # slots of 262,144 sequences
 ITEM = 4
 TILE = 2  # [sequence, first row of q]
-# Keys of an item, unless the sequence is shorter. Per layer of Llama-3-8B on an H200, 1 x 1024 keys
+# Keys per item, unless the sequence is shorter. Per layer of Llama-3-8B on an H200, 1 x 1024 keys
 # and 64 x 1024: 8.0 and 76.9 us in items of 256, 10.4 and 72.8 of 512, 13.8 and 67.4 of 1024.
 MIN_CHUNK = 1024
 MIN_CHUNK_OF_FEW = 256
 FEW = 64  # sequences times KV heads; 16 x 2048 keys: 43 us in items of 256, 38 of 1024
-CHUNK_STEP = 64  # a chunk is a multiple: no tile of keys lies across two items
+CHUNK_STEP = 64  # a chunk is a multiple: no tile of keys crosses two items
 MAX_SPLITS = 16
-LOG2_E = 1.4426950408889634  # what attends takes powers of 2: it gets the scale times this
+LOG2_E = 1.4426950408889634  # the kernels use powers of 2: they get the scale times this
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkCounts:
-    """What `write_work` wrote, for grids of launches outside a graph."""
+    """The counts of `write_work`, for grids of launches outside a graph."""
 
     num_items: int
     num_tiles: int
@@ -64,7 +63,7 @@ class WorkCounts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Where the splits of a sequence meet. One for all layers and graphs of one stream."""
+    """The merge buffer of sequences' splits, one for all layers and graphs of one stream."""
 
     partial: torch.Tensor  # [slots, Hq, D] float32
     lse: torch.Tensor  # [slots, Hq] float32, base 2
@@ -83,7 +82,7 @@ class PagedPlan:
     scratch: AttentionScratch
     num_sequences: int
     max_items: int  # of the decode launch; 0: there is none
-    tiles_start: int  # where the tiles lie in `work`
+    tiles_start: int  # offset of the tiles in `work`
     num_tiles: int
 
     @classmethod
@@ -96,7 +95,8 @@ class PagedPlan:
         scratch: AttentionScratch,
         num_sequences: int,
     ) -> PagedPlan:
-        """Every sequence has one query. Stays valid for any later contents of the tensors."""
+        """Returns the plan of sequences with one query each. Stays valid for any later contents of
+        the tensors."""
         max_items = num_sequences * MAX_SPLITS
         return cls(
             query_start, kv_lens, block_tables, work, scratch, num_sequences, max_items, 0, 0
@@ -112,7 +112,8 @@ class PagedPlan:
         scratch: AttentionScratch,
         counts: WorkCounts,
     ) -> PagedPlan:
-        """Any mix of sequences with one query and with several, in any order."""
+        """Returns the plan of any mix of sequences with one query and with several, in any
+        order."""
         return cls(
             query_start,
             kv_lens,
@@ -127,7 +128,8 @@ class PagedPlan:
 
 
 def work_size(max_seqs: int, max_tokens: int, shape: HeadShape) -> int:
-    """Numbers in `work` that any step with so many sequences and tokens can need."""
+    """Returns the numbers in `work` that any step with up to these sequences and tokens can
+    need."""
     items = max_seqs * MAX_SPLITS
     tiles = max_seqs + -(-max_tokens // shape.tile_tokens)
     return HEADER + ITEM * items + TILE * tiles
@@ -146,7 +148,7 @@ def attention_scratch(
 
 
 def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) -> WorkCounts:
-    """Fill `out`; for a graph, give all the sequences it was captured with (padding: kv_len 0)."""
+    """Fills `out`; for a graph, pass all the sequences it was captured with (padding: kv_len 0)."""
     queries = np.diff(query_start)
     decodes = np.flatnonzero(queries == 1)
     num_items = _write_items(out, decodes, kv_lens, shape) if len(decodes) else 0
@@ -181,7 +183,7 @@ def _write_items(out: Ints, decodes: npt.NDArray[np.intp], kv_lens: Ints, shape:
 def _cut(
     lengths: npt.NDArray[np.int64], min_chunk: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """-> how many items each sequence gets (at least one) and the keys of each."""
+    """Returns the number of items of each sequence (at least one) and the keys of each item."""
     wanted = np.clip(-(-lengths // min_chunk), 1, MAX_SPLITS)
     chunks = np.maximum(-(-lengths // (wanted * CHUNK_STEP)) * CHUNK_STEP, CHUNK_STEP)
     return np.maximum(-(-lengths // chunks), 1), chunks

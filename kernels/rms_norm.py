@@ -1,9 +1,9 @@
 """Root-mean-square normalisation: y = weight * x / sqrt(mean(x^2) + eps).
 
-Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467. The mean is taken in
-float32 and the quotient is rounded to x's type before the weight is applied, the order of Hugging
-Face's Llama, so that bf16 results agree with it bit for bit.
-A row's result depends on that row only. Knows tensors and numbers only.
+Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467. The mean is computed
+in float32 and the quotient is rounded to x's type before the weight is applied, the order of
+Hugging Face's Llama, so that bf16 results agree with it bit for bit. A row's result depends on that
+row only. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernels.backend import uses_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> [..., H]"""
+    """Maps x [..., H] and weight [H] to [..., H]."""
     if uses_triton(x):
         from kernels.triton_rms_norm import launch_rms_norm
 
@@ -27,9 +27,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and residual [T, H] -> (normed, new residual), the latter x + residual in x's type.
+    """Maps x and residual [T, H] to (normed, new residual), the latter x + residual in x's type.
 
-    On a GPU it takes the old one's place: the caller goes on with what is returned.
+    On a GPU the new residual replaces the old one in memory: use the returned tensor.
     """
     if uses_triton(x):
         from kernels.triton_rms_norm import launch_rms_norm

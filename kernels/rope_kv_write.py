@@ -2,8 +2,8 @@
 
 Su et al., "RoFormer", arXiv 2104.09864, in the "rotate half" order of Hugging Face: the pair of
 dimension i is i + D/2, and (a, b) becomes (a cos - b sin, b cos + a sin). Qwen3 normalises every
-head of q and k (RMSNorm over D) before it.
-Knows tensors and numbers only; slots are given, which block belongs to whom is not known here.
+head of q and k (RMSNorm over D) before it. Uses tensors and numbers only; the slots are given, and
+the owners of blocks are tracked elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kernels.rope_write import RopeWrite
 
 
 def rope_kv_write(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
-    """Takes qkv [T, (Hq + 2 * Hkv) * D], writes the rotated k and v at the slots and returns the
+    """Writes the rotated k and v of qkv [T, (Hq + 2 * Hkv) * D] at the slots and returns the
     rotated q [T, Hq, D].
 
-    On a GPU a row may have a negative slot, a padding row of a CUDA graph: it is written nowhere.
+    On a GPU a row may have a negative slot, a padding row of a CUDA graph, which is not written.
     """
     if uses_triton(qkv):
         from kernels.triton_rope_kv_write import launch_rope_kv_write
@@ -49,7 +49,7 @@ def rope_kv_write_reference(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor
 
 
 def rotate_half_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D], cos_sin [T, 2, D / 2]; float32 inside, one rounding at the end."""
+    """Rotates x [T, H, D] by cos_sin [T, 2, D / 2]; float32 inside, one rounding at the end."""
     cos, sin = cos_sin[:, None, 0], cos_sin[:, None, 1]  # [T, 1, D / 2]
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

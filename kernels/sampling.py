@@ -1,10 +1,10 @@
 """Draws tokens from logits, row by row: penalties, temperature, top-k, top-p, min-p, Philox.
 
-Random numbers: Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
-(SC 2011), key = seed, counter = (position, choice, 0, 0): a replayed request draws the same tokens
+Random numbers: Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC
+2011), key = seed, counter = (position, choice, 0, 0): a replayed request draws the same tokens
 whatever else is in the batch. The draw inverts the cumulative distribution in vocabulary order.
 Filters in Hugging Face's order: temperature, top-k, top-p (arXiv 1904.09751), min-p (2407.01082).
-Knows tensors and numbers only. A row's result depends on that row only.
+Uses tensors and numbers only. A row's result depends on that row only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.backend import uses_triton
 
 _LOW32 = 0xFFFFFFFF
 _MAX_GATHERED = 1 << 22  # logits at a time: 172 MB at the peak
-_TOP_P_SIZES = (512, 8192)  # of 49152 and 64 rows: 8 and 20 ms, a full sort takes 105
+_TOP_P_SIZES = (512, 8192)  # of 49152 and 64 rows: 8 and 20 ms, against 105 for a full sort
 
 
 def draw(
@@ -28,7 +28,7 @@ def draw(
     choices: torch.Tensor,  # [R]
     positions: torch.Tensor,  # [R]
 ) -> torch.Tensor:
-    """-> token ids [R] int64"""
+    """Returns token ids [R] int64"""
     if uses_triton(logits):
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         sample_rows(
@@ -57,11 +57,11 @@ def sample_rows(
     positions: torch.Tensor,  # [R] int32
     out: torch.Tensor,  # [>= R] int32
 ) -> None:
-    """`draw`, written to out[:R]; -1: the row holds a NaN or infinity, or has all ids banned.
+    """Computes `draw`, written to out[:R]; -1: the row holds a NaN or infinity, or has all ids
+    banned.
 
-    On a GPU without any look from the host, so that a CUDA graph may hold it. Weights are float32
-    there and sums exact: where the number falls within about 1e-7 of a token's end it may draw its
-    neighbour.
+    On a GPU the host reads nothing, so that a CUDA graph may hold it. Weights are float32 there and
+    sums exact: if the number falls within about 1e-7 of a token's end it may draw its neighbour.
     """
     if uses_triton(logits):
         from kernels.triton_sampling import launch_sample_rows
@@ -74,9 +74,9 @@ def sample_rows(
 def gather_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits [R, V]: the tokens' log-probabilities [R] and ranks [R] (1: most likely), and the k
-    most likely ids [R, k] with theirs [R, k]. Equal logits rank by id."""
-    # A row's logits are looked at as 64-bit keys and some copies: 41 bytes each at the peak.
+    """Returns, for logits [R, V], the tokens' log-probabilities [R] and ranks [R] (1: most likely),
+    and the k most likely ids [R, k] with theirs [R, k]. Equal logits rank by id."""
+    # A row's logits become 64-bit keys and some copies: 41 bytes each at the peak.
     num_rows = max(1, _MAX_GATHERED // logits.shape[-1])
     if logits.shape[0] <= num_rows:
         return gather_logprobs_reference(logits, token_ids, k)
@@ -110,12 +110,12 @@ def add_bias_(
 
 
 def ban_(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """The given (row, token) pairs can no longer be drawn."""
+    """Excludes the given (row, token) pairs from the draw."""
     logits.index_put_((rows, token_ids), logits.new_full((), float("-inf")))
 
 
 def uniform(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """-> [R] float64 in [0, 1), multiples of 2^-53."""
+    """Returns [R] float64 in [0, 1), multiples of 2^-53."""
     seeds = seeds.long()
     zero = torch.zeros_like(seeds)
     word0, word1, _, _ = philox_4x32_10(
@@ -129,7 +129,7 @@ def philox_4x32_10(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ten rounds over 32-bit words held in int64."""
+    """Computes ten rounds over 32-bit words held in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -159,8 +159,8 @@ def draw_reference(
     )
     cumulative = weights.cumsum(-1)
     u = uniform(seeds[drawn], choices[drawn], positions[drawn])
-    # u < 1, so the target lies below the total and the first sum above it has weight itself; the
-    # rounding of u * total up to the total is what the bound is for.
+    # u < 1, so the target is below the total and the first sum above it has weight itself; the
+    # rounding of u * total up to the total is the reason for the bound.
     total = cumulative[:, -1:]
     target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, target, right=True)[:, 0]
@@ -216,14 +216,15 @@ def apply_penalties_reference_(
 
 
 def _multiply_32(constant: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(high, low) words of a 32 x 32 bit product, by halves so that int64 never overflows."""
+    """Returns the (high, low) words of a 32 x 32 bit product, by halves so that int64 never
+    overflows."""
     upper, lower = constant * (word >> 16), constant * (word & 0xFFFF)  # each below 2^48
     middle = upper + (lower >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
 def _first_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id among equals. `argmax` itself promises no order on a device."""
+    """Returns the lowest id among equals. `argmax` itself promises no order on a device."""
     if not logits.is_cuda:
         return logits.argmax(-1)
     best = logits.max(-1, keepdim=True).values
@@ -237,7 +238,7 @@ def _filtered_weights(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """-> [R, V] float64, proportional to the probabilities; 0 where filtered out."""
+    """Returns [R, V] float64, proportional to the probabilities; 0 where filtered out."""
     # The maximum goes first: a temperature near 0 then sends the others to -inf, not all to inf.
     scaled = logits.double() - logits.max(-1, keepdim=True).values
     scaled.div_(temperature.double()[:, None])
@@ -261,7 +262,7 @@ def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keeps the fewest most likely tokens whose share reaches top_p; of equals, the lowest ids."""
     vocab = weights.shape[-1]
     mass = top_p[:, None] * weights.cumsum(-1)[:, -1:]  # a cumsum runs in order, whatever R is
-    # Few tokens hold the mass as a rule: rows go on to the next size only where they need it.
+    # Few tokens usually hold the mass: rows continue to the next size only if they need it.
     waiting = torch.arange(weights.shape[0], device=weights.device)
     for size in (*(size for size in _TOP_P_SIZES if size < vocab), vocab):
         rows = weights[waiting]
@@ -283,14 +284,15 @@ def _keep_mass(weights: torch.Tensor, best: torch.Tensor, mass: torch.Tensor) ->
     count = reached.sum(-1, keepdim=True).clamp_(min=1)
     cutoff = best.gather(1, count - 1)
     equal = weights == cutoff
-    spare = count - (weights > cutoff).sum(-1, keepdim=True)  # of the equals, so many are kept
+    spare = count - (weights > cutoff).sum(-1, keepdim=True)  # the number of equals that are kept
     if bool((equal.sum(-1, keepdim=True) > spare).any()):
         equal &= equal.cumsum(-1) <= spare
     return weights.masked_fill_(~((weights > cutoff) | equal), 0.0)
 
 
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """[R, k], most likely first, lower ids first among equals (`topk` promises no order there)."""
+    """Returns [R, k], most likely first, lower ids first among equals (`topk` promises no order
+    there)."""
     if k == 0:
         return torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
     # Integers in the order of (logit, -id), of which no two are equal; -0 is 0.

@@ -1,10 +1,10 @@
 """One packed page of an adapter, spread over the rank rows of all sites: one launch, not hundreds.
 
-    image = table of one int64 a strip of the base | strip | strip | ...
+    image = table of one int64 per strip of the base | strip | strip | ...
 
-A strip is the page's 16 rows of one matrix, as they will lie in the pool. The table says where in
-the image each strip begins, in words of 4 bytes; 0 (there lies the table) means that the adapter
-has no such strip, and its rows become zeros. Copies bits: exact in every type.
+A strip is the page's 16 rows of one matrix, in the pool's layout. The table holds the start of each
+strip in the image, in words of 4 bytes; 0 (the table's own position) means that the adapter has no
+such strip, and its rows become zeros. Copies bits: exact in every type.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from kernels.backend import uses_triton
 
 WORD_BYTES = 4
-TILE_WORDS = 2048  # of one program
+TILE_WORDS = 2048  # words per program
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """Where strips go. The pools must stay where they are while it is used."""
+    """The destinations of strips. The pools must stay in place while it is used."""
 
     pools: tuple[torch.Tensor, ...]  # each [rows, width], contiguous
-    entries: tuple[int, ...]  # of each: its place in the image's table
+    entries: tuple[int, ...]  # of each pool: its place in the image's table
     page_rows: int
     tiles: torch.Tensor | None  # [num_tiles, 5] int64: entry, address, page stride, offset, count
 
@@ -36,7 +36,7 @@ def plan_pages(pools: Sequence[torch.Tensor], entries: Sequence[int], page_rows:
 
 
 def scatter_page_(image: torch.Tensor, plan: PagePlan, page: int) -> None:
-    """image [bytes] uint8, on the pools' device, in the form above."""
+    """Scatters image [bytes] uint8, on the pools' device, in the form above."""
     if plan.tiles is None:
         scatter_page_reference(image, plan, page)
         return

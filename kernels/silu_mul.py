@@ -1,8 +1,7 @@
 """Gated activation of the Llama MLP: y = silu(gate) * up, silu(a) = a * sigmoid(a).
 
 Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202 (SwiGLU). The two halves come from one
-fused projection: gate in the first I columns, up in the last I.
-Knows tensors and numbers only.
+fused projection: gate in the first I columns, up in the last I. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from kernels.backend import uses_triton
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2 * I] -> [T, I]"""
+    """Maps gate_up [T, 2 * I] to [T, I]."""
     if uses_triton(gate_up):
         from kernels.triton_silu_mul import launch_silu_mul
 

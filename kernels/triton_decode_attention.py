@@ -1,4 +1,4 @@
-"""Decode attention in Triton: one query a sequence, its keys cut into items that merge in place.
+"""Decode attention in Triton: one query per sequence, its keys cut into items that merge in place.
 
 A persistent grid walks the items of a PagedPlan times the KV heads. A program holds the group of
 query heads that share a KV head as the 16 rows of one mma tile (mma.sync: ptxas 12.8 miscompiles
@@ -28,7 +28,8 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """Stages count the fetch of block ids too: of keys, half of them are in flight."""
+    """Returns the configuration. Stages count the fetch of block ids too: half of them hold keys in
+    flight."""
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     if row_bytes <= 128:
         return DecodeConfig(64, 2, 5, 5)
@@ -174,7 +175,7 @@ def _attend(
     head,
     begin,
     end,
-    seen,  # keys before it lie outside the window
+    seen,  # keys before it are outside the window
     scale,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -185,7 +186,8 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """-> acc [BLOCK_M, BLOCK_D], the largest score and the sum, both [BLOCK_M], not normalised."""
+    """Returns acc [BLOCK_M, BLOCK_D], the largest score and the sum, both [BLOCK_M], not
+    normalised."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     in_head = head * HEAD_DIM + offs_d[None, :]
@@ -201,7 +203,7 @@ def _attend(
             blocks = tl.load(table + keys // PAGE, mask=keys < end, other=0).to(tl.int64)
             slots = blocks * PAGE + keys % PAGE
         rows = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + in_head
-        # What lies past the end (NaN, even) is never read.
+        # Memory past the end (it may hold NaN) is never read.
         mask = (keys < end)[:, None] & (offs_d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + rows, mask=mask, other=0.0)
         v = tl.load(v_ptr + rows, mask=mask, other=0.0)
@@ -242,7 +244,8 @@ def _merge(
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """All splits at once, in parts of the head dimension: one trip to L2 each, not one a split."""
+    """Merges all splits at once, in parts of the head dimension: one trip to L2 for each part
+    instead of one per split."""
     PART: tl.constexpr = BLOCK_D if BLOCK_D * BLOCK_G <= 256 else max(256 // BLOCK_G, 16)
     split = tl.arange(0, MAX_SPLITS)
     heads = tl.arange(0, BLOCK_G)

@@ -1,4 +1,4 @@
-"""Triton half of `gather_embedding`: a program copies a stretch of one row."""
+"""The Triton kernel of `gather_embedding`: a program copies a stretch of one row."""
 
 from __future__ import annotations
 

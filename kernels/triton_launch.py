@@ -1,10 +1,10 @@
-"""Launches of small Triton kernels without Triton's own look at every argument.
+"""Launches of small Triton kernels without Triton's own inspection of every argument.
 
-`kernel[grid](...)` finds out on each call for which types, alignments and constants it was
-compiled: about ten microseconds of Python, longer than most of these kernels run. Here a kernel
-takes pointers and constants only, so types and constants are the whole key, and the compiled kernel
-is launched at once. Pointers that are not aligned to 16 bytes take Triton's own path.
-Also the two halves of programmatic dependent launch. Knows no op.
+`kernel[grid](...)` determines on each call for which types, alignments and constants it was
+compiled: about ten microseconds of Python, longer than most of these kernels run. Here a kernel has
+pointers and constants only, so types and constants are the whole key, and the compiled kernel is
+launched at once. Pointers that are not aligned to 16 bytes use Triton's own path. Also the two
+halves of programmatic dependent launch. Free of ops.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ OVERLAPS = not IS_INTERPRETED  # programmatic dependent launch: the interpreter 
 
 @triton.jit
 def start_dependents(OVERLAPPED: tl.constexpr):
-    """The next kernel of the stream may start: it waits by itself for what this one writes."""
+    """Lets the next kernel of the stream start: it waits by itself for this kernel's writes."""
     if OVERLAPPED:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(OVERLAPPED: tl.constexpr):
-    """What this kernel reads of an earlier one is there. Before it, only what no kernel of a step
-    writes may be read.
+    """Waits until the outputs of earlier kernels are visible. Before it, only memory that no kernel
+    of a step writes may be read.
 
-    Every program comes here, else the next kernel but one could start before the last but one ends.
+    Every program calls it; otherwise the next kernel but one could start before the last but one
+    ends.
     """
     if OVERLAPPED:
         gdc_wait()

@@ -1,14 +1,14 @@
-"""Triton half of `linear` for few rows: a program takes some rows of the weight and multiplies them
-with all tokens; the shrink's pages are more rows of that kind, taken by the first programs.
+"""The Triton kernel of `linear` for few rows: a program multiplies some rows of the weight with all
+tokens; the shrink's pages are more rows of that kind, processed by the first programs.
 
 A product of so few tokens is a walk over the weight. The tensor cores' tall side is the weight, the
-tokens their narrow one. Nothing of the product is split along K, so a token's bits depend neither
-on the number of tokens nor on adapters, its own included. The number of tokens and the lengths of
-the shrink are no constants: one binary serves all steps of few rows.
+tokens their narrow side. The product is not split along K, so a token's bits depend neither on the
+number of tokens nor on adapters, its own included. The number of tokens and the lengths of the
+shrink are no constants: one binary serves all steps of few rows.
 
 Of Llama-3-8B on an H200 (2026-11-21), microseconds alone and with the shrink of one rank-16 adapter
-beside one token, cuBLAS and a shrink kernel behind it in brackets: qkv 14.9 and 15.6 (17.3, 20.0),
-o 10.8 and 10.8 (13.9, 15.2), gate_up 56.6 and 56.6 (62.7, 65.2), down 30.3 and 30.4 (32.8, 34.6).
+for one token, cuBLAS and a shrink kernel after it in brackets: qkv 14.9 and 15.6 (17.3, 20.0), o
+10.8 and 10.8 (13.9, 15.2), gate_up 56.6 and 56.6 (62.7, 65.2), down 30.3 and 30.4 (32.8, 34.6).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _walk(
     IS_EVEN: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, ROWS]: `height` rows of a weight times those of x, over `walked` columns of the
-    `left` that there are. IS_EVEN: whole blocks of them. IS_FULL: all rows exist."""
+    """Returns [BLOCK_N, ROWS]: `height` rows of a weight times those of x, over `walked` of the
+    `left` remaining columns. IS_EVEN: whole blocks of them. IS_FULL: all rows exist."""
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     lanes = tl.arange(0, BLOCK_N)
     for k in tl.range(0, walked, BLOCK_K, num_stages=STAGES):

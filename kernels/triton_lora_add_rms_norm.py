@@ -1,6 +1,7 @@
-"""Triton half of `lora_add_rms_norm`: a program takes a row whole and finds its tile in the plan.
+"""The Triton kernel of `lora_add_rms_norm`: a program processes a whole row and finds its tile in
+the plan.
 
-The first page of B is asked for before the kernel ahead has ended, and waits in registers. The
+The first page of B is requested before the preceding kernel has ended, and waits in registers. The
 block and its warps are those of `add_rms_norm`, so the squares add up in the same order: a row
 without adapter gets the bits of that op.
 """

@@ -1,9 +1,9 @@
 """y += bridge B over the rank-row pools, in place, for all slices of a site in one launch.
 
-Small tiles: one warp takes 256 columns of a tile, keeps a page of B in registers and walks the rows
-two by two; with so few rows tensor cores would mostly multiply padding (64 tokens of 32 adapters,
-gate and up: 30 us against 13). Large tiles: 32 rows a program on tensor cores.
-A row's bits depend on its adapter and on its kind of tile, not on its neighbours.
+Small tiles: one warp processes 256 columns of a tile, keeps a page of B in registers and walks the
+rows two by two; with so few rows tensor cores would mostly multiply padding (64 tokens of 32
+adapters, gate and up: 30 us against 13). Large tiles: 32 rows per program on tensor cores. A row's
+bits depend on its adapter and on its kind of tile, not on its neighbours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from kernels.triton_lora_tiles import (
 )
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 4096  # a program a tile for 32 adapters; walking tiles is slower than starting anew
+NUM_PROGRAMS = (
+    4096  # one program per tile for 32 adapters; walking tiles is slower than new programs
+)
 LARGE_PART = 32  # rows of a program; mma.sync, whose left operand may come from registers
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -49,7 +51,7 @@ def _pick_slice(
     SIZE_2: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """-> slice, its B, its width, where it begins in y, the block in it."""
+    """Returns slice, its B, its width, where it begins in y, the block in it."""
     BLOCKS_0: tl.constexpr = (SIZE_0 + COLUMNS - 1) // COLUMNS
     BLOCKS_1: tl.constexpr = (SIZE_1 + COLUMNS - 1) // COLUMNS
     in_1 = block >= BLOCKS_0
@@ -110,7 +112,7 @@ def _expand_kernel(
         y_0, y_1 = load_pair(y_at, STRIDE_Y, columns, width, left)
         h_0, h_1 = load_planes(planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES)
         while left > 0:
-            # The next pair's while this one's is worked on.
+            # Loads the next pair while this one is processed.
             after_0, after_1 = load_pair(y_at + 2 * STRIDE_Y, STRIDE_Y, columns, width, left - 2)
             after_h_0, after_h_1 = load_planes(
                 planes_ptr, block, blocks, at_bridge + 2, left - 2, num_rows, NUM_PLANES

@@ -1,4 +1,4 @@
-"""What all RoPE kernels share, fused or not: which heads a program has, norm and rotation."""
+"""The shared parts of all RoPE kernels, fused or not: a program's heads, norm and rotation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def pick_heads(
     NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """-> slice, its B, its heads, the first head of the block in it, heads before the slice."""
+    """Returns the slice, its B, its heads, the first head of the block in it, and the heads before
+    the slice."""
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     is_k = block >= Q_BLOCKS
@@ -38,7 +39,7 @@ def pick_heads(
 
 @triton.jit
 def rounded_product(a, b, EXACT: tl.constexpr):
-    """Never part of a fused multiply-add: torch rounds the product."""
+    """Returns a product that is never fused into a multiply-add: torch rounds it."""
     if EXACT:  # noqa: SIM108  one branch is not compiled
         c = libdevice.mul_rn(a, b)
     else:
@@ -56,7 +57,7 @@ def turn(low, high, cos, sin, EXACT: tl.constexpr):
 
 @triton.jit
 def norm_heads(low, high, weight_low, weight_high, HEAD_DIM: tl.constexpr, EPS: tl.constexpr):
-    """RMSNorm over the last axis of both halves together."""
+    """Applies RMSNorm over the last axis of both halves together."""
     a, b = low.to(tl.float32), high.to(tl.float32)
     squares = tl.sum(a * a + b * b, axis=1)
     inverse = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]

@@ -1,5 +1,5 @@
-"""Triton half of `lora_rope_kv_write` for few rows and without norms: a program takes a head of a
-row.
+"""The Triton kernel of `lora_rope_kv_write` for few rows and without norms: one program per head of
+a row.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _rope_few_kernel(
     low = tl.where(is_v, low, turned_low)
     high = tl.where(is_v, high, turned_high)
     if is_k:
-        # A negative slot: a padding row of a CUDA graph, nobody's.
+        # A negative slot marks a padding row of a CUDA graph.
         written = exists & (lane < tl.where(slot >= 0, HALF, 0))
         cache_ptr = tl.where(is_v, v_cache_ptr, k_cache_ptr)
         at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + lane

@@ -1,10 +1,10 @@
-"""Triton half of `lora_rope_kv_write`: a program takes some heads of a tile.
+"""The Triton kernel of `lora_rope_kv_write`: a program processes some heads of a tile.
 
-The sums are rounded to the activations' type, then turned as `rope_kv_write` does it, product by
+The sums are rounded to the activations' type, then rotated as `rope_kv_write` does it, product by
 product; the expand of small tiles is the same code as `lora_expand_`'s. So the bits are those of
-the two ops apart for heads of 128. For 64 and 80 the compiler may contract a turn's products and
-sums otherwise (a unit in the last place, seen on an H200), and with q_norm and k_norm the squares
-of a head may add up in another order.
+the two ops apart for heads of 128. For 64 and 80 the compiler may contract a rotation's products
+and sums differently (a unit in the last place, seen on an H200), and with q_norm and k_norm the
+squares of a head may add up in another order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _finish_row(
     high,
     token,
     part,
-    head,  # in its slice, of a lane
+    head,  # of each lane, within its slice
     lane,
     exists,
     cos_sin_ptr,
@@ -60,7 +60,7 @@ def _finish_row(
     EPS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One token's heads, [LANES] of either half: norm, turn, write."""
+    """Norms, rotates and writes one token's heads, [LANES] of either half."""
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     table = cos_sin_ptr + position * (2 * HALF) + lane
@@ -88,7 +88,7 @@ def _finish_row(
         tl.store(q_at, turned_low, mask=exists)
         tl.store(q_at + HALF, turned_high, mask=exists)
     else:
-        # A negative slot: a padding row of a CUDA graph, nobody's.
+        # A negative slot marks a padding row of a CUDA graph.
         written = exists & (lane < tl.where(slot >= 0, HALF, 0))
         kv_at = (slot * NUM_KV_HEADS + head) * (2 * HALF) + lane
         cached: tl.constexpr = k_cache_ptr.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Large tiles of the expand inside RoPE and the KV write: some heads of 32 tokens a program."""
+"""Large tiles of the expand inside RoPE and the KV write: some heads of 32 tokens per program."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def launch_lora_rope_large(
     bridge: Bridge,
     plan: LoraPlan,
     write: RopeWrite,
-    tensors: tuple[torch.Tensor, ...],  # as the kernel of small tiles takes them
+    tensors: tuple[torch.Tensor, ...],  # in the order of the kernel of small tiles
     constants: tuple[object, ...],  # likewise
 ) -> None:
     parts = LARGE_ROWS // PART

@@ -1,9 +1,9 @@
-"""What the adapters' Triton kernels for few rows share: a row finds its adapter, its bridge, its
-delta.
+"""The shared parts of the adapters' Triton kernels for few rows: a row's adapter, bridge and delta.
 
-With so few rows nothing hides latency: a program takes one row and some columns, and all that no
-kernel of a step writes (plan, pages of weights, positions, angles) is asked for before the wait for
-the kernel ahead. A row's place in the bridge is its own number, for there are no large tiles.
+With so few rows nothing hides latency: a program processes one row and some columns, and requests
+everything that no kernel of a step writes (plan, pages of weights, positions, angles) before it
+waits for the preceding kernel. A row's place in the bridge is its own number, because there are no
+large tiles.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TILES = tl.constexpr(FEW_ROWS)
 
 @triton.jit
 def find_row(header_ptr, tiles_ptr, token, num_tiles):
-    """-> pages of the row's adapter (0: none), offset in the page list, first page. No load waits
-    for another one."""
+    """Returns the pages of the row's adapter (0: none), the offset in the page list, and the first
+    page. No load waits for another load."""
     count = tl.load(header_ptr)
     tiles = tl.arange(0, _TILES)
     at = tiles_ptr + tiles * _TILE
@@ -45,7 +45,8 @@ def find_row(header_ptr, tiles_ptr, token, num_tiles):
 
 @triton.jit
 def load_bridge(planes_ptr, block, blocks, row, live, num_rows, num_planes, PLANES: tl.constexpr):
-    """[planes, PAGE] of a row and page, not yet summed. block = slice * rank pages + page."""
+    """Returns [planes, PAGE] of a row and page, not yet summed. block = slice * rank pages +
+    page."""
     planes = tl.arange(0, PLANES)
     at = ((planes * blocks + block) * num_rows + row)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     mask = (planes < tl.where(live, num_planes, 0))[:, None]
@@ -54,7 +55,7 @@ def load_bridge(planes_ptr, block, blocks, row, live, num_rows, num_planes, PLAN
 
 @triton.jit
 def row_delta(planes, b):
-    """[columns]: h B; the bridge h is summed, then rounded to B's type."""
+    """Returns [columns]: h B; the bridge h is summed, then rounded to B's type."""
     h = tl.sum(planes, axis=0).to(b.dtype).to(tl.float32)
     return tl.sum(h[:, None] * b.to(tl.float32), axis=0)
 
@@ -64,7 +65,7 @@ def more_delta(
     delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows, num_planes,
     columns, width, PLANES: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same of the adapter's page i, added."""
+    """Adds the delta of the adapter's page i."""
     page = tl.load(pages_ptr + first + i)
     b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
     h = load_bridge(planes_ptr, block + i, blocks, token, True, num_rows, num_planes, PLANES)
@@ -72,6 +73,6 @@ def more_delta(
 
 
 def read_planes(bridge: Bridge) -> tuple[int, int]:
-    """-> planes of the bridge, planes to read"""
+    """Returns planes of the bridge, planes to read"""
     num_planes = bridge.planes.shape[0]
     return num_planes, max(MIN_PLANES, 1 << (num_planes - 1).bit_length())

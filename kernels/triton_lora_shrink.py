@@ -1,10 +1,9 @@
-"""x A^T over the rank-row pool, for all slices of a site in one launch a kind of tile.
+"""x A^T over the rank-row pool, for all slices of a site in one launch per kind of tile.
 
-Small tiles: a program takes one page of one tile, one slice and one chunk of K, whole, in one
-piece. Chunks are fixed by K alone and their sums (planes) are added in order by the reader, so a
-row's bits depend neither on its neighbours nor on how many there are.
-Large tiles: a program takes 64 rows and a longer chunk for all slices; the last to arrive adds the
-planes in order.
+Small tiles: a program processes one page of one tile, one slice and one chunk of K, in one piece.
+Chunks are fixed by K alone and their sums (planes) are added in order by the reader, so a row's
+bits depend neither on its neighbours nor on their number. Large tiles: a program processes 64 rows
+and a longer chunk for all slices; the last to finish adds the planes in order.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kernels.triton_lora_tiles import (
 )
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 1584  # a dozen of one warp for each multiprocessor of an H200
+NUM_PROGRAMS = 1584  # a dozen of one warp each per multiprocessor of an H200
 LARGE_PART = 64
 LARGE_CHUNK = 1024
 LARGE_STEP = 64  # of K, in the pipelined loop
@@ -175,7 +174,7 @@ def _shrink_large_kernel(
                 which = block // num_pages * rank_pages + block % num_pages
                 here = which * (num_rows.to(tl.int64) * PAGE) + at
                 _add_planes(sums_ptr, planes_ptr, stride, here, mask, NUM_PLANES)
-            tl.store(counter, 0)  # as the next site wants it
+            tl.store(counter, 0)  # reset for the next site
 
 
 _launch = Launcher(_shrink_kernel, launch_pdl=OVERLAPS)
@@ -183,8 +182,8 @@ _launch_large = Launcher(_shrink_large_kernel, launch_pdl=OVERLAPS, num_stages=L
 
 
 def chunk_of(in_features: int) -> int:
-    """By the site alone. Of 128 to 2048 the fastest on an H200, if the expand's time to add the
-    planes up counts too."""
+    """Returns the chunk, by the site alone. Of 128 to 2048 the fastest on an H200, with the
+    expand's time to add the planes included."""
     return 256 if in_features <= 8192 else 512
 
 

@@ -1,7 +1,8 @@
-"""Triton half of `lora_silu_mul` for few rows: a program takes some columns of a row's gate and up.
+"""The Triton kernel of `lora_silu_mul` for few rows: a program processes some columns of a row's
+gate and up.
 
-64 columns in 2 warps: at one token of Llama-3-8B 3 us a layer faster than 128 in 4 (H200,
-2026-11-21), for a page of both B then is little to wait for and little to add up.
+64 columns in 2 warps: at one token of Llama-3-8B 3 us per layer faster than 128 in 4 (H200,
+2026-11-21), because a page of each B is then quick to load and to add up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Triton half of `lora_silu_mul`: a program takes 256 columns of gate and those of up.
+"""The Triton kernel of `lora_silu_mul`: a program processes 256 columns of gate and those of up.
 
-The sums are rounded to the activations' type before the activation, and the expands are the
-same code as `lora_expand_`'s: the bits are those of the two ops apart.
+The sums are rounded to the activations' type before the activation, and the expands are the same
+code as `lora_expand_`'s: the bits are those of the two ops apart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGE_STAGES = 3
 
 @triton.jit
 def silu_product(gate, up, EXACT: tl.constexpr):
-    """As `silu_mul`: torch's exponential and quotient, silu rounded before the product."""
+    """Computes `silu_mul`: torch's exponential and quotient, silu rounded before the product."""
     wide = gate.to(tl.float32)
     if EXACT:  # noqa: SIM108  one branch is not compiled
         silu = tl.div_rn(wide, 1.0 + libdevice.exp(-wide))
@@ -98,7 +98,7 @@ def _lora_silu_mul_kernel(
             u_0, u_1 = load_planes(
                 planes_ptr, rank_pages, blocks, at_bridge, owned, num_rows, NUM_PLANES
             )
-            # The next pair's while this one's is worked on.
+            # Loads the next pair while this one is processed.
             x_at += 2 * STRIDE_X
             next_gate_0, next_gate_1 = load_pair(x_at, STRIDE_X, columns, WIDTH, left - 2)
             next_up_0, next_up_1 = load_pair(x_at + WIDTH, STRIDE_X, columns, WIDTH, left - 2)

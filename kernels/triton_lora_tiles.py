@@ -1,8 +1,8 @@
-"""What the multi-LoRA Triton kernels share: tiles read from the plan, bridges, pages of weights.
+"""The shared parts of the multi-LoRA Triton kernels: tiles of the plan, bridges, pages of weights.
 
-Programs walk the tiles in strides: the grid fills the device, and no more, for the limit of a CUDA
-graph is far above what most steps bring. What they read of the pools they ask for before they wait
-for the kernel ahead.
+Programs walk the tiles in strides: the grid fills the device and no more, because the limit of a
+CUDA graph is far above the tiles of most steps. Programs request their reads of the pools before
+they wait for the preceding kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ COUNTERS_OF_TILE = tl.constexpr(COUNTERS)
 
 @triton.jit
 def read_unit(units_ptr, unit, live):
-    """-> row, rows, page, page index, row in the bridge. `live`: known to be inside the table."""
+    """Returns row, rows, page, page index and row in the bridge. `live`: known to be inside the
+    table."""
     p = units_ptr + unit * _UNIT
     return (
         tl.load(p, mask=live, other=0),
@@ -38,8 +39,8 @@ def read_unit(units_ptr, unit, live):
 
 @triton.jit
 def read_tile(tiles_ptr, tile, live, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """-> row, rows, pages, offset in the page list, first page, row in the bridge. A tile of the
-    plan is read in PARTS of ROWS each. `live`: known to be inside the table."""
+    """Returns row, rows, pages, offset in the page list, first page and row in the bridge. A tile
+    of the plan is read in PARTS of ROWS each. `live`: known to be inside the table."""
     p = tiles_ptr + (tile // PARTS) * _TILE
     start = (tile % PARTS) * ROWS
     rows = tl.load(p + 1, mask=live, other=0)
@@ -55,8 +56,8 @@ def read_tile(tiles_ptr, tile, live, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def load_page(ptr, page, live, columns, width, IS_EVEN: tl.constexpr):
-    """[PAGE, columns] of a pool [rows, width], zeros if not `live`: ranks are never masked, pages
-    are. IS_EVEN: all columns exist."""
+    """Returns [PAGE, columns] of a pool [rows, width], zeros if not `live`: ranks are never masked,
+    pages are. IS_EVEN: all columns exist."""
     lanes = tl.arange(0, PAGE)
     rows = page.to(tl.int64) * PAGE + lanes
     mask = (lanes < tl.where(live, PAGE, 0))[:, None]
@@ -67,7 +68,7 @@ def load_page(ptr, page, live, columns, width, IS_EVEN: tl.constexpr):
 
 @triton.jit
 def load_pair(ptr, stride, columns, width, left):
-    """[columns] of this row and the next one; rows beyond `left` are zeros."""
+    """Returns [columns] of this row and the next one; rows beyond `left` are zeros."""
     first = tl.load(ptr + columns, mask=columns < tl.where(left > 0, width, 0), other=0.0)
     at = ptr + stride + columns
     return first, tl.load(at, mask=columns < tl.where(left > 1, width, 0), other=0.0)
@@ -81,8 +82,8 @@ def store_pair(ptr, stride, columns, width, left, first, second):
 
 @triton.jit
 def load_planes(planes_ptr, block, num_blocks, row, left, num_rows, NUM_PLANES: tl.constexpr):
-    """The bridge of this row and the next one, [planes, PAGE] each, not yet summed. block = slice *
-    rank pages + page, num_blocks = slices * rank pages."""
+    """Returns the bridge of this row and the next one, [planes, PAGE] each, not yet summed. block =
+    slice * rank pages + page, num_blocks = slices * rank pages."""
     PLANES: tl.constexpr = triton.next_power_of_2(NUM_PLANES)
     planes = tl.arange(0, PLANES)
     stride = num_blocks.to(tl.int64) * num_rows * PAGE
@@ -103,12 +104,13 @@ def _add_both(a_0, a_1, b_0, b_1):
 
 @triton.jit
 def page_delta(planes_0, planes_1, b):
-    """h B of two rows, [columns] each; the bridge h is summed, then rounded to B's type. One pass
-    over B for both: two would keep it in float32 in between, in twice the registers."""
+    """Returns h B of two rows, [columns] each; the bridge h is summed, then rounded to B's type.
+    One pass over B for both: two passes would keep it in float32 in between, in twice the
+    registers."""
     h_0 = tl.sum(planes_0, axis=0).to(b.dtype).to(tl.float32)[:, None]
     h_1 = tl.sum(planes_1, axis=0).to(b.dtype).to(tl.float32)[:, None]
     wide = b.to(tl.float32)
-    if INTERPRETED:  # there a function of one's own is called for every element
+    if INTERPRETED:  # the interpreter would call a separate function for every element
         delta_0, delta_1 = tl.sum(h_0 * wide, axis=0), tl.sum(h_1 * wide, axis=0)
     else:
         delta_0, delta_1 = tl.reduce((h_0 * wide, h_1 * wide), 0, _add_both)
@@ -135,7 +137,8 @@ def pair_delta(
     NUM_PLANES: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """h B of a pair of rows, [columns] float32 each, and the first page again for the next pair."""
+    """Returns h B of a pair of rows, [columns] float32 each, and the first page again for the next
+    pair."""
     delta_0, delta_1 = page_delta(planes_0, planes_1, b)
     if num_pages > 1:
         for i in range(1, num_pages):
@@ -154,13 +157,13 @@ def pair_delta(
 
 @triton.jit
 def add_delta(y, delta, num_pages):
-    """Rounded once. A row without adapter keeps its bits, also those of -0."""
+    """Adds the delta, rounded once. A row without adapter keeps its bits, also those of -0."""
     return tl.where(num_pages > 0, (y.to(tl.float32) + delta).to(y.dtype), y)
 
 
 @triton.jit
 def page_dot(h, b, acc, UPCAST: tl.constexpr):
-    """acc + h b, h rounded to the type of b first."""
+    """Returns acc + h b, with h rounded to the type of b first."""
     h = h.to(b.dtype)
     if UPCAST:
         return tl.dot(h.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -168,5 +171,5 @@ def page_dot(h, b, acc, UPCAST: tl.constexpr):
 
 
 def num_programs(limit: int, others: int, wanted: int) -> int:
-    """Along the tiles, if there are `others` along the rest of the grid."""
+    """Returns the programs along the tiles, if there are `others` along the rest of the grid."""
     return max(1, min(limit, -(-wanted // others)))

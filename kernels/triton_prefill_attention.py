@@ -26,7 +26,8 @@ class PrefillConfig:
 
 
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """Stages count the fetch of block ids too: of keys, half of them are in flight."""
+    """Returns the configuration. Stages count the fetch of block ids too: half of them hold keys in
+    flight."""
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     if itemsize == 2:
         return PrefillConfig(64 if row_bytes <= 256 else 32, 8, 5)
@@ -179,7 +180,7 @@ def _attend(
         else:
             slots = tl.load(table + keys // PAGE).to(tl.int64) * PAGE + keys % PAGE
         rows = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + in_head
-        if MASKED:  # what lies past the end (NaN, even) is never read
+        if MASKED:  # memory past the end (it may hold NaN) is never read
             mask = (keys < end)[:, None] & (offs_d < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + rows, mask=mask, other=0.0)
             v = tl.load(v_ptr + rows, mask=mask, other=0.0)

@@ -1,8 +1,9 @@
-"""Triton half of `rms_norm` and `add_rms_norm`: a program normalises a row that it holds whole.
+"""The Triton kernel of `rms_norm` and `add_rms_norm`: a program normalises a row that it holds
+whole.
 
 The sum of two rows is rounded as torch rounds it, bit for bit; the mean of the squares is added up
-in another order, so that now and then a normed value is the neighbour of torch's. How a row is
-added up depends on its width alone.
+in another order, so that occasionally a normed value is the neighbour of torch's. The order of a
+row's sum depends on its width alone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ _launch = Launcher(_rms_norm_kernel, launch_pdl=OVERLAPS)
 def launch_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """x [T, H] -> normed [T, H]. `residual` [T, H] becomes x + residual and is what is normed."""
+    """Maps x [T, H] to normed [T, H]. `residual` [T, H] becomes x + residual, which is then
+    normed."""
     rows, hidden = x.shape
     assert x.stride(1) == 1
     assert weight.dtype == x.dtype
@@ -76,6 +78,6 @@ def launch_rms_norm(
 
 @functools.cache
 def shape_of(hidden: int) -> tuple[int, int]:
-    """(block, warps) of a program."""
+    """Returns (block, warps) of a program."""
     block = 1 << (hidden - 1).bit_length()
     return block, min(max(block // 512, 1), 16)

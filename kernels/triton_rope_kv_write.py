@@ -1,8 +1,8 @@
-"""Triton half of `rope_kv_write`: a program turns some heads of one token and writes them.
+"""The Triton kernel of `rope_kv_write`: a program rotates some heads of one token and writes them.
 
 Products and sums are rounded one by one, as torch does, so the bits are torch's; with q_norm and
-k_norm they are up to the order in which a head's squares are added. Head sizes that are no power of
-two are padded with lanes that load and store nothing.
+k_norm up to the order in which a head's squares are added. Head sizes that are no power of two are
+padded with lanes that load and store nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
 from kernels.triton_lora_heads import norm_heads
 
-HEADS = 8  # of a program, at most; 0.9 us for one token, where 16 take 1.1
-MANY_HEADS = 16  # of 8192 tokens: 51 us, where 8 take 61
+HEADS = 8  # maximum per program; 0.9 us for one token, 1.1 with 16
+MANY_HEADS = 16  # for 8192 tokens: 51 us, 61 with 8
 MANY_TOKENS = 1024
 NUM_WARPS = 4
 
@@ -60,7 +60,7 @@ def _rope_kv_write_kernel(
     is_v = heads >= NUM_HEADS + NUM_KV_HEADS
     turning_a, turning_b = a, b
     if HAS_NORM:
-        # One load a lane and head: of q's weights or of k's.
+        # One load per lane and head: of q's weights or of k's.
         weight_a = tl.load(q_norm_ptr + lanes + 0 * heads, mask=in_half & is_q, other=0.0)
         weight_b = tl.load(q_norm_ptr + HALF + lanes + 0 * heads, mask=in_half & is_q, other=0.0)
         k_weight_a = tl.load(k_norm_ptr + lanes + 0 * heads, mask=in_half, other=0.0)
@@ -74,7 +74,7 @@ def _rope_kv_write_kernel(
     q_there = q_ptr + (token * NUM_HEADS + heads) * (2 * HALF) + lanes
     tl.store(q_there, turned_a, mask=in_half & is_q)
     tl.store(q_there + HALF, turned_b, mask=in_half & is_q)
-    # A negative slot: a padding row of a CUDA graph, nobody's.
+    # A negative slot marks a padding row of a CUDA graph.
     kv_head = heads - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
     kv_there = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + lanes
     is_written = inside & (heads >= NUM_HEADS) & (slot + 0 * heads >= 0)
@@ -96,7 +96,7 @@ def launch_rope_kv_write(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
     assert tokens < 65536
     q = write.new_q(qkv)
     total = write.num_heads + 2 * write.num_kv_heads
-    # How a head is normed, its bits, must not depend on how many tokens there are.
+    # The bits of a normed head must not depend on the number of tokens.
     most = MANY_HEADS if tokens >= MANY_TOKENS and not write.has_norm else HEADS
     block = min(most, 1 << (total - 1).bit_length())
     _launch(

@@ -1,18 +1,19 @@
-"""Triton half of `sample_rows`: what a row needs is read off its parameters on the device.
+"""The Triton kernels of `sample_rows`: the device reads from a row's parameters which passes it
+needs.
 
     scan     every row       maximum, its lowest id, soundness     of each chunk of a row
     weigh    drawn rows      mass; top-k, top-p: a first ladder     "
     narrow   top-k, top-p    a finer ladder between two rungs       "
     collect  top-k, top-p    the logits between two finer rungs     "
-    resolve  every row       the token: one program a row
+    resolve  every row       the token: one program per row
 
-A launch that has nothing to do for a row leaves at once. No sort, no look from the host. A row's
-token depends neither on its neighbours nor on how many there are, nor on how the work is spread
-over programs: few rows are split among more.
+A launch without work for a row ends at once. No sort, no reads by the host. A row's token depends
+neither on its neighbours nor on their number, nor on how the work is spread over programs: few rows
+are split among more programs.
 
-Microseconds on an H200, 128256 ids, of 1 / 64 / 256 rows: greedy 4 / 14 / 37, temperature 13 / 36
-/ 99, top-k 50 31 / 81 / 281, and top-p 0.9 39 / 91 / 300, top-p alone 39 / 102 / 329, or 62 / 151 /
-484 where the logits are so flat that it keeps most ids. Of the 329, scan takes 33, weigh 81, narrow
+Microseconds on an H200, 128256 ids, of 1 / 64 / 256 rows: greedy 4 / 14 / 37, temperature 13 / 36 /
+99, top-k 50 31 / 81 / 281, and top-p 0.9 39 / 91 / 300, top-p alone 39 / 102 / 329, or 62 / 151 /
+484 for logits so flat that it keeps most ids. Of the 329, scan accounts for 33, weigh 81, narrow
 68, collect 112.
 """
 
@@ -30,9 +31,9 @@ from kernels.triton_sampling_passes import (
 )
 from kernels.triton_sampling_resolve import resolve_kernel
 
-CHUNK = 8192  # ids a program looks at
+CHUNK = 8192  # ids per program
 ROOM = 8192  # logits a row can collect, spread evenly over its chunks
-FEW = 64  # of a chunk: so few are searched quickly
+FEW = 64  # of a chunk: up to this number are searched quickly
 PROGRAMS = 256  # of the passes over drawn rows: two of each multiprocessor of an H200, one wave
 MAX_VOCAB = 2**18  # times a weight's unit of 2^44: sums stay below 2^63
 

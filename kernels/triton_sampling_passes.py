@@ -1,9 +1,9 @@
 """The launches of `sample_rows` over chunks of rows, and the arithmetic that all of them share.
 
 A weight is 2^((x - maximum) / (temperature ln 2)) in units of 2^-44, an integer, so that sums are
-exact in any order and the passes agree. A ladder tells how many tokens (top-k) or what mass
-(top-p alone) lies above each of 16 rungs; its sums are float32 and only choose where to look: what
-is found there is checked.
+exact in any order and the passes agree. A ladder counts the tokens (top-k) or the mass (top-p
+alone) above each of 16 rungs; its sums are float32 and only narrow the search: the result is
+verified exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.triton_launch import start_overlapped
 _TILE = tl.constexpr(1024)
 RUNGS = tl.constexpr(16)
 _ONE = tl.constexpr(float(2**44))  # the weight of the most likely token
-_DEPTH = tl.constexpr(45.0)  # log2 of a weight that is nothing, and one more
+_DEPTH = tl.constexpr(45.0)  # log2 of a weight of zero, plus one
 _RATIO_LOG2 = tl.constexpr(0.4854268271702417)  # rungs of the first ladder: each 1.4 times the last
 _HUGE = tl.constexpr(float(2**100))
 _INTERPRETED = tl.constexpr(IS_INTERPRETED)
@@ -42,7 +42,7 @@ def read_row(row_ptr, ids, VOCAB: tl.constexpr):
 
 @triton.jit
 def best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """-> maximum, its lowest id, whether there is nothing to draw from."""
+    """Returns maximum, its lowest id, whether the row has no id to draw."""
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < NUM_CHUNKS
     maxima = tl.load(maxima_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=float("-inf"))
@@ -54,7 +54,8 @@ def best_of_row(maxima_ptr, firsts_ptr, row, NUM_CHUNKS: tl.constexpr, CHUNKS: t
 
 @triton.jit
 def scale_of(temperature):
-    """A temperature near 0 sends the others to -inf, and 0 times it stays 0.
+    """Returns the scale. A temperature near 0 sends the other logits to -inf, and 0 times it stays
+    0.
 
     log2(e) is a literal: the interpreter of Triton 3.7 cannot use a tensor that a named constant on
     the left of an operator made.
@@ -64,7 +65,7 @@ def scale_of(temperature):
 
 @triton.jit
 def weights_of(x, best, scale):
-    """-> log2 of the weights, the weights (1 at the maximum), the same as integers."""
+    """Returns log2 of the weights, the weights (1 at the maximum), the same as integers."""
     levels = (x - best) * scale
     weights = tl.exp2(levels)
     return levels, weights, (weights * _ONE).to(tl.int64)
@@ -79,7 +80,7 @@ def _first_rungs():
 
 @triton.jit
 def _finer_rungs(upper, lower):
-    """The last one is `lower` itself."""
+    """Returns the rungs; the last one is `lower` itself."""
     rungs = tl.arange(0, RUNGS)
     top = tl.maximum(upper, 0.0)
     depths = top + (lower - top) * ((rungs + 1).to(tl.float32) / RUNGS)
@@ -88,7 +89,7 @@ def _finer_rungs(upper, lower):
 
 @triton.jit
 def _choose(ladder_ptr, depths, upper, goal, CHUNKS: tl.constexpr):
-    """-> the depths between which the goal is reached, and what lies above the lower one."""
+    """Returns the depths between which the goal is reached, and the amount above the lower one."""
     rungs = tl.arange(0, RUNGS)
     splits = tl.arange(0, CHUNKS)[:, None]
     parts = tl.load(
@@ -104,7 +105,8 @@ def _choose(ladder_ptr, depths, upper, goal, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """What the ladder counts up to: tokens where top-k is on, else mass (1: the maximum's)."""
+    """Returns the target of the ladder's counts: tokens where top-k is on, otherwise mass (1: the
+    maximum's)."""
     chunks = tl.arange(0, CHUNKS)
     totals = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0)
     mass = top_p.to(tl.float64) * (tl.sum(totals, axis=0).to(tl.float64) / _ONE)
@@ -113,8 +115,9 @@ def _goal(totals_ptr, top_k, top_p, row, VOCAB, NUM_CHUNKS: tl.constexpr, CHUNKS
 
 @triton.jit
 def _is_above(levels, depths):
-    """1 where levels > -depths, else 0, without a predicate: the 64 of a tile would be packed into
-    bits and unpacked, half of the loop. A difference of levels times 2^100 is 0 or more than 1."""
+    """Returns 1 where levels > -depths, otherwise 0, without a predicate: the 64 of a tile would be
+    packed into bits and unpacked, half of the loop. A difference of levels times 2^100 is 0 or more
+    than 1."""
     if _INTERPRETED:
         above = (levels > -depths).to(tl.float32)
     else:
@@ -134,7 +137,7 @@ def _ladder(
     row_ptr, totals_ptr, ladder_ptr, best, scale, depths, counts,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what of this program's chunks lies above each depth; `WEIGHS`: also their masses."""
+    """Writes the count of this program's chunks above each depth; `WEIGHS`: also their masses."""
     TILE: tl.constexpr = _TILE if CHUNK > _TILE else CHUNK
     above = tl.zeros((RUNGS, TILE), tl.float32)
     for chunk in range(tl.program_id(0), NUM_CHUNKS, tl.num_programs(0)):
@@ -156,7 +159,7 @@ def _masses(
     row_ptr, totals_ptr, best, scale, min_p,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the mass that min-p leaves of each of this program's chunks."""
+    """Writes the mass of each of this program's chunks that min-p keeps."""
     TILE: tl.constexpr = 2 * _TILE if CHUNK > 2 * _TILE else CHUNK
     for chunk in range(tl.program_id(0), NUM_CHUNKS, tl.num_programs(0)):
         mass = tl.zeros((TILE,), tl.int64)
@@ -274,9 +277,10 @@ def _collect(
     row_ptr, best, scale, upper, lower, min_p, sure_ptr, counts_ptr, values_ptr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Counts and adds what lies above the upper depth, lists what lies between, chunk by chunk.
+    """Counts and adds the ids above the upper depth, lists the ids between the depths, chunk by
+    chunk.
 
-    In no order: the list is searched and added up in integers, where order is nothing.
+    In no order: the list is searched and added up in integers, where order has no effect.
     """
     TILE: tl.constexpr = 2 * _TILE if CHUNK > 2 * _TILE else CHUNK
     for chunk in range(tl.program_id(0), NUM_CHUNKS, tl.num_programs(0)):
@@ -338,7 +342,7 @@ def collect_kernel(
                 depths = _finer_rungs(upper, lower)
                 finer_ptr = first_ptr + NUM_CHUNKS * RUNGS
                 upper, lower, amount = _choose(finer_ptr, depths, upper, goal, CHUNKS)
-            # The mass of what top-k leaves is top-p's whole: all of it must be there.
+            # The mass that top-k keeps is the whole of top-p: all of it must be collected.
             upper = tl.where(is_limited & (top_p < 1.0), -1.0, upper)
             _collect(
                 logits_ptr + row * STRIDE, best, scale_of(temperature), upper, lower,

@@ -1,10 +1,10 @@
-"""The last launch of `sample_rows`: one program a row finds its token.
+"""The last launch of `sample_rows`: one program per row finds its token.
 
-A drawn row has a mass of every chunk; the random number falls into one of them, and that chunk
-alone is looked at again. top-k and top-p first find their thresholds among the collected ids, by
-bisection of the logits' bits; where the collection does not hold them (more equals than room, or
-both filters with a large k) by bisection over the whole row: as exact, and slow (0.7 to 1.4 ms, of
-256 such rows 2 to 4).
+A drawn row has a mass for every chunk; the random number falls into one of them, and only that
+chunk is read again. top-k and top-p first find their thresholds among the collected ids, by
+bisection of the logits' bits; if the collection does not hold them (more equals than room, or both
+filters with a large k) by bisection over the whole row: as exact, and slow (0.7 to 1.4 ms, of 256
+such rows 2 to 4).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALL = tl.constexpr(2**31)
 
 @triton.jit
 def _philox(seed, choice, position):
-    """-> 64 bits of which the upper 53 are the number, as `uniform` has it."""
+    """Returns 64 bits of which the upper 53 are the number, as `uniform` has it."""
     mask = 0xFFFFFFFF
     c0 = position.to(tl.uint64) & mask
     c1 = choice.to(tl.uint64) & mask
@@ -43,14 +43,14 @@ def _philox(seed, choice, position):
 
 @triton.jit
 def _keys_of(x):
-    """Integers in the order of the logits; -0 is 0."""
+    """Returns integers in the order of the logits; -0 is 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _weight_at(key, best, scale):
-    """Of a key: its weight, also as an integer."""
+    """Returns the weight of a key, also as an integer."""
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32)
     x = bits.to(tl.float32, bitcast=True)
     _, weight, quantum = weights_of(tl.where(key > _LOWEST, x, best), best, scale)
@@ -64,8 +64,8 @@ def _add_three(a0, b0, c0, a1, b1, c1):
 
 @triton.jit
 def _search(keys, amounts, base, goal):
-    """The largest key from which on there is as much as the goal; _LOWEST: nowhere. Three keys at
-    a time: a step is as long as it takes to add up over the program."""
+    """Returns the largest key from which on the amount reaches the goal; _LOWEST if none does.
+    Three keys at a time: a step lasts as long as a sum over the program."""
     is_there = amounts > 0
     low = tl.min(tl.where(is_there, keys, 0x7FFFFFFF), axis=0).to(tl.int64)
     high = tl.max(tl.where(is_there, keys, _LOWEST), axis=0).to(tl.int64) + 1
@@ -92,7 +92,7 @@ def _search(keys, amounts, base, goal):
 
 @triton.jit
 def _sum_from(row_ptr, key, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
-    """Tokens, or mass, of the whole row from a key on."""
+    """Returns the tokens, or the mass, of the whole row from a key on."""
     found = tl.zeros((), tl.int64)
     for start in range(0, VOCAB, CHUNK):
         x = read_row(row_ptr, start + tl.arange(0, CHUNK), VOCAB)
@@ -106,7 +106,7 @@ def _sum_from(row_ptr, key, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.
 def _search_row(
     row_ptr, floor, goal, best, scale, counts, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """As `_search`, of the whole row from the floor on."""
+    """Searches the whole row from the floor on, as `_search` does."""
     low, high = floor, _keys_of(best).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) >> 1
@@ -125,7 +125,7 @@ def _mass_goal(top_p, mass):
 
 @triton.jit
 def _spare(goal, above, quantum):
-    """Of the equals at the threshold, so many are kept."""
+    """Returns how many of the equals at the threshold are kept."""
     quantum = tl.maximum(quantum, 1)
     return (goal - above + quantum - 1) // quantum
 
@@ -135,7 +135,7 @@ def _filter_row(
     row_ptr, best, scale, top_k, top_p, min_p,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Over the whole row -> threshold, spare, masses and equals of each chunk."""
+    """Returns threshold, spare, masses and equals of each chunk, from the whole row."""
     chunks = tl.arange(0, CHUNKS)
     threshold = _keys_of(best).to(tl.int64) * 0 + _LOWEST
     spare = threshold * 0 + _ALL
@@ -168,8 +168,8 @@ def _filter_collected(
     VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of the first WIDTH slots of each chunk -> whether they hold the thresholds, and then what
-    `_filter_row` gives."""
+    """Returns whether the first WIDTH slots of each chunk hold the thresholds, and then the results
+    of `_filter_row`."""
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < NUM_CHUNKS
     counts = tl.load(counts_ptr + chunks, mask=inside, other=0)
@@ -210,8 +210,8 @@ def _filter_collected(
 
 @triton.jit
 def _pick(masses, equals, share, spare, quantum):
-    """Of parts in the order of ids with mass and equals: the one into which the share falls, and
-    what is left there of share and spare."""
+    """Returns the part, in the order of ids with mass and equals, into which the share falls, and
+    the remainders of share and spare within it."""
     SIZE: tl.constexpr = masses.shape[0]
     places = tl.arange(0, SIZE)
     earlier = tl.cumsum(equals, axis=0) - equals
@@ -226,7 +226,7 @@ def _pick(masses, equals, share, spare, quantum):
 
 @triton.jit
 def _whole(masses, equals, spare, quantum):
-    """Mass that is kept of all parts: of the equals, the spare ones."""
+    """Returns the mass that is kept of all parts: of the equals, the spare ones."""
     kept = tl.minimum(tl.sum(equals, axis=0), spare)
     return tl.sum(masses, axis=0) + kept * quantum
 
@@ -236,7 +236,8 @@ def _invert(
     row_ptr, number, best, scale, min_p, threshold, spare, masses, equals,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The first id, in the order of ids, up to which there is more mass than the number's share."""
+    """Returns the first id, in the order of ids, up to which there is more mass than the number's
+    share."""
     PART: tl.constexpr = 1024 if CHUNK > 1024 else CHUNK
     PARTS: tl.constexpr = CHUNK // PART
     weight, quantum = _weight_at(threshold, best, scale)

@@ -1,4 +1,5 @@
-"""Triton half of `scatter_page`: a program copies one tile of a strip, or writes its zeros."""
+"""The Triton kernel of `scatter_page`: a program copies one tile of a strip, or writes its
+zeros."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def _scatter_page_kernel(
     address = tl.load(tile_ptr + 1) + page * tl.load(tile_ptr + 2)
     offset = tl.load(tile_ptr + 3)
     count = tl.load(tile_ptr + 4)
-    # 16 rows of 2 bytes or more: strips begin and end at multiples of 8 words. Said aloud, loads
-    # and stores are 16 bytes wide.
+    # 16 rows of 2 bytes or more: strips begin and end at multiples of 8 words. Stated to the
+    # compiler, loads and stores are 16 bytes wide.
     words = tl.multiple_of(source + offset, 8) + tl.arange(0, TILE_WORDS)
     there = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 32) + tl.arange(0, TILE_WORDS)
     lanes = tl.arange(0, TILE_WORDS)

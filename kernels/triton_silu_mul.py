@@ -1,6 +1,7 @@
-"""Triton half of `silu_mul`: a program takes a stretch of one row. The bits are torch's.
+"""The Triton kernel of `silu_mul`: a program processes a stretch of one row. The bits are torch's.
 
-torch's exponential and its exactly rounded quotient instead of the fast ones; memory hides them.
+torch's exponential and its exactly rounded quotient instead of the fast variants; memory latency
+hides them.
 """
 
 from __future__ import annotations

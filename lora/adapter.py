@@ -1,9 +1,9 @@
-"""An adapter as it lies in a folder (PEFT's format), checked in full, and as it is in memory.
+"""An adapter as stored in a folder (PEFT's format), checked in full, and as held in memory.
 
-Everything or nothing: each tensor of the file must belong to a site of the base with the right
-shape, each module the configuration targets must have its pair, every number must be finite;
-whatever we do not compute exactly is refused with the reason. Pickles are never read. Knows no pool
-and no registry; the caller says which digest the folder has.
+All or nothing: each tensor of the file must belong to a site of the base with the right shape, each
+module that the configuration targets must have its pair, every number must be finite; an adapter
+that we do not compute exactly is refused with the reason. Pickles are never read. Free of the pool
+and the registry; the caller provides the folder's digest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BaseWeight = Callable[[str], torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """The module's output gains (x a^T) b."""
+    """The weights of one module, whose output gains (x a^T) b."""
 
     a: torch.Tensor  # [r, in_features] float32
     b: torch.Tensor  # [r, out_features] float32, PEFT's B transposed, times the scale
@@ -56,15 +56,15 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class TensorMatch:
-    """Which tensors of the file belong to a module of the base."""
+    """The match between tensors of the file and modules of the base."""
 
     num_matched: int
-    unmatched: tuple[str, ...]  # the reason for each of the others
+    unmatched: tuple[str, ...]  # the reason for each other tensor
 
 
 def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
-    """From the file's header alone, for those who want to know all that is wrong with it; one
-    unmatched tensor is enough for `read_adapter` to refuse. Raises AdapterError."""
+    """Matches the tensors by the file's header alone, to report every mismatch; `read_adapter`
+    refuses at the first. Raises AdapterError."""
     targets = targets_by_module(sites)
     reasons: list[str] = []
     with _open_weights(path) as file:
@@ -87,8 +87,9 @@ def read_adapter(
     max_rank: int,
     base_weight: BaseWeight | None = None,
 ) -> Adapter:
-    """Raises AdapterError. PEFT saves an adapted embedding (or head) with a copy of the base's own
-    weight; `base_weight(module)` gives ours to compare, without it such a file is refused."""
+    """Reads and checks an adapter; raises AdapterError. PEFT saves an adapted embedding (or head)
+    with a copy of the base's own weight; `base_weight(module)` returns ours to compare, and without
+    it such a file is refused."""
     config = read_peft_config(path)
     with _open_weights(path) as file:
         modules = _read_modules(file, targets_by_module(sites), config, max_rank, base_weight)
@@ -119,7 +120,7 @@ def _read_modules(
     max_rank: int,
     base_weight: BaseWeight | None,
 ) -> dict[str, ModuleWeights]:
-    """All that the header can tell is checked before any tensor is read."""
+    """Reads the weights after all checks that need only the header."""
     pairs: dict[str, dict[str, str]] = {}  # module -> {"A": key, "B": key}
     copies: dict[str, str] = {}  # module -> key
     for key in file.entries:
@@ -220,7 +221,7 @@ def _check_shapes(
         raise AdapterError(f"{module} has rank {rank}, allowed are 1 to {max_rank}")
     if rank != config.rank_of(module):
         raise AdapterError(
-            f"{module} has rank {rank}, adapter_config.json says "
+            f"{module} has rank {rank}, adapter_config.json has "
             f"{shown_value(config.rank_of(module))}"
         )
     if in_features != target.site.in_features:
@@ -244,7 +245,7 @@ def _check_base_copy(
             f"the file holds a copy of the base's weight of {module} that cannot be compared; save "
             "with save_embedding_layers=False"
         )
-    shape = file.entries[key].shape  # judged before it is read: it may claim any size
+    shape = file.entries[key].shape  # checked before it is read: it may claim any size
     if shape != base.shape:
         raise AdapterError(
             f"the file's copy of the base's {module} has shape {list(shape)}, the base has "
@@ -270,6 +271,7 @@ def _module_weights(a: torch.Tensor, b: torch.Tensor, module: str, scale: float)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """A NaN shows in both extremes, an infinity in one. 24 ms for 42 M numbers, `isfinite` 240."""
+    """Checks both extremes: a NaN appears in both, an infinity in one. 24 ms for 42 M numbers,
+    `isfinite` 240."""
     low, high = tensor.aminmax()
     return bool(low.isfinite() & high.isfinite())

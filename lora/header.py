@@ -1,9 +1,9 @@
 """The header of a safetensors file, read with limits and checked against the file's size; and its
 tensors.
 
-A file from anywhere is judged before its data are touched: after this, every tensor's type, shape
-and bytes agree with each other and cover the file without holes or overlaps. The file stays open:
-what is read later is of the file that was judged. Knows no adapters.
+A file of any origin is checked before its data are touched: afterwards every tensor's type, shape
+and bytes agree with each other and cover the file without holes or overlaps. The file stays open,
+so that later reads are of the checked file. Free of adapters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from lora.errors import AdapterError
 from lora.untrusted import parse_object, read_up_to, shown, shown_value
 
-# While it is parsed no other thread runs: 2 MiB take 20 to 40 ms. A base of 126 layers, all of
-# them adapted, needs 0.3.
+# No other thread runs during the parse: 20 to 40 ms for 2 MiB. A base of 126 layers, all of them
+# adapted, needs 0.3 MiB.
 _MAX_HEADER_BYTES = 2 * 1024 * 1024
 _MAX_TENSORS = 16384
 _MAX_DIMENSIONS = 8
@@ -37,7 +37,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """An open file and what its header says. Whoever opened the file closes it."""
+    """An open file and its header. The function that opened the file closes it."""
 
     name: str
     file: FileIO
@@ -45,7 +45,8 @@ class TensorFile:
     data_start: int
 
     def read(self, key: str) -> torch.Tensor:
-        """Into memory of its own: of a mapped file that shrinks later, a read kills the process."""
+        """Reads into memory of its own: if a mapped file shrinks later, reading it kills the
+        process."""
         entry = self.entries[key]
         data = bytearray(entry.end - entry.begin)
         buffer = memoryview(data)
@@ -59,7 +60,8 @@ class TensorFile:
 
 
 def read_header(file: FileIO, name: str) -> TensorFile:
-    """Raises AdapterError with the reason; `name` is all it says of the file."""
+    """Reads and checks the header. Raises AdapterError with the reason, in which the file is called
+    `name`."""
     size = os.fstat(file.fileno()).st_size
     head = read_up_to(file, 8)
     length = int.from_bytes(head, "little")

@@ -1,8 +1,8 @@
-"""The model's matrix products with what adapters add to them.
+"""The model's matrix products with the additions of adapters.
 
-Joins a site's pools with a step's mapping; the arithmetic is the kernels', the bookkeeping the
-pool's. Over a `LoraPlan` in two parts: the shrink with the product, the expand in the op that reads
-it, which may be the next layer's. Over a `LoraBatch` (the reference, and the sites that need no
+Joins a site's pools with a step's mapping; the kernels hold the arithmetic, the pool the
+bookkeeping. With a `LoraPlan` in two parts: the shrink with the product, the expand in the op that
+reads it, which may be the next layer's. With a `LoraBatch` (the reference, and sites that need no
 speed) at once.
 """
 
@@ -30,7 +30,9 @@ from lora.sites import Site
 
 def apply_lora_(
     site: Site,
-    outputs: Sequence[torch.Tensor],  # one [T, N_s] a slice; views of the fused output will do
+    outputs: Sequence[
+        torch.Tensor
+    ],  # one [T, N_s] per slice; views of the fused output are accepted
     x: torch.Tensor,  # [T, K]
     batch: LoraBatch,
     pool: AdapterPool,
@@ -53,7 +55,7 @@ def apply_lora_(
 def apply_lora_embedding_(
     site: Site, y: torch.Tensor, token_ids: torch.Tensor, batch: LoraBatch, pool: AdapterPool
 ) -> None:
-    """y [T, H] is the base's embedding of token_ids [T]."""
+    """Adds to y [T, H], the base's embedding of token_ids [T]."""
     pools = pool.site_pool(site.name)
     if pools is None:
         return
@@ -70,7 +72,8 @@ def apply_lora_embedding_(
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What adapters add to a product: of every row its place on the bridge, B still to come."""
+    """The adapters' addition to a product: each row's values on the bridge, with B still to be
+    applied."""
 
     bridge: Bridge
     b_pools: tuple[torch.Tensor, ...]
@@ -79,14 +82,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Of a layer's matrix and its input. The op that reads it adds the delta on the way, and may
-    write over `base`: it is read once."""
+    """The product of a layer's matrix and its input. The op that reads it adds the delta and may
+    overwrite `base`: it is read once."""
 
     base: torch.Tensor  # [T, sum of N_s]
-    delta: Delta | None = None  # None: there is none, or it is in `base`
+    delta: Delta | None = None  # None: no delta, or it is already in `base`
 
     def settle(self) -> torch.Tensor:
-        """Base and delta in one tensor."""
+        """Returns base and delta in one tensor."""
         if self.delta is not None:
             lora_expand_(self.base, self.delta.bridge, self.delta.b_pools, self.delta.plan)
         return self.base
@@ -100,7 +103,7 @@ def adapted_linear(
     lora: LoraBatch | LoraPlan | None,
     pool: AdapterPool,
 ) -> Product:
-    """Rows without adapter keep their bits."""
+    """Computes the product. Rows without an adapter keep their bits."""
     if isinstance(lora, LoraPlan):
         pools = _pools(site, pool)
         y, bridge = linear_shrink(x, weight, bias, pools.a, lora)
@@ -113,7 +116,7 @@ def adapted_linear(
 
 
 def product_silu_mul(gate_up: Product) -> torch.Tensor:
-    """[T, 2 * I] -> [T, I]"""
+    """Turns [T, 2 * I] into [T, I]."""
     delta = gate_up.delta
     if delta is None:
         return silu_mul(gate_up.base)
@@ -123,7 +126,7 @@ def product_silu_mul(gate_up: Product) -> torch.Tensor:
 def product_add_rms_norm(
     x: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `add_rms_norm`: -> normed, new residual."""
+    """Returns the normed values and the new residual, as `add_rms_norm` does."""
     delta = x.delta
     if delta is None:
         return add_rms_norm(x.base, residual, weight, eps)

@@ -1,7 +1,7 @@
-"""Whose adapter each token of a step uses, in the forms that every layer shares.
+"""The adapter of each token of a step, in the forms that every layer shares.
 
-Built once a step from the batch's runs of tokens; knows digests and pages, no weights. An owner is
-a small integer, the adapter's place among those of this step; -1 is nobody.
+Built once per step from the batch's runs of tokens; reads digests and pages, no weights. An owner
+is a small integer, the adapter's place among those of this step; -1 means no adapter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from kernels.lora_shrink_expand import Segment
 from lora.pool import PAGE_ROWS, AdapterPool
 
-# A segment costs about 0.5 ms in 30 layers, the masked form 3 to 4 ms an adapter.
+# A segment costs about 0.5 ms in 30 layers, the masked form 3 to 4 ms per adapter.
 _SEGMENTS_PER_ADAPTER = 4
 
 
@@ -25,11 +25,11 @@ class LoraBatch:
     row_ids: torch.Tensor  # [R] int64, rows of every pool
     row_owner: torch.Tensor  # [R] int32
     owners: tuple[int, ...]  # token_owner on the host
-    row_runs: tuple[tuple[tuple[int, int], ...], ...]  # of each owner: contiguous [start, end)
-    segments: tuple[Segment, ...] | None  # None: too many to be worth it
+    row_runs: tuple[tuple[tuple[int, int], ...], ...]  # per owner: contiguous [start, end)
+    segments: tuple[Segment, ...] | None  # None: too many to be faster
 
     def select(self, rows: Sequence[int]) -> LoraBatch:
-        """The same for some rows of the step, e.g. those whose logits are computed."""
+        """Returns the same for some rows of the step, e.g. those whose logits are computed."""
         owners = tuple(self.owners[row] for row in rows)
         return LoraBatch(
             torch.tensor(owners, dtype=torch.int32).to(self.token_owner.device, non_blocking=True),
@@ -46,7 +46,7 @@ def build_lora_batch(
     adapters_per_run: Sequence[tuple[str | None, int]],  # (digest, number of tokens), in order
     device: torch.device | str,
 ) -> LoraBatch | None:
-    """None when no token has an adapter. Every digest must be held by an `acquire`."""
+    """Returns None if no token has an adapter. Every digest must be held by an `acquire`."""
     places: dict[str, int] = {}
     owners: list[int] = []
     for digest, num_tokens in adapters_per_run:
@@ -68,7 +68,7 @@ def build_lora_batch(
 
 
 def _row_runs(pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Rows of the pages, in the pages' order (any order is right, if A and B agree)."""
+    """Returns the rows of the pages, in the pages' order (any order is right, if A and B agree)."""
     runs: list[tuple[int, int]] = []
     for page in pages:
         start, end = page * PAGE_ROWS, (page + 1) * PAGE_ROWS

@@ -1,7 +1,7 @@
-"""How large the change is that an adapter makes to one weight: the Frobenius norm of B A, scaled.
+"""The size of an adapter's change to one weight: the Frobenius norm of B A, scaled.
 
-B A is never made: of a head it would have the size of the head. With the Gram matrices of A and B,
-r x r each,  |B A|^2 = tr(A^T B^T B A) = sum((B^T B) * (A A^T)).
+B A is never formed: for a head it would have the size of the head. With the Gram matrices of A and
+B, r x r each, |B A|^2 = tr(A^T B^T B A) = sum((B^T B) * (A A^T)).
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import torch
 
 from lora.adapter import ModuleWeights
 
-_CHUNK = (
-    16_384  # columns that are float64 at a time: the embedding's A is as wide as the vocabulary
-)
+_CHUNK = 16_384  # columns in float64 at a time: the embedding's A is as wide as the vocabulary
 
 
 def delta_norm(weights: ModuleWeights) -> float:
-    """In float64: the products of both halves cancel where rows of the delta oppose each other."""
+    """Computes in float64: the products of both halves cancel if rows of the delta oppose each
+    other."""
     square = (_gram(weights.a) * _gram(weights.b)).sum()
     return math.sqrt(max(0.0, float(square)))
 
 
 def _gram(rows: torch.Tensor) -> torch.Tensor:
-    """[r, n] -> [r, r] float64"""
+    """Turns [r, n] into [r, r] float64."""
     gram = torch.zeros(rows.shape[0], rows.shape[0], dtype=torch.float64, device=rows.device)
     for part in torch.split(rows, _CHUNK, dim=1):
         wide = part.double()

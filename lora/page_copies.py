@@ -1,7 +1,7 @@
-"""Which pages of which adapters are being copied, through a few staging slots, in order of request.
+"""The copies of adapters' pages in flight, through a few staging slots, in order of request.
 
-Never waits, except in `wait`: who wants an adapter polls. One thread calls it. How an image gets
-into a slot and on to its page is the slot's and the pools' business.
+Never blocks, except in `wait`: callers poll. One thread calls it. The slots and the pools move an
+image into a slot and on to its page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Copy:
     digest: str
     image: torch.Tensor
     page: int
-    is_last: bool  # of its adapter
+    is_last: bool  # the last page of its adapter
     is_cancelled: bool = False
 
 
@@ -37,7 +37,7 @@ class PageCopies:
 
     @property
     def can_start(self) -> bool:
-        """Else it would only wait in line, with pages that others could use meanwhile."""
+        """Returns False if a copy would only queue, with pages that others could use meanwhile."""
         return bool(self._free)
 
     @property
@@ -45,14 +45,14 @@ class PageCopies:
         return bool(self._flying)
 
     def start(self, digest: str, images: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
-        """The pages belong to the digest from now on; what they hold is written in time."""
+        """Assigns the pages to the digest from now on; their contents are written in time."""
         last = len(pages) - 1
         for i, (image, page) in enumerate(zip(images, pages, strict=True)):
             self._waiting.append(_Copy(digest, image, page, i == last))
         self._fill_slots()
 
     def poll(self) -> list[str]:
-        """The adapters that every step launched from now on finds in their pages."""
+        """Returns the adapters that every step launched from now on finds in their pages."""
         arrived: list[str] = []
         while self._flying and self._flying[0][1].is_filled():
             copy, slot = self._flying.popleft()
@@ -66,12 +66,12 @@ class PageCopies:
         return arrived
 
     def wait(self) -> None:
-        """Until the next `poll` finds something."""
+        """Blocks until the next `poll` returns an adapter."""
         if self._flying:
             self._flying[0][1].wait()
 
     def cancel(self, digest: str) -> None:
-        """Its pages may be another's at once: nothing more is written there on its behalf."""
+        """Cancels all writes for the digest; its pages may be reassigned at once."""
         self._waiting = deque(copy for copy in self._waiting if copy.digest != digest)
         self._flying = deque(
             (replace(copy, is_cancelled=copy.is_cancelled or copy.digest == digest), slot)

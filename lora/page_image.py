@@ -1,8 +1,9 @@
-"""How an adapter lies in host memory: one image a page, the 16 rows of every matrix it adapts.
+"""The layout of an adapter in host memory: one image per page, the 16 rows of every matrix it
+adapts.
 
-An image begins with a table of where each strip is (`kernels/scatter_page.py` has the form); what
-the adapter does not target takes no room. Packing casts to the pool's type and checks that nothing
-overflows: slow work for any thread. Knows no device and no residency.
+An image begins with a table of the strips' positions (`kernels/scatter_page.py` defines the form);
+modules that the adapter does not target use no room. Packing casts to the pool's type and checks
+for overflow: slow work for any thread. Free of devices and residency.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from lora.errors import AdapterError
 from lora.sites import Site
 
 PAGE_ROWS = 16
-_ALIGNMENT = 256  # of what follows the table
+_ALIGNMENT = 256  # alignment of the strips after the table
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One matrix of the base that a page has rows of. Its place in the layout is its entry."""
+    """A matrix of the base of which a page has rows. Its place in the layout is its entry."""
 
     site: str
-    index: int  # of the slice
+    index: int  # slice index
     module: str
     side: Literal["a", "b"]
     width: int
@@ -35,11 +36,11 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter as its pages will look: rank padded with zero rows, in the pool's type."""
+    """An adapter in the form of its pages: rank padded with zero rows, in the pool's type."""
 
     digest: str
-    images: tuple[torch.Tensor, ...]  # one [bytes] uint8 a page
-    optional_sites: tuple[str, ...]  # those of its sites whose pools are made when first needed
+    images: tuple[torch.Tensor, ...]  # one [bytes] uint8 per page
+    optional_sites: tuple[str, ...]  # its sites whose pools are made when first needed
 
     @property
     def num_pages(self) -> int:
@@ -60,7 +61,7 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Of the rows of one page in all sites."""
+        """The bytes of the rows of one page in all sites."""
         return sum(self._strip_bytes(strip) for strip in self.strips)
 
     @property
@@ -68,7 +69,7 @@ class PageLayout:
         return self._table_bytes + self.page_bytes
 
     def pack(self, adapter: Adapter, allocate: Callable[[int], torch.Tensor]) -> PackedAdapter:
-        """`allocate` gives so many bytes of host memory, of any content."""
+        """Packs an adapter. `allocate` returns host memory of a given size, with any content."""
         entries = [i for i, strip in enumerate(self.strips) if strip.module in adapter.modules]
         table = torch.zeros(len(self.strips), dtype=torch.int64)
         end = self._table_bytes

@@ -1,7 +1,7 @@
 """The rank rows of every site on the device: page p is rows [16 p, 16 p + 16) of all of them.
 
-One allocation a site and side, which never moves: CUDA graphs hold its address. Who owns a page is
-not known here.
+One allocation per site and side, which never moves: CUDA graphs hold its address. The owners of
+pages are tracked elsewhere.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lora.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class SitePool:
-    """Rank rows of one site on the device."""
+    """The rank rows of one site on the device."""
 
     a: torch.Tensor  # [slices, rows, K]
-    b: tuple[torch.Tensor, ...]  # one [rows, N_s] a slice
+    b: tuple[torch.Tensor, ...]  # one [rows, N_s] per slice
 
 
 class PagePools:
@@ -36,18 +36,19 @@ class PagePools:
         self._plan = self._make_plan()
 
     def site_pool(self, name: str) -> SitePool | None:
-        """None: an optional site that no adapter has targeted yet."""
+        """Returns None for an optional site that no adapter has targeted yet."""
         return self._pools.get(name)
 
     def add_sites(self, names: Iterable[str]) -> None:
-        """Their rows of pages in use are zeros: no adapter there has targeted them."""
+        """Allocates sites. Their rows of pages in use are zeros: no adapter in these pages targets
+        them."""
         missing = [name for name in names if name not in self._pools]
         if missing:
             self._pools |= {name: self._allocate(self._sites[name]) for name in missing}
             self._plan = self._make_plan()
 
     def write(self, image: torch.Tensor, page: int) -> None:
-        """Every row of the page in every site; on CUDA on the current stream."""
+        """Writes every row of the page in every site; on CUDA on the current stream."""
         scatter_page_(image, self._plan, page)
 
     def _make_plan(self) -> PagePlan:

@@ -1,7 +1,7 @@
-"""Which pages of the adapter pool belong to whom: references, pins, least recently used first out.
+"""The ownership of the adapter pool's pages: references, pins, eviction of the least recently used.
 
-A page is 16 rank rows, the same rows in every site. Integers and digests only: what a page holds,
-and how it gets there, is the pool's business.
+A page is 16 rank rows, the same rows in every site. Integers and digests only: the pool fills the
+pages.
 
     absent --acquire--> resident, referenced --release--> resident, idle --evicted--> absent
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The answer to one acquire."""
+    """The result of one acquire."""
 
     pages: tuple[int, ...]
-    is_new: bool  # the pages hold nothing of this digest yet
+    is_new: bool  # the pages do not hold this digest's rows yet
     evicted: tuple[str, ...] = ()
 
 
@@ -29,7 +29,7 @@ class PageTable:
         self._pages: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # least recently used first
         self._references: dict[str, int] = {}
         self._pinned: set[str] = set()
-        self._idle: dict[str, None] = {}  # evictable, those longest idle first
+        self._idle: dict[str, None] = {}  # evictable, longest idle first
 
     @property
     def num_free(self) -> int:
@@ -40,7 +40,7 @@ class PageTable:
         return len(self._pinned)
 
     def resident(self) -> tuple[str, ...]:
-        """Least recently used first."""
+        """Returns the resident digests, least recently used first."""
         return tuple(self._pages)
 
     def is_resident(self, digest: str) -> bool:
@@ -61,9 +61,10 @@ class PageTable:
     def acquire(
         self, digest: str, num_pages: int, spared: Collection[str] = ()
     ) -> Placement | None:
-        """Takes a reference, evicting for it if need be. None: no room, and nothing has changed.
+        """Adds a reference, evicting idle adapters if needed. Returns None, with nothing changed,
+        if there is no room.
 
-        Idle adapters among the `spared` are evicted only when the others are not enough.
+        Idle adapters among the `spared` are evicted only if the others are not enough.
         """
         placement = self._place(digest, num_pages, spared)
         if placement is not None:
@@ -74,7 +75,7 @@ class PageTable:
     def acquire_sparing(
         self, digest: str, num_pages: int, spared: Collection[str]
     ) -> Placement | None:
-        """The same, but rather no room than one of the `spared` evicted."""
+        """Acquires as `acquire` does, but returns None rather than evict one of the `spared`."""
         if digest not in self._pages and self._num_free_or_idle(spared) < num_pages:
             return None
         return self.acquire(digest, num_pages, spared)
@@ -86,14 +87,14 @@ class PageTable:
         self._note_if_idle(digest)
 
     def drop(self, digest: str) -> None:
-        """The pages of an idle adapter become free."""
+        """Frees the pages of an idle adapter."""
         assert self.num_references(digest) == 0, f"dropped while referenced: {digest}"
         self._free.update(self._pages.pop(digest))
         self._references.pop(digest, None)
         self._idle.pop(digest, None)
 
     def pin(self, digest: str) -> None:
-        """A pinned adapter, once resident, is never evicted."""
+        """Pins an adapter: once resident, it is never evicted."""
         self._pinned.add(digest)
         self._idle.pop(digest, None)
 
@@ -134,8 +135,8 @@ class PageTable:
         return tuple(victims) if room >= num_pages else None
 
     def _take(self, num_pages: int) -> tuple[int, ...]:
-        """The first run that is long enough (contiguous rows are read without a gather), else the
-        lowest free pages."""
+        """Returns the first free run that is long enough (contiguous rows are read without a
+        gather), otherwise the lowest free pages."""
         free = sorted(self._free)
         chosen = free[:num_pages]
         for i in range(len(free) - num_pages + 1):

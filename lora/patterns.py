@@ -3,7 +3,7 @@
 An expression may come from anyone, and `re` could try it for years while it holds the interpreter.
 `re` therefore only checks the syntax; the package `regex` matches, releases the interpreter
 meanwhile, and stops at a deadline that all expressions of one configuration share. `_check` refuses
-syntax that the two read differently and whatever makes either compile slowly.
+syntax that the two read differently, and patterns that compile slowly.
 `tests/test_lora_patterns.py` compares the results with `re`. Reads no files.
 """
 
@@ -150,8 +150,8 @@ def _compile(text: str, frame: str, field: str, limits: Limits) -> Pattern:
 
 
 def _check(text: str) -> int:
-    """Returns the number of characters with counted repeats written out, for `regex` compiles them
-    so. Raises ValueError for what names of modules do not need."""
+    """Returns the number of characters with counted repeats written out, as `regex` compiles them.
+    Raises ValueError for syntax that module names do not need."""
     if not text.isascii() or not text.isprintable():
         raise ValueError("it has characters that no name has")
     sizes = [0]  # of each open group
@@ -184,8 +184,8 @@ def _check(text: str) -> int:
 
 
 def _is_end(key: str, module: str) -> bool:
-    """Returns whether `module` ends with a key whose only operator is the dot, which stands for
-    any character."""
+    """Returns True if `module` ends with a key whose only operator is the dot, which stands for any
+    character."""
     start = len(module) - len(key)
     if start < 0 or (start and module[start - 1] != "."):
         return False

@@ -1,8 +1,8 @@
-"""What we read from a PEFT `adapter_config.json`: which modules, which rank, which scale.
+"""The fields that we read from a PEFT `adapter_config.json`: modules, ranks, scales.
 
 Matching of modules and patterns follows PEFT's own (`check_target_module_exists`,
-`get_pattern_key`); whatever changes the arithmetic beyond B A * scale is refused by name. Knows the
-file's text only: no tensors, and module names are those of the sites it is asked about.
+`get_pattern_key`); fields that change the arithmetic beyond B A * scale are refused by name. Reads
+the file's text only: no tensors, and module names come from the caller's sites.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNSUPPORTED = {
     "velora_config": "VeLoRA",
     "ensure_weight_tying": "ensure_weight_tying",
 }
-# These start from a changed base weight (or a variant); others only choose where training begins.
+# These start from a changed base weight (or a variant); others only choose the start of training.
 _UNSUPPORTED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -54,7 +54,7 @@ class PeftConfig:
     ranks: PatternTable[int]
     alphas: PatternTable[float]
     use_rslora: bool
-    target_modules: Pattern | NameList | None  # None: all linear ones but the head
+    target_modules: Pattern | NameList | None  # None: all linear modules but the head
     exclude_modules: Pattern | NameList
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
@@ -143,13 +143,13 @@ def _refuse_unsupported(fields: dict[str, object]) -> None:
 
 
 def _refuse_what_peft_does(fields: dict[str, object]) -> None:
-    """PEFT raises for these, so nobody can have trained with them."""
+    """Refuses configurations for which PEFT raises; no adapter can have been trained with them."""
     has_pattern = isinstance(fields.get("target_modules"), str)
     for name in ("layers_to_transform", "layers_pattern"):
         if has_pattern and fields.get(name) is not None:
             raise AdapterError(f"{name} cannot be used when target_modules is a pattern")
     if fields.get("layers_pattern") and fields.get("layers_to_transform") is None:
-        raise AdapterError("layers_pattern without layers_to_transform says nothing")
+        raise AdapterError("layers_pattern without layers_to_transform has no meaning")
 
 
 def _module_names(value: object, field: str, limits: Limits) -> Pattern | NameList:
@@ -183,12 +183,13 @@ def _layers(value: object) -> frozenset[int]:
 
 
 def _layers_pattern(value: object) -> tuple[str, ...]:
-    """Which of several ways to match PEFT takes would matter here, so only names are served."""
+    """Accepts names only: PEFT matches patterns in several ways, and the choice would matter
+    here."""
     names = [value] if isinstance(value, str) and value else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise AdapterError("layers_pattern is neither a name nor a list of names")
     if len(names) > _MAX_LAYER_PATTERNS:
-        raise AdapterError(f"layers_pattern has {len(names)} names, at most 64 are taken")
+        raise AdapterError(f"layers_pattern has {len(names)} names, the limit is 64")
     for name in names:
         if len(name) > 128 or not _LAYERS_NAME.fullmatch(name):
             raise AdapterError(f"layers_pattern: {shown(name)} is not the name of a list of layers")

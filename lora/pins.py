@@ -1,7 +1,7 @@
-"""How much may be pinned: never so much that some other adapter waits for room for ever.
+"""The limit of pinning: never so much that some other adapter waits for room for ever.
 
-A pinned adapter is dropped from neither tier, so pins take room for good. Pure; whoever keeps pins
-asks before each new one and before each adapter that comes in beside them.
+A pinned adapter is dropped from neither tier, so pins occupy room permanently. Pure functions; the
+pool calls them before each new pin and before each adapter that comes in next to pins.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from lora.errors import PinnedMemoryError
 from lora.page_image import PackedAdapter
 
-_MAX_HOST_SHARE = 0.5  # the others need room to come and go
+_MAX_HOST_SHARE = 0.5  # other adapters need room to come and go
 
 
 def check_room_beside(packed: PackedAdapter, pinned: Iterable[PackedAdapter], pages: int) -> None:
-    """PinnedMemoryError: `packed` would never find its pages among `pages`."""
+    """Raises PinnedMemoryError if `packed` would never find its pages among `pages`."""
     held = sum(one.num_pages for one in pinned if one.digest != packed.digest)
     if packed.num_pages > pages - held:
         raise PinnedMemoryError(
@@ -27,7 +27,7 @@ def check_room_beside(packed: PackedAdapter, pinned: Iterable[PackedAdapter], pa
 def check_pin(
     packed: PackedAdapter, known: Iterable[PackedAdapter], pinned: set[str], pages: int, limit: int
 ) -> None:
-    """`limit`: bytes of the host tier. PinnedMemoryError: too little would be left."""
+    """Raises PinnedMemoryError if too little would be left. `limit`: bytes of the host tier."""
     wanted = pinned | {packed.digest}
     held = [one for one in known if one.digest in wanted]
     largest = max((one.num_pages for one in known if one.digest not in wanted), default=1)

@@ -1,10 +1,10 @@
-"""Adapters in memory: all known ones packed on the host, those in use in pages on the device.
+"""Adapters in memory: all loaded adapters packed on the host, those in use in pages on the device.
 
-Per site one pool of A rows and, per slice, one of B rows; page p is rows [16 p, 16 p + 16) of
-every one of them, so a single page table serves all layers and ranks never pad to a maximum. On a
-CPU an adapter is copied when it is asked for; on CUDA copies run beside the steps, and who asks is
-told to ask again. Knows digests and tensors; names of adapters, requests and files are not known
-here. One thread calls it, but for `pack`.
+Per site there is one pool of A rows and, per slice, one of B rows; page p is rows [16 p, 16 p + 16)
+of every pool, so a single page table serves all layers and ranks never pad to a maximum. On a CPU
+an adapter is copied when it is acquired; on CUDA copies run while steps run, and the caller must
+ask again. Uses digests and tensors; free of adapter names, requests and files. One thread calls it,
+except for `pack`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lora.sites import Site
 from lora.staging import StagingSlot, cuda_slots
 
 _MAX_STAGING_SLOTS = 4
-_NEWEST_COPY = 0.1  # its weight in the mean
-_WATCHED_S = 0.1  # between two polls: else nobody waited, and when a copy was over is not known
+_NEWEST_COPY = 0.1  # weight of the newest copy in the mean
+_WATCHED_S = 0.1  # a copy is timed only if two polls are closer than this
 _PAGES_PER_SLOT = 8  # staging takes at most an eighth of the pool on top
 
 
@@ -46,33 +46,33 @@ class AdapterPool:
         stream: torch.cuda.Stream | None = None,
         slots: Sequence[StagingSlot] | None = None,
     ) -> None:
-        """`stream`: where steps run on CUDA; None: the one that is current in each call.
-        `slots`: None for those that the device takes, on a CPU none."""
+        """`stream`: the CUDA stream of the steps; None: the stream that is current in each call.
+        `slots`: None selects the device's number, none on a CPU."""
         self.dtype = dtype
         self.device = torch.device(device)
         self._layout = PageLayout(sites, dtype)
-        # The optional sites are counted from the start though allocated late: the budget holds
-        # whichever adapters arrive.
+        # Optional sites are counted from the start though allocated late: the budget then holds
+        # for any adapters.
         self.page_bytes = self._layout.page_bytes
         self._table = PageTable(bytes_budget // self.page_bytes)
         self._pools = PagePools(sites, self._layout, self.num_pages, self.device)
         if slots is None:
             slots = self._make_slots(stream)
         self._copies = PageCopies(self._pools, slots) if slots else None
-        # On their way to the device, since when; the pool itself holds them.
+        # In flight to the device, and since when; the pool itself holds their references.
         self._arriving: dict[str, float] = {}
         self._copy_s = 0.0
         self._polled_s = 0.0
-        self._wanted: frozenset[str] = frozenset()  # by those who wait
-        self._spared: frozenset[str] = frozenset()  # dropped by no insertion
+        self._wanted: frozenset[str] = frozenset()  # adapters that the next sequences need
+        self._spared: frozenset[str] = frozenset()  # not dropped by insertions
         # A device copies from page-locked memory on its own; a CPU needs none of that.
         is_cuda = self.device.type == "cuda"
         self._allocate_host = PinnedMemory(host_bytes).allocate if is_cuda else _allocate
         self._host: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
         self._host_limit = host_bytes
         self._host_bytes = 0
-        self._used_s: dict[str, float] = {}  # of those on the host
-        self._num_copied = 0  # to the device
+        self._used_s: dict[str, float] = {}  # last use of adapters on the host
+        self._num_copied = 0  # copies to the device
         self._leaving: set[str] = set()  # removed while referenced
 
     @property
@@ -97,26 +97,26 @@ class AdapterPool:
 
     @property
     def num_copied_to_device(self) -> int:
-        """Since the start."""
+        """The number of copies since the start."""
         return self._num_copied
 
     @property
     def copy_s(self) -> float:
-        """From the host to the device, until the adapter can be used: a mean of the newest copies;
-        0 before the first."""
+        """The time from the host to the device until the adapter can be used: a mean of recent
+        copies; 0 before the first."""
         return self._copy_s
 
     def has(self, digest: str) -> bool:
-        """False for an adapter never added, removed, or dropped when the host tier was full."""
+        """Returns False for an adapter never added, removed, or dropped from a full host tier."""
         return digest in self._host and digest not in self._leaving
 
     @property
     def reserved_bytes(self) -> int:
-        """Of device memory, those included that an optional site will ask for."""
+        """The bytes of device memory, including those that optional sites will need."""
         return self.num_pages * self.page_bytes + self._num_slots * self._layout.max_image_bytes
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        """Slow, and from any thread: the adapter in the form that `insert` takes."""
+        """Packs the adapter into the form that `insert` accepts. Slow; any thread may call it."""
         num_pages = -(-adapter.rank // PAGE_ROWS)
         if num_pages > self.num_pages:
             raise AdapterTooLargeError(
@@ -126,7 +126,7 @@ class AdapterPool:
         return self._layout.pack(adapter, self._allocate_host)
 
     def insert(self, packed: PackedAdapter) -> tuple[str, ...]:
-        """Keeps it on the host. Returns the digests that were dropped to make room."""
+        """Keeps an adapter on the host. Returns the digests that were dropped to make room."""
         self._leaving.discard(packed.digest)
         if packed.digest in self._host:
             return ()
@@ -142,11 +142,12 @@ class AdapterPool:
         return self.insert(self.pack(adapter))
 
     def spare(self, digests: Iterable[str]) -> None:
-        """From now on no insertion drops them, though nobody has a reference yet."""
+        """Protects adapters from insertions from now on, though they have no reference yet."""
         self._spared = frozenset(digests)
 
     def remove(self, digest: str) -> bool:
-        """False: still referenced; it accepts no new reference and goes with the last one."""
+        """Returns False if it is still referenced; it then accepts no new reference and leaves with
+        the last one."""
         if digest not in self._host:
             return True
         if digest in self._arriving and self._table.num_references(digest) == 1:
@@ -158,8 +159,9 @@ class AdapterPool:
         return True
 
     def land_copies(self) -> None:
-        """Adapters whose copies have ended can be acquired from now on. Only this call and
-        `wait_pending` land copies: what `acquire` refuses stays refused until the next one."""
+        """Makes adapters whose copies have ended acquirable from now on. Only this call and
+        `wait_pending` land copies: an adapter that `acquire` refuses stays refused until the next
+        one."""
         if self._copies is None:
             return
         polled_s, self._polled_s = self._polled_s, time.monotonic()
@@ -170,10 +172,10 @@ class AdapterPool:
             self.release(digest)
 
     def acquire(self, digest: str) -> bool:
-        """Takes a reference if every step launched from now on finds the adapter in its pages.
+        """Adds a reference if every step launched from now on finds the adapter in its pages.
 
-        False: all pages are in use, or its copy has not landed. What was not on the device is on
-        its way after the call, if there was room.
+        Returns False if all pages are in use, or if its copy has not landed. If there was room, its
+        copy is in flight after the call.
         """
         packed = self._known(digest)
         if digest in self._arriving or not self._can_bring(digest):
@@ -191,8 +193,8 @@ class AdapterPool:
             self._forget(digest)
 
     def prefetch(self, digests: Iterable[str]) -> None:
-        """Those that will be asked for next, most urgent first. On CUDA their copies begin while
-        pages are free, or idle and not wanted by others of them."""
+        """Starts copies of the adapters needed next, most urgent first. On CUDA they begin while
+        pages are free, or idle and not needed by others of the list."""
         in_order = tuple(digests)
         self._wanted = frozenset(in_order)
         if self._copies is None:
@@ -205,16 +207,18 @@ class AdapterPool:
             packed = self._host[digest]
             placement = self._table.acquire_sparing(digest, packed.num_pages, self._wanted)
             if placement is None:
-                return  # not at the expense of its turn
+                return  # later adapters must not overtake it
             self._bring(packed, placement.pages)
 
     def has_pending_copies(self) -> bool:
-        """What `acquire` refuses now, it may give after the next `land_copies`, though nothing else
-        happens. True until all copies have landed, not only ended."""
+        """Returns True if an adapter that `acquire` refuses now may be granted after the next
+        `land_copies` without any other change. True until all copies have landed, not only
+        ended."""
         return self._copies is not None and self._copies.is_busy
 
     def wait_pending(self) -> None:
-        """Until one more adapter can be acquired: about 2 ms for 84 MB. For an idle engine."""
+        """Blocks until one more adapter can be acquired: about 2 ms for 84 MB. For an idle
+        engine."""
         num_arriving = len(self._arriving)
         while (
             self._copies is not None
@@ -225,7 +229,7 @@ class AdapterPool:
             self.land_copies()
 
     def pin(self, digest: str) -> None:
-        """A pinned adapter is dropped from neither tier, but by `remove`. PinnedMemoryError: too
+        """Pins an adapter: only `remove` drops it from a tier. Raises PinnedMemoryError if too
         little room would be left for others."""
         packed = self._known(digest)
         pinned = {one.digest for one in self._pinned()}
@@ -239,7 +243,7 @@ class AdapterPool:
         return self._table.is_pinned(digest)
 
     def residents(self) -> tuple[Resident, ...]:
-        """All in memory, least recently used first."""
+        """Returns all adapters in memory, least recently used first."""
         return tuple(
             Resident(
                 digest,
@@ -261,15 +265,16 @@ class AdapterPool:
         return self._table.resident()
 
     def on_host(self) -> tuple[str, ...]:
-        """All that can be acquired; those on the device are among them."""
+        """Returns all adapters that can be acquired, including those on the device."""
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
     def targets_optional(self, digest: str) -> bool:
-        """Its pools may have been made after the engine's graphs."""
+        """Returns True if the adapter targets an optional site, whose pool may have been made after
+        the engine's graphs."""
         return bool(self._host[digest].optional_sites)
 
     def site_pool(self, name: str) -> SitePool | None:
-        """None: an optional site that no adapter has targeted yet."""
+        """Returns None for an optional site that no adapter has targeted yet."""
         return self._pools.site_pool(name)
 
     def _known(self, digest: str) -> PackedAdapter:
@@ -285,7 +290,8 @@ class AdapterPool:
         return is_ready or self._table.is_resident(digest)
 
     def _bring(self, packed: PackedAdapter, pages: tuple[int, ...]) -> bool:
-        """True: it is there. Else the reference just taken is the pool's, until it has landed."""
+        """Returns True if the adapter is on the device. Otherwise the pool keeps the new reference
+        until the copy has landed."""
         self._num_copied += 1
         began_s = time.monotonic()
         if self._copies is None:
@@ -316,8 +322,8 @@ class AdapterPool:
         del self._used_s[digest]
 
     def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
-        """Drops idle adapters, least recently used first; then those on the device; those that
-        somebody waits for last."""
+        """Drops idle adapters, least recently used first; then adapters on the device; adapters
+        with waiting requests last."""
         idle = [d for d in self._host if self._table.is_evictable(d) and d not in self._spared]
         resident = set(self._table.resident())
         room = self._host_limit - self.host_bytes_used
@@ -348,7 +354,7 @@ class AdapterPool:
             return ()
         size = self._layout.max_image_bytes
         slots = cuda_slots(self._num_slots, size, self.device, stream)
-        # Zeros onto zeros: what is compiled at its first launch is compiled now, not in a step.
+        # Zeros onto zeros: compiles the kernels now instead of in a step.
         self._pools.write(torch.zeros(size, dtype=torch.uint8, device=self.device), 0)
         return slots
 

@@ -1,4 +1,4 @@
-"""An adapter in memory as its pool tells it: a value that pickles, free of tensors."""
+"""The state of an adapter in memory: a value that pickles, free of tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Resident:
     digest: str
     is_on_device: bool  # a copy on the host is kept as well
-    num_bytes: int  # on the host; on the device it takes `num_pages` pages
+    num_bytes: int  # on the host; on the device it uses `num_pages` pages
     num_pages: int
-    num_references: int  # sequences that run with it, and its own copy to the device
+    num_references: int  # running sequences with it, and its own copy to the device
     is_pinned: bool
-    is_leaving: bool  # taken out: it goes with its last reference
-    used_s: float  # Unix time of its load or of the last sequence that took it
+    is_leaving: bool  # removed: it leaves with its last reference
+    used_s: float  # Unix time of its load or of the last acquire by a sequence

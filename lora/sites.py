@@ -1,4 +1,4 @@
-"""Where a base model can be adapted: its linear layers as they are fused, and its embedding.
+"""The adaptable parts of a base model: its linear layers as they are fused, and its embedding.
 
 A site is one matrix product of the forward pass; its slices are the Hugging Face modules fused into
 it, side by side in the output. Names and numbers only: no tensors, no model classes.
@@ -20,18 +20,19 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class Site:
     name: str  # e.g. "model.layers.3.qkv"
-    in_features: int  # of an embedding: the vocabulary
+    in_features: int  # for an embedding: the vocabulary size
     slices: tuple[Slice, ...]
     kind: Literal["linear", "embedding"] = "linear"
 
     @property
     def is_optional(self) -> bool:
-        """Large and rarely adapted: its pool is made when the first adapter needs it."""
+        """True for large and rarely adapted sites: the pool is made when the first adapter needs
+        it."""
         return self.kind == "embedding" or self.name == "lm_head"
 
     @property
     def num_row_elements(self) -> int:
-        """Of one rank row, A and B together."""
+        """The number of elements of one rank row, A and B together."""
         return sum(self.in_features + s.out_features for s in self.slices)
 
 
@@ -40,7 +41,7 @@ class Target:
     """One module that an adapter may change."""
 
     site: Site
-    index: int  # of the slice
+    index: int  # slice index
 
     @property
     def module(self) -> str:

@@ -1,10 +1,10 @@
-"""Room on a CUDA device where page images land beside the steps that run there.
+"""Buffers on a CUDA device into which page images are copied while steps run.
 
     pinned image --copy engine, side stream--> slot --scatter, the steps' stream--> page
 
-The long part (1.6 ms for 84 MB) touches nothing that a step reads. The scatter (40 us) stands in
-line with the steps: after all that were launched before it, so the page may have been another
-adapter's until then, and before all that are launched after it. Knows neither digests nor pages.
+The long part (1.6 ms for 84 MB) touches no memory that a step reads. The scatter (40 us) is ordered
+with the steps: after all that were launched before it, so the page may have been another adapter's
+until then, and before all that are launched after it. Free of digests and pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class StagingSlot(Protocol):
-    """One image at a time: fill, is_filled or wait, then empty or no use at all."""
+    """A slot for one image at a time: fill, then is_filled or wait, then empty or discard."""
 
     def fill(self, image: torch.Tensor) -> None:
         """Begins the copy, and returns."""
@@ -25,11 +25,12 @@ class StagingSlot(Protocol):
     def is_filled(self) -> bool: ...
 
     def wait(self) -> None:
-        """Until it is filled."""
+        """Blocks until the slot is filled."""
         ...
 
     def empty(self, write: Callable[[torch.Tensor], None]) -> None:
-        """`write` launches what reads the image. The slot can be filled again at once."""
+        """Calls `write`, which launches the readers of the image. The slot can be filled again at
+        once."""
         ...
 
 
@@ -75,7 +76,7 @@ def cuda_slots(
     num_slots: int, num_bytes: int, device: torch.device, steps: torch.cuda.Stream | None
 ) -> tuple[CudaSlot, ...]:
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # The zeros of the slots and whatever the pools' own pages are made of: done before any copy.
+    # The zeros of the slots and of the pools' pages are written before any copy.
     slots = tuple(CudaSlot(num_bytes, device, copies, steps) for _ in range(num_slots))
     torch.cuda.synchronize(device)
     return slots

@@ -1,8 +1,8 @@
-"""Files that anybody may have written: opened, parsed and quoted with care.
+"""Files of untrusted origin: opened, parsed and quoted with care.
 
-A file is opened only if it is a regular one of its folder: no link that leaves it, no pipe, no
-device. JSON is taken in one reading only: UTF-8, no key twice. What a reason quotes is short and
-printable, for it ends in logs and answers. Knows no adapters.
+A file is opened only if it is a regular file of its folder: no link that leaves it, no pipe, no
+device. JSON has one accepted reading only: UTF-8, no key twice. Quoted text is short and printable,
+because it ends in logs and responses. Free of adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _MAX_SHOWN = 160  # characters
 
 
 def open_regular(path: Path) -> FileIO:
-    """Unbuffered. FileNotFoundError: there is nothing of that name; else AdapterError."""
+    """Opens a file unbuffered. Raises FileNotFoundError if it does not exist, otherwise
+    AdapterError."""
     name = path.name
     try:
         if not os.path.lexists(path):
@@ -36,7 +37,7 @@ def open_regular(path: Path) -> FileIO:
         raise
     except OSError as error:
         raise AdapterError(f"{name} cannot be read: {error.strerror}") from None
-    except RuntimeError:  # what a loop of links is to Python 3.11 and 3.12
+    except RuntimeError:  # Python 3.11 and 3.12 raise it for a loop of links
         raise AdapterError(f"{name} is a link to itself") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -45,7 +46,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_up_to(file: FileIO, num_bytes: int) -> bytes:
-    """So many, fewer where the file ends."""
+    """Reads a number of bytes, fewer if the file ends."""
     parts: list[bytes] = []
     while num_bytes and (part := file.read(num_bytes)):
         parts.append(part)
@@ -54,7 +55,7 @@ def read_up_to(file: FileIO, num_bytes: int) -> bytes:
 
 
 def parse_object(text: bytes, name: str) -> dict[str, object]:
-    """`name`: what a refusal calls the text."""
+    """Parses a JSON object. Errors call the text `name`."""
     try:
         value: object = json.loads(text.decode(), object_pairs_hook=_no_key_twice)
     except _KeyTwice as error:
@@ -67,7 +68,7 @@ def parse_object(text: bytes, name: str) -> dict[str, object]:
 
 
 def shown(text: str) -> str:
-    """A name as it is where that is harmless, else escaped and cut."""
+    """Returns a harmless name as it is, otherwise escaped and cut."""
     if len(text) <= _MAX_SHOWN and text.isascii() and text.isprintable():
         return text
     short = ascii(text[:_MAX_SHOWN])
@@ -75,7 +76,7 @@ def shown(text: str) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A JSON value; of a list or an object only that it is one."""
+    """Returns a JSON value in words; of a list or an object only its length."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):

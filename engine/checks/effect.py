@@ -1,8 +1,8 @@
-"""Proof that an adapter does something to its base, and what it costs to load.
+"""Proof that an adapter changes its base, and the cost of loading it.
 
 Reads the folder as the engine does, measures the delta of every module from A and B alone, loads
-the adapter into a pool of its own and, where the caller gives prompts, runs the base with and
-without it (`engine.checks.probe`). Knows no registry and no text.
+the adapter into a pool of its own and, if the caller gives prompts, runs the base with and without
+it (`engine.checks.probe`). Free of the registry and of text.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ Prompts = Sequence[Sequence[int]]  # token ids
 
 
 def plan_probe(base_folder: Path, device: Device = "auto") -> ProbePlan:
-    """`auto`: a CUDA device with room for the base, else the CPU. The types are those that serving
-    takes by default: what vanishes in bfloat16 there has no effect."""
+    """Chooses the device of the probe. `auto`: a CUDA device with room for the base, otherwise the
+    CPU. The types are the defaults of serving: a change that vanishes in bfloat16 there has no
+    effect."""
     config = read_model_config(base_folder)
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
@@ -65,8 +66,9 @@ def examine(
     prompts: Prompts | None,
     why_unprobed: str = "",
 ) -> EffectReport:
-    """`prompts`: None leaves the base alone; then the verdict says why. An adapter that the engine
-    refuses is a verdict too; a base that it refuses is an UnsupportedModelError."""
+    """Returns the report of an adapter. With `prompts` None the base is not run, and the verdict
+    gives the reason. An adapter that the engine refuses is a verdict too; a base that it refuses is
+    an UnsupportedModelError."""
     started_s = time.perf_counter()
     config = read_model_config(base_folder)
     sites = lora_sites(config)
@@ -114,7 +116,7 @@ def _load(
         start_s = time.perf_counter()
         adapter = read_checked(folder, digest, base_folder, config)
         read_s = time.perf_counter() - start_s
-        # As large as this adapter: made here, so that it is no part of the time.
+        # As large as this adapter; made here, so that its allocation is not timed.
         num_pages = -(-adapter.rank // PAGE_ROWS)
         host_bytes = 2 * num_pages * layout.max_image_bytes
         pool = AdapterPool(sites, num_pages * layout.page_bytes, dtype, device, host_bytes)

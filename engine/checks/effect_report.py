@@ -1,4 +1,4 @@
-"""What a check of an adapter's effect finds out, and the verdict: plain values and words.
+"""The results of a check of an adapter's effect, and the verdict: plain values and words.
 
     refused     the engine would not load it
     none        it changes nothing
@@ -6,7 +6,7 @@
     changes     it changes the logits of the probe prompts
     unprobed    it should change something, but the base was not run
 
-Ignorant of tensors, of the registry and of text.
+Free of tensors, of the registry and of text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 Verdict = Literal["refused", "none", "non_finite", "changes", "unprobed"]
 
-# Below both a greedy answer is the base's, but for ties.
+# Below both, a greedy output equals the base's, but for ties.
 _FAINT_KL = 1e-6
 _FAINT_LOGIT = 1e-2
 _LARGE_RATIO = 1.0  # a delta as large as the weight itself; trained ones have 0.001 to 0.2
@@ -30,7 +30,7 @@ class ModuleNorm:
     module: str
     site: str
     rank: int
-    delta: float  # Frobenius norm of what the adapter adds to the weight
+    delta: float  # Frobenius norm of the adapter's addition to the weight
     base: float | None  # of the weight itself; None if the base was not loaded
 
     @property
@@ -40,11 +40,11 @@ class ModuleNorm:
 
 @dataclass(frozen=True, slots=True)
 class LogitChange:
-    """Adapter against base, at every position of every probe prompt."""
+    """The adapter against the base, at every position of every probe prompt."""
 
     num_prompts: int
     num_positions: int
-    num_non_finite: int  # positions whose logits with the adapter are not; left out of the rest
+    num_non_finite: int  # positions with non-finite logits under the adapter; left out of the rest
     max_delta: float  # largest change of any logit
     mean_delta: float  # of the absolute changes
     mean_kl: float  # of the base's distribution to the adapter's, in nats
@@ -56,7 +56,7 @@ class LogitChange:
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """Of this one adapter, from its files to the pool that serving reads."""
+    """The cost of this one adapter, from its files to the pool that serving reads."""
 
     device: str
     dtype: str
@@ -65,7 +65,7 @@ class LoadCost:
     host_bytes: int  # kept in host memory
     read_s: float  # read from disk, checked and packed
     copy_s: float  # into its pages on the device
-    peak_host_bytes: int | None  # None where this system does not tell
+    peak_host_bytes: int | None  # None if this system does not report it
 
     @property
     def device_bytes(self) -> int:
@@ -74,7 +74,7 @@ class LoadCost:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """Where the base would run, and whether it can."""
+    """The device on which the base would run, and whether it fits."""
 
     device: Literal["cpu", "cuda"]
     dtype: str
@@ -104,8 +104,8 @@ class EffectReport:
     norms: tuple[ModuleNorm, ...]
     logits: LogitChange | None
     load: LoadCost | None
-    probe: ProbePlan | None  # how the logits were had; None without them
-    seconds: float  # that the check took, the base's loading included
+    probe: ProbePlan | None  # how the logits were computed; None without them
+    seconds: float  # duration of the check, the base's loading included
 
     @property
     def delta_norm(self) -> float:
@@ -113,13 +113,13 @@ class EffectReport:
 
     @property
     def ratio(self) -> float | None:
-        """Of the whole delta to all weights it changes."""
+        """The norm of the whole delta relative to all weights it changes."""
         weights = [norm.base for norm in self.norms if norm.base is not None]
         return self.delta_norm / math.hypot(*weights) if any(weights) else None
 
     @property
     def sites(self) -> dict[str, float]:
-        """Norm of the delta of each site: its modules lie side by side."""
+        """Returns the norm of the delta of each site: its modules are adjacent."""
         found: dict[str, float] = {}
         for norm in self.norms:
             found[norm.site] = math.hypot(found.get(norm.site, 0.0), norm.delta)

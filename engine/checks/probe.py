@@ -1,9 +1,8 @@
-"""A base run with and without one adapter on a few prompts: what happens to its logits.
+"""A base run with and without one adapter on a few prompts, and the change of its logits.
 
 Our own model on the reference backend, all prompts in one step, every position compared over the
-whole vocabulary. A small change has to exceed the noise: the base runs once more, and by how much
-it differs from itself is no effect (0 wherever products are repeatable). Knows no text: prompts
-are token ids.
+whole vocabulary. A small change has to exceed the noise: the base runs twice, and its difference
+from itself is no effect (0 if products are repeatable). Free of text: prompts are token ids.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from lora.pool import AdapterPool
 from lora.sites import Site, Slice
 
 _BLOCK_SIZE = 16
-_ROWS = 32  # whose logits are there at a time: of 150,000 tokens 20 MB
-_BEYOND_NOISE = 1.0  # a larger change of a logit is no rounding, in no type
+_ROWS = 32  # rows whose logits exist at a time: 20 MB for 150,000 tokens
+_BEYOND_NOISE = 1.0  # a larger change of a logit is not rounding, in any type
 
 
 class Probe:
@@ -38,7 +37,8 @@ class Probe:
 
     @torch.inference_mode()
     def compare(self, digest: str, prompts: Sequence[Sequence[int]]) -> LogitChange:
-        """The pool holds the adapter, and its caller a reference to it."""
+        """Compares the base with the adapter. The pool holds the adapter, and the caller a
+        reference to it."""
         base, adapted = self._run(prompts, None), self._run(prompts, digest)
         change = _join(
             len(prompts), [_compare(x, y) for x, y in zip(base(), adapted(), strict=True)]
@@ -52,7 +52,8 @@ class Probe:
     def _run(
         self, prompts: Sequence[Sequence[int]], digest: str | None
     ) -> Callable[[], Iterator[torch.Tensor]]:
-        """All prompts in one step; the answer gives the logits, [rows, V] float32 at a time."""
+        """Runs all prompts in one step and returns a function of the logits, [rows, V] float32 at a
+        time."""
         parts = []
         num_blocks = 0
         for prompt in prompts:
@@ -82,7 +83,7 @@ class Probe:
 
 
 def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
-    """Module -> Frobenius norm of the base's weight."""
+    """Returns the Frobenius norm of the base's weight of each module."""
     fused = [tensor for layer in weights.layers for tensor in _matrices(layer)]
     fused += [weights.head, weights.embedding]
     return {
@@ -93,14 +94,14 @@ def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
 
 
 def scratch_bytes(config: ModelConfig) -> int:
-    """That a comparison takes beside weights and adapter: two sets of logits, and the float64 of
-    the largest moment of `_compare`."""
+    """Returns the bytes that a comparison needs in addition to weights and adapter: two sets of
+    logits, and the float64 tensors at the peak of `_compare`."""
     return _ROWS * config.vocab_size * (2 * 4 + 4 * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Of some rows. [positions]; those that are not finite are in none of them."""
+    """The comparison of some rows, per position; non-finite positions are in none of the fields."""
 
     num_non_finite: int
     max_delta: torch.Tensor
@@ -113,7 +114,7 @@ def _compare(base: torch.Tensor, adapted: torch.Tensor) -> _Compared:
     finite = adapted.isfinite().all(dim=-1)
     base, adapted = base[finite], adapted[finite]  # [rows, V]
     delta = (adapted - base).abs()
-    # float64: where hardly anything changes, float32 would find a KL of 1e-6 in its own rounding.
+    # float64: for tiny changes, float32 would find a KL of 1e-6 in its own rounding.
     before, after = (x.double().log_softmax(dim=-1) for x in (base, adapted))
     return _Compared(
         num_non_finite=int((~finite).sum()),
@@ -128,7 +129,7 @@ def _join(num_prompts: int, parts: Sequence[_Compared]) -> LogitChange:
     max_delta = torch.cat([part.max_delta for part in parts])
     kl = torch.cat([part.kl for part in parts])
     num_bad = sum(part.num_non_finite for part in parts)
-    if not len(max_delta):  # nothing finite anywhere
+    if not len(max_delta):  # no position is finite
         return LogitChange(num_prompts, num_bad, num_bad, 0.0, 0.0, 0.0, 0.0, 0.0)
     return LogitChange(
         num_prompts=num_prompts,
@@ -143,7 +144,7 @@ def _join(num_prompts: int, parts: Sequence[_Compared]) -> LogitChange:
 
 
 def _matrices(layer: LayerWeights) -> tuple[torch.Tensor, ...]:
-    """In the order of `lora_sites`."""
+    """Returns the matrices in the order of `lora_sites`."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 

@@ -1,8 +1,8 @@
-"""What registration asks before anything is stored: would the engine take this folder, and what is
-it?
+"""The checks of registration before a folder is stored: would the engine accept it, and what does
+it contain?
 
-The same code that loads also judges here, so that nothing registered is refused later. Reads tensor
-by tensor; a base of any size needs the memory of its largest tensor. Knows no registry.
+The code that loads also judges here, so that a registered folder is not refused later. Reads tensor
+by tensor; a base of any size needs the memory of its largest tensor. Free of the registry.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
 
 
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:
-    """As the engine reads it; of the base only what the adapter's file holds a copy of."""
+    """Reads the adapter as the engine does; of the base, only weights of which the adapter's file
+    holds a copy."""
 
     def base_weight(module: str) -> torch.Tensor | None:
         if module == "lm_head" and config.ties_embeddings:

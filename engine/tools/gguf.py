@@ -1,7 +1,8 @@
-"""A GGUF file turned once into what the engine reads: safetensors, tokenizer and chat template.
+"""Converts a GGUF file once into a folder that the engine reads: safetensors, tokenizer and chat
+template.
 
-Through transformers, which knows the block formats; nothing else in the engine imports it. Weights
-are stored in bfloat16: half the bytes of float32, and finer than any 4-bit source is.
+Uses transformers, which has the block formats; no other module of the engine imports it. Weights
+are stored in bfloat16: half the bytes of float32, and finer than any 4-bit source.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 def convert_gguf(
     gguf_path: Path, out_dir: Path, progress: Callable[[str], None] = logger.info
 ) -> None:
-    """Writes `out_dir` whole or not at all. Raises OSError or ValueError for an unreadable file."""
+    """Writes `out_dir` as a whole or not at all. Raises OSError or ValueError for an unreadable
+    file."""
     if out_dir.exists():
         raise FileExistsError(f"{out_dir} exists")
     folder, name = str(gguf_path.parent), gguf_path.name
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     progress(f"reading {name}")
-    # The bar over a GGUF's tensors takes no notice of the line above; errors are exceptions.
+    # The bar over a GGUF's tensors ignores the line above; errors are exceptions.
     with contextlib.redirect_stderr(io.StringIO()):
         quantized = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=name, dtype=torch.float32

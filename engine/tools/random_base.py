@@ -1,6 +1,6 @@
 """A base of random weights in a given shape: a real folder, for trials, tests and benchmarks.
 
-What it says is noise; its shapes, files and speed are those of a real one. The tokenizer is copied
+Its output is noise; its shapes, files and speed are those of a real base. The tokenizer is copied
 from another base folder, and the vocabulary is that tokenizer's.
 """
 
@@ -47,7 +47,7 @@ def write_random_base(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Writes `out_dir` whole or not at all; the same arguments give the same bytes."""
+    """Writes `out_dir` as a whole or not at all; the same arguments give the same bytes."""
     source = read_json(tokenizer_folder / "config.json")
     if source is None:
         raise FileNotFoundError(f"{tokenizer_folder} holds no config.json")
@@ -92,7 +92,7 @@ def write_random_base(
 
 
 def _random_tensor(name: str, dims: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Scaled so that activations keep their size from layer to layer."""
+    """Returns a tensor scaled so that activations keep their size from layer to layer."""
     if name.endswith("norm.weight"):
         return torch.ones(dims)
     if name.endswith(".bias"):

@@ -104,7 +104,7 @@ _UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
     ("layers_to_transform", [1.0], "layers_to_transform"),
     ("layers_to_transform", -1, "target_modules"),
     ("layers_to_transform", [10**400], "target_modules"),
-    ("rank_pattern", {"q_proj": 3, "lm_head": 3}, "adapter_config.json says 3"),
+    ("rank_pattern", {"q_proj": 3, "lm_head": 3}, "adapter_config.json has 3"),
     ("rank_pattern", {"q_proj": -1}, "rank_pattern"),
     ("rank_pattern", {"q_proj": "4"}, "rank_pattern"),
     ("rank_pattern", ["q_proj"], "rank_pattern"),

@@ -1,4 +1,4 @@
-"""Versions of made-up bytes for the tests of the cache, and the far side they come from."""
+"""Versions of made-up bytes for the tests of the cache, and the store that they come from."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ class FarSide:
 
 
 def get(cache: Cache, name: str, size: int = 1000) -> Path:
-    """The tree of a version, held."""
+    """Returns the tree of a version, held."""
     manifest = manifest_of(files_of(name, size))
     return cache.tree(content_digest(manifest), manifest, FarSide(files_of(name, size)))
 
@@ -52,7 +52,7 @@ def use(cache: Cache, *names: str, size: int = 1000) -> None:
 
 
 def held_names(cache: Cache, names: str, size: int = 1000) -> str:
-    """Which of the one-letter names the cache has."""
+    """Returns the one-letter names that the cache has."""
     digests = cache.digests()
     return "".join(name for name in names if digest_of(name, size) in digests)
 

@@ -1,4 +1,4 @@
-"""Adapters in two versions and what an ingress may have counted of them."""
+"""Adapters in two versions, and counts of them as an ingress reports them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CANARY = adapter(2, "canary")
 
 
 def catalog(*adapters: AdapterVersion, **settings: str) -> Catalog:
-    """Settings of `pirate`."""
+    """`settings`: of the adapter `pirate`."""
     wished = tuple(Setting("pirate", key, value) for key, value in settings.items())
     return Catalog((BASE, OTHER_BASE), adapters or (STABLE, CANARY), settings=wished)
 
 
 def tally(first_token_s: float = 0.05, **outcomes: int) -> ArmCounts:
-    """All with the same time to first token, and with their adapter on the device."""
+    """All requests have the same time to first token, and their adapter on the device."""
     assert outcomes.keys() <= set(OUTCOMES)
     seconds = [0] * (len(ARM_SECONDS) + 1)
     seconds[bisect_left(ARM_SECONDS, first_token_s)] = sum(outcomes.values())
@@ -51,7 +51,7 @@ def key(arm: Arm, version: AdapterVersion) -> ArmKey:
 
 
 def report(ingress: str = "one", **arms: ArmCounts) -> IngressReport:
-    """Of `stable` and `canary`."""
+    """Returns an ingress's report; `arms`: the counts of `stable` and `canary`."""
     versions: dict[str, tuple[Arm, AdapterVersion]] = {
         "stable": ("stable", STABLE),
         "canary": ("canary", CANARY),

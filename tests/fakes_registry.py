@@ -33,7 +33,7 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 class FolderRegistry:
     """`catalog.json` in the folder is the snapshot; without it the registry is down.
 
-    `DIGEST.full` beside the files of a version: there is no room for a copy of them."""
+    `DIGEST.full` next to the files of a version: the disk has no room for a copy of them."""
 
     folder: Path
 
@@ -83,7 +83,7 @@ class FolderRegistry:
 
     @property
     def num_vain_polls(self) -> int:
-        """Of any process, while the catalogue was away."""
+        """The number of polls of all processes while the catalog was missing."""
         vain = self.folder / "vain"
         return vain.stat().st_size if vain.exists() else 0
 
@@ -91,7 +91,7 @@ class FolderRegistry:
         raise RegistryError("a folder calls nobody")
 
     def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
-        """Every folder is good; its content is its path's last part."""
+        """Accepts every folder; its content is its path's last part."""
         known = self._read()
         version = 1 + max((a.version for a in known.adapters if a.name == name), default=0)
         added = self.add_adapter(f"{name}-{folder.name}", known.resolve_base(base))
@@ -100,7 +100,7 @@ class FolderRegistry:
         self.set_alias(name, alias, version)
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """A folder keeps no verdicts."""
+        """Does nothing: a folder keeps no verdicts."""
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         path = self.folder / version.digest
@@ -152,7 +152,7 @@ class FolderRegistry:
 
 
 def write_text_files(folder: Path) -> None:
-    """Ids are the bytes in the order of the alphabet, so that one character is one token."""
+    """Ids are the bytes in the order of the alphabet, so that each character is a token."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))

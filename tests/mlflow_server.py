@@ -1,4 +1,4 @@
-"""A real `mlflow server` with a folder and a port of its own, that can be killed and come back."""
+"""A real `mlflow server` with a folder and a port of its own, that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.registry_helpers import template_database
 
 READY_WITHIN_S = 90
 _QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-# What a webhook needs on the server: to reach us without TLS and on loopback, a key that outlives a
-# restart. And what a test needs: by default a new webhook misses what happens in its first minute.
+# Webhooks need permission to call without TLS and on loopback, and a key that outlives a restart.
+# Tests need a short cache: by default a new webhook misses the events of its first minute.
 WEBHOOK_SETTINGS = {
     "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
     "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
@@ -57,7 +57,7 @@ class MlflowServer:
                 env=clean | _QUIET | dict(self.settings),
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # its worker is a child: the group ends as a whole
+                start_new_session=True,  # its worker is a child, so the whole process group ends
             )
         deadline = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < deadline:
@@ -69,7 +69,7 @@ class MlflowServer:
         raise AssertionError(log.read_text())
 
     def kill(self) -> None:
-        """Asked politely it waits for kept-alive connections, ours among them."""
+        """Kills the server: SIGTERM would wait for kept-alive connections, including the test's."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -80,7 +80,8 @@ class MlflowServer:
 def running_server(
     folder: Path, *, store_uri: str | None = None, settings: Mapping[str, str] | None = None
 ) -> Iterator[MlflowServer]:
-    """`store_uri`: another database than SQLite in the folder. `settings`: of its environment."""
+    """`store_uri`: another database than SQLite in the folder. `settings`: environment
+    variables."""
     folder.mkdir(parents=True, exist_ok=True)
     if store_uri is None:
         shutil.copy(template_database(), folder / "mlflow.db")

@@ -1,4 +1,4 @@
-"""A real PostgreSQL of Debian's package: own data folder, own port on loopback, gone at the end.
+"""A real PostgreSQL of Debian's package: own data folder, own port on loopback, removed at the end.
 
 PostgreSQL refuses to run as root: then it runs as `postgres`, or as `nobody`.
 """
@@ -24,7 +24,7 @@ READY_WITHIN_S = 60
 
 
 def binaries() -> Path | None:
-    """Of the newest version; None where the package is missing."""
+    """Returns the newest version's folder of programs; None if the package is missing."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     return found[-1].parent if found else None
 
@@ -68,7 +68,7 @@ class Postgres:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """At once: connections are cut."""
+        """Stops the server at once: connections are cut."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(timeout=30)
@@ -94,7 +94,7 @@ def running_postgres(binaries: Path) -> Iterator[Postgres]:
 
 
 def _user() -> int | None:
-    """None: we may run it ourselves."""
+    """Returns the id of the user to run it as; None for this user."""
     if os.geteuid() != 0:
         return None
     try:

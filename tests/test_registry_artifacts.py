@@ -1,5 +1,5 @@
-"""What a store hands over may be hostile: paths, symlinks, numbers and sizes. Real stores, and a
-real HTTP server that does not keep its word.
+"""Hostile artifact stores: paths, symlinks, numbers and sizes. Real stores, and a real HTTP server
+whose responses differ from its listings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SECRET = "root:x:0:0"
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalArtifactRepository:
-    """A version's folder, with a secret beside it."""
+    """A version's folder, with a secret next to it."""
     (tmp_path / "secret.json").write_text(SECRET)
     folder = tmp_path / "version"
     (folder / "data").mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_symlink_is_never_followed(store: LocalArtifactRepository, tmp_path: Pat
 def test_pipe_folder_and_socket_are_no_files(
     store: LocalArtifactRepository, tmp_path: Path
 ) -> None:
-    """A pipe would be waited for."""
+    """Opening a pipe would block."""
     os.mkfifo(tmp_path / "version" / "data" / "pipe.json")
     for path in ("data/pipe.json", "data", "data/good.json/more"):
         with pytest.raises(ArtifactError, match="not a regular file"):
@@ -139,7 +139,7 @@ def test_too_large_a_file_is_named_with_its_size(
 
 
 class Liar(BaseHTTPRequestHandler):
-    """Serves what its path says, not what it promised."""
+    """Serves a response that its path names, whatever was listed."""
 
     sent = 0
 
@@ -262,7 +262,7 @@ def test_weights_behind_a_symlink_are_refused_even_if_they_are_right(tmp_path: P
 
 
 def test_bad_version_is_quarantined_and_the_next_version_is_not(tmp_path: Path) -> None:
-    """Repaired in the store it stays in quarantine: nothing is downloaded to find that out."""
+    """A version repaired in the store stays in quarantine, and is not downloaded meanwhile."""
     uri = embedded_uri(tmp_path / "home")
     registry = Registry(uri)
     register_base(registry, tmp_path)
@@ -306,7 +306,7 @@ PLAIN = {
 
 
 def test_hostile_plain_versions_hide_no_other(tmp_path: Path) -> None:
-    """One snapshot reads them all: it must come whatever one of them holds."""
+    """A snapshot reads all versions, so no version may make it fail."""
     registry = embedded(tmp_path / "home")
     register_base(registry, tmp_path)
     good = register_adapter(registry, tmp_path)

@@ -1,4 +1,4 @@
-"""The content-addressed cache, with a dictionary as the far side."""
+"""The content-addressed cache, with a dictionary as the store."""
 
 import errno
 import hashlib

@@ -1,5 +1,5 @@
-"""What may go wrong below the cache: SIGKILL, a full disk, bytes that change. Real processes, a
-real small file system; nothing half-visible afterwards.
+"""Faults below the cache: SIGKILL, a full disk, bytes that change. Real processes and a real small
+file system; no half of a tree is ever visible.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def test_killed_in_mid_download_nothing_is_visible_and_the_next_goes_on(tmp_path
     with start(DOWNLOADER, tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "half\n"
-        watcher = Cache(tmp_path)  # does not sweep away what lives
+        watcher = Cache(tmp_path)  # does not remove live fetches
         assert len(leftovers(watcher)) == 1
         assert watcher.digests() == frozenset()
         child.kill()
@@ -64,7 +64,7 @@ def test_killed_in_mid_download_nothing_is_visible_and_the_next_goes_on(tmp_path
     manifest = manifest_of(far.files)
     path = watcher.tree(content_digest(manifest), manifest, far)
     assert is_right(path, "a")
-    assert far.fetched == ["adapter_model.safetensors"]  # the file that was whole is kept
+    assert far.fetched == ["adapter_model.safetensors"]  # the complete file is kept
     assert leftovers(watcher) == []
 
 
@@ -123,7 +123,7 @@ assert digest_of("f", 2_000_000) not in cache.digests()
 
 
 def test_full_file_system_lets_the_unused_go_and_then_says_so(tmp_path: Path) -> None:
-    """1.5 MB of memory as a disk, in a mount namespace of the child's own."""
+    """Mounts 1.5 MB of memory as a disk, in the child's own mount namespace."""
     command = python(FILLER, tmp_path)
     mount = f'mount -t tmpfs -o size=1500k none {tmp_path} && exec "$@"'
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -208,7 +208,7 @@ def test_file_of_another_time_and_the_right_bytes_is_kept(tmp_path: Path) -> Non
 
 
 def test_silent_rot_is_found_by_reading_again(tmp_path: Path) -> None:
-    """A disk that changes a bit tells nobody: size and time stay."""
+    """A disk changes a bit silently: size and time stay."""
     cache = Cache(tmp_path)
     path = get(cache, "a")
     use(cache, "b")
@@ -240,7 +240,7 @@ def test_damaged_bookkeeping_costs_a_hashing_and_no_more(tmp_path: Path) -> None
 
 
 def test_bad_files_are_fetched_once_however_many_wait(tmp_path: Path) -> None:
-    """In quarantine the reason is known: to this process, to others, to those that start later."""
+    """A quarantined version's reason is known to this process, to others and to later processes."""
     bad = files_of("a") | {"adapter_model.safetensors": b"forged"}
     far = FarSide(bad)
     manifest = manifest_of(files_of("a"))
@@ -258,7 +258,7 @@ def test_bad_files_are_fetched_once_however_many_wait(tmp_path: Path) -> None:
         new_cache().tree(digest, manifest, far)
     assert seen.value.retry_after_s == 5
     assert len(far.fetched) == 2
-    use(new_cache(), "b")  # another version does not care
+    use(new_cache(), "b")  # another version is not affected
     assert new_cache().stats().num_quarantined == 1
     now_s[0] += 6
     with pytest.raises(DigestMismatchError):
@@ -270,7 +270,7 @@ def test_bad_files_are_fetched_once_however_many_wait(tmp_path: Path) -> None:
     assert again.value.retry_after_s == 4  # of 10
     now_s[0] += 6
     cache = new_cache()
-    assert fetched_again(cache) == ["adapter_model.safetensors"]  # repaired at the far side
+    assert fetched_again(cache) == ["adapter_model.safetensors"]  # repaired in the store
     assert cache.stats().num_quarantined == 0
 
 

@@ -1,4 +1,4 @@
-"""The cache's limit: who leaves, who never does, and that processes agree on it."""
+"""The cache's limit: trees that are evicted, trees that never are, agreement among processes."""
 
 import hashlib
 import os
@@ -145,7 +145,7 @@ def test_room_is_kept_for_what_others_are_fetching(tmp_path: Path) -> None:
         if entry.path.endswith(".json"):
             assert cache.stats().fetches_in_flight == 1
             try:
-                get(Cache(tmp_path, max_bytes=2500), "c")  # 2000 of 2500 are promised
+                get(Cache(tmp_path, max_bytes=2500), "c")  # 2000 of 2500 are reserved
             except CacheFullError as error:
                 during.append(str(error))
         target.write_bytes(files[entry.path])
@@ -244,7 +244,8 @@ while True:
 
 
 def test_processes_killed_at_any_moment_leave_nothing_half_done(tmp_path: Path) -> None:
-    """SIGKILL lands in fetches, evictions and between: the next one finds whole versions only."""
+    """SIGKILL lands in fetches, evictions and between: the next process finds only whole
+    versions."""
     draw = random.Random(5)
     for seed in range(6):
         child = start(KILLED, tmp_path, seed)
@@ -276,6 +277,6 @@ def test_a_cache_without_a_limit_of_its_own_leaves_a_fifth_of_the_free_disk(
     use(cache, *"abcde")
     assert held_names(cache, "abcde") == "bcde"
     assert cache.stats().max_bytes == 4000
-    again = Cache(tmp_path, leaves_room=True)  # what it holds already counts as its own
+    again = Cache(tmp_path, leaves_room=True)  # its present bytes count as its own
     assert again.stats().max_bytes == 4000
     assert Cache(tmp_path, max_bytes=4500, leaves_room=True).stats().max_bytes == 4500

@@ -1,4 +1,4 @@
-"""Names, resolution and the way a catalog travels: pure, no store."""
+"""Names, their resolution and the pickling of a catalog: pure, without a store."""
 
 import pickle
 from dataclasses import replace
@@ -107,7 +107,7 @@ def test_catalog_lists_each_name_once_with_parent() -> None:
 
 
 def test_catalog_travels_by_pickle_and_msgspec() -> None:
-    CATALOG.resolve("tiny:pirate")  # indices are cached, and stay home
+    CATALOG.resolve("tiny:pirate")  # indices are cached, and not pickled
     sent = (
         pickle.loads(pickle.dumps(CATALOG)),
         msgspec.msgpack.decode(msgspec.msgpack.encode(CATALOG), type=Catalog),

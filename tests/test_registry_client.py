@@ -279,7 +279,7 @@ def test_new_database_is_made_quietly_and_calls_nobody(tmp_path: Path) -> None:
         f"print(Registry('sqlite:///{tmp_path}/new/home/mlflow.db').snapshot().entries())\n"
     )
     root = str(Path(__file__).parent.parent)
-    # MLflow reports nothing home from CI or tests of its own accord: take these hints away.
+    # MLflow sends no telemetry from CI or tests by itself: remove these hints.
     hints = ("CI", "PYTEST_CURRENT_TEST", "GITHUB_ACTIONS", "MLFLOW_DISABLE_TELEMETRY")
     environment = {k: v for k, v in os.environ.items() if k not in hints} | {"PYTHONPATH": root}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What changed between two catalogs: pure, every kind once, and nothing where nothing changed."""
+"""The changes between two catalogs: every kind once, and no event without a change."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_change_is_an_event(new: Catalog, expected: tuple[Change, ...]) -> 
 
 
 def test_a_number_with_other_content_was_removed_and_added() -> None:
-    """A deleted model that is registered anew starts at version 1 again."""
+    """A deleted model that is registered again starts at version 1."""
     new = catalog(adapter(1, "champion", digest="other"), adapter(2))
     assert changes(ONE, new) == (
         VersionRemoved("pirate", 1, "d1"),

@@ -1,4 +1,4 @@
-"""What a listing of MLflow says while others write, and what a failed write leaves behind."""
+"""Listings of MLflow while others write, and the state after a failed write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_registration_whose_last_answer_is_lost_leaves_the_alias_where_it_was(
         if not next(answers, True):
             raise RegistryUnavailableError("read timeout")
 
-    for content in (b"three", b"two"):  # a new version, and one that is there already
+    for content in (b"three", b"two"):  # a new version, and a registered version
         answers = iter([False])
         shutil.rmtree(tmp_path / f"adapter-pirate-{content.hex()}", ignore_errors=True)
         with monkeypatch.context() as patch:
@@ -51,7 +51,7 @@ def test_a_registration_whose_last_answer_is_lost_leaves_the_alias_where_it_was(
                 register_adapter(registry, tmp_path, content=content)
         known = {one.version: one.aliases for one in registry.snapshot().adapters}
         assert known == {1: ("champion",), 2: ("experiment",)}
-    answers = iter([False] * 2)  # the alias cannot be put back: its version must stay
+    answers = iter([False] * 2)  # the alias cannot be restored: its version must stay
     monkeypatch.setattr(MlflowStore, "set_alias", lose)
     with pytest.raises(RegistryUnavailableError, match="read timeout"):
         register_adapter(registry, tmp_path, content=b"four")
@@ -59,7 +59,7 @@ def test_a_registration_whose_last_answer_is_lost_leaves_the_alias_where_it_was(
 
 
 class Shifting:
-    """Does one thing when a listing asks for its second page."""
+    """Runs a function when a listing requests its second page."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, search: str) -> None:
         self.change: Callable[[], None] | None = None
@@ -94,9 +94,9 @@ def test_a_model_deleted_between_two_pages_of_a_listing_hides_no_other(
         register_adapter(registry, tmp_path, name, name.encode())
     assert len(registry.snapshot().adapters) == 4
     shifting = Shifting(monkeypatch, search)
-    # One that looks for the first time, and one that looked before.
+    # A registry without, and a registry with an earlier listing.
     for read in (Registry(uri), registry):
-        # Versions are listed with the newest first.
+        # MLflow lists the newest versions first.
         doomed = names.pop(0 if search == "search_registered_models" else -1)
         shifting.change = partial(client.delete_registered_model, doomed)
         found = read.snapshot()
@@ -123,7 +123,7 @@ def test_an_endpoint_that_answers_everything_with_an_empty_object_is_no_empty_re
     server = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(RegistryUnavailableError, match="it is no MLflow server"):
+        with pytest.raises(RegistryUnavailableError, match="it is not an MLflow server"):
             Registry(f"http://127.0.0.1:{server.server_port}").snapshot()
     finally:
         server.shutdown()
@@ -131,7 +131,7 @@ def test_an_endpoint_that_answers_everything_with_an_empty_object_is_no_empty_re
 
 
 def log_files(client: MlflowClient, folder: Path) -> str:
-    """The run that holds them."""
+    """Returns the run that has the files."""
     run: str = client.create_run("0").info.run_id
     client.log_artifacts(run, str(folder), "adapter")
     return run
@@ -161,7 +161,7 @@ def test_a_version_whose_files_come_late_is_served_without_a_restart(
     for _ in range(3):
         (rejected,) = registry.snapshot().rejected
         assert rejected.name == "late"
-    assert len(reads) == 1  # and not once a look
+    assert len(reads) == 1  # and not once per look
     client.log_artifact(run, str(tmp_path / late), "adapter")
     later = time.monotonic() + adoption.LATE_FILES_S + 1
     monkeypatch.setattr(registry._adoption, "_now_s", lambda: later)

@@ -1,4 +1,4 @@
-"""Registering while the registry's answers get lost: what failed leaves nothing behind."""
+"""Registration while the registry's responses get lost: a failure leaves the registry unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST = RegistryUnavailableError("the answer was lost")
 
 
 def losing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """It takes effect, and its answer does not come."""
+    """The call takes effect, and its response is lost."""
 
     def call(*arguments: Any) -> Any:
         method(*arguments)
@@ -28,7 +28,7 @@ def losing(method: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_version_whose_answer_was_lost_is_removed_with_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the name would mean a version that is listed and has no files."""
+    """Otherwise the name would resolve to a listed version without files."""
     registry = embedded(tmp_path)
     register_base(registry, tmp_path)
     register_adapter(registry, tmp_path, content=b"one", alias=None)

@@ -1,4 +1,4 @@
-"""What a name means while its alias is on a version that cannot be served, and for two bases."""
+"""The resolution of a name whose alias is on an unservable version, and for two bases."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_an_adapter_of_a_store_that_can_only_be_read_is_fetched(
     registry = Registry(uri)
     (adapter,) = registry.snapshot().adapters
     assert client.get_model_version("pirate", "1").tags == {}
-    # Another process than the one that looked, as an engine is.
+    # Another process than the listing one, like an engine.
     path = Registry(uri).fetch(adapter, Cache(tmp_path / "cache"))
     assert sorted(file.name for file in path.iterdir()) == TWO_FILES
 
@@ -151,7 +151,7 @@ def test_transformers_flavour_with_a_peft_adapter_is_found(uri: str, tmp_path: P
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     registry = Registry(uri)
     register_base(registry, tmp_path)
-    register_base(registry, tmp_path, name="model")  # what base_model_name_or_path ends in
+    register_base(registry, tmp_path, name="model")  # the end of base_model_name_or_path
     mlflow.transformers.log_model(
         {"model": tuned, "tokenizer": tiny_tokenizer()},
         name="adapter",
@@ -215,9 +215,9 @@ def test_a_new_base_does_not_take_the_adapters_of_an_older_one_over(newer: str) 
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("adapter_config.json", "{", "no JSON"),
-        ("adapter_config.json", "[]", "no JSON object"),
-        ("adapter_config.json", "[" * 100_000, "no JSON"),
+        ("adapter_config.json", "{", "not JSON"),
+        ("adapter_config.json", "[]", "not a JSON object"),
+        ("adapter_config.json", "[" * 100_000, "not JSON"),
         ("adapter_config.json", '{"r": "many"}', "no rank"),
         ("adapter_model.safetensors", None, "no weights in the safetensors format"),
     ],
@@ -246,11 +246,11 @@ def test_plain_runs_in_a_new_embedded_store_keep_their_files_beside_it(tmp_path:
     assert default.artifact_location.startswith((home / "artifacts").as_uri())
 
 
-# -- beside the listing ----------------------------------------------------------------------------
+# -- during listings -------------------------------------------------------------------------------
 
 
 def settled(registry: Registry) -> Catalog:
-    """After the adoption came to its end, as a server finds it at a later poll."""
+    """Returns the catalog after all adoption jobs, as a later poll of a server does."""
     registry.snapshot(adopt="beside")
     registry._adoption.wait()
     catalog = registry.snapshot(adopt="beside")
@@ -322,7 +322,7 @@ def test_a_store_that_fails_is_not_asked_at_every_poll(
 
 
 class Reads:
-    """An adoption whose store records each version that is asked for and waits for `gate`."""
+    """An adoption whose store records each requested version and waits for `gate`."""
 
     def __init__(self) -> None:
         self.gate = threading.Semaphore(0)
@@ -377,7 +377,7 @@ def test_a_version_that_the_listing_shows_no_more_is_not_read() -> None:
 
 
 def test_a_look_does_not_compare_the_version_with_each_that_waits() -> None:
-    """These listings would make 380 million comparisons: 15 s of a CPU, not 0.2 s."""
+    """Comparing would make 380 million comparisons in these listings: 15 s of a CPU, not 0.2 s."""
     reads = Reads()
     waiting = plain_rows("team", 16_000)
     began_s = time.thread_time()

@@ -86,7 +86,7 @@ def test_a_database_that_went_and_came_back_is_read_again(
     try:
         with pytest.raises(RegistryUnavailableError):
             registry.snapshot()
-        # Another process that starts now goes on with what it has on its disk.
+        # Another process that starts now goes on with the files on its disk.
         started = Registry(postgres.uri, artifact_root=files)
         assert started.fetch(base, cache) == folder
         with pytest.raises(RegistryUnavailableError):

@@ -1,4 +1,4 @@
-"""How long a bad version is left alone, and what is remembered of it."""
+"""The pauses of a bad version, and the memory of its reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a folder may be when it is registered: the limits that the fetching side has, before any
-byte is read or sent."""
+"""The limits of a folder at registration: the same as at fetching, and checked before any byte is
+read or sent.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def test_what_only_looks_like_a_file_is_refused_and_not_opened(tmp_path: Path, k
     folder = adapter_folder(tmp_path / "adapter")
     strange = folder / "tokenizer.json"
     if kind == "pipe":
-        os.mkfifo(strange)  # whoever opens it waits for ever
+        os.mkfifo(strange)  # opening it would block for ever
     elif kind == "folder":
         (folder / "inside").mkdir()
         strange.symlink_to("inside")

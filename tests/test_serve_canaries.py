@@ -119,7 +119,7 @@ async def test_a_bad_canary_loses_its_requests_at_once_and_its_weight(desk: Make
     record = json.loads(made.setting("canary_rolled_back") or "")
     assert (record["version"], record["reason"]) == (2, reason)
     assert record["time"].startswith("20")
-    state = made.review()  # the registry says it now
+    state = made.review()  # the registry has it now
     assert (state.vetoes, state.num_rollbacks) == ((), (("pirate", 1),))
     (status,) = made.canaries.statuses()
     assert status.verdict == "ended"

@@ -1,4 +1,4 @@
-"""Canaries and shadows as clients and operators meet them: Serve, HTTP, the paced engine."""
+"""Canaries and shadows as clients and operators see them: Serve, HTTP, the paced engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.serve
 
 MAX_SHADOWS = 2
-NAMES = ("sticky", "errs", "silent", "nan", "shadowed", "tried")  # one a test: they share a rig
+NAMES = ("sticky", "errs", "silent", "nan", "shadowed", "tried")  # one per test: they share a rig
 USERS = [f"user-{number}" for number in range(24)]
 
 
@@ -200,7 +200,7 @@ def test_a_shadow_is_never_seen_and_never_too_many(client: httpx.Client) -> None
 def test_a_shadow_ends_without_its_client_and_its_failure_is_nobodys(
     rig: Rig, client: httpx.Client
 ) -> None:
-    """The client leaves in the middle; the engine has nothing left to do a moment later."""
+    """The client leaves in the middle; the engine is idle a moment later."""
     body = {"model": "shadowed", "prompt": "abc", "max_tokens": 300, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())

@@ -27,7 +27,7 @@ from serve_app.metrics.ingress import IngressMetrics
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
-# What vLLM's own Grafana dashboard and the usual autoscaling recipes query.
+# Queried by vLLM's own Grafana dashboard and the usual autoscaling recipes.
 DASHBOARD_SERIES = (
     "vllm:e2e_request_latency_seconds_bucket",
     "vllm:prompt_tokens_total",
@@ -241,7 +241,7 @@ def test_the_cache_is_told_with_the_engines_labels() -> None:
 
 
 class Collection:
-    """Counts the collections, which end when the test says so."""
+    """Counts the collections, which end when the test sets `may_end`."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -114,7 +114,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_value_itself(seconds: list[float])
     assert quantile([0] * len(histogram.counts), 0.95) is None
 
 
-# What is counted
+# Counting
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_ingresses_are_added_up_and_a_lost_report_does_no_harm() -> None:
     known.add_report(report("one", canary=tally(ok=15, error=10)), 1.0)
     assert reason(known, 1.0) is None
     known.add_report(report("two", canary=tally(ok=10)), 1.0)
-    known.add_report(report("two", canary=tally(ok=15, error=10)), 5.0)  # those between were lost
+    known.add_report(
+        report("two", canary=tally(ok=15, error=10)), 5.0
+    )  # two were lost
     assert known.by_name["pirate"].counts("canary").num_judged == 50
     assert reason(known, 5.0) is not None
 
@@ -241,7 +243,7 @@ def test_an_alias_that_moves_is_a_new_trial_and_the_old_ones_stragglers_are_not_
 def test_a_canary_that_mostly_fails_goes_though_stable_had_hardly_a_request(
     stable: ArmCounts,
 ) -> None:
-    """As with one client whose requests are all the canary's."""
+    """This happens with a single client whose requests all go to the canary."""
     known = trials(canary_weight="0.5")
     known.add_report(report(stable=stable, canary=tally(error=49)), 1.0)
     assert reason(known, 1.0) is None
@@ -267,7 +269,7 @@ def test_a_canary_without_comparison_stays_for_lesser_reasons(
 
 
 def test_a_canary_is_rarely_condemned_without_comparison_where_half_of_all_fails() -> None:
-    """Looked at after each of 1,000 requests; the false roll-backs of an hour are 1 % at most."""
+    """Judged after each of 1,000 requests; the false rollbacks of an hour are 1 % at most."""
     draw = random.Random(1).random
     num_condemned = 0
     for _ in range(200):

@@ -17,7 +17,7 @@ COUNTS = st.integers(0, 400)
 @pytest.mark.parametrize("rate", [0.001, 0.05, 0.5, 0.95])
 @pytest.mark.parametrize("num", [1, 10, 200])
 def test_the_evidence_of_one_arm_has_mean_1_at_its_true_rate(num: int, rate: float) -> None:
-    """Summed over all that may be counted: what makes Ville's inequality hold at every look."""
+    """Sums over all possible counts: with this mean Ville's inequality holds at every look."""
     mean = sum(
         math.exp(
             math.log(math.comb(num, hits))

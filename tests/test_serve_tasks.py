@@ -97,7 +97,7 @@ async def test_a_loop_that_fails_begins_again_until_it_is_cancelled(
         begun += 1
         if begun == 1:
             raise ValueError("no such thing")
-        if begun == 2:  # what it awaits is cancelled, not the loop
+        if begun == 2:  # its awaitable is cancelled, not the loop
             raise asyncio.CancelledError
         await asyncio.sleep(60)
 

@@ -1,4 +1,4 @@
-"""Which version a request goes to: tables, and the split as statistics with fixed seeds."""
+"""The choice of a request's version: tables, and the split as statistics with fixed seeds."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_place_of_a_key_is_the_adapters_own_and_no_versions() -> None:
     moved = split_of(catalog(STABLE, second, canary_weight="0.3"))
     assert in_canary(moved, KEYS) == in_canary(split_of(catalog(canary_weight="0.3")), KEYS)
     both = sum(place("pirate", key) < 0.3 and place("sql", key) < 0.3 for key in KEYS)
-    assert abs(both / len(KEYS) - 0.09) < 0.012  # independent: nobody is the canary of everything
+    assert abs(both / len(KEYS) - 0.09) < 0.012  # independent: no key is in every canary
 
 
 def test_all_and_nothing() -> None:
@@ -117,7 +117,7 @@ def test_only_a_name_without_suffix_is_split(model: str, is_split: bool) -> None
     assert (traffic.split_of(model) is not None) == is_split
 
 
-# What is not used, and is told
+# Problems, and their reports
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,8 @@ def test_a_version_is_no_canary_of_itself() -> None:
 
 
 def test_without_a_champion_the_canary_may_be_the_highest_version() -> None:
-    """Then the name means it already: nobody is sent to an older version by a canary's alias."""
+    """Then the name resolves to it already: a canary's alias sends no request to an older
+    version."""
     split = split_of(catalog(adapter(1), CANARY, canary_weight="1"))
     assert split.stable == CANARY
     assert not split.is_active

@@ -5,7 +5,7 @@ and their engines. Frozen; ignorant of HTTP, of configuration and of where files
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from engine.admission import EngineLimits
@@ -29,6 +29,7 @@ class RoutingRequest:
     num_sequences: int = 1
     adapter: str | None = None  # content digest
     adapter_rank: int = 0
+    _: KW_ONLY
     adapter_name: str = ""  # registered name, so that its versions share; "": the base model
     tenant: str = ""  # account that is charged, see `admission.tenants`
     priority: int = 0  # lower is earlier

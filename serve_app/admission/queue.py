@@ -84,7 +84,7 @@ class AdmissionQueue:
         self, request: RoutingRequest, max_tokens: int, receive: Receive | None = None
     ) -> QueuedRequest:
         """Returns when the request may be sent to an engine. `max_tokens`: of all choices;
-        `receive`: returns when the client leaves, the body must have been read. Raises
+        `receive`: the client's, to notice that it leaves; the body must have been read. Raises
         OverloadedError, ClientGoneError."""
         may_go = not len(self._controller) and self._has_capacity()
         try:
@@ -102,6 +102,7 @@ class AdmissionQueue:
         return queued
 
     def set_generated(self, queued: QueuedRequest, num_tokens: int) -> None:
+        """See `QueuedRequest`; so for `close`."""
         self._stats.count_tokens(queued.request.tenant, num_tokens - queued.num_generated)
         self._controller.set_generated(queued, num_tokens)
 
@@ -115,7 +116,7 @@ class AdmissionQueue:
         self._under_way.pop(call_id, None)
 
     def wake(self) -> None:
-        """Checks the capacity soon: a frame arrived, or a response ended."""
+        """Checks soon if engines have capacity: a frame arrived, or a response ended."""
         if self._soon is None and len(self._controller):
             self._soon = asyncio.get_running_loop().call_soon(self._send_waiting)
 

@@ -125,11 +125,10 @@ class Ingress:
         ask = RoutingRequest(
             call.call_id,
             call.num_prompt + call.num_done,
-            1,
-            call.adapter,
-            call.rank if call.adapter is not None else 0,
-            call.prefixes,
-            call.session,
+            adapter=call.adapter,
+            adapter_rank=call.rank if call.adapter is not None else 0,
+            prefixes=call.prefixes,
+            session=call.session,
         )
         ranked = self.policy.rank(ask, self.views.replicas, now_s)
         for one in ranked:

@@ -76,8 +76,15 @@ async def _complete(
             queue.check(applicant)
             prompts = await _prompts(state, body, raw, route.handle)
             del raw  # a thousand requests may wait for an engine
-            prepared = _prepare(
-                state, route, body, prompts, tenant=tenant, session=session, arrival_s=arrival_s
+            prepared = prepare(
+                state,
+                route.handle,
+                route.resolution,
+                body,
+                prompts,
+                tenant=tenant,
+                session=session,
+                arrival_s=arrival_s,
             )
             max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
             queued = await queue.enter(applicant, prepared.routing, max_tokens, http.receive)
@@ -129,9 +136,10 @@ def _applicant(state: IngressState, tenant: str, body: Body, route: Route) -> Ap
     return state.queues.tenants.applicant(tenant, name, rank, body.priority or 0)
 
 
-def _prepare(
+def prepare(
     state: IngressState,
-    route: Route,
+    handle: BaseHandle,
+    resolution: Resolution,
     body: Body,
     prompts: tuple[Prompt, ...],
     *,
@@ -139,8 +147,9 @@ def _prepare(
     session: str | None,
     arrival_s: float,
 ) -> PreparedRequest:
-    handle, adapter = route.handle, route.resolution.adapter
-    limits = handle.description.limits
+    """Returns the request as it goes to the engines of its base. `tenant`, `session`: of its
+    client; `arrival_s`: time.time()."""
+    adapter, limits = resolution.adapter, handle.description.limits
     requests = engine_requests(
         body,
         prompts,
@@ -154,7 +163,7 @@ def _prepare(
         state.gateway.lane(handle),
         handle.text,
         body,
-        _head(body, route.resolution),
+        _head(body, resolution),
         prompts,
         requests,
         adapter,

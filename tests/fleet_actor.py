@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from serve_app.routing.state import RoutingStates
 from tests.virtual_loop import VirtualLoop
 
-_CALL_S = (0.0002, 0.004)  # one way, between a replica and its actor
+_CALL_S = (0.0002, 0.004)  # in each direction between a replica and its actor
 
 PROCESS: ContextVar[Process] = ContextVar("process")
 

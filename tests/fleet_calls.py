@@ -18,7 +18,7 @@ from ray.serve._private.request_router.common import PendingRequest
 from tests.fleet_actor import Process, was_read
 from tests.virtual_loop import VirtualLoop
 
-WAY_S = (0.0005, 0.01)  # between an ingress and a replica
+WAY_S = (0.0005, 0.01)  # in each direction between an ingress and a replica
 
 
 class ServeReplica:
@@ -136,11 +136,11 @@ class Call(ReplicaResult):
             raise asyncio.CancelledError from None
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        def told(done: asyncio.Future[Any]) -> None:
+        def on_done(done: asyncio.Future[Any]) -> None:
             error = done.exception()
             callback(done.result() if error is None else error)
 
-        self._done.add_done_callback(told)
+        self._done.add_done_callback(on_done)
 
     def cancel(self) -> None:
         self.is_cancelled = True

@@ -27,7 +27,7 @@ class Client:
     number: int
     ingress: FleetIngress
     wish: Wish
-    has_begun: bool = False  # else it was cancelled before the application was called
+    has_begun: bool = False  # False: it was cancelled before the application was called
     has_left: bool = False
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -158,9 +158,9 @@ class Client:
                     wrong.append(f"choice {index} has no end")
         if is_whole and usage is not None:
             prompt_tokens = sum(len(prompt) for prompt in wish.engine_prompts)
-            told = usage["prompt_tokens"], usage["completion_tokens"]
-            if told != (prompt_tokens, num_tokens):
-                wrong.append(f"the usage is {told}, not {(prompt_tokens, num_tokens)}")
+            counted = usage["prompt_tokens"], usage["completion_tokens"]
+            if counted != (prompt_tokens, num_tokens):
+                wrong.append(f"the usage is {counted}, not {(prompt_tokens, num_tokens)}")
         elif is_whole:
             wrong.append("it has no usage")
         return wrong

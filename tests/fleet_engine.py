@@ -28,7 +28,7 @@ from lora.errors import AdapterError
 from tests.virtual_loop import VirtualLoop
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-POISON = "!"  # a prompt that begins with it kills its engine before its first token
+POISON = "!"  # the first letter of a prompt that kills its engine before the first token
 REFUSED = "refused"  # the last part of the folder of an adapter that the engine refuses
 NUM_BLOCKS = 1000
 
@@ -41,7 +41,7 @@ def letter(prompt: str, adapter: str | None, seed: int, choice: int, position: i
 @dataclass(slots=True)
 class _Run:
     request: Request
-    num_tokens: dict[int, int]  # by open choice
+    num_tokens: dict[int, int]  # of each open choice
     to_prefill: int
     added_s: float
     has_begun: bool = False
@@ -69,7 +69,7 @@ class StepEngine:
     _began_s: float = 0.0
     _is_stopped: bool = False
     _evicts: bool = False
-    _cached: set[int] = field(default_factory=set)  # by the next step
+    _cached: set[int] = field(default_factory=set)  # prefixes that the next step reports
     _evicted: set[int] = field(default_factory=set)
 
     @property

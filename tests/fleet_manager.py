@@ -12,7 +12,7 @@ from typing import Any
 from serve_app.messages import IngressReport, ReportAnswer
 from serve_app.platform_view import PlatformView
 
-_START_S = 2.0  # of a base
+_START_S = 2.0  # the start of a base
 
 
 class Manager:
@@ -61,7 +61,7 @@ class Manager:
     async def _report(self, report: IngressReport) -> ReportAnswer:
         self._quarantined[report.ingress_id] = report.quarantined
         await asyncio.sleep(0.01)
-        held = [one for told in self._quarantined.values() for one in told]
+        held = [one for entries in self._quarantined.values() for one in entries]
         return ReportAnswer(self._num_ingresses, tuple(held))
 
 

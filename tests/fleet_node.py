@@ -80,7 +80,7 @@ class EngineNode:
         self.engine = engine
         self.is_up = True  # Serve's controller lists it
         self.is_dead = False
-        self.died_s: float | None = None  # its engine
+        self.died_s: float | None = None  # when its engine died
         self.is_frozen = False
         self._loop = loop
         self.process = process = Process(loop, engine_id)

@@ -17,7 +17,7 @@ from tests.fakes_registry import write_text_files
 
 APP = "base-app"
 BROKEN, LOST, UNKNOWN = "broken", "lost", "unknown"
-# An engine may be lost by the first ones; the last ones are no reason for a request to fail.
+# The first of these may cost a fleet an engine; the last are no reason for a request to fail.
 DEATHS = ("kill", "kill engine", "freeze", "hang", "drain", "cut", "cut at once")
 FAULTS = (*DEATHS, "cancel", "no memory", "evict", "sleep")
 _BASE = BaseVersion("base", 1, "b" * 64, "")
@@ -46,17 +46,17 @@ class Plan:
     num_engines: int
     num_ingresses: int
     num_requests: int
-    over_s: float  # in which they arrive
-    faults: tuple[str, ...]  # in the order in which they happen
-    replaced: float  # of the engines that are hurt
-    rows: int  # of an engine
-    batched_tokens: int  # of a step
-    max_ongoing: int  # of a replica
-    max_queued: int  # at Serve
+    over_s: float  # the time in which the requests arrive
+    faults: tuple[str, ...]  # in order
+    replaced: float  # share of the hurt engines
+    rows: int  # sequences per step of an engine
+    batched_tokens: int  # tokens per step of an engine
+    max_ongoing: int  # calls at a replica
+    max_queued: int  # calls in Serve's router
     step_s: float
     models: tuple[str, ...]
-    poison: float  # of the requests
-    leaving: float  # of the clients
+    poison: float  # share of the requests
+    leaving: float  # share of the clients
     migration: MigrationArgs
     fairness: FairnessArgs
     max_open: int

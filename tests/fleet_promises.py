@@ -36,7 +36,7 @@ _OF_LOSSES = (
     "adapter_not_loaded",
     "unavailable",
 )
-# Each costs a request its engine, though the engine does not die.
+# Faults that cost a request its engine, though the engine does not die.
 _SOFT = ("freeze", "hang", "cut", "cut at once")
 _OF_REQUESTS = ("Generation", "TokenStream", "AdmissionQueue", "Attempt", "Timeout")
 
@@ -81,14 +81,14 @@ def _is_excused(
         return wish.model == LOST
     if code == "overloaded":
         return not plan.is_roomy or plan.max_open < plan.num_requests or bool(wish.padding)
-    if code == "request_quarantined":  # alone at two engines that die, nobody can prove anything
+    if code == "request_quarantined":  # no proof for a request that was alone at two dying engines
         return wish.is_poison or deaths >= 2
     if code == "body_timeout":
         return bool(wish.body_s)
     if code == "engine_out_of_memory":
         return happened["no memory"] > 0 and happened["no memory"] + deaths > limit
     if code == "engine_unavailable":
-        # Silence takes longer to see than such a move may take.
+        # A silence is detected later than the time limit of such a migration.
         is_silent = happened["hang"] + happened["freeze"] > 0
         is_late = plan.migration.timeout_s < 10 and (is_silent or not plan.is_roomy)
         return deaths + happened["cancel"] > limit or is_late
@@ -113,14 +113,14 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     yield from _wrong_outcomes(ingress, own)
     codes = Counter(client.code for client in stayed)
     lost = sum(ingress.gateway.migrations.metrics._lost.values())
-    # Whoever leaves its engine may be refused by all others.
+    # A request that leaves its engine may be refused by all others.
     most = sum(codes[code] for code in _OF_LOSSES) + left
     if not codes["engine_unavailable"] <= lost <= most:
-        yield f"{name}: {lost} requests are lost, at most {most} were told"
+        yield f"{name}: {lost} requests are lost, but at most {most} clients were answered so"
     stats = ingress.state.queues.stats
     shed = stats.num_turned_away + sum(one.sheds.total() for one in stats._bases.values())
     if shed > codes["overloaded"] + left:
-        yield f"{name}: {shed} refusals are counted, {codes['overloaded']} were told"
+        yield f"{name}: {shed} refusals are counted, but {codes['overloaded']} were sent"
 
 
 def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:

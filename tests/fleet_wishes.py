@@ -10,7 +10,7 @@ from typing import Literal
 
 from tests.fleet_engine import LETTERS, POISON
 
-Leaving = Literal["disconnect", "cancel"]  # the client's word, or Serve's cancellation
+Leaving = Literal["disconnect", "cancel"]  # http.disconnect, or Serve's cancellation
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,20 @@ class Wish:
     seed: int | None
     tenant: str
     priority: int
-    padding: int = 0  # spaces behind the body
-    body_s: float = 0.0  # its body takes so long
-    read_s: float = 0.0  # each write takes so long
+    padding: int = 0  # spaces after the body
+    body_s: float = 0.0  # the duration of its upload
+    read_s: float = 0.0  # the duration of each write to the client
     leaving: Leaving | None = None
     leaves_after: int = 0
 
     def __str__(self) -> str:
         kind = f"{'chat' if self.is_chat else 'completion'}{' stream' if self.is_stream else ''}"
-        told = f"{kind} of {self.model}, {len(self.prompts)} x {self.n} x {self.max_tokens} tokens"
+        words = f"{kind} of {self.model}, {len(self.prompts)} x {self.n} x {self.max_tokens} tokens"
         if self.stop:
-            told += f", stop {self.stop!r}"
+            words += f", stop {self.stop!r}"
         if self.leaving:
-            told += f", {self.leaving} after {self.leaves_after} iterations"
-        return told
+            words += f", {self.leaving} after {self.leaves_after} iterations"
+        return words
 
     @property
     def is_poison(self) -> bool:

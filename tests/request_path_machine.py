@@ -40,10 +40,10 @@ from tests.fleet_wishes import Wish, draw_wish
 from tests.virtual_loop import VirtualLoop, repeatable, virtual_time
 from tests.virtual_network import Connection
 
-_OPENING_S = 3.0  # until all are connected
-_END_S = 240.0  # after the last event every request ended
+_OPENING_S = 3.0  # until all engines are connected
+_END_S = 240.0  # after the last event, by when every request has ended
 _QUIET_S = 40.0  # longer than any timer of a request
-_ANSWER_S = 20.0  # of a fleet that does nothing else
+_ANSWER_S = 20.0  # the time limit of an answer from an idle fleet
 _LOOKS, _LOOK_S = 12, 0.37  # warm-ups of the same adapter may follow each other each second
 _FROZEN_S = (0.5, 4.0, 15.0)
 _CUT_AT_ONCE_S = 3.0
@@ -222,7 +222,7 @@ class Fleet:
             self._tell()
         elif fault.startswith("cut") and (links := node.connections):
             draw.choice(links).cut()
-            if fault == "cut at once":  # the next links of anybody too, at their birth
+            if fault == "cut at once":  # and all new links for some time
                 self.loop.on_connection = self._cut_at_once
                 self.loop.call_later(_CUT_AT_ONCE_S, self._cut_no_more)
         elif fault == "cancel" and node.serve.calls:
@@ -289,7 +289,7 @@ class Fleet:
         for ingress in self.ingresses:
             before, clients = self._finished(), []
             for kind in range(4):
-                if kind == 3:  # its adapter has fallen out of memory, which no replica knows
+                if kind == 3:  # engines drop its adapter without a report to their replicas
                     for node in self.serving:
                         node.engine.loaded.clear()
                 wish = _plain(kind, len(self.clients))
@@ -328,7 +328,7 @@ def run_fleet(seed: int) -> Result:
     loop.inherited = (PROCESS,)
     state, disabled = random.getstate(), logging.root.manager.disable
     random.seed(seed)
-    logging.disable()  # what an operator would read of all this
+    logging.disable()  # thousands of expected warnings
     clocked = [one.__init__ for one in (Activity, RequestQuarantine, AdmissionQueue, ScalingStats)]
     asyncio.set_event_loop(loop)
     try:

@@ -43,8 +43,8 @@ def results() -> list[Result]:
 def test_every_request_ends_once_and_right_and_leaves_nothing_behind(
     results: list[Result],
 ) -> None:
-    told = {result.seed: result.violations for result in results if result.violations}
-    assert told == {}
+    violations = {result.seed: result.violations for result in results if result.violations}
+    assert violations == {}
 
 
 def test_the_fleets_meet_every_fault(results: list[Result]) -> None:

@@ -60,7 +60,7 @@ def client(rig: Rig) -> Iterator[httpx.Client]:
 
 
 @dataclass
-class Told:
+class ReceivedAnswer:
     """An answer as a client reads it, streamed or whole."""
 
     texts: dict[int, str] = field(default_factory=dict)
@@ -108,24 +108,24 @@ def admin(client: httpx.Client, path: str) -> dict[str, object]:
     return answer
 
 
-def ask(client: httpx.Client, fields: dict[str, object]) -> Told:
-    told = Told()
+def ask(client: httpx.Client, fields: dict[str, object]) -> ReceivedAnswer:
+    answer = ReceivedAnswer()
     response = client.post("/v1/completions", json=fields)
     assert response.status_code == 200, response.text
     if not fields.get("stream"):
-        told.add(response.json())
-        return told
+        answer.add(response.json())
+        return answer
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
     assert "event: error" not in response.text, response.text[-500:]
     assert lines.pop() == "[DONE]"
     chunks = [json.loads(line) for line in lines]
     assert len({chunk["id"] for chunk in chunks}) == 1
     for chunk in chunks:
-        told.add(chunk)
-    return told
+        answer.add(chunk)
+    return answer
 
 
-def ask_all(client: httpx.Client, bodies: Sequence[dict[str, object]]) -> list[Told]:
+def ask_all(client: httpx.Client, bodies: Sequence[dict[str, object]]) -> list[ReceivedAnswer]:
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(lambda fields: ask(client, fields), bodies))
 

@@ -194,9 +194,7 @@ def test_ingresses_are_added_up_and_a_lost_report_does_no_harm() -> None:
     known.add_report(report("one", canary=tally(ok=15, error=10)), 1.0)
     assert reason(known, 1.0) is None
     known.add_report(report("two", canary=tally(ok=10)), 1.0)
-    known.add_report(
-        report("two", canary=tally(ok=15, error=10)), 5.0
-    )  # two were lost
+    known.add_report(report("two", canary=tally(ok=15, error=10)), 5.0)  # two were lost
     assert known.by_name["pirate"].counts("canary").num_judged == 50
     assert reason(known, 5.0) is not None
 

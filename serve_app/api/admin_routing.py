@@ -9,17 +9,15 @@ from dataclasses import asdict, replace
 from fastapi import APIRouter, Depends, Request, Response
 
 from serve_app.api.admin_auth import require_admin
-from serve_app.api.completions import session_key
-from serve_app.api.state import IngressState, state_of
-from serve_app.dispatch.base_handle import BaseHandle
+from serve_app.api.completions import prepare, session_key
+from serve_app.api.state import state_of
 from serve_app.http.asgi import json_response, read_body
 from serve_app.messages import RoutingRequest
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
-from serve_app.openai.engine_params import engine_requests, read_prompts
+from serve_app.openai.engine_params import read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.routing.policy import Ranked
-from serve_app.routing.request import make_routing_request
 from serve_app.routing.score import Terms
 from serve_app.routing.state import routing_state
 
@@ -34,7 +32,13 @@ async def route(request: Request) -> Response:
     is_chat = b'"messages"' in raw  # inside a string its quotes would be escaped
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
     tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
-    handle, routing = _routing_request(state, body, session_key(request, body), tenant)
+    handle, resolution = state.gateway.resolve(body.model)
+    prompts = read_prompts(body, handle.text, handle.description.limits)
+    session = session_key(request, body)
+    prepared = prepare(
+        state, handle, resolution, body, prompts, tenant=tenant, session=session, arrival_s=0.0
+    )
+    routing = replace(prepared.routing, dry_run=True)
     app = routing_state(handle.app_name)
     ranked = app.rank(routing) if app.views.replicas else []
     return json_response(
@@ -57,20 +61,6 @@ async def decisions(request: Request) -> Response:
         for each in reversed(app.decisions.newest)
     ]
     return json_response({"decisions": lines})
-
-
-def _routing_request(
-    state: IngressState, body: ChatRequest | CompletionRequest, session: str | None, tenant: str
-) -> tuple[BaseHandle, RoutingRequest]:
-    """Returns the same as a real request's: its prompts, session and prefix cache."""
-    handle, resolution = state.gateway.resolve(body.model)
-    adapter, limits = resolution.adapter, handle.description.limits
-    prompts = read_prompts(body, handle.text, limits)
-    salt = state.gateway.cache_salt(tenant, body.cache_salt)
-    requests = engine_requests(
-        body, prompts, adapter, limits, defaults=handle.defaults, cache_salt=salt
-    )
-    return handle, replace(make_routing_request(requests, adapter, limits, session), dry_run=True)
 
 
 def _line(routing: RoutingRequest, ranked: Ranked) -> dict[str, object]:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from engine.types import EngineLoad, Request
+from engine.types import EngineLoad
 from registry.catalog import Resolution
 from serve_app.admission.queued_request import QueuedRequest
 from serve_app.api.explain import explain_headers, is_wanted
@@ -73,28 +73,21 @@ async def _complete(
             headers = route.headers
             queue = state.queues.of(route.handle)
             account, priority = state.queues.tenants.account(tenant, body.priority or 0)
-            routing = partial(
-                make_routing_request,
-                adapter=route.resolution.adapter,
-                limits=route.handle.description.limits,
-                session=session,
-                tenant=account,
-                priority=priority,
+            adapter, limits = route.resolution.adapter, route.handle.description.limits
+            queue.check(
+                make_routing_request((), adapter, limits, tenant=account, priority=priority)
             )
-            queue.check(routing(()))
             prompts = await _prompts(state, body, raw, route.handle)
             del raw  # a thousand requests may wait for an engine
-            salt = state.gateway.cache_salt(tenant, body.cache_salt)
-            requests = _engine_requests(body, prompts, route, arrival_s, salt)
-            prepared = PreparedRequest(
-                state.gateway.call_parameters(route.handle),
-                route.handle.text,
+            prepared = prepare(
+                state,
+                route.handle,
+                route.resolution,
                 body,
-                _head(body, route.resolution),
                 prompts,
-                requests,
-                route.resolution.adapter,
-                routing(requests),
+                tenant=tenant,
+                session=session,
+                arrival_s=arrival_s,
             )
             max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
             queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
@@ -140,18 +133,39 @@ async def _prompts(
     return await state.texts.prompts(type(body), raw, handle.base.digest, files, limits)
 
 
-def _engine_requests(
-    body: Body, prompts: tuple[Prompt, ...], route: Route, arrival_s: float, cache_salt: str
-) -> tuple[Request, ...]:
-    handle = route.handle
-    return engine_requests(
+def prepare(
+    state: IngressState,
+    handle: BaseHandle,
+    resolution: Resolution,
+    body: Body,
+    prompts: tuple[Prompt, ...],
+    *,
+    tenant: str,
+    session: str | None,
+    arrival_s: float,
+) -> PreparedRequest:
+    """Returns the request as it goes to the engines of its base. `tenant`, `session`: of its
+    client; `arrival_s`: time.time()."""
+    adapter, limits = resolution.adapter, handle.description.limits
+    requests = engine_requests(
         body,
         prompts,
-        route.resolution.adapter,
-        handle.description.limits,
+        adapter,
+        limits,
         arrival_s,
         defaults=handle.defaults,
-        cache_salt=cache_salt,
+        cache_salt=state.gateway.cache_salt(tenant, body.cache_salt),
+    )
+    account, priority = state.queues.tenants.account(tenant, body.priority or 0)
+    return PreparedRequest(
+        state.gateway.call_parameters(handle),
+        handle.text,
+        body,
+        _head(body, resolution),
+        prompts,
+        requests,
+        adapter,
+        make_routing_request(requests, adapter, limits, session, tenant=account, priority=priority),
     )
 
 

@@ -1,5 +1,5 @@
-"""The calls on their way that a view counts: Serve's own routing coroutine with the product's router,
-without a cluster. However a call ends, it leaves the count."""
+"""The calls on their way that a view counts: Serve's own routing coroutine with the product's
+router, without a cluster. However a call ends, it leaves the count."""
 
 from __future__ import annotations
 

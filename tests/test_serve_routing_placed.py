@@ -1,5 +1,5 @@
-"""What a view counts of calls on their way: Serve's own routing coroutine with our router, without
-a cluster. Whatever becomes of a call, it leaves the count."""
+"""The calls on their way that a view counts: Serve's own routing coroutine with the product's
+router, without a cluster. However a call ends, it leaves the count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ADDRESS = StreamAddress("127.0.0.1", 1, "token", "ingress")
 
 
 class Result:
-    """A replica's answer to one call, which the test gives."""
+    """A replica's answer to a call, given by the test."""
 
     def __init__(self) -> None:
         self.accepts: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -104,8 +104,15 @@ class Rig:
         call = SubmitCall((), None, ADDRESS, ask)
         metadata = RequestMetadata(call_id, call_id, call_method="submit")
         pending = PendingRequest(args=[call], kwargs={}, metadata=metadata)
-        routing = cast(Any, AsyncioRouter)._route_and_send_request_once(serve, pending, "r", False)
-        return asyncio.get_running_loop().create_task(routing)
+        route_once = cast(Any, AsyncioRouter)._route_and_send_request_once
+
+        async def route() -> object:
+            result = await route_once(serve, pending, "r", False)
+            while result is None:  # a replica rejected the call
+                result = await route_once(serve, pending, "r", True)
+            return result
+
+        return asyncio.get_running_loop().create_task(route())
 
     @property
     def placed(self) -> tuple[int, int]:
@@ -182,8 +189,26 @@ async def test_no_call_that_was_forgotten_on_its_way_takes_room_for_ever(rig: Ri
     rig.view.place(make_ask("new"), now_s + 20.0)
     rig.view.observe(IDLE, now_s + 29.0)
     assert rig.placed == (2, 257)
-    rig.view.observe(IDLE, now_s + 31.0)  # a frame, and nothing placed since
+    rig.view.observe(IDLE, now_s + 31.0)  # a frame, without a call placed since
     assert rig.placed == (1, 1)
     assert rig.has_capacity
     rig.view.observe(IDLE, now_s + 3600.0)
     assert (rig.placed, rig.view.queued_tokens) == ((0, 0), 0)
+
+
+async def test_a_call_that_replicas_reject_is_watched_once_and_counted_where_it_goes(
+    rig: Rig,
+) -> None:
+    task = rig.route("call", 16)
+    for number in range(1, 4):
+        await until(lambda number=number: len(rig.replica.sent) == number)  # type: ignore[misc]
+        assert rig.placed == (1, 16)
+        assert rig.router._watched == {"call"}
+        if number < 3:
+            rig.replica.sent[-1].accepts.set_result(False)
+    assert len(cast(Any, task)._callbacks) == 1
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await until(lambda: rig.placed == (0, 0))
+    assert not rig.router._watched

@@ -271,12 +271,6 @@ class ScalingContext(Protocol):
     current_time: float | None
 
 
-@dataclass(slots=True)
-class _Ticks:
-    due_s: float = 0.0  # of the next decision
-    log_s: float = 0.0  # when an error may be logged again
-
-
 class EngineScalingPolicy:
     """The policy of a base. Serve's controller makes it and calls it ten times per second."""
 
@@ -287,19 +281,20 @@ class EngineScalingPolicy:
         except TypeError:
             logger.exception("invalid autoscaling options, not scaling: %s", options)
         self._state = ScalingState()
-        self._ticks = _Ticks()
+        self._due_s = 0.0  # of the next decision
+        self._log_s = 0.0  # when an error may be logged again
 
     def __call__(self, context: ScalingContext) -> tuple[int, dict[str, object]]:
         target = context.target_num_replicas
         now_s = time.monotonic()
         try:
-            if now_s >= self._ticks.due_s and self._args is not None:
-                self._ticks.due_s = now_s + _PERIOD_S
+            if now_s >= self._due_s and self._args is not None:
+                self._due_s = now_s + _PERIOD_S
                 target = self._decide(context, self._args, now_s)
         except Exception:  # the number of replicas stays
             self._state = ScalingState()
-            if now_s >= self._ticks.log_s:
-                self._ticks.log_s = now_s + _LOG_PERIOD_S
+            if now_s >= self._log_s:
+                self._log_s = now_s + _LOG_PERIOD_S
                 logger.exception("could not decide on the number of engine replicas, keeping it")
         return target, {}
 

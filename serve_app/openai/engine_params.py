@@ -101,7 +101,9 @@ def completion_prompts(
     return tuple(prompts)
 
 
-def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) -> tuple[int, ...]:
+def tokenize_request(
+    request: TokenizeRequest, text: BaseText, limits: EngineLimits
+) -> tuple[int, ...]:
     """Returns the token ids for /tokenize; the context length is the limit, as for a prompt."""
     if request.messages is not None:
         return _chat_token_ids(request, request.messages, text, limits)
@@ -109,7 +111,7 @@ def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) ->
     return _encode(request.prompt, request.add_special_tokens is not False, text, limits, "prompt")
 
 
-def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
+def detokenize_request(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
     """Returns the text for /detokenize; the context length is the limit, as for a prompt."""
     _check_vocabulary(request.tokens, text.tokenizer.vocab_size, "tokens")
     if len(request.tokens) > limits.max_request_tokens:

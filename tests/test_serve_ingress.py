@@ -38,7 +38,7 @@ from serve_app.errors import (
 )
 from serve_app.http.arrivals import Arrivals
 from serve_app.http.asgi import SseResponse
-from serve_app.http.browsers import guarded
+from serve_app.http.browsers import with_browser_checks
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.queue import QueueStats
 from serve_app.platform_view import PlatformView, ServedBase
@@ -131,7 +131,9 @@ def test_a_probe_that_calls_a_replica_by_its_address_is_answered(fields: dict[st
 
 
 def test_a_gateway_s_replica_lets_scrapers_in_beside_its_clients() -> None:
-    app = guarded(_Alive(), IngressArgs(trusted_gateway="nginx", allowed_hosts=("llm.example",)))
+    app = with_browser_checks(
+        _Alive(), IngressArgs(trusted_gateway="nginx", allowed_hosts=("llm.example",))
+    )
     client = TestClient(app, base_url="http://10.0.3.7:8000")
     for path in ("/live", "/ready", "/health", "/metrics"):
         assert client.get(path).status_code == client.head(path).status_code == 200
@@ -159,7 +161,7 @@ def test_a_server_with_a_list_of_names_answers_to_its_own_address(
     assert args.allowed_hosts == names
     if given and names != given:
         url = f"http://{names[-1]}:8000"
-        client = TestClient(guarded(_Alive(), args), base_url=url)
+        client = TestClient(with_browser_checks(_Alive(), args), base_url=url)
         assert client.get("/v1/models").status_code == 200
 
 

@@ -41,10 +41,10 @@ from serve_app.openai.engine_params import (
     Prompt,
     chat_prompt,
     completion_prompts,
-    detokenized,
+    detokenize_request,
     engine_requests,
     sampling_params,
-    tokenized,
+    tokenize_request,
 )
 from serve_app.openai.generation_defaults import NO_DEFAULTS, read_generation_defaults
 from serve_app.openai.json_body import parse_body
@@ -238,9 +238,9 @@ def test_a_text_beyond_a_small_kv_cache_is_refused_wherever_it_is_read(text: Bas
     with pytest.raises(ContextLengthError, match=r"400 tokens.*at least 401"):
         completion_prompts(completion(prompt=words), text, SMALL_CACHE)
     with pytest.raises(ContextLengthError, match=r"400 tokens.*at least 401"):
-        tokenized(parsed(TokenizeRequest, prompt=words), text, SMALL_CACHE)
+        tokenize_request(parsed(TokenizeRequest, prompt=words), text, SMALL_CACHE)
     with pytest.raises(ContextLengthError, match=r"at most 400.*got 401"):
-        detokenized(parsed(DetokenizeRequest, tokens=[1] * 401), text, SMALL_CACHE)
+        detokenize_request(parsed(DetokenizeRequest, tokens=[1] * 401), text, SMALL_CACHE)
 
 
 async def test_clients_are_told_the_length_that_a_request_may_have(text: BaseText) -> None:
@@ -314,7 +314,7 @@ def test_prompts_of_ids_are_taken_as_they_are(text: BaseText) -> None:
     with pytest.raises(InvalidRequestError, match="vocabulary"):
         completion_prompts(completion(prompt=[1000]), text, LIMITS)
     with pytest.raises(InvalidRequestError, match="vocabulary"):
-        detokenized(DetokenizeRequest(tokens=[text.tokenizer.vocab_size]), text, LIMITS)
+        detokenize_request(DetokenizeRequest(tokens=[text.tokenizer.vocab_size]), text, LIMITS)
 
 
 def test_prompt_without_tokens_is_refused(text: BaseText) -> None:

@@ -48,7 +48,7 @@ from serve_app.http.asgi import (
     error_response,
     install_error_handlers,
 )
-from serve_app.http.browsers import guarded
+from serve_app.http.browsers import with_browser_checks
 from serve_app.logs import install_in_replica
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.queue import QueueStats
@@ -168,7 +168,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
         app.include_router(routes.router)
     install_error_handlers(app)
     bounded = ConcurrencyLimitMiddleware(HeadAsGet(app), state.args, state.queues.stats)
-    return MetricsMiddleware(guarded(bounded, state.args), state.metrics)
+    return MetricsMiddleware(with_browser_checks(bounded, state.args), state.metrics)
 
 
 def make_state(args: IngressArgs, gateway: Gateway, texts: TextPool) -> IngressState:

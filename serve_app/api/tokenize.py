@@ -16,7 +16,7 @@ from serve_app.api.state import IngressState, state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
-from serve_app.openai.engine_params import detokenized, tokenized
+from serve_app.openai.engine_params import detokenize_request, tokenize_request
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.template_guard import TemplateBudgetError
@@ -53,7 +53,7 @@ async def detokenize(request: Request) -> Response:
     base = await _find_base(request, body.model)
     limits, files = base.description.limits, base.description.files
     if len(raw) <= INLINE_BODY_BYTES:
-        text = detokenized(body, base.text, limits)
+        text = detokenize_request(body, base.text, limits)
     else:
         digest = base.base.digest
         text = await state.texts.detokenize(DetokenizeRequest, raw, digest, files, limits)
@@ -98,7 +98,7 @@ async def _tokenized(
     limits, files = base.description.limits, base.description.files
     if len(raw) <= INLINE_BODY_BYTES:
         try:
-            ids = tokenized(body, base.text, limits)
+            ids = tokenize_request(body, base.text, limits)
         except TemplateBudgetError:
             pass  # a worker may spend more time on it
         else:

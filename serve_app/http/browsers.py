@@ -26,7 +26,8 @@ _PREFLIGHT_S = 600
 _EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "x-loraplex-version", "x-loraplex-arm")
 
 
-def guarded(app: ASGIApp, args: IngressArgs) -> ASGIApp:
+def with_browser_checks(app: ASGIApp, args: IngressArgs) -> ASGIApp:
+    """Wraps the application in the CORS and Host checks that the configuration requires."""
     if args.cors_origins:
         app = _ErrorMiddleware(app)
         # Without credentials, in the sense of CORS: an API key in a header is not one.

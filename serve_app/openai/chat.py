@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, NoReturn, get_args
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -40,28 +40,20 @@ def check_messages(value: object) -> tuple[ChatMessage, ...]:
 
 def _check_message(value: object, index: int) -> ChatMessage:
     if not isinstance(value, dict):
-        raise FieldError(f"messages.{index}: must be an object, got {shown(value)}.", str(index))
+        _refuse(str(index), "must be an object", value)
     role = value.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        roles = ", ".join(get_args(Role))
-        raise FieldError(
-            f"messages.{index}.role: must be one of {roles}, got {shown(role)}.", f"{index}.role"
-        )
+        _refuse(f"{index}.role", f"must be one of {', '.join(get_args(Role))}", role)
     for name in _UNSUPPORTED_IN_MESSAGE:
         if value.get(name):
-            where = f"{index}.{name}"
-            raise FieldError(
-                f"messages.{where}: is not supported, got {shown(value[name])}.", where
-            )
+            _refuse(f"{index}.{name}", "is not supported", value[name])
     message = {"role": role, "content": _check_content(value.get("content"), role, index)}
     for name in _OPTIONAL_IN_MESSAGE:
         extra = value.get(name)
-        if extra is None:
-            continue
-        if not isinstance(extra, str):
-            where = f"{index}.{name}"
-            raise FieldError(f"messages.{where}: must be a string, got {shown(extra)}.", where)
-        message[name] = extra
+        if isinstance(extra, str):
+            message[name] = extra
+        elif extra is not None:
+            _refuse(f"{index}.{name}", "must be a string", extra)
     return message
 
 
@@ -72,26 +64,21 @@ def _check_content(content: object, role: str, index: int) -> str:
     if content is None and role == "assistant":  # a client may send an earlier response back
         return ""
     if not isinstance(content, list):
-        raise FieldError(
-            f"messages.{where}: must be a string or a list of text parts, got {shown(content)}.",
-            where,
-        )
+        _refuse(where, "must be a string or a list of text parts", content)
     if not 1 <= len(content) <= MAX_PARTS:
-        raise FieldError(
-            f"messages.{where}: must have 1 to {MAX_PARTS} parts, got {len(content)}.", where
-        )
+        _refuse(where, f"must have 1 to {MAX_PARTS} parts", content)
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise FieldError(
-                f'messages.{where}.{number}: only {{"type": "text", "text": "..."}} parts are '
-                f"supported, got {shown(kind)}.",
-                f"{where}.{number}",
-            )
+            _refuse(f"{where}.{number}", 'must be {"type": "text", "text": "..."}', kind)
         texts.append(text)
     return "\n".join(texts)  # as in vLLM: chat templates of text models expect one string
+
+
+def _refuse(where: str, problem: str, value: object) -> NoReturn:
+    raise FieldError(f"messages.{where}: {problem}, got {shown(value)}.", where)
 
 
 def check_template_variables(value: object) -> Mapping[str, TemplateValue]:
@@ -138,16 +125,12 @@ class ChatRequest(GenerationFields):
     def _check_chat_combinations(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs: is allowed only if logprobs is true.", "top_logprobs")
-        if self.continue_final_message and self.adds_generation_prompt:
+        if self.continue_final_message and self.add_generation_prompt is not False:
             raise FieldError(
                 "continue_final_message: is allowed only if add_generation_prompt is false.",
                 "continue_final_message",
             )
         return self
-
-    @property
-    def adds_generation_prompt(self) -> bool:
-        return self.add_generation_prompt is not False
 
     @property
     def requested_tokens(self) -> int | None:

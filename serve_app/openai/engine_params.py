@@ -20,6 +20,7 @@ from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import BaseText
+from serve_app.text.template import ChatMessage
 
 N = TypeVar("N", int, float)
 GenerationRequest = ChatRequest | CompletionRequest
@@ -72,15 +73,7 @@ def engine_requests(
 
 
 def chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:
-    rendered = text.render_chat(
-        request.messages,
-        add_generation_prompt=request.adds_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-        variables=request.chat_template_kwargs,
-    )
-    # The template writes the special tokens itself, so the tokenizer must not add its own.
-    ids = _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
-    return Prompt(ids, None)
+    return Prompt(_chat_token_ids(request, request.messages, text, limits), None)
 
 
 def completion_prompts(
@@ -108,22 +101,17 @@ def completion_prompts(
     return tuple(prompts)
 
 
-def tokenized(request: TokenizeRequest, text: BaseText, limits: EngineLimits) -> tuple[int, ...]:
+def tokenize_request(
+    request: TokenizeRequest, text: BaseText, limits: EngineLimits
+) -> tuple[int, ...]:
     """Returns the token ids for /tokenize; the context length is the limit, as for a prompt."""
-    if request.messages is None:
-        assert request.prompt is not None
-        adds = request.add_special_tokens is not False
-        return _encode(request.prompt, adds, text, limits, "prompt")
-    rendered = text.render_chat(
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt is not False,
-        continue_final_message=bool(request.continue_final_message),
-        variables=request.chat_template_kwargs,
-    )
-    return _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+    if request.messages is not None:
+        return _chat_token_ids(request, request.messages, text, limits)
+    assert request.prompt is not None
+    return _encode(request.prompt, request.add_special_tokens is not False, text, limits, "prompt")
 
 
-def detokenized(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
+def detokenize_request(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
     """Returns the text for /detokenize; the context length is the limit, as for a prompt."""
     _check_vocabulary(request.tokens, text.tokenizer.vocab_size, "tokens")
     if len(request.tokens) > limits.max_request_tokens:
@@ -239,6 +227,22 @@ def _max_tokens(
         return min(num_left, max(defaults.max_new_tokens or num_left, request.min_tokens or 0))
     # 0 is echo alone: the engine generates one token, and the response leaves it out.
     return max(1, requested)
+
+
+def _chat_token_ids(
+    request: ChatRequest | TokenizeRequest,
+    messages: Sequence[ChatMessage],
+    text: BaseText,
+    limits: EngineLimits,
+) -> tuple[int, ...]:
+    rendered = text.render_chat(
+        messages,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=request.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself, so the tokenizer must not add its own.
+    return _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
 
 
 def _encode(

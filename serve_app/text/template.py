@@ -40,6 +40,10 @@ FREE_OUTPUT_CHARS = 1 << 20
 MAX_PRODUCT = 1 << 20
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_TEMPLATE_FAILURES = (
+    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
+    *(AttributeError, RecursionError),
+)
 
 
 class ChatTemplate:
@@ -100,9 +104,7 @@ class ChatTemplate:
                 if num_chars > max_chars:
                     refuse(f"it writes more than {max_chars} characters")
         # A template is code: an exception that it raises for these messages is about them.
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise _refusal(str(error)) from error
-        except (AttributeError, RecursionError) as error:
+        except _TEMPLATE_FAILURES as error:
             raise _refusal(str(error)) from error
         return "".join(parts)
 

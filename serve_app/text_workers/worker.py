@@ -26,7 +26,7 @@ from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedMo
 from serve_app.errors import ApiError
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
-from serve_app.openai.engine_params import detokenized, read_prompts, tokenized
+from serve_app.openai.engine_params import detokenize_request, read_prompts, tokenize_request
 from serve_app.openai.json_body import parse_body, parse_json
 from serve_app.openai.logprobs import LogprobsPart, render_part
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -194,14 +194,14 @@ def _prompts(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResu
 
 def _tokenize(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
     assert isinstance(body, TokenizeRequest)
-    ids = tokenized(body, text, limits)
+    ids = tokenize_request(body, text, limits)
     names = map(text.tokenizer.token_text, ids) if body.return_token_strs else ()
     return JobResult((array("I", ids).tobytes(),), tuple(names))
 
 
 def _detokenize(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
     assert isinstance(body, DetokenizeRequest)
-    return JobResult(texts=(detokenized(body, text, limits),))
+    return JobResult(texts=(detokenize_request(body, text, limits),))
 
 
 _TEXT_JOBS: Mapping[str, Callable[[RequestBody, BaseText, EngineLimits], JobResult]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import cast
 
 from registry.cache import CacheStats
@@ -84,15 +83,24 @@ def _ingress() -> bytes:
     return join_texts([metrics.text(0, [routed]), queue.text(), migration.text(), arms_text(split)])
 
 
+class _Watcher:
+    """A watcher that has seen nothing: every number is 0."""
+
+    catalog = error = None
+
+    def subscribe(self, call: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> float:
+        return 0.0
+
+
 def _manager() -> bytes:
-    watcher = SimpleNamespace(
-        catalog=None, error=None, last_success_s=0.0, look_s=0.0, subscribe=lambda call: None
-    )
     starts = StartLog()
     starts.begin("app", 0.0)
     starts.end("app", "m", 1.0, is_cold=True)
     line = BaseLine(*("m", 1, "running", "", "file"), 1, 0.0, 1.0, None, "wait", "app", "digest")
-    return join_texts([RegistryMetrics(cast("Watcher", watcher)).text(), starts.text([line])])
+    return join_texts([RegistryMetrics(cast("Watcher", _Watcher())).text(), starts.text([line])])
 
 
 async def _tasks() -> bytes:

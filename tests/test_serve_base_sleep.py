@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.control.base_sleep import ScaleToZero
 from serve_app.dispatch.activity import Activity
-from serve_app.messages import BaseActivity, IngressReport
+from serve_app.messages import Backlog, BaseActivity, IngressReport
 
 BASE = "b" * 64
 
@@ -163,10 +163,10 @@ def test_an_ingress_counts_what_is_open_and_how_long_nothing_was() -> None:
     first, second = activity.enter(BASE), activity.enter(BASE)
     first.leave()
     first.leave()
-    assert activity.report() == (BaseActivity(BASE, 1, 0.0),)
+    assert activity.report(lambda _: Backlog()) == (BaseActivity(BASE, 1, 0.0),)
     second.leave()
     now_s = 8.0
-    assert activity.report() == (BaseActivity(BASE, 0, 3.0),)
+    assert activity.report(lambda _: Backlog()) == (BaseActivity(BASE, 0, 3.0),)
 
 
 def test_open_requests_count_once_every_ingress_refuses_new_ones() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from registry.cache import CacheStats
-from serve_app.canary.metrics import ArmNumbers, arms_text
+from serve_app.canary.metrics import arms_text
 from serve_app.control.base_starts import StartLog
 from serve_app.control.registry_metrics import RegistryMetrics
 from serve_app.control.watcher import Watcher
@@ -79,8 +79,8 @@ def _ingress() -> bytes:
     migration.lost("m")
     migration.quarantined("m")
     arms = [(ArmKey("a", "canary", 1, "digest"), ArmCounts())]
-    split = ArmNumbers("i", arms, [("a", 1)], num_shadows=0, num_shadows_dropped=0)
-    return join_texts([metrics.text(0, [routed]), queue.text(), migration.text(), arms_text(split)])
+    split = arms_text("i", arms, [("a", 1)], 0, 0)
+    return join_texts([metrics.text(0, [routed]), queue.text(), migration.text(), split])
 
 
 class _Watcher:

@@ -64,7 +64,7 @@ class Scaler:
     def _decide(self, _: object) -> None:
         cluster, now_s = self._cluster, self._cluster.loop.now_s
         gates = [ingress.gate for ingress in cluster.ingresses if ingress.gate is not None]
-        rates = [gate.room.demand.per_s(now_s) for gate in gates]
+        rates = [gate.controller.rates.per_s(now_s) for gate in gates]
         told = Backlog(
             sum(ingress.num_held for ingress in cluster.ingresses),
             sum(ingress.held_tokens for ingress in cluster.ingresses),

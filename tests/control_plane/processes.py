@@ -205,9 +205,9 @@ class Ingress:
             return Answer(name, error=error)
         except Exception as error:
             return Answer(name, error=error)
-        self.gateway.activity.enter(route.front.base.digest).leave()
+        self.gateway.activity.enter(route.handle.base.digest).leave()
         version = route.resolution.adapter or route.resolution.base
-        return Answer(name, version.version, version.digest, route.arm, route.front.app_name)
+        return Answer(name, version.version, version.digest, route.arm, route.handle.app_name)
 
     async def _wake(self, digest: str) -> None:
         try:

@@ -19,7 +19,7 @@ from serve_app.api.ingress import build_asgi
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
-from serve_app.messages import Backlog, BaseDescription
+from serve_app.messages import BaseDescription
 from serve_app.platform_view import ColdStart, PlatformView, ServedBase
 from serve_app.text.base_text import BaseText
 from tests.ingress_app import make_gateway, make_state
@@ -68,7 +68,7 @@ class World:
 
     @property
     def num_open(self) -> int:
-        return sum(base.num_open for base in self.gateway.activity.report(lambda _: Backlog()))
+        return sum(base.num_open for base in self.gateway.activity.report())
 
 
 async def settle() -> None:

@@ -27,7 +27,7 @@ from serve_app.config import FairnessArgs, IngressArgs
 from serve_app.dispatch.assembly import make_gateway
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.warm_ups import WarmUps
-from serve_app.messages import Backlog, BaseDescription
+from serve_app.messages import BaseDescription
 from serve_app.openai.engine_params import Prompt, read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import ServedBase
@@ -159,7 +159,7 @@ class FleetIngress:
             "suspects on their turn": sum(
                 one._current is not None for one in gateway.migrations._suspects.values()
             ),
-            "visits": sum(one.num_open for one in gateway.activity.report(lambda _: Backlog())),
+            "visits": sum(one.num_open for one in gateway.activity.report()),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
             "shadows": self.state.shadows.num_open,
             "pending requests of Serve's router": len(requests._by_metadata),

@@ -25,7 +25,9 @@ class Activity:
         self._counts.setdefault(digest, _Count()).num_open += 1
         return Visit(self, digest)
 
-    def report(self, backlog_of: Callable[[str], Backlog]) -> tuple[BaseActivity, ...]:
+    def report(
+        self, backlog_of: Callable[[str], Backlog] = lambda _: Backlog()
+    ) -> tuple[BaseActivity, ...]:
         """`backlog_of` returns the backlog of a base, by digest."""
         now_s = self._clock()
         return tuple(

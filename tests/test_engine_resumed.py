@@ -1,4 +1,4 @@
-"""Choices that go on where another engine left them: the tokens are those of an undisturbed run."""
+"""Choices continued from another engine: the tokens are those of an undisturbed run."""
 
 from __future__ import annotations
 

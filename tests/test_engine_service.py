@@ -360,7 +360,7 @@ async def test_an_engine_put_to_sleep_beside_its_work_wakes_up_and_counts_it(
         tokens = await asyncio.wait_for(collect(engine, request), 20)
         assert tokens == {0: solo_tokens(request, 0, runner.model_config)}
         assert engine.load().num_missed_wakeups == 1
-        assert "beside requests that it could run: 1 run, 0 wait" in caplog.text
+        assert "while requests could run: 1 running, 0 waiting" in caplog.text
     finally:
         await asyncio.to_thread(engine.stop)
 

@@ -160,7 +160,7 @@ class Engine:
     def prepare_for_adapter(self) -> None:
         """Protects the adapters of waiting and running requests from eviction before a new one is
         put into the store."""
-        self._adapters.spare(self.scheduler.adapters_of_requests())
+        self._adapters.protect(self.scheduler.adapters_of_requests())
 
     def keep_adapter(self, digest: str) -> None:
         """Cancels a pending unload when a load of the same adapter arrives."""

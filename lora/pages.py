@@ -59,26 +59,26 @@ class PageTable:
         return self.num_references(digest) == 0 and digest not in self._pinned
 
     def acquire(
-        self, digest: str, num_pages: int, spared: Collection[str] = ()
+        self, digest: str, num_pages: int, protected: Collection[str] = ()
     ) -> Placement | None:
         """Adds a reference, evicting idle adapters if needed. Returns None, with nothing changed,
         if there is no room.
 
-        Idle adapters among the `spared` are evicted only if the others are not enough.
+        Idle adapters among the `protected` are evicted only if the others are not enough.
         """
-        placement = self._place(digest, num_pages, spared)
+        placement = self._place(digest, num_pages, protected)
         if placement is not None:
             self._references[digest] += 1
             self._idle.pop(digest, None)
         return placement
 
-    def acquire_sparing(
-        self, digest: str, num_pages: int, spared: Collection[str]
+    def acquire_keeping(
+        self, digest: str, num_pages: int, protected: Collection[str]
     ) -> Placement | None:
-        """Acquires as `acquire` does, but returns None rather than evict one of the `spared`."""
-        if digest not in self._pages and self._num_free_or_idle(spared) < num_pages:
+        """Acquires as `acquire` does, but returns None rather than evict one of the `protected`."""
+        if digest not in self._pages and self._num_free_or_idle(protected) < num_pages:
             return None
-        return self.acquire(digest, num_pages, spared)
+        return self.acquire(digest, num_pages, protected)
 
     def release(self, digest: str) -> None:
         references = self.num_references(digest)
@@ -102,12 +102,12 @@ class PageTable:
         self._pinned.discard(digest)
         self._note_if_idle(digest)
 
-    def _place(self, digest: str, num_pages: int, spared: Collection[str]) -> Placement | None:
+    def _place(self, digest: str, num_pages: int, protected: Collection[str]) -> Placement | None:
         assert num_pages > 0
         if digest in self._pages:
             self._pages.move_to_end(digest)
             return Placement(self._pages[digest], is_new=False)
-        evicted = self._victims(num_pages, spared)
+        evicted = self._victims(num_pages, protected)
         if evicted is None:
             return None
         for victim in evicted:
@@ -120,14 +120,14 @@ class PageTable:
         if digest in self._pages and digest not in self._idle and self.is_evictable(digest):
             self._idle[digest] = None
 
-    def _num_free_or_idle(self, spared: Collection[str]) -> int:
-        idle = (len(self._pages[digest]) for digest in self._idle if digest not in spared)
+    def _num_free_or_idle(self, protected: Collection[str]) -> int:
+        idle = (len(self._pages[digest]) for digest in self._idle if digest not in protected)
         return len(self._free) + sum(idle)
 
-    def _victims(self, num_pages: int, spared: Collection[str]) -> tuple[str, ...] | None:
+    def _victims(self, num_pages: int, protected: Collection[str]) -> tuple[str, ...] | None:
         victims: list[str] = []
         room = len(self._free)
-        for digest in sorted(self._idle, key=lambda d: d in spared):  # stable: order within each
+        for digest in sorted(self._idle, key=lambda d: d in protected):  # stable: order within each
             if room >= num_pages:
                 break
             victims.append(digest)

@@ -64,7 +64,7 @@ class AdapterPool:
         self._copy_s = 0.0
         self._polled_s = 0.0
         self._wanted: frozenset[str] = frozenset()  # adapters that the next sequences need
-        self._spared: frozenset[str] = frozenset()  # not dropped by insertions
+        self._protected: frozenset[str] = frozenset()  # not dropped by insertions
         # A device copies from page-locked memory on its own; a CPU needs none of that.
         is_cuda = self.device.type == "cuda"
         self._allocate_host = PinnedMemory(host_bytes).allocate if is_cuda else _allocate
@@ -141,9 +141,9 @@ class AdapterPool:
     def add(self, adapter: Adapter) -> tuple[str, ...]:
         return self.insert(self.pack(adapter))
 
-    def spare(self, digests: Iterable[str]) -> None:
+    def protect(self, digests: Iterable[str]) -> None:
         """Protects adapters from insertions from now on, though they have no reference yet."""
-        self._spared = frozenset(digests)
+        self._protected = frozenset(digests)
 
     def remove(self, digest: str) -> bool:
         """Returns False if it is still referenced; it then accepts no new reference and leaves with
@@ -205,7 +205,7 @@ class AdapterPool:
             if self._table.is_resident(digest) or not self.has(digest):
                 continue
             packed = self._host[digest]
-            placement = self._table.acquire_sparing(digest, packed.num_pages, self._wanted)
+            placement = self._table.acquire_keeping(digest, packed.num_pages, self._wanted)
             if placement is None:
                 return  # later adapters must not overtake it
             self._bring(packed, placement.pages)
@@ -324,7 +324,7 @@ class AdapterPool:
     def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
         """Drops idle adapters, least recently used first; then adapters on the device; adapters
         with waiting requests last."""
-        idle = [d for d in self._host if self._table.is_evictable(d) and d not in self._spared]
+        idle = [d for d in self._host if self._table.is_evictable(d) and d not in self._protected]
         resident = set(self._table.resident())
         room = self._host_limit - self.host_bytes_used
         dropped: list[str] = []

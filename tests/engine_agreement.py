@@ -1,7 +1,7 @@
-"""Requests through a whole engine, and how their answers may differ: what tests on a GPU and in the
-interpreter share.
+"""Requests through a whole engine, and the allowed differences of their outputs: shared by the
+tests on a GPU and in the interpreter.
 
-A sequence's numbers may move with the size of its step, because matrix products do, and by no more
+A sequence's numbers may change with the size of its step, because matrix products do, by no more
 than rounding: the first token that differs must have been a near tie.
 """
 
@@ -62,7 +62,7 @@ def make_engine(runner: ModelRunner, is_ahead: bool = True, **changes: object) -
 def open_runner(
     base: Path, adapters: dict[str, Path], device: str, dtype: str, max_seqs: int
 ) -> ModelRunner:
-    """With every adapter on the device."""
+    """Returns a runner with every adapter on the device."""
     runner = make_runner(
         base,
         device,
@@ -80,7 +80,7 @@ def open_runner(
 
 
 def probe(i: int, length: int | None = None) -> Request:
-    """The i-th of the requests that are asked again and again in other company."""
+    """Returns the i-th of the requests that are repeated with other neighbours."""
     prompt = random_prompt(5 + 7 * (i % 6) if length is None else length, seed=300 + i)
     return Request(f"probe-{i}", tuple(prompt), PARAMS, OWNERS[i % len(OWNERS)])
 
@@ -119,8 +119,8 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, Reply]:
 
 
 def assert_alike(found: Reply, expected: Reply, tolerance: float) -> None:
-    """Equal up to rounding: log-probabilities are close as far as the tokens are the same, and
-    where they part, the two best were hardly apart."""
+    """Asserts equality up to rounding: log-probabilities are close as far as the tokens are the
+    same, and where the tokens differ, the two best were nearly equal."""
     assert (found.error, expected.error) == (None, None)
     assert len(found.tokens) == len(expected.tokens) > 0
     for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
@@ -137,7 +137,7 @@ def assert_same(runner: ModelRunner, found: Reply, expected: Reply) -> None:
 
 
 def decoding(count: int) -> list[Choice]:
-    """With two blocks each, their prompts not computed yet."""
+    """Returns sequences with two blocks each, their prompts not computed yet."""
     params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=9)
     drawn = replace(params, temperature=0.9, top_p=0.9)
     return [

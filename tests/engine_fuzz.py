@@ -1,10 +1,10 @@
-"""One random engine a seed: real scheduler, blocks and adapter pool, a runner that finds out when
-one of them breaks a promise, and copies to the device that take real time.
+"""One random engine per seed: real scheduler, blocks and adapter pool, a runner that detects broken
+promises, and copies to the device that take real time.
 
-The sizes are cramped and the orders random: cold adapters, pins, unloads, aborts, steps that fail
-or find no memory, prompts that share prefixes. Odd seeds run behind the engine's thread, where
-commands and copies meet the scheduler at any point; even ones step by step. Without Ray and without
-a model, so that a machine with a GPU runs it with the staging copies of CUDA itself.
+The sizes are small and the orders random: cold adapters, pins, unloads, aborts, steps that fail or
+find no memory, prompts that share prefixes. Odd seeds run behind the engine's thread, where
+commands and copies meet the scheduler at any point; even seeds step by step. Without Ray and
+without a model, so that a machine with a GPU runs it with the staging copies of CUDA itself.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lora.sites import Site, Slice
 from tests.fakes import FakeModel, FakeRunner, FakeStep, solo_tokens
 from tests.lora_helpers import HandSlot
 
-_MOST_STEPS = 20_000  # to the end of all requests; an engine takes some hundred
-_DEADLOCK_S = 30.0  # an engine behind its thread takes a fraction of a second
+_MOST_STEPS = 20_000  # to the end of all requests; an engine needs some hundred
+_DEADLOCK_S = 30.0  # an engine behind its thread needs a fraction of a second
 _COPIES_S = (0.0, 20e-6, 100e-6, 500e-6, 2e-3)
 _NEVER = 1e9
 
 
 class TimedSlot(HandSlot):
-    """A slot whose copy takes a time by the clock, as a copy engine beside the host does."""
+    """A slot whose copy lasts a time by the clock, as with a copy engine."""
 
     def __init__(self, took_s: float) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class TimedSlot(HandSlot):
 
 
 class FuzzRunner(FakeRunner):
-    """Reads, in each step, the pages of the step's adapters as a kernel would; what it read is
-    looked at when the engine is done, so that nothing waits for the device."""
+    """A runner that reads, in each step, the pages of the step's adapters as a kernel would; the
+    values are checked when the engine is done, so that no step waits for the device."""
 
     adapters: AdapterPool  # type: ignore[assignment]
 
@@ -76,7 +76,7 @@ class FuzzRunner(FakeRunner):
         return super().launch(batch)
 
     def check_pages(self) -> int:
-        """How many were read, all of them right."""
+        """Returns the number of pages read, after a check of all of them."""
         for digest, rows in self._read:
             rank, found = self.ranks[digest], rows.cpu()
             assert bool((found[:rank] == _value(digest)).all()), f"pages of {digest}"
@@ -94,15 +94,15 @@ class FuzzRunner(FakeRunner):
 
 
 @dataclass(slots=True)
-class Told:
-    """What came back of one choice."""
+class ChoiceOutput:
+    """The outputs of one choice."""
 
     tokens: list[int] = field(default_factory=list)
     end: TokenOutput | None = None
 
 
 class Fuzz:
-    """One engine and what was asked of it."""
+    """One engine and the requests made to it."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.rng = rng = random.Random(seed)
@@ -142,11 +142,11 @@ class Fuzz:
         self.prefixes = [[rng.randint(1, 15) for _ in range(max_len)] for _ in range(3)]
         self.max_len = max_len
         self.requests: dict[str, Request] = {}
-        self.told: dict[tuple[str, int], Told] = {}
+        self.outputs: dict[tuple[str, int], ChoiceOutput] = {}
         self.aborted: set[str] = set()
 
     def insert(self, name: str) -> Callable[[], None]:
-        """As `AdapterReader.read`."""
+        """Returns the insertion, as `AdapterReader.read` does."""
         rows = torch.full((self.runner.ranks[name], self.width), _value(name))
         weights = {"module": ModuleWeights(rows, rows)}
         packed = self.pool.pack(Adapter(name, rows.shape[0], weights, rows.numel(), False))
@@ -196,10 +196,10 @@ class Fuzz:
     def note(self, request: Request) -> None:
         self.requests[request.request_id] = request
         for choice in request.choices:
-            self.told[request.request_id, choice] = Told()
+            self.outputs[request.request_id, choice] = ChoiceOutput()
 
     def take(self, output: TokenOutput) -> None:
-        told = self.told[output.request_id, output.choice]
+        told = self.outputs[output.request_id, output.choice]
         already = self._resumed(output.request_id, output.choice)
         assert told.end is None, f"{output} after its end"
         assert output.offset == len(already) + len(told.tokens), f"{output} leaves a gap"
@@ -208,8 +208,9 @@ class Fuzz:
             told.end = output
 
     def check_end(self) -> int:
-        """Everything ended with its own tokens, and nothing is held. Returns the tokens."""
-        for (request_id, choice), told in self.told.items():
+        """Checks that every request ended with its own tokens and that no block or page is held.
+        Returns the number of tokens."""
+        for (request_id, choice), told in self.outputs.items():
             request, end = self.requests[request_id], told.end
             assert end is not None, f"{request_id} never ended"
             already = self._resumed(request_id, choice)
@@ -232,10 +233,10 @@ class Fuzz:
             self.pool.wait_pending()
         assert not any(one.num_references for one in self.pool.residents())
         self.runner.check_pages()
-        return sum(len(told.tokens) for told in self.told.values())
+        return sum(len(told.tokens) for told in self.outputs.values())
 
     def break_a_step(self) -> None:
-        """Of one kind or another; only where this engine may fail."""
+        """Breaks the next step in one of several ways, if this engine may fail."""
         if not self.may_fail:
             return
         match self.rng.choice(("launch", "collect", "memory", "late memory", "nan")):
@@ -329,7 +330,7 @@ async def run_behind_its_thread(fuzz: Fuzz, num_requests: int = 60) -> None:
                     clients.create_task(engine.unload_adapter(rng.choice(fuzz.names)))
                 if rng.random() < 0.1:
                     fuzz.break_a_step()
-                if rng.random() < 0.4:  # else the next one comes at once
+                if rng.random() < 0.4:  # otherwise the next request comes at once
                     await asyncio.sleep(rng.random() * 0.004)
     finally:
         await asyncio.to_thread(engine.stop)
@@ -337,7 +338,7 @@ async def run_behind_its_thread(fuzz: Fuzz, num_requests: int = 60) -> None:
 
 @asynccontextmanager
 async def _until_idle(engine: AsyncEngine) -> AsyncIterator[None]:
-    """The aborts of clients that left are carried out after them."""
+    """Waits for the aborts of clients that left, which run after them."""
     yield
     while engine.load().num_running or engine.load().num_waiting:
         await asyncio.sleep(0.0005)
@@ -357,13 +358,13 @@ async def _client(fuzz: Fuzz, engine: AsyncEngine, request: Request) -> None:
         is_leaving = True
     finally:
         await stream.aclose()
-    if is_leaving:  # the last words of its choices come to nobody
+    if is_leaving:  # the final outputs of its choices have no reader
         for choice in request.choices:
             fuzz.told.pop((request.request_id, choice))
 
 
 def fuzz_one(seed: int, device: str = "cpu") -> dict[str, int]:
-    """Raises where the engine of this seed broke a promise; else what it did."""
+    """Runs the engine of this seed and returns its counts. Raises if it broke a promise."""
     fuzz = Fuzz(seed, device)
     if seed % 2:
         asyncio.run(run_behind_its_thread(fuzz))

@@ -105,7 +105,7 @@ class FakePool:
     def unpin(self, digest: str) -> None:
         self.pinned.discard(digest)
 
-    def spare(self, digests: Iterable[str]) -> None:
+    def protect(self, digests: Iterable[str]) -> None:
         pass
 
     def is_pinned(self, digest: str) -> bool:

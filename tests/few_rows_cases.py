@@ -1,4 +1,4 @@
-"""The ops that few rows have kernels of their own for, beside the same ops as for many rows."""
+"""The ops with kernels of their own for few rows, compared with the same ops for many rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[Run, ...]] = {
 class Outcome:
     found: torch.Tensor
     expected: torch.Tensor  # of the expand, then the base's op
-    base: torch.Tensor  # of the base's op alone: that is what rows without adapter get, to the bit
+    base: torch.Tensor  # of the base's op alone: rows without adapter get exactly this
 
 
 def draw_weight(case: LoraCase, *, integers: bool = False) -> torch.Tensor:
@@ -64,7 +64,7 @@ def expanded(case: LoraCase, plan: LoraPlan) -> torch.Tensor:
 
 
 def norms(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
-    """Of one slice: the residual, then the normed."""
+    """Returns the outcomes of one slice: the residual, then the normed values."""
     draw = torch.Generator().manual_seed(12)
     residual = torch.randn(case.y.shape, generator=draw).to(case.y)
     weight = torch.rand(case.y.shape[1], generator=draw).to(case.y)
@@ -78,14 +78,14 @@ def norms(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
 
 
 def products(case: LoraCase, plan: LoraPlan) -> Outcome:
-    """Of two slices."""
+    """Returns the outcome of two slices."""
     bridge = lora_shrink(case.x, case.a_pool, plan)
     found = lora_silu_mul(case.y.clone(), bridge, case.b_pools, plan)
     return Outcome(found, silu_mul(expanded(case, plan)), silu_mul(case.y))
 
 
 def turns(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
-    """Of three slices: q, both caches."""
+    """Returns the outcomes of three slices: q and both caches."""
     draw = torch.Generator().manual_seed(5)
     rows, size, device = case.y.shape[0], HEADS[2], case.y.device
     positions = torch.randint(0, 50, (rows,), generator=draw).to(device)

@@ -1,5 +1,5 @@
-"""Callers of an AsyncEngine that come and go as their seeds say: threads and event loop decide the
-order. Each checks its own answers; time-outs are there to find deadlocks and measure nothing.
+"""Callers of an AsyncEngine that come and go by their seeds: threads and event loop decide the
+order. Each checks its own outputs; time-outs exist to find deadlocks and measure nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.interleaving_world import (
 )
 
 DEADLOCK_S = 60  # a round takes a fraction of a second
-_TURNS = 8  # of each client
+_TURNS = 8  # requests per client
 _CLIENTS = 10
 
 
 @dataclass(slots=True)
 class Round:
-    """What the clients of one engine share."""
+    """The state that the clients of one engine share."""
 
     world: World
     tally: Tally
@@ -41,7 +41,7 @@ class Round:
 
 
 async def run_round(world: World, tally: Tally, seed: int) -> None:
-    """All clients at once, then everything is unloaded, and nothing may be left."""
+    """Runs all clients at once, then unloads everything, and checks that nothing is left."""
     engine = open_engine(world.config)
     on_device: set[str] = set()
 
@@ -60,7 +60,7 @@ async def run_round(world: World, tally: Tally, seed: int) -> None:
                 for number in range(_CLIENTS):
                     clients.create_task(_client(this, number, random.Random(f"{seed}-{number}")))
             await asyncio.gather(*(engine.unload_adapter(digest) for digest in world.digests))
-            # Aborted ones say their last word in a step after it, and the load is older than that.
+            # Aborted requests end in a step after it, and the load is older than that.
             await _until_idle(engine)
         load = engine.load()
         assert (load.num_running, load.num_waiting) == (0, 0)
@@ -114,10 +114,11 @@ async def _ask(this: Round, request_id: str, rng: random.Random) -> None:
 
 
 async def _read(this: Round, request: Request, end: str, after: int) -> None:
-    """To its end, or until `after` outputs."""
+    """Reads a request to its end, or until `after` outputs."""
     ledger, stream = this.ledger, this.engine.generate(request)
     ledger.open(request)
-    # The host may be full at any time: who waits loses its adapter, which only the engine sees.
+    # The host may be full at any time: a waiting request then loses its adapter, which only the
+    # engine sees.
     ledger.entries[request.request_id].may_be_lost = request.adapter is not None
     num_outputs = 0
     try:

@@ -1,9 +1,9 @@
 """Loads, unloads, flips, pins, requests, aborts and steps in any order, on the real engine.
 
-The machine is the only thread, so the model beside it can tell what must hold after each rule: who
-is on the host, whose blocks and pages are held, who may be refused. At the end all of it is drained
-and nothing may be left. Half of the runs have a pool whose copies land when a rule says so, as on
-a device.
+The machine is the only thread, so its model can predict what must hold after each rule: the
+adapters on the host, the holders of blocks and pages, the requests that may be refused. At the end
+everything is drained and nothing may be left. Half of the runs have a pool whose copies land when a
+rule decides, as on a device.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ wishes = st.builds(
 
 
 class HandRunner(ModelRunner):
-    """Its copies to the device land when the machine says so."""
+    """A runner whose copies to the device land when the machine decides."""
 
     slots: tuple[HandSlot, ...]
 
@@ -109,7 +109,7 @@ class HandRunner(ModelRunner):
 
 
 class Interleaving(RuleBasedStateMachine):
-    """One run. `machine_of` gives it its world."""
+    """One run. `machine_of` provides its world."""
 
     world: World
     tally: Tally
@@ -151,7 +151,8 @@ class Interleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.open_ids)
     @rule(data=st.data())
     def cancel_all_and_unload(self, data: st.DataObject) -> None:
-        """Of one adapter: its copy to the device may be under way, for nobody."""
+        """Cancels all requests of one adapter and unloads it: its copy to the device may be in
+        flight, without a user."""
         open_ones = [self.ledger.entries[request_id] for request_id in self.ledger.open_ids]
         digest = data.draw(st.sampled_from(open_ones)).request.adapter
         for request in [entry.request for entry in open_ones if entry.request.adapter == digest]:
@@ -167,7 +168,7 @@ class Interleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned is None)
     @rule(name=names, version=st.integers(0, 1))
     def pin(self, name: str, version: int) -> None:
-        """One of one page: the two that are left are enough for any other."""
+        """Pins an adapter of one page: the two pages that are left are enough for any other."""
         digest = digest_of(name, version)
         if digest in self.known:
             self.pool.pin(digest)
@@ -234,7 +235,7 @@ class Interleaving(RuleBasedStateMachine):
         self.resident = set(on_device)
 
     def teardown(self) -> None:
-        """Everything ends, and nothing is left."""
+        """Ends everything and checks that nothing is left."""
         if not hasattr(self, "engine"):
             return
         for _ in range(_MOST_STEPS):
@@ -279,7 +280,7 @@ class Interleaving(RuleBasedStateMachine):
     def _step(self) -> None:
         for output in self.engine.step().outputs:
             self.ledger.take(output)
-        # Only a pinned one that fills the pool could keep others out for ever.
+        # Only a pinned adapter that fills the pool could keep others out for ever.
         assert not (self.engine.is_stuck and self.engine.has_work), "nothing more would happen"
         for digest in tuple(self.retiring):
             self._ask_whether_gone(digest)
@@ -328,8 +329,8 @@ def machine_of(world: World, tally: Tally) -> type[Interleaving]:
 
 
 def run_interleavings(machine: type[Interleaving], count: int, seed: int) -> None:
-    """The same ones for the same seed and version of hypothesis; raises at the first broken word,
-    with the shortest run that shows it."""
+    """Runs the same interleavings for the same seed and version of hypothesis; raises at the first
+    violation, with the shortest run that shows it."""
     run_state_machine_as_test(
         hypothesis.seed(seed)(machine),
         settings=hypothesis.settings(

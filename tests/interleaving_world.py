@@ -1,8 +1,9 @@
-"""A tiny real base and versions of a few adapters, what each says alone, and who broke its word.
+"""A tiny real base and versions of a few adapters, the tokens of each alone, and a ledger of
+violations.
 
-The world is cramped: the pool on the device holds three pages, the host two to four of nine
-adapters, the KV cache little more than one request. Evictions, drops, preemptions and waiting
-happen in any few dozen steps. `Ledger` is what a caller knows: what it asked for, what came back.
+The world is small: the pool on the device holds three pages, the host two to four of nine adapters,
+the KV cache little more than one request. Evictions, drops, preemptions and waiting happen in any
+few dozen steps. `Ledger` holds a caller's knowledge: its requests and the outputs.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _break(root: Path, base: Path) -> Path:
 def _tokens_alone(
     runner: ModelRunner, paths: dict[str, Path], prompts: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[str | None, int], tuple[int, ...]]:
-    """Of an engine that runs one request at a time and shares nothing between them."""
+    """Returns the tokens of an engine that runs one request at a time and shares nothing between
+    them."""
     for known, path in paths.items():
         runner.load_adapter(known, path)
     config = EngineConfig("unused", "base", block_size=4, enable_prefix_caching=False)
@@ -135,7 +137,8 @@ def _steps(engine: Engine) -> list[tuple[TokenOutput, ...]]:
 
 @dataclass(slots=True)
 class Tally:
-    """What the interleavings came across; all of it shall happen, else they show nothing."""
+    """The events that the interleavings met; all of them must happen, otherwise the runs prove
+    nothing."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -154,7 +157,8 @@ class Entry:
 
 @dataclass(slots=True)
 class Ledger:
-    """Each request ends exactly once, with the tokens of its own version and no others."""
+    """Checks that each request ends exactly once, with the tokens of its own version and no
+    others."""
 
     world: World
     tally: Tally

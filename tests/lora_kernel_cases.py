@@ -18,7 +18,7 @@ from kernels.lora_plan import (
     write_lora_plan,
 )
 
-Run = tuple[int | None, int]  # which adapter (None: the base), rows
+Run = tuple[int | None, int]  # adapter (None: the base), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LoraCase:
     max_pages: int
 
     def plan(self, *, large: bool = True, graph_rows: int | None = None) -> LoraPlan:
-        """With `graph_rows`: as for a CUDA graph of that many rows."""
+        """Returns the plan; with `graph_rows`, that of a CUDA graph of that many rows."""
         large = large and graph_rows is None
         buffer, counts = write_plan(self, large=large)
         device = torch.from_numpy(buffer).to(self.x.device)
@@ -42,7 +42,7 @@ class LoraCase:
         return LoraPlan.for_step(device, counts, self.max_tokens, self.max_pages, large=large)
 
     def delta(self) -> torch.Tensor:
-        """In float64, of the values as they are stored."""
+        """Returns the delta in float64, of the values as they are stored."""
         out = torch.zeros_like(self.y, dtype=torch.float64)
         starts = np.cumsum([0, *(b.shape[1] for b in self.b_pools)]).tolist()
         row = 0
@@ -63,7 +63,7 @@ class LoraCase:
 
 
 def write_plan(case: LoraCase, *, large: bool) -> tuple[NDArray[np.int32], LoraPlanCounts]:
-    # Nobody may read what lies beyond the counts.
+    # Elements beyond the counts must not be read.
     size = lora_plan_size(case.max_tokens, case.max_pages, large=large)
     buffer = np.full(size, 1 << 30, dtype=np.int32)
     runs = [(() if i is None else case.adapters[i], rows) for i, rows in case.runs]
@@ -83,7 +83,7 @@ def make_case(
     seed: int = 0,
     max_tokens: int | None = None,
 ) -> LoraCase:
-    """Pages are dealt out shuffled; those that no adapter has are full of NaN."""
+    """Returns a case with shuffled pages; pages without an adapter are full of NaN."""
     draw = torch.Generator().manual_seed(seed)
     num_pages = [-(-rank // PAGE_ROWS) for rank in ranks]
     total = sum(num_pages) + 3
@@ -127,7 +127,8 @@ def make_case(
 
 
 def with_drawn_runs(case: LoraCase, draw: torch.Generator, *, longest: int) -> LoraCase:
-    """Its rows in other runs: the first of the base, each of the others of another adapter."""
+    """Returns the case's rows in other runs: the first of the base, each further run of another
+    adapter."""
     runs: list[Run] = []
     left, adapters = case.x.shape[0], torch.randperm(len(case.adapters), generator=draw).tolist()
     while left:
@@ -138,7 +139,7 @@ def with_drawn_runs(case: LoraCase, draw: torch.Generator, *, longest: int) -> L
 
 
 def error_of(case: LoraCase, y: torch.Tensor) -> float:
-    """Of the delta, relative: a large y would hide it."""
+    """Returns the relative error of the delta: a large y would hide it."""
     expected = case.delta()
     found = y.double() - case.y.double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))

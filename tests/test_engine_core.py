@@ -1,4 +1,4 @@
-"""The engine step by step: what it refuses, and how failures stay where they happened."""
+"""The engine step by step: its refusals, and failures that stay with their request."""
 
 import math
 

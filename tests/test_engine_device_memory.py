@@ -1,4 +1,4 @@
-"""What adapters get when the configuration says nothing; on a GPU also what torch reports."""
+"""The memory of adapters without a configured size; on a GPU also the report of torch."""
 
 from __future__ import annotations
 

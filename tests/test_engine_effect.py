@@ -1,4 +1,4 @@
-"""What a check finds out about an adapter, with Hugging Face + PEFT as the oracle of the logits."""
+"""The check of an adapter's effect, with Hugging Face + PEFT as the oracle of the logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What fails on a CUDA device fails alone: adapters and keys that are not finite, steps without
-memory. And what cannot go on says so: a share too small, a device that is lost."""
+"""Failures on a CUDA device stay with their request: adapters and keys that are not finite, steps
+without memory. Permanent failures are reported: a share too small, a device that is lost.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def all_that_is_left() -> list[torch.Tensor]:
 
 @contextmanager
 def little_memory(spare: int = 0) -> Iterator[None]:
-    """Of the device, for this process: so many bytes, in one piece."""
+    """Leaves a number of bytes of the device to this process, in one piece."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -15,7 +15,7 @@ from tests.engine_fuzz import fuzz_one
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Steps fail on purpose, each with a traceback."""
+    """Mutes the tracebacks of steps that fail on purpose."""
     logging.getLogger("engine.core").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("engine.core").setLevel(logging.NOTSET)

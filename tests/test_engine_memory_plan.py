@@ -1,4 +1,4 @@
-"""Shares of a device's memory: exact blocks, exact refusals, and the sum in the refusal's words."""
+"""Shares of a device's memory: exact blocks, exact refusals, and the sum in the refusal's text."""
 
 from __future__ import annotations
 

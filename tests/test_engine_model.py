@@ -1,4 +1,5 @@
-"""The decoder against Hugging Face: same logits, same greedy tokens, whoever shares a step."""
+"""The decoder against Hugging Face: same logits, same greedy tokens, for any neighbours in a
+step."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A whole engine on a CUDA device: company, graphs, prefix hits. Tiny random bases.
+"""A whole engine on a CUDA device: neighbours, graphs, prefix hits. Tiny random bases.
 
 To the bit the same, tokens and log-probabilities: a request in steps of the same number of tokens,
-whoever its neighbours are, whatever adapters they have, wherever its blocks lie; and a step that a
-graph of just its size replays, beside the same step launched kernel by kernel. Up to rounding only:
-steps of another number of tokens (another batch, padding to a graph's size, a prefix hit, other
-chunks), because the libraries choose another matrix product for them, and few rows in 16 bits
-take one of ours. fp32 then gives the same greedy tokens here; bfloat16 parts where the two best are
-hardly apart.
+for any neighbours, adapters and block positions; and a step that a graph of exactly its size
+replays, compared with the same step launched kernel by kernel. Up to rounding only: steps of
+another number of tokens (another batch, padding to a graph's size, a prefix hit, other chunks),
+because the libraries choose another matrix product for them, and few rows in 16 bits use one of
+ours. fp32 then gives the same greedy tokens here; bfloat16 differs where the two best are nearly
+equal.
 """
 
 from __future__ import annotations

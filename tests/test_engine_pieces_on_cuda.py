@@ -1,8 +1,9 @@
-"""Steps with prompts as graphs between attention, beside the same steps launched kernel by kernel.
+"""Steps with prompts as graphs between attention, compared with the same steps launched kernel by
+kernel.
 
 Greedy tokens are the same: in fp32 all of them, in bfloat16 up to the first near tie, because a
 step is padded to its pieces' size and the libraries may choose another matrix product for it. In
-bfloat16 attention is Hopper's, in fp32 the one for any device.
+bfloat16 attention is Hopper's, in fp32 the kernel for any device.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def without_pieces(runner: ModelRunner) -> Iterator[None]:
 
 @contextmanager
 def counted(runner: ModelRunner) -> Iterator[Counter[int]]:
-    """How often each size is replayed."""
+    """Counts how often each size is replayed."""
     pieces, found = pieces_of(runner), Counter[int]()
     forward = pieces.forward
 
@@ -94,7 +95,7 @@ def prompts(lengths: tuple[int, ...], owners: tuple[str | None, ...] = IN_PIECES
 def both_ways(
     runner: ModelRunner, requests: list[Request], **changes: object
 ) -> tuple[dict[str, Reply], Counter[int]]:
-    """Asserts that the answers are the same."""
+    """Asserts that both ways give the same outputs."""
     with counted(runner) as sizes:
         found = run_all(make_engine(runner, enable_prefix_caching=False, **changes), requests)  # type: ignore[arg-type]
     with without_pieces(runner), counted(runner) as none:

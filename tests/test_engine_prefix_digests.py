@@ -1,4 +1,4 @@
-"""Prefix names: what an engine tells of its cache is what a router would count there."""
+"""Prefix names: an engine reports the same cached prefixes that a router would count."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_chunk_is_whole_blocks(block_size: int, chunk: int) -> None:
 
 
 class Follower:
-    """What a router knows of an engine from its steps."""
+    """A router's view of an engine, from its steps."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -62,7 +62,7 @@ class Follower:
             self.outputs[output.request_id] += output.token_ids
 
     def num_cached(self, request: Request, token_ids: list[int]) -> int:
-        """As `ReplicaView` counts."""
+        """Counts as `ReplicaView` does."""
         chunk = self.engine.limits.prefix_chunk
         count = 0
         for digest in prefix_digests(token_ids, request.adapter, request.cache_salt, chunk):
@@ -72,7 +72,7 @@ class Follower:
         return count * chunk
 
     def num_findable(self, request: Request, token_ids: list[int]) -> int:
-        """In the pool itself, rounded down to chunks."""
+        """Returns the count in the pool itself, rounded down to chunks."""
         pool, chain = self.engine._blocks, list[bytes]()
         pool.extend_chain(chain, token_ids, len(token_ids), request.adapter, request.cache_salt)
         found = len(pool.find(chain)) * pool.block_size

@@ -1,4 +1,4 @@
-"""Choices that go on where another engine left them: the tokens are those of an undisturbed run."""
+"""Choices continued from another engine: the tokens are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_prompt_log_probabilities_come_only_where_no_output_is_there_yet() -> No
         ([ResumedChoice(0, (16,))], "token id 16 in the output of choice 0"),
         ([ResumedChoice(0, (-1,))], "token id -1"),
         ([ResumedChoice(0, (3,) * 4)], "it is complete: it has 4 of 4 tokens"),
-        ([ResumedChoice(0, (3,) * 5)], "it is complete: 5 of 4 tokens"),
+        ([ResumedChoice(0, (3,) * 5)], "it is complete: it has 5 of 4 tokens"),
         ([ResumedChoice(1, (3, 0))], "choice 1 .* complete: its last token 0 ends it"),
         ([ResumedChoice(1, (3, 9))], "complete: its last token 9 ends it"),
     ],

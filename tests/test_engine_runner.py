@@ -1,4 +1,4 @@
-"""The runner: adapters beside each other in one step, draws, log-probabilities, broken rows."""
+"""The runner: different adapters in one step, draws, log-probabilities, broken rows."""
 
 from __future__ import annotations
 

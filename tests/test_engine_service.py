@@ -1,4 +1,4 @@
-"""The engine behind its thread: streams, aborts, loads and death, as the callers see them."""
+"""The engine behind its thread: streams, aborts, loads and death, from the callers' side."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ LONG = 100_000  # never reached: an end by itself would be the threads' luck
 
 
 class GatedRunner(FakeRunner):
-    """Runs a step only when a permit is given; the test says when."""
+    """A runner that runs a step only when the test gives a permit."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -37,7 +37,7 @@ class GatedRunner(FakeRunner):
 
 
 class FakeReader:
-    """Reads when told to; a path "bad" is a load error."""
+    """A reader that waits for the test; a path "bad" is a load error."""
 
     def __init__(self, pool: FakePool) -> None:
         self.pool = pool
@@ -101,7 +101,7 @@ class Loads:
 
 
 async def until_it_leaves(engine: AsyncEngine, runner: GatedRunner, loads: Loads) -> None:
-    """The engine hears of an unload between two steps: of which two, the threads' luck decides."""
+    """Waits for an unload: between which two steps it reaches the engine depends on the threads."""
     for _ in range(20):
         if not engine.has_adapter("x"):
             return
@@ -337,7 +337,7 @@ async def test_stopping_ends_streams_too(engine: AsyncEngine, runner: GatedRunne
 
 
 class DozingEngine(Engine):
-    """Says after its first step that another is no use, whatever waits."""
+    """An engine that reports after its first step that another step is of no use."""
 
     has_dozed = False
 
@@ -360,7 +360,7 @@ async def test_an_engine_put_to_sleep_beside_its_work_wakes_up_and_counts_it(
         tokens = await asyncio.wait_for(collect(engine, request), 20)
         assert tokens == {0: solo_tokens(request, 0, runner.model_config)}
         assert engine.load().num_missed_wakeups == 1
-        assert "beside requests that it could run: 1 run, 0 wait" in caplog.text
+        assert "while requests could run: 1 running, 0 waiting" in caplog.text
     finally:
         await asyncio.to_thread(engine.stop)
 

@@ -1,4 +1,4 @@
-"""What steps cost, fitted to times with noise, exceptions and changes."""
+"""The cost of steps, fitted to times with noise, exceptions and changes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_part_is_ever_negative() -> None:
 
 
 class Clock:
-    """Each call of the runner's device takes what TRUE says."""
+    """A clock by which each call of the runner's device lasts as long as TRUE defines."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

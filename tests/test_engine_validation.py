@@ -1,4 +1,4 @@
-"""What registration is told of a folder, and what it refuses."""
+"""The reports of validation on a folder, and its refusals."""
 
 from __future__ import annotations
 

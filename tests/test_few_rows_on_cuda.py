@@ -92,7 +92,7 @@ def test_small_integers_are_exact() -> None:
 
 
 def test_a_row_alone_has_the_bits_it_has_among_others() -> None:
-    """Beside as many others: alone its shrink may be cut into shorter chunks."""
+    """Compares with as many other rows: alone its shrink may be cut into shorter chunks."""
     case = build("eight", 4096, (512,))
     weight = draw_weight(case)
 

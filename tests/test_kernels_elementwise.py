@@ -71,7 +71,7 @@ def make_cos_sin(positions: int, half: int) -> torch.Tensor:
 
 
 def rotate_float64(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """As complex numbers: an independent way to the same rotation."""
+    """Rotates as complex numbers: an independent way to the same rotation."""
     half = x.shape[-1] // 2
     inverse = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions.double()[:, None, None] * inverse

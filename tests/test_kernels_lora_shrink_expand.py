@@ -1,4 +1,6 @@
-"""The batched LoRA delta against a float64 loop over tokens, with poison where nobody may look."""
+"""The batched LoRA delta against a float64 loop over tokens, with NaN in rows that must not be
+read.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ ROWS = 96
 
 
 class Case:
-    """Tokens of several owners; the pool's rows that nobody owns are NaN."""
+    """Tokens of several owners; rows of the pool without an owner are NaN."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Case:
         )
 
     def segments(self) -> list[Segment]:
-        """One a token and a row run: as fine as they can be."""
+        """Returns one segment per token and row run: as fine as possible."""
         runs: list[list[tuple[int, int]]] = []
         for rows in self.rows_of:
             starts = [row for row in rows if row - 1 not in rows]

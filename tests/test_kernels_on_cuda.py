@@ -1,4 +1,4 @@
-"""Every op gives on a CUDA device what it gives on the CPU."""
+"""Every op gives the same result on a CUDA device and on the CPU."""
 
 from __future__ import annotations
 

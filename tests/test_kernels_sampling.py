@@ -48,7 +48,8 @@ def sample(
 
 
 def support(row: list[float], **params: float) -> set[int]:
-    """The ids that can be drawn: with so many draws, a rare one is missed once in e^40."""
+    """Returns the ids that can be drawn: with this number of draws, a rare id is missed once in
+    e^40."""
     logits = torch.tensor([row]).expand(4000, -1)
     return set(sample(logits, **params).tolist())  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""What `read_adapter` accepts equals PEFT's own delta; the rest is refused with its reason."""
+"""Adapters that `read_adapter` accepts equal PEFT's own delta; the rest is refused with its
+reason."""
 
 from __future__ import annotations
 

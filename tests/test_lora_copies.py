@@ -1,5 +1,6 @@
-"""The pool with copies that take time: what can be acquired when, who is evicted for what arrives,
-and that nobody sees a page before its weights."""
+"""The pool with copies that take time: the times of acquisition, the evictions for arriving
+adapters, and that no step reads a page before its weights.
+"""
 
 from __future__ import annotations
 

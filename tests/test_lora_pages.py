@@ -82,9 +82,9 @@ def test_the_spared_are_evicted_last() -> None:
 
 def test_none_of_the_spared_is_evicted_for_what_can_wait() -> None:
     table = filled(3, a=1, b=1, c=1)
-    assert table.acquire_sparing("d", 2, {"a", "b"}) is None
+    assert table.acquire_keeping("d", 2, {"a", "b"}) is None
     assert table.resident() == ("a", "b", "c")
-    assert table.acquire_sparing("d", 1, {"a", "b"}) is not None
+    assert table.acquire_keeping("d", 1, {"a", "b"}) is not None
 
 
 def test_releasing_too_often_is_a_fault_of_ours() -> None:
@@ -106,29 +106,29 @@ class RandomUse(RuleBasedStateMachine):
 
     @rule(
         digest=digests,
-        spared=st.sets(digests, max_size=4),
+        protected=st.sets(digests, max_size=4),
         how=st.sampled_from(["any", "last", "never"]),
     )
-    def acquire(self, digest: str, spared: set[str], how: str) -> None:
+    def acquire(self, digest: str, protected: set[str], how: str) -> None:
         before = set(self.table.resident())
         free = self.table.num_free
         evictable = [d for d in before if not self.references[d] and d not in self.pinned]
         size = self.SIZES[digest]
         if how == "any":
-            spared, placement = set(), self.table.acquire(digest, size)
+            protected, placement = set(), self.table.acquire(digest, size)
         elif how == "last":
-            placement = self.table.acquire(digest, size, spared)
+            placement = self.table.acquire(digest, size, protected)
         else:
-            placement = self.table.acquire_sparing(digest, size, spared)
-            evictable = [d for d in evictable if d not in spared]
-        unspared = free + sum(self.SIZES[d] for d in evictable if d not in spared)
+            placement = self.table.acquire_keeping(digest, size, protected)
+            evictable = [d for d in evictable if d not in protected]
+        unspared = free + sum(self.SIZES[d] for d in evictable if d not in protected)
         if placement is None:
             assert digest not in before
             assert free + sum(self.SIZES[d] for d in evictable) < size
             assert set(self.table.resident()) == before
             return
         assert set(placement.evicted) <= set(evictable)
-        assert not spared.intersection(placement.evicted) or unspared < size
+        assert not protected.intersection(placement.evicted) or unspared < size
         assert placement.is_new == (digest not in before)
         self.references[digest] += 1
 

@@ -14,7 +14,7 @@ PAGE = 4096
 
 
 class Buffer(torch.Tensor):
-    """Calls what a garbage collection would, where its size is looked at."""
+    """A tensor that acts as a garbage collection while its size is read."""
 
     on_look: Callable[[], None] | None = None
 
@@ -27,7 +27,7 @@ class Buffer(torch.Tensor):
 
 @pytest.fixture
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the buffers that went back to the system."""
+    """Returns the sizes of the buffers that went back to the system."""
     sizes: list[int] = []
 
     def lock(num_bytes: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""The pool: what lies in pages, what is evicted, dropped from the host, refused;
-and the mapping and layers on top of it, against each adapter's own product."""
+"""The pool: page contents, evictions, drops from the host, refusals; and the mapping and layers on
+top of it, against each adapter's own product.
+"""
 
 from __future__ import annotations
 
@@ -176,9 +177,9 @@ def test_what_somebody_waits_for_is_dropped_from_the_host_last() -> None:
 
 def test_what_is_spared_is_dropped_for_nobody() -> None:
     pool = loaded("a", "b", "c", host_bytes=3 * ADAPTER_BYTES)
-    pool.spare(["a"])
+    pool.protect(["a"])
     assert pool.add(make_adapter("d")) == ("b",)
-    pool.spare(["a", "c", "d"])
+    pool.protect(["a", "c", "d"])
     with pytest.raises(HostMemoryError, match="only 0 are free or idle"):
         pool.add(make_adapter("e"))
 

@@ -1,4 +1,4 @@
-"""The pool on a CUDA device: what steps read while pages change hands, and that nothing waits."""
+"""The pool on a CUDA device: steps' reads while pages change owners, and that no call blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bring(pool: AdapterPool, digest: str) -> None:
 
 
 def page_rows(pool: AdapterPool, digest: str) -> dict[str, torch.Tensor]:
-    """As a step would read them: copies, launched now."""
+    """Reads the rows as a step would: copies, launched now."""
     rows = [p * PAGE_ROWS + r for p in pool.pages(digest) for r in range(PAGE_ROWS)]
     index = torch.tensor(rows).pin_memory().to("cuda", non_blocking=True)
     found = {}

@@ -61,7 +61,7 @@ class TimedPool:
     _device: OrderedDict[str, float] = field(default_factory=OrderedDict)  # digest -> usable from
     _host: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _references: Counter[str] = field(default_factory=Counter)
-    _spared: frozenset[str] = frozenset()
+    _protected: frozenset[str] = frozenset()
     _pinned: set[str] = field(default_factory=set)
     _copies_end_s: float = 0.0
     _landed_s: float = 0.0  # what ended until then can be acquired
@@ -117,7 +117,7 @@ class TimedPool:
         for old in list(self._host):
             if len(self._host) < self.times.on_host:
                 break
-            if not self._references[old] and old not in self._spared:
+            if not self._references[old] and old not in self._protected:
                 del self._host[old]
                 self._device.pop(old, None)
         self._host[digest] = None
@@ -129,8 +129,8 @@ class TimedPool:
         self._device.pop(digest, None)
         return True
 
-    def spare(self, digests: Iterable[str]) -> None:
-        self._spared = frozenset(digests)
+    def protect(self, digests: Iterable[str]) -> None:
+        self._protected = frozenset(digests)
 
     def pin(self, digest: str) -> None:
         self._pinned.add(digest)

@@ -1,5 +1,6 @@
-"""Steps that run ahead, kernels interpreted: whole engines beside the reference backend's, and what
-an abort, a preemption or a failed step does to the step in flight."""
+"""Steps that run ahead, kernels interpreted: whole engines compared with the reference backend, and
+the effect of an abort, a preemption or a failed step on the step in flight.
+"""
 
 from __future__ import annotations
 

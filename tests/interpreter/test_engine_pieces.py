@@ -1,5 +1,6 @@
 """The pieces of a step between attention, padded to their size, kernels interpreted and without
-graphs: what a graph would replay is called again."""
+graphs: a graph's work is called again instead of replayed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs() -> Iterator[None]:
-    """They walk the tiles: the thousands that a device takes are slow here, one after the other."""
+    """Reduces the programs that walk the tiles: thousands, as on a device, are slow here, one after
+    the other."""
     kernels = (triton_lora_expand, triton_lora_rope_kv_write, triton_lora_shrink)
     with pytest.MonkeyPatch.context() as patched:
         for module in (*kernels, triton_lora_silu_mul):
@@ -68,7 +70,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def whole_steps(runner: ModelRunner) -> list[list[int]]:
-    """What they give, before there are pieces."""
+    """Returns the outputs of whole steps, before there are pieces."""
     return mixed_outputs(runner)
 
 

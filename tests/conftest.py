@@ -24,10 +24,13 @@ _SLOW_FILES = frozenset(
         "test_engine_resumed",
         "test_import_names",
         "test_interpreter",
+        "test_registry_plain",
         "test_registry_postgres",
         "test_registry_server",
         "test_request_path",
+        "test_serve_effect",
         "test_serve_hostile_registry",
+        "test_serve_register",
     }
 )
 

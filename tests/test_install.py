@@ -165,6 +165,15 @@ def test_a_machine_without_a_gpu_reads_how_to_avoid_cuda_in_one_line(
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in (ROOT / "README.md").read_text()
 
 
+def test_the_halves_and_the_quick_tests_are_chosen_by_markers_alone() -> None:
+    halves = make("-n", "slow-half", "other-half").stdout.splitlines()
+    assert [line.partition(" -m pytest -q ")[2] for line in halves] == [
+        "-m slow -p no:cacheprovider",
+        '-m "not slow"',
+    ]
+    assert '-m "not serve and not slow and not gpu"' in make("-n", "quick").stdout
+
+
 def test_an_index_for_torch_is_used_for_torch_alone() -> None:
     done = make("-n", "-B", "test", "TORCH_INDEX=https://cpu.index")
     [torch] = [line for line in done.stdout.splitlines() if "https://cpu.index" in line][1:]

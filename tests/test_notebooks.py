@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +41,7 @@ def run(path: Path, variables: dict[str, str]) -> nbformat.NotebookNode:
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
     )
-    client.execute(env=variables)
+    asyncio.run(client.async_execute(env=variables))
     return notebook
 
 

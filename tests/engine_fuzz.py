@@ -360,7 +360,7 @@ async def _client(fuzz: Fuzz, engine: AsyncEngine, request: Request) -> None:
         await stream.aclose()
     if is_leaving:  # the final outputs of its choices have no reader
         for choice in request.choices:
-            fuzz.told.pop((request.request_id, choice))
+            fuzz.outputs.pop((request.request_id, choice))
 
 
 def fuzz_one(seed: int, device: str = "cpu") -> dict[str, int]:
@@ -372,7 +372,7 @@ def fuzz_one(seed: int, device: str = "cpu") -> dict[str, int]:
         run_stepped(fuzz)
     num_tokens = fuzz.check_end()
     load = fuzz.engine.load()
-    ends = [told.end.finish_reason for told in fuzz.told.values() if told.end is not None]
+    ends = [told.end.finish_reason for told in fuzz.outputs.values() if told.end is not None]
     return {
         "requests": len(fuzz.requests),
         "tokens": num_tokens,

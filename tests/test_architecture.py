@@ -38,6 +38,7 @@ OWNERS = {
 # serve_app stand for themselves; the package's own __init__ imports nothing.
 ALLOWED_FOLDERS: dict[str, set[str]] = {
     # leaves
+    "admin_api": set(),
     "errors": set(),
     "home": set(),
     "logs": set(),
@@ -81,13 +82,25 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
         *("metrics", "platform_view", "ray_calls", "ray_network", "replica", "routing", "tasks"),
     },
     "api": {
+        "admin_api",
         *("admission", "autoscaling", "canary", "config", "control", "disconnects", "dispatch"),
         *("errors", "http", "logs", "messages", "metrics", "openai", "platform_view"),
         *("ray_calls", "ray_network", "routing", "tasks", "text", "text_workers"),
     },
     # what starts the processes
     "app": {"api", "config", "control", "platform_view", "serve_file"},
-    "cli": {"config", "control", "home", "logs", "ray_network", "serve_file", "text"},
+    "cli": {
+        "admin_api",
+        "canary",
+        "platform_view",
+        "config",
+        "control",
+        "home",
+        "logs",
+        "ray_network",
+        "serve_file",
+        "text",
+    },
     "__main__": {"cli"},
 }
 NO_TORCH = ("types", "errors", "config", "blocks", "scheduler", "core", "service")

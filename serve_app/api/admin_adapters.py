@@ -11,10 +11,18 @@ import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec import UNSET
 
 from registry.entities import AdapterVersion
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import parse_reference
+from serve_app.admin_api import (
+    AdapterLine,
+    AdapterLines,
+    AdapterResidency,
+    EngineResult,
+    EngineResults,
+)
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.engine_calls import change_adapter, evict, list_replicas, preload
 from serve_app.api.state import state_of, view_of
@@ -39,20 +47,20 @@ async def list_adapters(request: Request) -> Response:
         (entry.name, entry.version) for entry in view.catalog.entries() if entry.parent is not None
     }
     lines = [
-        {
-            "name": adapter.name,
-            "version": adapter.version,
-            "digest": adapter.digest,
-            "base": adapter.base_name,
-            "aliases": adapter.aliases,
-            "is_default": (adapter.name, adapter.version) in defaults,
-            "pin": view.catalog.setting(adapter.name, PIN) == "true",
-            "engines": [_residency(adapter, replica) for replica in replicas[adapter.base_digest]],
-        }
+        AdapterLine(
+            adapter.name,
+            adapter.version,
+            adapter.digest,
+            adapter.base_name,
+            adapter.aliases,
+            is_default=(adapter.name, adapter.version) in defaults,
+            pin=view.catalog.setting(adapter.name, PIN) == "true",
+            engines=tuple(_residency(adapter, each) for each in replicas[adapter.base_digest]),
+        )
         for adapter in view.catalog.adapters
         if adapter.base_digest in replicas
     ]
-    return json_response({"adapters": lines})
+    return json_response(AdapterLines(lines))
 
 
 @router.post("/{name}/pin")
@@ -117,30 +125,25 @@ def _bare_name(name: str) -> str:
     return reference.name
 
 
-def _residency(adapter: AdapterVersion, replica: ReplicaAdapters) -> dict[str, object]:
+def _residency(adapter: AdapterVersion, replica: ReplicaAdapters) -> AdapterResidency:
     for resident in replica.residents:
         if resident.digest == adapter.digest:
-            return {
-                "engine": replica.engine,
-                "tier": "device" if resident.is_on_device else "host",
-                "bytes": resident.num_bytes,
-                "pinned": resident.is_pinned,
-                "references": resident.num_references,
-                "is_leaving": resident.is_leaving,
-                "used_s": resident.used_s,
-            }
-    residency: dict[str, object] = {
-        "engine": replica.engine,
-        "tier": "disk" if adapter.digest in replica.local_digests else "registry",
-        "bytes": 0,
-        "pinned": False,
-        "references": 0,
-    }
-    if (reason := replica.pin_failures.get(adapter.digest)) is not None:
-        residency["why_not_pinned"] = reason
-    return residency
+            return AdapterResidency(
+                replica.engine,
+                "device" if resident.is_on_device else "host",
+                resident.num_bytes,
+                resident.is_pinned,
+                resident.num_references,
+                is_leaving=resident.is_leaving,
+                used_s=resident.used_s,
+            )
+    return AdapterResidency(
+        replica.engine,
+        "disk" if adapter.digest in replica.local_digests else "registry",
+        why_not_pinned=replica.pin_failures.get(adapter.digest, UNSET),
+    )
 
 
 def _outcomes_response(adapter: AdapterVersion, outcomes: Sequence[EngineOutcome]) -> Response:
-    engines = [{"engine": outcome.engine, "outcome": outcome.words} for outcome in outcomes]
-    return json_response({"name": adapter.name, "version": adapter.version, "engines": engines})
+    engines = [EngineResult(outcome.engine, outcome.words) for outcome in outcomes]
+    return json_response(EngineResults(adapter.name, adapter.version, engines))

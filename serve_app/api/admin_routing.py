@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from serve_app.admin_api import ExpectedMs, RouteAnswer, RouteLine
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.completions import prepare, session_key
 from serve_app.api.state import state_of
@@ -18,7 +19,6 @@ from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.routing.policy import Ranked
-from serve_app.routing.score import Terms
 from serve_app.routing.state import routing_state
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -42,13 +42,13 @@ async def route(request: Request) -> Response:
     app = routing_state(handle.app_name)
     ranked = app.rank(routing) if app.views.replicas else []
     return json_response(
-        {
-            "base": f"{handle.base.name}@{handle.base.version}",
-            "policy": app.policy_name,
-            "tokens": routing.num_tokens,
-            "adapter": routing.adapter,
-            "replicas": [_line(routing, replica) for replica in ranked],
-        }
+        RouteAnswer(
+            f"{handle.base.name}@{handle.base.version}",
+            app.policy_name,
+            routing.num_tokens,
+            routing.adapter,
+            [_line(routing, replica) for replica in ranked],
+        )
     )
 
 
@@ -63,25 +63,21 @@ async def decisions(request: Request) -> Response:
     return json_response({"decisions": lines})
 
 
-def _line(routing: RoutingRequest, ranked: Ranked) -> dict[str, object]:
-    view = ranked.replica
-    return {
-        "replica": view.replica_id,
-        "reason": ranked.reason,
-        "expected_ms": _in_ms(ranked.terms),
-        "adapter_tier": _tier(routing, ranked),
-        "cached_tokens": view.num_cached_tokens(routing.prefixes),
-        "queued_tokens": view.queued_tokens,
-        "sequences": view.num_sequences,
-        "kv_usage": round(view.kv_usage, 4),
-        "is_connected": view.is_connected,
-        "is_draining": view.is_draining,
-    }
-
-
-def _in_ms(terms: Terms) -> dict[str, float]:
-    parts = {**asdict(terms), "total_s": terms.total_s}
-    return {name.removesuffix("_s"): round(1000 * s, 2) for name, s in parts.items()}
+def _line(routing: RoutingRequest, ranked: Ranked) -> RouteLine:
+    view, terms = ranked.replica, ranked.terms
+    parts_s = (terms.queue_s, terms.adapter_s, terms.prefill_s, terms.way_s, terms.total_s)
+    return RouteLine(
+        view.replica_id,
+        ranked.reason,
+        ExpectedMs(*(round(1000 * seconds, 2) for seconds in parts_s)),
+        _tier(routing, ranked),
+        cached_tokens=view.num_cached_tokens(routing.prefixes),
+        queued_tokens=view.queued_tokens,
+        sequences=view.num_sequences,
+        kv_usage=round(view.kv_usage, 4),
+        is_connected=view.is_connected,
+        is_draining=view.is_draining,
+    )
 
 
 def _tier(routing: RoutingRequest, ranked: Ranked) -> str:

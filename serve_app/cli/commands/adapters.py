@@ -5,47 +5,13 @@ from __future__ import annotations
 import msgspec
 from rich.table import Table
 
+from serve_app.admin_api import AdapterLine, AdapterLines, AdapterResidency, EngineResults
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 
 
-class _Place(msgspec.Struct):
-    engine: str
-    tier: str
-    bytes: int = 0
-    pinned: bool = False
-    references: int = 0
-    is_leaving: bool = False
-    why_not_pinned: str = ""
-
-
-class _Line(msgspec.Struct):
-    name: str
-    version: int
-    base: str
-    aliases: list[str]
-    is_default: bool
-    pin: bool
-    engines: list[_Place]
-
-
-class _Lines(msgspec.Struct):
-    adapters: list[_Line]
-
-
-class _Outcome(msgspec.Struct):
-    engine: str
-    outcome: str
-
-
-class _Outcomes(msgspec.Struct):
-    name: str
-    version: int
-    engines: list[_Outcome]
-
-
 def list_adapters(url: str, everything: bool, json: bool) -> None:
-    lines = msgspec.convert(call_admin(url, "GET", "/adapters"), _Lines).adapters
+    lines = msgspec.convert(call_admin(url, "GET", "/adapters"), AdapterLines).adapters
     if json:
         print_json({"adapters": lines})
         return
@@ -84,7 +50,7 @@ def evict(name: str, url: str) -> None:
 def _order(url: str, name: str, what: str) -> None:
     answer = call_admin(url, "POST", f"/adapters/{name}/{what}")
     try:
-        done = msgspec.convert(answer, _Outcomes)
+        done = msgspec.convert(answer, EngineResults)
     except msgspec.ValidationError as error:
         raise Failure(f"{url} did not answer as loraplex does: {error}") from error
     for one in done.engines:
@@ -95,7 +61,7 @@ def _order(url: str, name: str, what: str) -> None:
         console.print(f"{where}: {found}", highlight=False)
 
 
-def _cells(line: _Line, place: _Place) -> tuple[str, ...]:
+def _cells(line: AdapterLine, place: AdapterResidency) -> tuple[str, ...]:
     aliases = "".join(f" @{alias}" for alias in line.aliases)
     pinned = "yes" if place.pinned else ""
     if line.pin and line.is_default and not place.pinned:
@@ -104,7 +70,7 @@ def _cells(line: _Line, place: _Place) -> tuple[str, ...]:
         f"{line.name}@{line.version}{aliases}",
         line.base,
         place.engine,
-        f"{place.tier}, leaving" if place.is_leaving else place.tier,
+        f"{place.tier}, leaving" if place.is_leaving is True else place.tier,
         f"{place.bytes / 2**20:.1f}" if place.bytes else "",
         str(place.references or ""),
         pinned,

@@ -10,27 +10,9 @@ from rich.text import Text
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.platform_view import BaseLine
 
 _POLL_S = 0.3
-
-
-class _Line(msgspec.Struct):
-    name: str
-    version: int | None
-    state: str
-    message: str
-    source: str
-    replicas: int
-    wanted_replicas: int
-    draining_replicas: int
-    min_replicas: int
-    max_replicas: int
-    idle_s: float | None
-    start_s: float | None
-
-
-class _Lines(msgspec.Struct):
-    bases: list[_Line]
 
 
 def list_bases(url: str, json: bool) -> None:
@@ -109,7 +91,7 @@ def _report(url: str, name: str, wanted: str, wait: bool, timeout_s: float, word
 
 
 def _is_reached(url: str, name: str, wanted: str) -> bool:
-    """Raises Failure where waiting is of no use."""
+    """Raises Failure if the base has failed."""
     lines = [line for line in _lines(url) if name in (line.name, f"{line.name}@{line.version}")]
     if wanted == "gone":
         return not lines
@@ -120,22 +102,22 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
     return bool(current) and all(line.state == wanted for line in current)
 
 
-def _lines(url: str) -> list[_Line]:
-    return msgspec.convert(call_admin(url, "GET", "/bases"), _Lines).bases
+def _lines(url: str) -> list[BaseLine]:
+    return msgspec.convert(call_admin(url, "GET", "/bases")["bases"], list[BaseLine])
 
 
-def _replicas(line: _Line) -> str:
-    """2 (1 starting, 1 draining) of 1-3"""
+def _replicas(line: BaseLine) -> str:
+    """Returns, for example, "2 (1 starting, 1 draining) of 1-3"."""
     starting = max(0, line.wanted_replicas - line.replicas)
     parts = ((starting, "starting"), (line.draining_replicas, "draining"))
-    told = ", ".join(f"{count} {word}" for count, word in parts if count)
-    text = f"{line.replicas} ({told})" if told else str(line.replicas)
+    counts = ", ".join(f"{count} {word}" for count, word in parts if count)
+    text = f"{line.replicas} ({counts})" if counts else str(line.replicas)
     is_scaled = line.max_replicas > line.min_replicas
     return f"{text} of {line.min_replicas}-{line.max_replicas}" if is_scaled else text
 
 
 def _engine(pairs: list[str]) -> dict[str, object]:
-    """Values as JSON where they are, else as words: the server checks them."""
+    """Returns the settings; a value that is no JSON is a string. The server checks them."""
     settings: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -6,30 +6,14 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from serve_app.canary.status import ArmStatus, CanaryStatus
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 
 
-class _Arm(msgspec.Struct):
-    arm: str
-    version: int
-    weight: float
-    outcomes: dict[str, int]
-    ttft_p50_ms: float | None = None
-    ttft_p95_ms: float | None = None
-
-
-class _Canary(msgspec.Struct):
-    name: str
-    verdict: str
-    arms: list[_Arm]
-    problems: list[str]
-    rolled_back: str | None = None
-
-
 def status(name: str | None, url: str, json: bool) -> None:
     answer = call_admin(url, "GET", "/canaries")
-    found = msgspec.convert(answer["canaries"], list[_Canary])
+    found = msgspec.convert(answer["canaries"], list[CanaryStatus])
     shown = [one for one in found if name in (None, one.name)]
     if json:
         print_json({"canaries": shown})
@@ -65,10 +49,10 @@ def abort(name: str, url: str) -> None:
 
 
 def _print_answer(answer: dict[str, object]) -> None:
-    _print(msgspec.convert(answer["canary"], _Canary))
+    _print(msgspec.convert(answer["canary"], CanaryStatus))
 
 
-def _print(canary: _Canary) -> None:
+def _print(canary: CanaryStatus) -> None:
     console.print(Text.assemble((canary.name, "bold"), f"  {canary.verdict}"), soft_wrap=True)
     if canary.arms:
         table = Table("arm", "version", "weight", "requests", "failed", "empty", "TTFT", box=None)
@@ -90,7 +74,7 @@ def _print(canary: _Canary) -> None:
         console.print(Text(f"rolled back: {canary.rolled_back}", style="red"), soft_wrap=True)
 
 
-def _first_token(arm: _Arm) -> str:
+def _first_token(arm: ArmStatus) -> str:
     if arm.ttft_p50_ms is None or arm.ttft_p95_ms is None:
         return ""
     return f"p50 {arm.ttft_p50_ms:.0f} ms, p95 {arm.ttft_p95_ms:.0f} ms"

@@ -5,40 +5,15 @@ from __future__ import annotations
 import msgspec
 from rich.table import Table
 
+from serve_app.admin_api import RouteAnswer
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-
-
-class _Expected(msgspec.Struct):
-    queue: float
-    adapter: float
-    prefill: float
-    way: float
-    total: float
-
-
-class _Line(msgspec.Struct):
-    replica: str
-    reason: str
-    expected_ms: _Expected
-    adapter_tier: str
-    cached_tokens: int
-    queued_tokens: int
-    sequences: int
-    kv_usage: float
-
-
-class _Route(msgspec.Struct):
-    base: str
-    policy: str
-    tokens: int
-    replicas: list[_Line]
 
 
 def route(model: str, prompt: str, url: str, json: bool) -> None:
     body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
     try:
-        found = msgspec.convert(call_admin(url, "POST", "/route", body), _Route)
+        found = msgspec.convert(call_admin(url, "POST", "/route", body), RouteAnswer)
     except msgspec.ValidationError as error:
         raise Failure(f"{url} did not answer as loraplex does: {error}") from error
     if json:

@@ -24,7 +24,7 @@ class RegistryReader(Protocol):
     def snapshot(self) -> Catalog: ...
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
-        """None removes the alias."""
+        """Sets an alias; `version` None removes it."""
         ...
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
@@ -128,7 +128,7 @@ class ServedBase:
 
     @property
     def is_running(self) -> bool:
-        """At least one replica answers, and it is to receive requests."""
+        """True if at least one replica answers and the base receives requests."""
         return self.state == "running"
 
 

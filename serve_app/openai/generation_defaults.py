@@ -21,7 +21,7 @@ FILE = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None stands for the API's default. The field names are the file's."""
+    """The fields of the file, under its names; None stands for the API's default."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -87,8 +87,8 @@ def convert_base(home: Path, progress: Progress = no_progress) -> Path:
 
 
 def _is_registered(catalog: Catalog, name: str) -> bool:
-    """Whether the adapter is registered with the content of this release. Other content becomes a
-    new version."""
+    """Returns True if the adapter is registered with the content of this release. Other content
+    becomes a new version."""
     digest = content_digest(
         scan_folder(ADAPTERS_DIR / name, "adapter_config.json", MAX_ADAPTER_BYTES)
     )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from dataclasses import replace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
+from engine.admission import EngineLimits
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.model_list import ModelList
 from serve_app.config import ModelArgs
 from serve_app.dispatch import gateway as gateway_module
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
+from serve_app.messages import BaseDescription
 from serve_app.platform_view import PlatformView, ServedBase
 from tests.ingress_app import make_gateway
 
@@ -111,3 +117,14 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
     gateway._opening["app", served.deployed_s] = cast("asyncio.Task[None]", None)
     await gateway._open(served)
     assert (len(tries), gateway._unusable) == (3, {})
+
+
+def test_a_queue_does_not_keep_the_text_files_of_its_base_in_memory() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    queues, limits = make_gateway().queues, EngineLimits(64, 64, 64)
+    handle = BaseHandle(base, "app", Mock(), BaseDescription({}, limits), Mock(), 0.0)
+    text = weakref.ref(handle.text)
+    assert queues.of(handle).is_idle
+    del handle
+    gc.collect()
+    assert text() is None

@@ -84,10 +84,11 @@ class AdmissionQueues:
         return self._settings.tenant_header
 
     def _create(self, base: BaseHandle) -> AdmissionQueue:
+        app_name = base.app_name  # the queue must not keep the base's text files in memory
         return AdmissionQueue(
             self._settings,
             base.max_waiting,
-            lambda: self._views_of(base.app_name),
+            lambda: self._views_of(app_name),
             self.stats,
             base.base.name,
         )

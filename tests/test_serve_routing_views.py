@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
 from engine.types import StepOutput
@@ -20,10 +21,16 @@ from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import EngineOutcome
 from serve_app.routing import state as routing
+from serve_app.routing.connections import EngineConnections
 from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
-from serve_app.routing.state import RoutingListener, RoutingState, RoutingStates
+from serve_app.routing.state import (
+    RoutingListener,
+    RoutingState,
+    RoutingStates,
+    routing_state,
+)
 from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
 from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.links import IngressLinks
@@ -156,14 +163,11 @@ def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
     def record() -> None:
         seen.append([view.replica_id for view in state.views.replicas])
 
-    listener = RoutingListener(record, lambda _: None)
     state.add_listener(RoutingListener(harm, lambda _: None))
-    state.add_listener(listener)
+    state.add_listener(RoutingListener(record, lambda _: None))
     state.set_replicas(["a", "b"])
     state.set_replicas(["a", "b"])
     state.set_replicas(["b"])
-    state.remove_listener(listener)
-    state.set_replicas([])
     assert seen == [["a", "b"], ["b"]]
 
 
@@ -182,6 +186,28 @@ def test_a_placed_call_is_told_and_taken_back() -> None:
     state.unplace("call")
     state.unplace("nobody")
     assert view.num_placed == 0
+
+
+async def test_a_call_of_a_base_that_is_away_for_a_moment_is_reported_once_as_placed() -> None:
+    placed: list[tuple[str, str]] = []
+    changes: list[frozenset[str]] = []
+    connections = EngineConnections(
+        StreamServer(),
+        lambda app, call: placed.append((app, call)),
+        lambda _, replica_ids: changes.append(replica_ids),
+    )
+    state, limits = routing_state("away"), EngineLimits(0, 0, 0)
+    handle = cast(DeploymentHandle[object], object())
+    connections.add_base("away", "base", handle, limits)
+    connections.remove_base("away")
+    state.place(make_ask("while it is away"), "a")
+    state.set_replicas(["a"])
+    await asyncio.sleep(0)
+    assert changes == [frozenset()]  # nobody waits for the replicas of a base that is away
+    state.set_replicas([])
+    connections.add_base("away", "base", handle, limits)
+    state.place(make_ask("afterwards"), "a")
+    assert placed == [("away", "while it is away"), ("away", "afterwards")]
 
 
 def test_a_policy_that_cannot_be_made_here_leaves_the_one_before() -> None:

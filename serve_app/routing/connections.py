@@ -38,7 +38,6 @@ class _Base:
         self.pause_s = _POLL_S
         self.due_s = 0.0  # when the engines that are not connected may be called again
         self.call: asyncio.Task[None] | None = None
-        self.stop_listening: Callable[[], None] = lambda: None
 
 
 class EngineConnections:
@@ -54,6 +53,7 @@ class EngineConnections:
         self._call_placed = call_placed
         self._replicas_changed = replicas_changed
         self._bases: dict[str, _Base] = {}  # by application
+        self._listening: set[str] = set()  # applications that were ever added
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,22 +66,24 @@ class EngineConnections:
         known = self._bases.get(app_name)
         if known is not None and known.handle is handle:
             return
-        self.remove_base(app_name)
         state = routing_state(app_name)
         state.views.set_limits(limits)
-        base = self._bases[app_name] = _Base(name, handle, state)
-        in_loop = asyncio.get_running_loop().call_soon_threadsafe
-        listener = RoutingListener(
-            partial(in_loop, self._update_replicas, base), partial(self._call_placed, app_name)
-        )
-        state.add_listener(listener)
-        base.stop_listening = partial(state.remove_listener, listener)
-        self._update_replicas(base)
+        self._bases[app_name] = _Base(name, handle, state)
+        if app_name not in self._listening:
+            self._listening.add(app_name)
+            in_loop = asyncio.get_running_loop().call_soon_threadsafe
+            state.add_listener(
+                RoutingListener(
+                    partial(in_loop, self._update_replicas, app_name),
+                    partial(self._call_placed, app_name),
+                )
+            )
+        self._update_replicas(app_name)
 
     def remove_base(self, app_name: str) -> None:
-        base = self._bases.pop(app_name, None)
-        if base is not None:
-            base.stop_listening()
+        """Ends the calls to the engines of a base. Its placed calls are still reported: Serve may
+        hold calls that were sent before, and places them when it has a replica again."""
+        self._bases.pop(app_name, None)
 
     @property
     def states(self) -> Sequence[RoutingState]:
@@ -110,11 +112,14 @@ class EngineConnections:
                 base.pause_s = min(_MAX_PAUSE_S, 2 * base.pause_s)
                 base.call = spawn(self._ask_to_dial(base), "attend-engines")
 
-    def _update_replicas(self, base: _Base) -> None:
+    def _update_replicas(self, app_name: str) -> None:
+        base = self._bases.get(app_name)
+        if base is None:
+            return
         base.pause_s, base.due_s = _POLL_S, 0.0
         self.poll()
         ids = frozenset(view.replica_id for view in base.state.views.replicas)
-        self._replicas_changed(base.state.app_name, ids)
+        self._replicas_changed(app_name, ids)
 
     async def _run(self) -> None:
         while True:

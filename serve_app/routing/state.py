@@ -107,10 +107,6 @@ class RoutingState:
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
-    def remove_listener(self, listener: RoutingListener) -> None:
-        with self._lock:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
-
     def _update_policy(self) -> None:
         try:
             self._policy.changed([view.replica_id for view in self.views.replicas])

@@ -38,7 +38,6 @@ class _Base:
         self.pause_s = _POLL_S
         self.due_s = 0.0  # when the engines that are not connected may be called again
         self.call: asyncio.Task[None] | None = None
-        self.stop_listening: Callable[[], None] = lambda: None
 
 
 class EngineConnections:
@@ -54,6 +53,9 @@ class EngineConnections:
         self._call_placed = call_placed
         self._replicas_changed = replicas_changed
         self._bases: dict[str, _Base] = {}  # by application
+        # By application. Listens after `remove_base` as well: requests that are still queued for
+        # the application are placed later.
+        self._listeners: dict[str, RoutingListener] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -75,13 +77,13 @@ class EngineConnections:
             partial(in_loop, self._update_replicas, base), partial(self._call_placed, app_name)
         )
         state.add_listener(listener)
-        base.stop_listening = partial(state.remove_listener, listener)
+        if (old := self._listeners.get(app_name)) is not None:
+            state.remove_listener(old)
+        self._listeners[app_name] = listener
         self._update_replicas(base)
 
     def remove_base(self, app_name: str) -> None:
-        base = self._bases.pop(app_name, None)
-        if base is not None:
-            base.stop_listening()
+        self._bases.pop(app_name, None)
 
     @property
     def states(self) -> Sequence[RoutingState]:
@@ -111,6 +113,8 @@ class EngineConnections:
                 base.call = spawn(self._ask_to_dial(base), "attend-engines")
 
     def _update_replicas(self, base: _Base) -> None:
+        if self._bases.get(base.state.app_name) is not base:
+            return
         base.pause_s, base.due_s = _POLL_S, 0.0
         self.poll()
         ids = frozenset(view.replica_id for view in base.state.views.replicas)

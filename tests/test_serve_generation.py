@@ -222,6 +222,21 @@ async def test_an_engine_in_a_long_step_of_a_usual_length_keeps_its_requests() -
         generation.close()
 
 
+async def test_a_call_that_serve_cancels_for_a_client_that_left_ends_as_such() -> None:
+    async with running_fleet(1) as fleet:
+        fleet.args = MigrationArgs(limit=0)
+        generation = fleet.generate(make_request(PROMPT))
+        await read_some(generation, 5)
+        reading = asyncio.create_task(read_all(generation))
+        await asyncio.sleep(0)
+        assert generation._attempt is not None
+        generation._attempt.stream.fail(CallCancelledError("the call was cancelled"))
+        await asyncio.sleep(0.05)
+        generation.fail(ClientGoneError())
+        with pytest.raises(ClientGoneError):
+            await reading
+
+
 async def test_an_engine_that_stays_hung_ends_the_calls_that_nobody_moved() -> None:
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(limit=0)

@@ -340,3 +340,26 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
     assert len(fourth) < 20
     warned = [record.getMessage().split(": ")[1] for record in caplog.records]
     assert warned == ["the files are gone", "the store is down", "the files are gone"]
+
+
+async def test_calls_queued_when_a_base_was_removed_are_still_reported_as_placed() -> None:
+    app_name = "app that is replaced while requests wait"
+    placed: list[tuple[str, str]] = []
+    changes: list[frozenset[str]] = []
+    handle: Any = SimpleNamespace()
+    connections = EngineConnections(
+        StreamServer(),
+        lambda app, call_id: placed.append((app, call_id)),
+        lambda _, replica_ids: changes.append(replica_ids),
+    )
+    state = routing.routing_state(app_name)
+    connections.add_base(app_name, "base", handle, LIMITS)
+    connections.remove_base(app_name)
+    state.place(make_ask("late"), "a")
+    assert placed == [(app_name, "late")]
+    state.set_replicas(())
+    changes.clear()
+    connections.add_base(app_name, "base", handle, LIMITS)
+    state.place(make_ask("again"), "a")
+    assert placed[1:] == [(app_name, "again")]
+    assert changes == [frozenset()]

@@ -15,6 +15,10 @@ from serve_app.platform_view import BaseLine
 _POLL_S = 0.3
 
 
+class _Lines(msgspec.Struct):
+    bases: list[BaseLine]
+
+
 def list_bases(url: str, json: bool) -> None:
     lines = _lines(url)
     if json:
@@ -103,7 +107,7 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
 
 
 def _lines(url: str) -> list[BaseLine]:
-    return msgspec.convert(call_admin(url, "GET", "/bases")["bases"], list[BaseLine])
+    return msgspec.convert(call_admin(url, "GET", "/bases"), _Lines).bases
 
 
 def _replicas(line: BaseLine) -> str:

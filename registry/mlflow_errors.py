@@ -46,8 +46,14 @@ _BAD_REQUEST = frozenset(
 _LIBPQ_SCHEMES = frozenset({"postgresql", "postgresql+psycopg2", "postgresql+psycopg"})
 _STATEMENT_TIMEOUTS = 3  # a listing of many thousand versions lasts seconds
 _OPEN_TRIES = 4  # attempts to open a database, 1.1 s in all; MLflow's 10 would sleep for 100 s
-_LOCKED_TRIES = (
-    6  # SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again
+# SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again.
+_WRITE_TRIES = 6
+# The messages of a write that lost against the same write of another process: MLflow sets an alias
+# or a tag by looking for it and then inserting it.
+_LOST_WRITES = (
+    "database is locked",
+    "UNIQUE constraint failed",
+    "duplicate key value violates unique constraint",
 )
 
 
@@ -91,12 +97,15 @@ def with_time_limits(tracking_uri: str, timeout_s: int) -> str:
 
 
 def call(action: str, function: Callable[[], T]) -> T:
-    """Runs an MLflow call; retries it a few times while another process locks SQLite."""
-    for attempt in range(_LOCKED_TRIES):
+    """Runs an MLflow call; retries it a few times if the write of another process came first."""
+    for attempt in range(_WRITE_TRIES):
         try:
             return function()
         except MlflowException as error:
-            if "database is locked" not in str(error) or attempt == _LOCKED_TRIES - 1:
+            has_lost = error.error_code != "RESOURCE_ALREADY_EXISTS" and any(
+                words in str(error) for words in _LOST_WRITES
+            )
+            if not has_lost or attempt == _WRITE_TRIES - 1:
                 raise _translated(action, error) from error
         except SQLAlchemyError as error:  # MLflow does not wrap them when it opens a store
             text = str(error).splitlines()[0][:500]

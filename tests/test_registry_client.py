@@ -247,17 +247,24 @@ def test_two_processes_register_at_once(tmp_path: Path) -> None:
     assert catalog.resolve("shared").adapter is not None
 
 
-def test_locked_database_is_tried_again_but_not_for_ever() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "(sqlite3.OperationalError) database is locked",
+        "(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.name",
+    ],
+)
+def test_a_write_that_came_second_is_tried_again_but_not_for_ever(words: str) -> None:
     tries: list[int] = []
 
     def locked_until(success: int) -> str:
         tries.append(1)
         if len(tries) < success:
-            raise MlflowException("(sqlite3.OperationalError) database is locked")
+            raise MlflowException(words)
         return "written"
 
     assert call("writing", lambda: locked_until(3)) == "written"
-    with pytest.raises(RegistryUnavailableError, match=r"writing: .*locked"):
+    with pytest.raises(RegistryUnavailableError, match="writing: .*sqlite3"):
         call("writing", lambda: locked_until(100))
     assert len(tries) == 3 + 6
 

@@ -69,9 +69,9 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"models": [{}]}, "name"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "models listed twice: a"),
         ({"registry": {"poll_interval_s": 0}}, "poll_interval_s"),
-        ({"registry": {"alias": "latest"}}, "no legal alias"),
+        ({"registry": {"alias": "latest"}}, "is not a legal alias"),
         ({"registry": {"webhook_url": "front:8000"}}, "webhook_url"),
-        ({"models": [{"name": "a", "alias": "a b"}]}, "no legal alias"),
+        ({"models": [{"name": "a", "alias": "a b"}]}, "is not a legal alias"),
         (
             {"models": [{"name": "a@1", "alias": "x"}, {"name": "a@2", "alias": "y"}]},
             "different aliases",

@@ -264,7 +264,7 @@ def test_a_write_that_came_second_is_tried_again_but_not_for_ever(words: str) ->
         return "written"
 
     assert call("writing", lambda: locked_until(3)) == "written"
-    with pytest.raises(RegistryUnavailableError, match="writing: .*sqlite3"):
+    with pytest.raises(RegistryUnavailableError, match=r"writing: .*sqlite3"):
         call("writing", lambda: locked_until(100))
     assert len(tries) == 3 + 6
 

@@ -215,5 +215,5 @@ def test_a_base_registered_by_its_repository_id_has_both_names(
     version = register_base(registry, folder, "Meta/Tiny-1B").version
     assert (version.name, version.model_id) == ("Tiny-1B", "Meta/Tiny-1B")
     assert registry.snapshot().resolve("Meta/Tiny-1B").base.digest == version.digest
-    with pytest.raises(InvalidNameError, match="no legal model id"):
+    with pytest.raises(InvalidNameError, match="is not a legal model id"):
         register_base(registry, folder, "tiny", model_id="no slash")

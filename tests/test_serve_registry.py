@@ -139,7 +139,7 @@ def test_a_webhook_is_registered_once_and_renewed(front: Front) -> None:
 
 
 def test_an_embedded_store_has_no_webhooks(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match="no MLflow server"):
+    with pytest.raises(RegistryError, match="need an MLflow server"):
         embedded(tmp_path).ensure_webhook("http://127.0.0.1:1/hook", "secret")
 
 

@@ -10,8 +10,15 @@ TORCH := torch==2.13.0
 TORCH_INDEX ?=
 GOAL := $(or $(firstword $(MAKECMDGOALS)),serve)
 INSTALL = $(BIN)/python .ci/pip_install.py -c $(LOCK)
+# Processes that share the tests: tests/conftest.py.
+JOBS ?= 2
+# Threads of torch that wait would spin: with two processes on two cores, that is half of the time.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS)
+MYPY = $(BIN)/mypy serve_app engine lora kernels registry
+# The tests start some hundred processes, each of which would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve quick test test-halves slow-half other-half lint docs clean
+.PHONY: serve quick test lint docs conformance clean
 
 serve: $(VENV)/.installed-demo
 	@$(BIN)/loraplex demo
@@ -21,29 +28,32 @@ serve: $(VENV)/.installed-demo
 quick: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q -m "not serve and not slow and not gpu"
+	$(PYTEST) -q -m "not serve and not slow and not gpu"
 
-test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest
-
-# The same tests in two halves side by side: the slow half mostly waits for servers of its own.
-test-halves: $(VENV)/.installed-test lint
-	@$(MAKE) --no-print-directory -j2 --output-sync=target slow-half other-half
-
-slow-half:
-	@$(BIN)/python -m pytest -q -m slow -p no:cacheprovider
-
-other-half:
-	@$(BIN)/python -m pytest -q -m "not slow"
+# Types are checked beside the tests, which wait for servers half of their time; without its cache
+# mypy needs a core for a minute. Its errors are printed last.
+test: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@found=$$(mktemp); $(MYPY) >"$$found" 2>&1 & types=$$!; \
+	$(PYTEST); tests=$$?; \
+	wait $$types; typed=$$?; \
+	[ $$typed -eq 0 ] || cat "$$found"; rm "$$found"; \
+	[ $$tests -eq 0 ] && [ $$typed -eq 0 ]
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy serve_app engine lora kernels registry
+	$(MYPY)
 
 # The generated pages: configuration, command line, metrics, modules.
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs --write
+
+# Public clients against the demo server, each in an environment of its own: some minutes and 3 GB.
+# CLIENTS=openai,anthropic chooses; WRITE=1 writes their rows of docs/conformance.md.
+conformance: $(VENV)/.installed-test
+	$(BIN)/python -m tests.conformance $(if $(CLIENTS),--clients $(CLIENTS)) $(if $(WRITE),--write)
 
 $(VENV)/.installed-demo: pyproject.toml $(LOCK)
 	@$(PYTHON) -c '' 2>/dev/null \
@@ -60,4 +70,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-demo
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-conformance build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -32,6 +32,10 @@ class AdapterGate:
     def num_passed_over(self) -> int:
         return len(self._passed_over)
 
+    @property
+    def passed_over_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self._passed_over)
+
     def begin_walk(self) -> None:
         self._refused.clear()
         self._passed_over.clear()
@@ -58,6 +62,7 @@ class AdapterGate:
                 return True
         self._refused.add(digest)
         self._passed_over.append(sequence)
+        sequence.num_refusals += 1
         self._is_barrier_up |= sequence.num_overtaken >= self._max_overtakes
         return False
 

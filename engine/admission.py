@@ -29,6 +29,8 @@ class EngineLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefix_chunk: int = 32  # tokens of one prefix digest
+    adapter_pool_bytes: int = 0  # device memory for adapters
+    adapter_page_bytes: int = 0  # of an adapter of rank 16 at all sites but the optional
 
     @property
     def max_request_tokens(self) -> int:
@@ -121,6 +123,12 @@ def _rules(
         "repetition_penalty",
         f"between {MIN_REPETITION_PENALTY} and {change:g}",
     )
+    if p.grammar is not None:
+        # An answer that is complete could not end: no token would be left.
+        yield not p.ignore_eos, "ignore_eos", "False with a grammar"
+        yield p.min_tokens == 0, "min_tokens", "0 with a grammar"
+        after = p.grammar.starts_after
+        yield after is None or 0 <= after < vocab_size, "grammar", "with starts_after in the ids"
     for name, count in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
         yield count is None or 0 <= count <= vocab_size, name, f"between 0 and {vocab_size}"
     ids = range(vocab_size)

@@ -21,9 +21,14 @@ class EngineConfig:
     # CUDA: this engine's share of the device, for weights, adapters, activations, graphs and KV
     gpu_memory_utilization: float = 0.9
     max_num_batched_tokens: int = 2048
+    # A step that computes prompts lasts at most so many times as long as without them, while other
+    # sequences decode. See `engine.prompt_budget`.
+    max_decode_slowdown: float = 2.5
     max_num_seqs: int = 64
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None  # plan a step while the last one runs; None: on CUDA
+    # Tokens that a grammar leaves no choice about are not drawn: same tokens, fewer steps
+    force_grammar_tokens: bool = True
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
     piecewise_graphs: bool = True  # CUDA: also for small steps with prompts, around attention
     # On the device, all sites together. None: 256 MiB on a CPU, an eighth of the rest on CUDA
@@ -35,5 +40,7 @@ class EngineConfig:
     max_adapter_overtakes: int = (
         256  # younger requests admitted before one that waits for its adapter
     )
+    # CUDA: compiled kernels, a folder. None: TRITON_CACHE_DIR, or ~/.triton/cache
+    kernel_cache_dir: str | None = None
     seed: int = 0  # source of the seeds of requests without one
     num_threads: int | None = None  # CPU: torch threads; None: the usable cores

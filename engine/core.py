@@ -1,7 +1,9 @@
-"""One engine, step by step: schedule, launch, collect, commit. One thread calls it.
+"""One engine, step by step: schedule, launch, collect, commit, draw. One thread calls it.
 
 A runner that runs ahead receives step n+1 before step n is collected: the host's work between two
-steps is hidden behind the device's, and an ended sequence costs one row of one step.
+steps is hidden behind the device's, and an ended sequence costs one row of one step. Rows of step
+n+1 that need the newest token (a grammar, penalties) are drawn after the commit of step n, which
+follows the launch.
 
 A bad request fails alone: a request is checked before it is admitted, and if the runner raises, the
 requests of that batch end with an error and the engine continues. A step that runs out of memory is
@@ -27,10 +29,12 @@ from engine.errors import (
     InvalidRequestError,
     UnknownAdapterError,
 )
+from engine.grammars import Grammars
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
 from engine.step_cost import LongestSteps, StepCost
 from engine.step_parts import run_in_parts
+from engine.step_shares import charge_step
 from engine.types import (
     NO_MEMORY,
     EngineLoad,
@@ -56,7 +60,9 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | str = "the engine was opened without grammars",
     ) -> None:
+        """`grammars`: of this base, or the reason why it has none."""
         model = runner.model_config
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
@@ -67,6 +73,8 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             chunk_size(config.block_size),
+            runner.adapters.reserved_bytes,
+            runner.adapters.page_bytes,
         )
         self._runner = runner
         self._adapters = runner.adapters
@@ -76,6 +84,8 @@ class Engine:
             config.base_digest,
             can_share=config.enable_prefix_caching,
         )
+        self._cost = StepCost()
+        self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(
             config,
             self._blocks,
@@ -83,9 +93,11 @@ class Engine:
             model.eos_token_ids,
             runner.max_model_len,
             clock,
+            self._cost,
+            self._grammars,
         )
+        self._no_grammars = grammars if isinstance(grammars, str) else None
         self._clock = clock
-        self._cost = StepCost()
         self._longest = LongestSteps()
         self.usual_step_s = math.inf  # longest recent step like those in flight
         self._warned_s = -math.inf
@@ -108,10 +120,18 @@ class Engine:
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
         if request.adapter is not None:
             self._check_known(request.adapter)
+        if request.params.grammar is not None and self._no_grammars is not None:
+            words = f"this base follows no grammars: {self._no_grammars}"
+            raise InvalidRequestError(words, "grammar")
         seed = request.params.seed
         self.scheduler.add(
             request, _as_int64(self._seeds.getrandbits(64) if seed is None else seed)
         )
+
+    def close(self) -> None:
+        """Ends the threads that compile grammars, once no step follows."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self.scheduler.abort(request_id, choice)
@@ -127,15 +147,28 @@ class Engine:
             self._adapters.wait_pending()  # nothing else to do
             began_s = self._clock()
             batch = self.scheduler.schedule()
+        elif self.scheduler.grammar_gate.is_waiting and not (batch.sequences or is_busy):
+            self.scheduler.grammar_gate.wait()
+            began_s = self._clock()
+            batch = self.scheduler.schedule()
         step = self._launch(_by_adapter(batch), began_s)
         outputs = self._collect(self._in_flight)
         self._in_flight = _Step(_EMPTY)
+        self._draw(step)
         if self._runs_ahead and step.launched is not None:
             self._in_flight = step
         else:
             outputs += self._collect(step)
-        self.is_stuck = not (outputs or step.batch.sequences or self._adapters.has_pending_copies())
-        return StepOutput(tuple(outputs), self.load(), *self._blocks.take_prefix_changes())
+        self.is_stuck = not (
+            outputs
+            or step.batch.sequences
+            or self._adapters.has_pending_copies()
+            or self.scheduler.grammar_gate.is_waiting
+        )
+        changes = self._blocks.take_prefix_changes()
+        preempted = tuple(self.scheduler.preempted)
+        self.scheduler.preempted.clear()
+        return StepOutput(tuple(outputs), self.load(), *changes, preempted)
 
     def load(self) -> EngineLoad:
         return replace(
@@ -152,6 +185,8 @@ class Engine:
             step_token_s=self._cost.token_s,
             step_sequence_s=self._cost.sequence_s,
             adapter_copy_s=self._adapters.copy_s,
+            in_flight_s=self._in_flight.expected_s,
+            num_late_compilations=self._runner.num_late_compilations,
         )
 
     def has_adapter(self, digest: str) -> bool:
@@ -223,6 +258,7 @@ class Engine:
         step = _Step(batch, num_decoding=batch.num_decoding)
         step.num_prompt = batch.num_tokens - step.num_decoding
         step.usual_s = self._longest.expect(step.num_prompt)
+        step.expected_s = self._cost.seconds(step.num_prompt, step.num_decoding)
         self.usual_step_s = max(step.usual_s, self._in_flight.usual_s)
         try:
             step.launched = self._runner.launch(batch)
@@ -239,6 +275,25 @@ class Engine:
             self._runner.free_cache()
             step.lacks_memory = True
         return step
+
+    def _draw(self, step: _Step) -> None:
+        """Draws the tokens that need those which were committed just now. A draw that fails gives
+        no token: a step without memory is repeated in parts, and any other error ends its
+        requests."""
+        if step.launched is None:
+            return
+        try:
+            step.launched.draw()
+            return
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            step.launched = None
+            if not self._runner.is_out_of_memory(error):
+                step.error = error
+                return
+        self._runner.free_cache()
+        step.lacks_memory = True
 
     def _collect(self, step: _Step) -> list[TokenOutput]:
         samples: tuple[Sample, ...] = ()
@@ -300,10 +355,11 @@ class Engine:
         return outputs + self.scheduler.commit(done, [sample for _, sample in found])
 
     def _observe_cost(self, step: _Step, waited_s: float) -> None:
-        """Records the step's duration: its launch, and the wait for it after the next step's
-        launch. Do not time from the previous collect: it happens after this launch, which may keep
-        the host busy longer than the device, so that prompts would look free."""
+        """Records and charges the step's duration: its launch, and the wait for it after the next
+        step's launch. Do not time from the previous collect: it happens after this launch, which
+        may keep the host busy longer than the device, so that prompts would look free."""
         seconds = step.launch_s + waited_s
+        charge_step(step.batch, seconds)
         self._cost.observe(step.num_prompt, step.num_decoding, seconds)
         self._longest.observe(step.num_prompt, seconds)
 
@@ -318,6 +374,7 @@ class _Step:
     num_prompt: int = 0  # tokens
     num_decoding: int = 0  # sequences
     usual_s: float = 0.0  # as `Engine.usual_step_s`
+    expected_s: float = 0.0  # by its cost
 
 
 def _as_int64(seed: int) -> int:

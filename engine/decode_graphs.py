@@ -2,8 +2,8 @@
 
 A replay costs the host one launch instead of some hundreds. Everything that changes between steps
 (tokens, block tables, adapters) is data in static buffers, so a graph serves every mix of adapters;
-steps without any adapter have graphs of their own, without LoRA kernels. All graphs share one
-memory pool: only one runs at a time.
+steps without any adapter have graphs of their own, without LoRA kernels, and so have steps whose
+adapters have attention's sites only. All graphs share one memory pool: only one runs at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
+from engine.inputs import LoraReach
+
 GraphMemory = Any  # torch's handle of the pool that a graph's tensors come from
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     size: int  # sequences; of pieces: tokens
-    has_lora: bool
+    lora: LoraReach
 
 
 def graph_sizes(max_seqs: int) -> tuple[int, ...]:
@@ -45,10 +47,11 @@ class DecodeGraphs:
 
     def keys(self, with_lora: bool) -> list[GraphKey]:
         """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""
+        reaches = (LoraReach.ALL, LoraReach.ATTENTION, LoraReach.QKV, LoraReach.NONE)
         return [
-            GraphKey(size, has_lora)
+            GraphKey(size, reach)
             for size in reversed(self._sizes)
-            for has_lora in ((True, False) if with_lora else (False,))
+            for reach in (reaches if with_lora else (LoraReach.NONE,))
         ]
 
     def capture(self, key: GraphKey, memory: GraphMemory) -> None:

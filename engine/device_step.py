@@ -3,6 +3,10 @@
 Decode steps replay a graph, small steps with prompts replay a graph between the attention of every
 two layers, all others launch kernel by kernel. The drawn tokens stay on the device as the next
 step's inputs; the host gets a copy. Only `collect` waits for the device.
+
+The draw of a row with a grammar or penalties needs a token that the step before may still hold on
+the device. A step with such rows launches its forward pass alone, and draws all rows later, once
+the step before is committed: a row's draw depends on that row only.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,10 +25,11 @@ from engine.decode_graphs import DecodeGraphs, GraphKey, graph_sizes
 from engine.errors import EngineDeadError
 from engine.inputs import ForwardInputs
 from engine.kv_cache import KVCache
+from engine.masks import Masks
 from engine.model import Model
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import with_prompt_logprobs
-from engine.sampler import change_logits_, changes_logits, upload
+from engine.sampler import change_logits_, changes_logits, draws_late, upload
 from engine.step_inputs import SamplingInputs, StepInputs, StepLimits
 from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
 from engine.types import Sequence as Choice
@@ -67,19 +72,50 @@ class _Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class _Undrawn:
+    """The logits of a step and the source of its draw's parameters; both are valid until the next
+    launch."""
+
+    logits: torch.Tensor | None  # [R, V]; None: no sequence samples
+    parts: tuple[ScheduledSequence, ...]  # one per row
+    inputs: StepInputs
+    is_drawn: bool  # by the graph, from unchanged logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    token_ids: torch.Tensor  # [rows] int32, pinned
+    done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
+    logprobs: _Logprobs | None
+
+
+@dataclass(slots=True)
 class DeviceStep:
     steps: DeviceSteps
     batch: ScheduledBatch
-    drawn: torch.Tensor  # [rows] int32, pinned
-    done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
-    logprobs: _Logprobs | None
     prompts: _Prompts | None
+    undrawn: _Undrawn | None  # None: drawn, or the draw has failed
+    drawn: _Drawn | None = None
+
+    def draw(self) -> None:
+        """Draws if `launch` left it. After an exception the step cannot be drawn again, because its
+        logits are changed in place, but no other step has read its tokens: it can be repeated."""
+        undrawn, self.undrawn = self.undrawn, None
+        if undrawn is None:
+            return
+        for part in undrawn.parts:
+            sequence = part.sequence  # without blocks it has ended, and its draw is discarded
+            is_known = part.end <= len(sequence.token_ids) or not sequence.block_table
+            assert is_known, "a step is drawn before the step before is committed"
+        with device_faults(), torch.inference_mode():
+            self.drawn = self.steps.draw(undrawn)
 
     def collect(self) -> tuple[Sample, ...]:
+        assert self.drawn is not None, "a step is collected before its draw"
         with device_faults():
-            if self.done is not None:
-                self.done.synchronize()
-            return self.steps.read(self)
+            if self.drawn.done is not None:
+                self.drawn.done.synchronize()
+            return self.steps.read(self.batch, self.drawn, self.prompts)
 
 
 class DeviceSteps:
@@ -101,7 +137,7 @@ class DeviceSteps:
         self._model = model
         self._kv = kv
         self._pool = pool
-        self._has_lora = pool.num_pages > 0
+        self._has_lora = pool.num_blocks > 0
         self._eos_token_ids = eos_token_ids
         device = kv.k[0].device
         self._drawn = torch.zeros(limits.max_seqs, dtype=torch.int32, device=device)
@@ -111,7 +147,9 @@ class DeviceSteps:
             for _ in range(2)
         ]
         self._turn = 0
-        self._drawn_rows: dict[Choice, int] = {}  # rows of the newest step
+        # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
+        self._drawn_rows: dict[Choice, int] = {}
+        self._masks = Masks(limits.max_seqs, model.config.vocab_size, device)
         scratch = attention_scratch(limits.max_seqs, limits.heads, device)
         self._decode = StepInputs(
             limits.max_seqs, limits, pool, scratch, self._drawn, is_decode=True
@@ -156,6 +194,28 @@ class DeviceSteps:
         """Runs the largest pieces without graphs, to measure their memory."""
         self._pieces.run_largest(self._has_lora)
 
+    @property
+    def mask_bytes(self) -> int:
+        """The bytes on the device that the masks of grammars hold from the start."""
+        return self._masks.device_bytes
+
+    def mask_once(self) -> None:
+        """Launches the mask of grammars, which no batch of the warm-up has."""
+        self._masks.run_once()
+
+    def trace(self) -> None:
+        """Runs every graph's step on meta tensors, which records the kernels that it launches."""
+        for key in self._graphs.keys(self._has_lora):
+            self._run_static(key)
+        for key in self._pieces.keys(self._has_lora):
+            self._pieces.run(key)
+
+    def trace_batch(self, batch: ScheduledBatch) -> None:
+        """Runs a step outside the graphs on meta tensors, without its copies to the host."""
+        inputs, hidden = self._forward_mixed(batch)
+        rows = inputs.num_samples
+        self._draw(self._model.logits(hidden[:rows], inputs, 0), self._mixed.sampling(rows))
+
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
         with device_faults():
             return self._launch(batch)
@@ -165,17 +225,26 @@ class DeviceSteps:
         size = self._graphs.size_for(len(parts)) if self._decode.fits_graph(batch) else None
         prompts = None
         if size is not None:
-            has_lora = self._decode.write_for_graph(batch, self._drawn_rows, size)
-            logits = self._graphs.replay(GraphKey(size, has_lora))[: len(parts)]
-            logprobs = self._finish(logits, parts, self._decode, True)
+            reach = self._decode.write_for_graph(batch, self._drawn_rows, size)
+            logits = self._graphs.replay(GraphKey(size, reach))[: len(parts)]
+            undrawn = _Undrawn(logits, parts, self._decode, True)
         else:
             inputs, hidden = self._forward_mixed(batch)
-            logprobs = None
+            undrawn = _Undrawn(None, parts, self._mixed, False)
             if parts:
-                logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
-                logprobs = self._finish(logits, parts, self._mixed, False)
+                logits = self._model.logits(hidden[: len(parts)], inputs, 0)
+                undrawn = _Undrawn(logits, parts, self._mixed, False)
             if hidden.shape[0] > len(parts):
                 prompts = _Prompts(inputs, hidden)
+        self._drawn_rows = {}
+        if any(draws_late(part) for part in parts):
+            return DeviceStep(self, batch, prompts, undrawn)
+        return DeviceStep(self, batch, prompts, None, self.draw(undrawn))
+
+    def draw(self, step: _Undrawn) -> _Drawn:
+        """Draws the tokens and starts their way to the host."""
+        parts = step.parts
+        logprobs = None if step.logits is None else self._finish(step.logits, step)
         self._drawn_rows = {part.sequence: row for row, part in enumerate(parts)}
         self._turn ^= 1
         host_drawn = self._host_drawn[self._turn][: len(parts)]
@@ -183,7 +252,7 @@ class DeviceSteps:
         done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
-        return DeviceStep(self, batch, host_drawn, done, logprobs, prompts)
+        return _Drawn(host_drawn, done, logprobs)
 
     def _forward_mixed(self, batch: ScheduledBatch) -> tuple[ForwardInputs, torch.Tensor]:
         size = self._pieces.size_for(batch.num_tokens)
@@ -194,12 +263,14 @@ class DeviceSteps:
             return inputs, self._model.forward(inputs, self._kv, self._pool)
         return inputs, self._pieces.forward(inputs, batch.num_tokens, size)
 
-    def read(self, step: DeviceStep) -> tuple[Sample, ...]:
-        token_ids: list[int] = step.drawn.tolist()
-        logprobs = step.logprobs.read(token_ids) if step.logprobs else {}
+    def read(
+        self, batch: ScheduledBatch, drawn: _Drawn, prompts: _Prompts | None
+    ) -> tuple[Sample, ...]:
+        token_ids: list[int] = drawn.token_ids.tolist()
+        logprobs = drawn.logprobs.read(token_ids) if drawn.logprobs else {}
         samples: list[Sample] = []
         row = 0
-        for part in step.batch.sequences:
+        for part in batch.sequences:
             if not part.samples:
                 samples.append(Sample(None))
                 continue
@@ -209,25 +280,20 @@ class DeviceSteps:
             else:
                 samples.append(Sample(token_id, logprobs.get(row)))
             row += 1
-        if step.prompts is None:
+        if prompts is None:
             return tuple(samples)
-        inputs, hidden = step.prompts.inputs, step.prompts.hidden
-        return with_prompt_logprobs(step.batch, samples, inputs, hidden, self._model, self._pool)
+        inputs, hidden = prompts.inputs, prompts.hidden
+        return with_prompt_logprobs(batch, samples, inputs, hidden, self._model)
 
     def _run_static(self, key: GraphKey) -> torch.Tensor:
-        inputs, sampling = self._decode.for_graph(key.size, key.has_lora)
+        inputs, sampling = self._decode.for_graph(key.size, key.lora)
         hidden = self._model.forward(inputs, self._kv, self._pool)
-        logits = self._model.logits(hidden, inputs, 0, self._pool)
+        logits = self._model.logits(hidden, inputs, 0)
         self._draw(logits, sampling)
         return logits
 
-    def _finish(
-        self,
-        logits: torch.Tensor,  # [R, V]
-        parts: Sequence[ScheduledSequence],
-        inputs: StepInputs,
-        is_drawn: bool,  # already drawn by the graph, from unchanged logits
-    ) -> _Logprobs | None:
+    def _finish(self, logits: torch.Tensor, step: _Undrawn) -> _Logprobs | None:
+        parts, is_drawn = step.parts, step.is_drawn
         wanted = tuple(
             row
             for row, part in enumerate(parts)
@@ -240,8 +306,10 @@ class DeviceSteps:
         if any(changes_logits(part) for part in parts):
             change_logits_(logits, parts, self._eos_token_ids)
             is_drawn = False
+        if self._masks.apply_(logits, parts):
+            is_drawn = False
         if not is_drawn:
-            self._draw(logits, inputs.sampling(len(parts)))
+            self._draw(logits, step.inputs.sampling(len(parts)))
         if raw is None:
             return None
         limits = tuple(parts[row].sequence.request.params.logprobs or 0 for row in wanted)

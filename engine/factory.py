@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.grammars import Grammars
 from engine.runner import ModelRunner
 from engine.service import AdapterReader, AsyncEngine
+from lora.convert import compute_alone
+from lora.header import ReadBuffer
+from lora.page_image import PackedAdapter
 
 T = TypeVar("T")
 
@@ -21,9 +29,24 @@ class FolderReader:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        # Those that no thread reads into. The first has room for an adapter of rank 16.
+        self._buffers = deque([ReadBuffer(runner.adapters.page_bytes)])
 
     def read(self, digest: str, path: str) -> Callable[[], None]:
-        adapter = _apart(lambda: self._runner.read_adapter(digest, Path(path)))
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = ReadBuffer()
+
+        def read() -> PackedAdapter:
+            compute_alone()
+            return self._runner.read_adapter(digest, Path(path), buffer)
+
+        try:
+            adapter = _apart(read)
+        finally:
+            torch.set_num_threads(self._runner.num_threads)  # of threads that begin later
+            self._buffers.append(buffer)
 
         def insert() -> None:
             self._runner.insert_adapter(adapter)
@@ -48,4 +71,10 @@ def open_engine(
 ) -> AsyncEngine:
     """Loads the model (minutes for a large model). The caller starts the engine."""
     runner = _apart(lambda: ModelRunner(config))
-    return AsyncEngine(Engine(config, runner), reader_of(runner))
+    model = runner.model_config
+    # Before the engine is ready: it takes some tenths of a second, in which no thread can step.
+    grammars = Grammars.load(Path(config.model_path), model.vocab_size, model.eos_token_ids)
+    engine = AsyncEngine(Engine(config, runner, grammars=grammars), reader_of(runner))
+    # Otherwise the engine's thread would take over the number of the threads that read adapters.
+    engine.call_first(partial(torch.set_num_threads, runner.num_threads))
+    return engine

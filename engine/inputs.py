@@ -8,6 +8,7 @@ All layers share one ForwardInputs. `build_inputs` makes fresh tensors for every
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -28,6 +29,15 @@ class DeviceTokens:
     drawn: torch.Tensor  # [rows] int32; below 0: its logits were not finite
 
 
+class LoraReach(IntEnum):
+    """The sites that the adapters of a step have: the others run as without adapters."""
+
+    NONE = 0
+    ALL = 1
+    QKV = 2
+    ATTENTION = 3  # qkv and o
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
     token_ids: torch.Tensor  # [T]
@@ -40,6 +50,11 @@ class ForwardInputs:
     lora: LoraBatch | LoraPlan | None
     optional_lora: LoraBatch | None  # of lm_head and the embedding, if an adapter here has them
     in_flight: DeviceTokens | None = None  # None: all ids are in token_ids
+    reach: LoraReach = LoraReach.ALL  # of `lora`
+
+    def lora_at(self, *reaches: LoraReach) -> LoraBatch | LoraPlan | None:
+        """Returns `lora` for sites that only adapters of these reaches have."""
+        return self.lora if self.reach in reaches else None
 
 
 def build_inputs(

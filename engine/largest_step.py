@@ -1,11 +1,31 @@
-"""The largest step that a configuration allows, to measure its memory and to warm up."""
+"""The largest step that a configuration allows: its sizes, and a batch that has them, to measure
+its memory."""
 
 from __future__ import annotations
 
+from engine.config import EngineConfig
+from engine.model_config import ModelConfig
+from engine.step_inputs import StepLimits
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
+from kernels.paged_plan import HeadShape
 
 # With the log-probabilities that a client may request: they need memory of their own.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1, logprobs=20)
+
+
+def max_step_tokens(config: EngineConfig) -> int:
+    """Returns the tokens of the largest step: at least one token of every sequence."""
+    return max(config.max_num_batched_tokens, config.max_num_seqs)
+
+
+def step_limits(config: EngineConfig, model: ModelConfig, max_model_len: int) -> StepLimits:
+    return StepLimits(
+        config.max_num_seqs,
+        max_model_len,
+        config.block_size,
+        HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
+        config.max_lora_rank,
+    )
 
 
 def largest_batch(

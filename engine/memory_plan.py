@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from engine.errors import EngineMemoryError
 
 GIB = 1024**3
-_MAX_POOL_PAGES = 1024  # the default's limit: more adapters at a time than a step has sequences
-_MIN_POOL_PAGES = 16
+# Of rank 16 on all linear layers. The limit of the default: more than a step has sequences.
+_MAX_POOL_ADAPTERS = 1024
+_MIN_POOL_ADAPTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,12 @@ def check_asked(asked: Mapping[str, int | None], memory_bytes: int, where: str) 
 def default_adapter_pool_bytes(
     *, total: int, utilization: float, weights: int, page_bytes: int
 ) -> int:
-    """Returns an eighth of the share after the weights: on 140 GB, 148 adapters of rank 16 next to
-    a base of 8B. Small devices: 16 pages, if that is no more than a quarter."""
+    """Returns an eighth of the share after the weights: on 140 GB, 160 adapters of rank 16 on all
+    linear layers of a base of 8B. Small devices: 16 of them, if that is no more than a quarter.
+    `page_bytes`: of one such adapter."""
     left = max(0, int(total * utilization) - weights)
-    size = max(left // 8, min(_MIN_POOL_PAGES * page_bytes, left // 4))
-    return min(size // page_bytes, _MAX_POOL_PAGES) * page_bytes
+    size = max(left // 8, min(_MIN_POOL_ADAPTERS * page_bytes, left // 4))
+    return min(size // page_bytes, _MAX_POOL_ADAPTERS) * page_bytes
 
 
 def default_adapter_host_bytes(*, pool_bytes: int, memory_bytes: int) -> int:

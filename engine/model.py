@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding, linear
 
-from engine.inputs import ForwardInputs
+from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, lora_sites
 from engine.rope import cos_sin_table
@@ -47,7 +47,7 @@ class Model:
 
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
         """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens."""
-        added, residual = None, self.embed(inputs, pool)
+        added, residual = None, self.embed(inputs)
         for i in range(self.config.num_layers):
             q, residual = self.before_attention(i, added, residual, inputs, kv, pool)
             attended = self.attend(i, q, inputs, kv)
@@ -94,10 +94,12 @@ class Model:
         pool: AdapterPool,
     ) -> tuple[Product, torch.Tensor]:
         """Returns the layer's addition to the residual, and the residual."""
-        layer, lora, eps = self.weights.layers[index], inputs.lora, self.config.rms_norm_eps
+        layer, eps = self.weights.layers[index], self.config.rms_norm_eps
+        lora = inputs.lora_at(LoraReach.ALL, LoraReach.ATTENTION)
         _, o_site, gate_up_site, down_site = self._layer_sites[index]
         o = adapted_linear(o_site, attended, layer.o, layer.o_bias, lora, pool)
         hidden, residual = product_add_rms_norm(o, residual, layer.post_norm, eps)
+        lora = inputs.lora_at(LoraReach.ALL)
         gate_up = adapted_linear(
             gate_up_site, hidden, layer.gate_up, layer.gate_up_bias, lora, pool
         )
@@ -113,9 +115,7 @@ class Model:
         residual = residual.index_select(0, inputs.logit_rows)
         return add_rms_norm(hidden, residual, norm, eps)[0]
 
-    def logits(
-        self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
-    ) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, inputs: ForwardInputs, first: int) -> torch.Tensor:
         """Turns [R, H] into [R, V] float32. The rows are those of the step's result from `first`
         on."""
         head = self.weights.head
@@ -125,22 +125,22 @@ class Model:
         else:
             logits = linear(hidden, head).float()
         lora = inputs.optional_lora
-        if lora is not None and pool.site_pool(self._head_site.name) is not None:
+        if lora is not None and lora.targets(self._head_site.name):
             rows = inputs.host_logit_rows[first : first + hidden.shape[0]]
-            apply_lora_(self._head_site, (logits,), hidden, lora.select(rows), pool)
+            apply_lora_(self._head_site, (logits,), hidden, lora.select(rows))
         return logits
 
-    def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
+    def embed(self, inputs: ForwardInputs) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
         if in_flight is None:
             embedded = embedding(token_ids, table)
         else:
             embedded = gather_embedding(token_ids, in_flight.sources, in_flight.drawn, table)
         lora = inputs.optional_lora
-        if lora is not None:
+        if lora is not None and lora.targets(self._embedding_site.name):
             if in_flight is not None:
                 token_ids = resolve_tokens(token_ids, in_flight.sources, in_flight.drawn)
-            apply_lora_embedding_(self._embedding_site, embedded, token_ids, lora, pool)
+            apply_lora_embedding_(self._embedding_site, embedded, token_ids, lora)
         return embedded
 
     def _project(

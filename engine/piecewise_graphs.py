@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from engine.decode_graphs import GraphKey, GraphMemory
-from engine.inputs import ForwardInputs
+from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
 from engine.model import Model
 from lora.pool import AdapterPool
@@ -86,11 +86,8 @@ class PiecewiseGraphs:
 
     def keys(self, with_lora: bool) -> list[GraphKey]:
         """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""
-        return [
-            GraphKey(size, has_lora)
-            for size in reversed(self._sizes)
-            for has_lora in ((True, False) if with_lora else (False,))
-        ]
+        reaches = (LoraReach.ALL, LoraReach.NONE) if with_lora else (LoraReach.NONE,)
+        return [GraphKey(size, reach) for size in reversed(self._sizes) for reach in reaches]
 
     def overhead(self, with_lora: bool) -> int:
         """Returns an estimate of the graphs' bytes beyond their steps' tensors."""
@@ -108,7 +105,11 @@ class PiecewiseGraphs:
     def run_largest(self, with_lora: bool) -> None:
         """Runs the largest captured pieces without graphs, to measure their memory."""
         for key in self.keys(with_lora)[:1]:
-            self._run(key, self._new_crossing(), lambda piece: piece())
+            self.run(key)
+
+    def run(self, key: GraphKey) -> None:
+        """Runs the pieces without graphs."""
+        self._run(key, self._new_crossing(), lambda piece: piece())
 
     def forward(self, inputs: ForwardInputs, num_tokens: int, size: int) -> torch.Tensor:
         """Computes `Model.forward` for the static inputs of `size`, of which `num_tokens` are
@@ -116,7 +117,9 @@ class PiecewiseGraphs:
         crossing = self._crossing
         assert crossing is not None
         assert inputs.logit_rows is not None
-        first, *others = self._pieces[GraphKey(size, inputs.lora is not None)]
+        first, *others = self._pieces[
+            GraphKey(size, LoraReach.NONE if inputs.lora is None else LoraReach.ALL)
+        ]
         q, attended = crossing.queries[:num_tokens], crossing.attended[:num_tokens]
         first()
         for i, piece in enumerate(others):
@@ -127,14 +130,17 @@ class PiecewiseGraphs:
     def _run(self, key: GraphKey, crossing: _Crossing, do: Callable[[Piece], None]) -> None:
         """Passes the pieces to `do`, one after the other."""
         model, kv, pool = self._model, self._kv, self._pool
-        inputs, last = self._inputs_of(key.size, key.has_lora), model.config.num_layers - 1
+        inputs, last = (
+            self._inputs_of(key.size, key.lora is not LoraReach.NONE),
+            model.config.num_layers - 1,
+        )
         q, normed = crossing.queries[: key.size], crossing.normed[: key.size]
         attended = crossing.attended[: key.size].flatten(1)
         # Passed from a piece to the next, which drops it: until then its memory is not reused.
         residuals: list[torch.Tensor] = []
 
         def begin() -> None:
-            embedded = model.embed(inputs, pool)
+            embedded = model.embed(inputs)
             residuals.append(model.before_attention(0, None, embedded, inputs, kv, pool, q)[1])
 
         def go_on(i: int) -> None:

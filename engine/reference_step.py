@@ -18,6 +18,9 @@ from lora.pool import AdapterPool
 class FinishedStep:
     samples: tuple[Sample, ...]
 
+    def draw(self) -> None:
+        """Does nothing: `launch` has drawn all, since no step runs ahead."""
+
     def collect(self) -> tuple[Sample, ...]:
         return self.samples
 
@@ -41,10 +44,8 @@ class ReferenceSteps:
         parts = [part for part in batch.sequences if part.samples]
         answers: list[Sample] = []
         if parts:
-            logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
+            logits = self._model.logits(hidden[: len(parts)], inputs, 0)
             answers = sample(logits, parts, self._eos_token_ids)
         drawn = iter(answers)
         samples = [next(drawn) if part.samples else Sample(None) for part in batch.sequences]
-        return FinishedStep(
-            with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
-        )
+        return FinishedStep(with_prompt_logprobs(batch, samples, inputs, hidden, self._model))

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,21 +30,22 @@ from engine.device_memory import (
     peak_bytes,
 )
 from engine.device_step import DeviceSteps
-from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
-from engine.largest_step import largest_batch, num_blocks
+from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
 from engine.memory_plan import DeviceUse, check_asked
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.reference_step import ReferenceSteps
-from engine.step_inputs import StepLimits
+from engine.resolved import resolve_backend, resolve_device, resolve_dtype, resolve_max_len
 from engine.types import LaunchedStep, Sample, ScheduledBatch
+from engine.warm_up import PreparedKernels, prepare_kernels, run_warm_up
 from engine.weights import Weights, load_weights, random_weights
-from kernels.backend import HAS_TRITON, IS_INTERPRETED, allow_triton
+from kernels.compilations import load_kernels, num_late_compilations, watch_compilations
+from kernels.kernel_call import KernelCall
 from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
-from kernels.paged_plan import HeadShape
 from lora.adapter import read_adapter
+from lora.header import ReadBuffer
 from lora.page_image import PackedAdapter
 from lora.pool import AdapterPool
 
@@ -60,18 +63,23 @@ class ModelRunner:
                 f"max_lora_rank is {config.max_lora_rank}, but must be between 1 and {limit}"
             )
         # Not torch's own default: Ray sets it to 1 in an actor that reserves no CPUs.
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-        self.device = _resolve_device(config)
-        uses_triton = _resolve_backend(config, self.device)
-        self.dtype = _resolve_dtype(config, self.device)
+        self.num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.num_threads)
+        self.device = resolve_device(config)
+        uses_triton = resolve_backend(config, self.device)
+        self.dtype = resolve_dtype(config, self.device)
         folder = Path(config.model_path)
         self.model_config: ModelConfig = read_model_config(folder)
-        self.max_model_len = _resolve_max_len(config, self.model_config)
+        self.max_model_len = resolve_max_len(config, self.model_config)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
         check_asked_memory(config, self.device)
         empty = look_at_empty_device(self.device) if self.device.type == "cuda" else None
-        self._weights, weight_bytes = self._load(folder, config)
+        calls: frozenset[KernelCall] = frozenset()
+        if empty is not None and uses_triton:
+            self._weights, weight_bytes, calls = self._load_beside_kernels(folder, config)
+        else:
+            self._weights, weight_bytes = self._load(folder, config)
         self._model = Model(self.model_config, self._weights, self.max_model_len)
         self.adapters = self._make_pool(config, weight_bytes)
         if empty is None:
@@ -87,7 +95,7 @@ class ModelRunner:
                     "this machine, apart from other processes,",
                 )
         else:
-            use = self._measure(config, empty, weight_bytes, uses_triton)
+            use = self._measure(config, empty, weight_bytes, uses_triton, calls)
             plan = plan_kv(self.model_config, config, self.max_model_len, self.dtype, use)
             logger.info("device memory\n%s", plan.table())
             self.num_blocks = plan.num_blocks
@@ -101,14 +109,20 @@ class ModelRunner:
                 "capturing graphs", ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
             ):
                 self._capture(self._steps)
+        if isinstance(self._steps, DeviceSteps) and empty:
+            with explain_out_of_memory(
+                "warming up", ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
+            ):
+                self._warm_up(self._steps, config)
+            watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
         logger.info(
-            "%s on %s in %s: %d KV blocks, %d adapter pages, %.1f s",
+            "%s on %s in %s: %d KV blocks, %d adapter blocks, %.1f s",
             self.model_config.architecture,
             self.device,
             self.dtype,
             self.num_blocks,
-            self.adapters.num_pages,
+            self.adapters.num_blocks,
             time.perf_counter() - started_s,
         )
 
@@ -119,7 +133,12 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
         """Launches a step and waits for it."""
-        return self._steps.launch(batch).collect() if batch.sequences else ()
+        return _run(self._steps, batch) if batch.sequences else ()
+
+    @property
+    def num_late_compilations(self) -> int:
+        """The kernels that were compiled, or read from disk, after the engine was ready."""
+        return num_late_compilations()
 
     def is_out_of_memory(self, error: Exception) -> bool:
         return is_out_of_memory(error)
@@ -129,10 +148,14 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def read_adapter(self, digest: str, path: Path) -> PackedAdapter:
-        """Reads, checks and packs an adapter for the device, in any thread. Raises AdapterError."""
+    def read_adapter(
+        self, digest: str, path: Path, buffer: ReadBuffer | None = None
+    ) -> PackedAdapter:
+        """Reads, checks and packs an adapter for the device, in any thread, through the buffer.
+        Raises AdapterError."""
+        max_rank, base_weight = self._max_lora_rank, self._weights.of_module
         return self.adapters.pack(
-            read_adapter(path, digest, self._sites, self._max_lora_rank, self._weights.of_module)
+            read_adapter(path, digest, self._sites, max_rank, base_weight, buffer)
         )
 
     def insert_adapter(self, adapter: PackedAdapter) -> tuple[str, ...]:
@@ -148,6 +171,20 @@ class ModelRunner:
         last reference."""
         return self.adapters.remove(digest)
 
+    def _load_beside_kernels(
+        self, folder: Path, config: EngineConfig
+    ) -> tuple[Weights, int, frozenset[KernelCall]]:
+        """Loads the weights while a thread lists the kernels and compiles those that are missing.
+        Returns the weights, their bytes on the device, and the kernels."""
+        has_failed = threading.Event()
+        with ThreadPoolExecutor(1, "kernels") as thread:
+            kernels = thread.submit(self._prepare_kernels, config, has_failed)
+            try:
+                return *self._load(folder, config), kernels.result().calls
+            except BaseException:
+                has_failed.set()  # otherwise the error would wait for all kernels
+                raise
+
     def _load(self, folder: Path, config: EngineConfig) -> tuple[Weights, int]:
         """Returns the weights, and their bytes on a CUDA device."""
         is_cuda = self.device.type == "cuda"
@@ -158,6 +195,16 @@ class ModelRunner:
             else:
                 weights = load_weights(folder, self.model_config, self.dtype, self.device)
         return weights, allocated_bytes(self.device) - held if is_cuda else 0
+
+    def _prepare_kernels(self, config: EngineConfig, stop: threading.Event) -> PreparedKernels:
+        return prepare_kernels(
+            config,
+            self.model_config,
+            self.dtype,
+            self.max_model_len,
+            torch.cuda.get_device_capability(self.device),
+            stop,
+        )
 
     def _make_pool(self, config: EngineConfig, weight_bytes: int) -> AdapterPool:
         budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
@@ -170,6 +217,10 @@ class ModelRunner:
     def _capture(self, steps: DeviceSteps) -> None:
         steps.capture()
 
+    def _warm_up(self, steps: DeviceSteps, config: EngineConfig) -> None:
+        limits = step_limits(config, self.model_config, self.max_model_len)
+        run_warm_up(steps, config, limits, self.num_blocks, self.adapters, self._sites)
+
     def _allocate_kv(self, num_blocks: int, config: EngineConfig) -> KVCache:
         return allocate_kv_cache(
             self.model_config, num_blocks, config.block_size, self.dtype, self.device
@@ -177,17 +228,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _measure(
-        self, config: EngineConfig, empty: EmptyDevice, weights: int, uses_triton: bool
+        self,
+        config: EngineConfig,
+        empty: EmptyDevice,
+        weights: int,
+        uses_triton: bool,
+        calls: frozenset[KernelCall],
     ) -> DeviceUse:
-        """Measures the memory of the largest steps, on a cache of a few blocks."""
-        max_tokens, max_len = _max_tokens(config), self.max_model_len
+        """Measures the memory of the largest steps, on a cache of a few blocks, and of the
+        kernels' binaries."""
+        max_tokens, max_len = max_step_tokens(config), self.max_model_len
         batch = largest_batch(max_tokens, config.max_num_seqs, max_len, config.block_size)
         kv = self._allocate_kv(num_blocks(max_tokens, max_len, config.block_size), config)
         steps = self._make_steps(kv, config, uses_triton)
         with explain_out_of_memory(
             "trying the largest step", ("max_num_batched_tokens", "max_num_seqs")
         ):
-            activations = peak_bytes(self.device, lambda: steps.launch(batch).collect())
+            activations = peak_bytes(self.device, lambda: load_kernels(calls))
+            activations += peak_bytes(self.device, lambda: _run(steps, batch))
+            if isinstance(steps, DeviceSteps):
+                activations += steps.mask_bytes
             graphs = 0
             if isinstance(steps, DeviceSteps) and not config.enforce_eager:
                 # One pool for both kinds, but memory that one kind frees need not fit the other.
@@ -210,67 +270,18 @@ class ModelRunner:
         model = self.model_config
         if not uses_triton:
             return ReferenceSteps(self._model, kv, self.adapters, model.eos_token_ids)
-        limits = StepLimits(
-            config.max_num_seqs,
-            self.max_model_len,
-            config.block_size,
-            HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
-            config.max_lora_rank,
-        )
         return DeviceSteps(
             self._model,
             kv,
             self.adapters,
-            limits,
-            _max_tokens(config),
+            step_limits(config, model, self.max_model_len),
+            max_step_tokens(config),
             model.eos_token_ids,
             has_pieces=config.piecewise_graphs,
         )
 
 
-def _max_tokens(config: EngineConfig) -> int:
-    """Returns the largest step: at least one token of every sequence."""
-    return max(config.max_num_batched_tokens, config.max_num_seqs)
-
-
-def _resolve_backend(config: EngineConfig, device: torch.device) -> bool:
-    """Returns True for Triton. `auto` selects it if there is a CUDA device."""
-    wants = config.backend == "triton" or (config.backend == "auto" and device.type == "cuda")
-    if wants and not HAS_TRITON:
-        raise UnsupportedModelError(
-            f"backend is {config.backend}, and triton is not installed: pip install 'loraplex[gpu]'"
-        )
-    if wants and device.type != "cuda" and not IS_INTERPRETED:
-        raise UnsupportedModelError("backend is triton: it needs a CUDA device, use reference")
-    allow_triton(wants)
-    logger.info("backend %s", "triton" if wants else "reference: the kernels are torch operations")
-    return wants
-
-
-def _resolve_device(config: EngineConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise UnsupportedModelError("device is cuda: torch finds no CUDA device")
-    use_cuda = config.device == "cuda" or (config.device == "auto" and has_cuda)
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
-
-
-def _resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]
-
-
-def _resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_len
-    if not 0 < config.max_model_len <= model.max_len:
-        raise UnsupportedModelError(
-            f"max_model_len is {config.max_model_len}, the base was made for {model.max_len}"
-        )
-    return config.max_model_len
+def _run(steps: DeviceSteps | ReferenceSteps, batch: ScheduledBatch) -> tuple[Sample, ...]:
+    step = steps.launch(batch)
+    step.draw()
+    return step.collect()

@@ -1,4 +1,5 @@
-"""Logits to Samples: per-row parameters as tensors, penalties, bans, the draw, log-probabilities.
+"""Logits to Samples: per-row parameters as tensors, penalties, bans, masks, the draw,
+log-probabilities.
 
 The kernels hold the arithmetic. A row depends on its own sequence only: its parameters, its tokens,
 and random numbers keyed by (seed, choice, position of the token drawn). A row that is not finite is
@@ -12,9 +13,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from engine.grammar_state import GrammarState, fill_masks
 from engine.stopping import banned_token_ids
 from engine.types import Sample, ScheduledSequence, TokenLogprobs
-from engine.types import Sequence as Choice
+from kernels.mask_logits import mask_logits_, num_mask_words
 from kernels.sampling import add_bias_, apply_penalties_, ban_, draw, gather_logprobs
 
 _SEED_MASK = 2**64 - 1
@@ -35,6 +37,9 @@ def sample(
     wanted = [i for i, limit in enumerate(limits) if limit is not None]
     raw = logits[wanted] if wanted else logits  # a copy, taken before the changes
     change_logits_(logits, parts, eos_token_ids)
+    if apply_masks_(logits, parts):
+        is_possible = (logits > float("-inf")).any(-1).tolist()
+        is_finite = [a and b for a, b in zip(is_finite, is_possible, strict=True)]
     drawn = _draw(logits, parts)
     token_ids = drawn.tolist()
     logprobs: dict[int, TokenLogprobs] = {}
@@ -107,6 +112,16 @@ def _draw(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> torch.Ten
     )
 
 
+def draws_late(part: ScheduledSequence) -> bool:
+    """Returns True if the draw depends on a token that may be in flight: of a grammar, which may
+    begin with it, or of penalties. Masks are filled while the device computes in any case."""
+    sequence = part.sequence
+    is_in_flight = part.end > len(sequence.token_ids)
+    return sequence.grammar_state is not None or (
+        is_in_flight and sequence.request.params.has_penalties
+    )
+
+
 def changes_logits(part: ScheduledSequence) -> bool:
     params = part.sequence.request.params
     return bool(params.logit_bias) or params.has_penalties or params.min_tokens > 0
@@ -116,7 +131,7 @@ def change_logits_(
     logits: torch.Tensor, parts: Sequence[ScheduledSequence], eos_token_ids: Collection[int]
 ) -> None:
     """Applies penalties, then bias, then bans."""
-    _penalize_(logits, [part.sequence for part in parts])
+    _penalize_(logits, parts)
     biases = [
         (row, token_id, value)
         for row, part in enumerate(parts)
@@ -142,14 +157,48 @@ def change_logits_(
         ban_(logits, pairs[:, 0], pairs[:, 1])
 
 
-def _penalize_(logits: torch.Tensor, choices: Sequence[Choice]) -> None:
+def masked_rows(parts: Sequence[ScheduledSequence]) -> tuple[list[int], list[GrammarState]]:
+    """Returns the rows whose grammar limits their next token, and the grammars' states. Draws that
+    are discarded are left out: the sequence has ended since the step was launched (and has no
+    blocks), or its next token is decided."""
+    rows: list[int] = []
+    states: list[GrammarState] = []
+    for row, part in enumerate(parts):
+        sequence, state = part.sequence, part.sequence.grammar_state
+        if state is None or not state.is_constraining:
+            continue
+        if sequence.block_table and part.end == len(sequence.token_ids):
+            rows.append(row)
+            states.append(state)
+    return rows, states
+
+
+def apply_masks_(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> bool:
+    """Excludes the tokens that the rows' grammars forbid, after all other changes. Returns False if
+    no row has such a grammar."""
+    rows, states = masked_rows(parts)
+    if not rows:
+        return False
+    masks = np.empty((len(rows), num_mask_words(logits.shape[1])), dtype=np.int32)
+    fill_masks(states, masks)
+    device = logits.device
+    mask_logits_(
+        logits,
+        upload(torch.from_numpy(masks), device),
+        upload(torch.tensor(rows, dtype=torch.int32), device),
+    )
+    return True
+
+
+def _penalize_(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> None:
     rows: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
     ids: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
     counts: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
-    for row, choice in enumerate(choices):
+    for row, part in enumerate(parts):
+        choice = part.sequence
         if not choice.request.params.has_penalties:
             continue
-        tokens = np.array(choice.token_ids, dtype=np.int64)
+        tokens = np.array(choice.token_ids[: part.end], dtype=np.int64)
         unique, places = np.unique(tokens, return_inverse=True)
         output_places = places[choice.num_prompt_tokens :]
         ids.append(unique)
@@ -157,7 +206,7 @@ def _penalize_(logits: torch.Tensor, choices: Sequence[Choice]) -> None:
         rows.append(np.full(len(unique), row, dtype=np.int64))
     if not rows:
         return
-    params = [choice.request.params for choice in choices]
+    params = [part.sequence.request.params for part in parts]
     device = logits.device
 
     def floats(values: list[float]) -> torch.Tensor:

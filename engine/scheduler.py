@@ -13,8 +13,7 @@ threads and text.
 Step n+1 may be scheduled before step n is committed: `schedule` counts from the end of the range in
 flight. Computed and drawn tokens are recorded in `commit` only, from the batch's own ranges, and
 sequences that left meanwhile are skipped. Blocks and adapters of such a sequence are released while
-the device may still use them; the runner keeps the order of steps, so nothing is overwritten before
-it was read.
+the device may still use them; the runner keeps the order of steps, so they are read before that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,12 @@ from engine.adapter_gate import AdapterGate
 from engine.block_tables import BlockTables, needs_prompt_logprobs
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
-from engine.stopping import Ending, ending
+from engine.grammar_gate import GrammarGate
+from engine.grammars import Grammars
+from engine.outputs import add_grammar_tokens, add_tokens, final_output, token_output
+from engine.prompt_budget import prompt_budget
+from engine.step_cost import StepCost
+from engine.stopping import Ending
 from engine.types import (
     NOT_FINITE,
     AdapterStore,
@@ -41,6 +45,9 @@ from engine.types import (
     Sequence,
     TokenOutput,
 )
+
+_COPY_STEPS = 2  # steps that an adapter's copy to the device takes at most
+_NEWEST = 0.1  # share of the newest wait in the mean
 
 
 def _age(sequence: Sequence) -> int:
@@ -65,11 +72,17 @@ class Scheduler:
         eos_token_ids: Collection[int],
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
+        cost: StepCost | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`cost`: the measured cost of steps; None: not measured. `grammars`: None: no request has
+        a grammar."""
         self._config = config
         self._clock = clock
+        self._cost = cost or StepCost()
         self._tables = BlockTables(blocks)
         self._gate = AdapterGate(adapters, config.max_adapter_overtakes)
+        self.grammar_gate = GrammarGate(grammars)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._waiting: list[Sequence] = []  # oldest first
@@ -78,6 +91,8 @@ class Scheduler:
         self._left: list[TokenOutput] = []  # final outputs, returned by the next commit
         self._num_sequences = 0
         self._num_preemptions = 0
+        self.preempted: list[str] = []  # request ids; the engine takes them after each step
+        self._adapter_room_s = 0.0
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -115,6 +130,7 @@ class Scheduler:
             sequence = Sequence(request, choice, seed, token_ids, added_s=self._clock())
             sequence.ordinal = self._num_sequences
             self._num_sequences += 1
+            self.grammar_gate.add(sequence)
             group.alive[choice] = sequence
             self._waiting.append(sequence)
         self._groups[request.request_id] = group
@@ -134,9 +150,7 @@ class Scheduler:
         scheduled = self._schedule_running()
         # A sequence that was just preempted must not return at once, nor others take its blocks.
         if num_preemptions == self._num_preemptions:
-            budget = self._config.max_num_batched_tokens
-            budget -= sum(item.end - item.start for item in scheduled)
-            scheduled += self._admit_waiting(budget)
+            scheduled += self._admit_waiting(self._rest_of_budget(scheduled))
         return ScheduledBatch(tuple(scheduled))
 
     def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> list[TokenOutput]:
@@ -157,15 +171,15 @@ class Scheduler:
         return self._drain_left()
 
     def load(self) -> EngineLoad:
-        queued = sum(len(s.token_ids) for s in self._waiting)
-        for sequence in self._running:
-            remaining = len(sequence.token_ids) - sequence.num_scheduled_tokens
-            queued += remaining if remaining > 1 or not sequence.num_output_tokens else 0
+        queued_tokens = self._queued_tokens()
         return EngineLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapter=self._gate.num_passed_over,
-            queued_tokens=queued,
+            queued_tokens=queued_tokens,
+            queued_tokens_for_adapter=self._gate.passed_over_tokens,
+            adapter_room_s=self._adapter_room_s,
+            step_prompt_tokens=self._prompt_budget(len(self._running), queued_tokens),
             num_blocks=self._tables.pool.num_blocks,
             num_free_blocks=self._tables.pool.num_free,
             num_preemptions=self._num_preemptions,
@@ -176,6 +190,7 @@ class Scheduler:
     def _schedule_running(self) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         budget = self._config.max_num_batched_tokens
+        prompts: int | None = None  # tokens left for prompts; counted at the first of them
         index = 0
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
@@ -188,28 +203,55 @@ class Scheduler:
             num_younger = len(self._running) - index
             count = min(sequence.num_tokens - start, max(1, budget - num_younger))
             assert count > 0
+            if sequence.num_tokens - start > 1:
+                if prompts is None:
+                    prompts = self._prompt_budget(self._num_decoding(), self._queued_tokens())
+                count = min(count, prompts)
+                prompts -= count
+                if not count:
+                    continue  # older prompts have all of them
             if not self._make_room(sequence, start + count):
                 break  # it was the youngest and is preempted itself
             scheduled.append(_take(sequence, start, start + count))
             budget -= count
         return scheduled
 
+    def _num_decoding(self) -> int:
+        return sum(s.num_tokens - s.num_scheduled_tokens == 1 for s in self._running)
+
+    def _prompt_budget(self, num_decoding: int, queued_tokens: int) -> int:
+        """Returns the prompt tokens of this step; called only if there are prompts."""
+        num_sequences = len(self._running) + len(self._waiting)
+        return prompt_budget(self._config, self._cost, num_decoding, num_sequences, queued_tokens)
+
+    def _rest_of_budget(self, scheduled: ListLike[ScheduledSequence]) -> int:
+        """Returns the tokens that a step with these sequences has left for admitted ones."""
+        if not self._waiting:
+            return 0
+        counts = [item.end - item.start for item in scheduled]
+        num_tokens, num_decoding = sum(counts), counts.count(1)
+        budget = self._prompt_budget(num_decoding, self._queued_tokens())
+        prompts = max(0, budget - num_tokens + num_decoding)
+        return min(self._config.max_num_batched_tokens - num_tokens, prompts)
+
+    def _queued_tokens(self) -> int:
+        """Returns the tokens still to prefill."""
+        queued = sum(len(s.token_ids) for s in self._waiting)
+        for sequence in self._running:
+            remaining = len(sequence.token_ids) - sequence.num_scheduled_tokens
+            queued += remaining if remaining > 1 or not sequence.num_output_tokens else 0
+        return queued
+
     def _waits_for_commit(self, sequence: Sequence) -> bool:
-        """Returns True if the token in flight is the last, or if the next one depends on its id."""
+        """Returns True if the token in flight is the last."""
         if not sequence.num_tokens_in_flight:
             return False
-        params = sequence.request.params
-        num_output = sequence.num_tokens - sequence.num_prompt_tokens
-        return (
-            num_output >= params.max_tokens
-            or sequence.num_tokens >= self._max_model_len
-            or params.has_penalties
-        )
+        most = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+        return sequence.num_tokens >= min(most, self._max_model_len)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates blocks, preempting younger sequences if needed. They come later in the walk, so
-        none is in the batch yet. Returns False if the sequence was the youngest and was preempted
-        itself."""
+        none is in the batch yet. Returns False if the sequence, as the youngest, was preempted."""
         while not self._tables.grow(sequence, num_tokens):
             victim = self._running[-1]
             assert victim is not self._running[0], "an admitted sequence fits into all blocks"
@@ -226,6 +268,7 @@ class Scheduler:
         if not sequence.num_output_tokens:
             sequence.prompt_logprobs.clear()
         self._num_preemptions += 1
+        self.preempted.append(sequence.request.request_id)
         insort(self._waiting, sequence, key=_age)
 
     def _admit_waiting(self, budget: int) -> list[ScheduledSequence]:
@@ -234,11 +277,17 @@ class Scheduler:
         for sequence in tuple(self._waiting):
             if len(self._running) >= self._config.max_num_seqs or budget == 0:
                 break
+            error = self.grammar_gate.error(sequence)
             if self._gate.is_lost(sequence):
                 error = f"adapter {sequence.request.adapter} is no longer loaded"
+            if error is not None:
                 self._leave(sequence, Ending("error"), error)
                 continue
-            if self._waits_for_prompt(sequence) or not self._gate.acquire(sequence):
+            if (
+                not self.grammar_gate.is_open(sequence)
+                or self._waits_for_prompt(sequence)
+                or not self._gate.acquire(sequence)
+            ):
                 continue
             count = self._tables.place(sequence, budget)
             if count == 0:  # no blocks: younger sequences, however small, wait behind it
@@ -247,6 +296,7 @@ class Scheduler:
             budget -= count
             if sequence.num_preemptions == 0:
                 sequence.queued_s = self._clock() - sequence.added_s
+            self._observe_room(sequence)
             self._gate.note_admitted(sequence)
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_age)
@@ -254,6 +304,13 @@ class Scheduler:
             admitted.append(_take(sequence, start, start + count))
         self._gate.prefetch(self._waiting)
         return admitted
+
+    def _observe_room(self, sequence: Sequence) -> None:
+        """Includes the wait of an admitted sequence in the mean wait for room for an adapter.
+        Copies of adapters that had room take one or two steps, and do not count."""
+        if sequence.num_refusals > _COPY_STEPS:
+            self._adapter_room_s += _NEWEST * (sequence.queued_s - self._adapter_room_s)
+        sequence.num_refusals = 0
 
     def _waits_for_prompt(self, sequence: Sequence) -> bool:
         """Returns True while the first choice computes the prompt whose blocks the others share.
@@ -269,58 +326,54 @@ class Scheduler:
             return None
         self._tables.publish(item)
         sequence.num_computed_tokens = item.end
-        sequence.num_tokens_in_flight -= item.samples
         if item.end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
         if needs_prompt_logprobs(sequence):
             if item.start == 0:
                 sequence.prompt_logprobs.append(None)
             sequence.prompt_logprobs += sample.prompt_logprobs
-        return None if sample.token_id is None else self._commit_token(sequence, sample)
+        # Otherwise the grammar forced the token while this step was in flight: its draw is void.
+        if item.samples and item.end == len(sequence.token_ids):
+            sequence.num_tokens_in_flight -= 1
+            if sample.token_id is not None:
+                return self._commit_token(sequence, sample, sample.token_id)
+        return None
 
-    def _commit_token(self, sequence: Sequence, sample: Sample) -> TokenOutput:
+    def _commit_token(
+        self, sequence: Sequence, sample: Sample, token_id: int
+    ) -> TokenOutput | None:
         offset = sequence.num_output_tokens
-        if sequence.request.params.max_tokens > 0:  # otherwise only the prompt was requested
-            assert sample.token_id is not None
-            sequence.token_ids.append(sample.token_id)
-        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + offset :])
-        end = ending(sequence, self._eos_token_ids, self._max_model_len)
+        if sequence.grammar_state is None:
+            end = add_tokens(sequence, token_id, self._eos_token_ids, self._max_model_len)
+        else:
+            found = add_grammar_tokens(
+                sequence,
+                token_id,
+                self._eos_token_ids,
+                self._max_model_len,
+                can_force=self._config.force_grammar_tokens,
+            )
+            if isinstance(found, str):
+                self._leave(sequence, Ending("error"), found)
+                return None
+            end = found
+            if sequence.num_output_tokens > offset + 1:
+                sequence.num_tokens_in_flight = 0
         if end is not None:
             self._forget(sequence)
-        queued_s, sequence.queued_s = sequence.queued_s, 0.0
-        return TokenOutput(
-            sequence.request.request_id,
-            sequence.choice,
-            offset,
-            token_ids,
-            logprobs=(sample.logprobs,) if sample.logprobs is not None and token_ids else (),
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if offset == 0 else (),
-            finish_reason=end.reason if end else None,
-            stop_token_id=end.stop_token_id if end else None,
-            num_cached_tokens=sequence.num_cached_tokens,
-            queued_s=queued_s,
-        )
+        return token_output(sequence, offset, sample, end)
 
     def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:
         """Ends a sequence without a token; its final output comes with the next commit."""
         self._forget(sequence)
-        self._left.append(
-            TokenOutput(
-                sequence.request.request_id,
-                sequence.choice,
-                sequence.num_output_tokens,
-                (),
-                finish_reason=end.reason,
-                num_cached_tokens=sequence.num_cached_tokens,
-                error=error,
-            )
-        )
+        self._left.append(final_output(sequence, end, error))
 
     def _forget(self, sequence: Sequence) -> None:
         if _is_running(sequence):
             self._stop_running(sequence)
         else:
             self._waiting.remove(sequence)
+            self.grammar_gate.forget(sequence)
         request_id = sequence.request.request_id
         del self._groups[request_id].alive[sequence.choice]
         if not self._groups[request_id].alive:

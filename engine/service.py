@@ -72,12 +72,17 @@ class AsyncEngine:
     def model_limits(self) -> EngineLimits:
         return self._engine.limits
 
+    def call_first(self, command: Callable[[], None]) -> None:
+        """Has the engine's thread begin with this command. Called before `start`."""
+        self._loop.call(command)
+
     def start(self) -> None:
         self._loop.start()
 
     def stop(self) -> None:
         """Returns when the step in progress has ended. Unfinished requests are lost."""
         self._loop.stop()
+        self._engine.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def submit(self, request: Request) -> None:
@@ -125,13 +130,14 @@ class AsyncEngine:
     async def load_adapter(self, name: str, digest: str, path: str) -> None:
         """Loads an adapter, once per digest however many callers ask at the same time. `name` is
         for the log only."""
-        is_known = False
+        is_known = self._engine.has_adapter(digest)
 
         def look() -> None:
             nonlocal is_known
             is_known = self._engine.has_adapter(digest)
 
-        await self._between_steps(look)  # after the unloads that were requested earlier
+        if is_known:
+            await self._between_steps(look)  # after the unloads that were requested earlier
         if is_known:
             return
         loading = self._begin_loading(name, digest, path)

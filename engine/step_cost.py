@@ -28,6 +28,8 @@ _SKIPPED = 2  # steps at a process's beginning
 _ALL, _EVERY = 64, 4  # later every fourth step without prompt tokens is enough: 25 us each
 _FADES = 0.98  # factor on a longest step at each new step of its size
 _NEW = 32  # steps
+_NEWEST = 0.1  # share of a new step in the mean of its size
+_RECENT = 0.9  # factor on what prompt tokens added, at each new step with prompt tokens
 _LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would mean unknown
 
 
@@ -39,6 +41,13 @@ class StepCost:
         self._decoding, self._prompts = _Kind(), _Kind()
         self._fit: Vector = (0.0, 0.0, 0.0)
         self._num_steps = 0
+        # Recent prompt tokens, and the seconds that they added to steps of the same decoding
+        # sequences; the largest recent step's prompt tokens.
+        self._prompt_tokens, self._prompt_s = 0.0, 0.0
+        self.largest_prompt = 0.0
+        # Means of recent steps without prompts, by their sequences in powers of two:
+        # (sequences, seconds)
+        self._decode_steps = [(0.0, 0.0)] * 16
 
     @property
     def fixed_s(self) -> float:
@@ -52,6 +61,30 @@ class StepCost:
     def sequence_s(self) -> float:
         return self._fit[2] / _SEQUENCES
 
+    @property
+    def added_token_s(self) -> float:
+        """The seconds that a prompt token adds to a step of the same decoding sequences; 0 while
+        unknown. `token_s` cannot replace it: while all steps have the same number of tokens, the
+        fit does not show which part of them the prompts need (on an H200 40 us instead of 18)."""
+        if not self._prompt_tokens or not any(seconds for _, seconds in self._decode_steps):
+            return 0.0
+        return max(_LEAST[1] / _TOKENS, self._prompt_s / self._prompt_tokens)
+
+    def seconds(self, num_prompt_tokens: int, num_decoding: int) -> float:
+        """Returns the expected duration of a step; 0 while unknown."""
+        return _dot(self._fit, (1.0, num_prompt_tokens / _TOKENS, num_decoding / _SEQUENCES))
+
+    def decode_s(self, num_decoding: int) -> float:
+        """Returns the seconds of a step that only decodes, from steps of a similar number of
+        sequences. From steps of fewer, a sequence more costs a prompt token, since the fit does
+        not reach from five sequences to hundreds."""
+        size = min(num_decoding.bit_length(), len(self._decode_steps) - 1)
+        for smaller in range(size, -1, -1):
+            num_seen, seconds = self._decode_steps[smaller]
+            if seconds:
+                return seconds + max(0.0, num_decoding - num_seen) * self.added_token_s
+        return next((seconds for _, seconds in self._decode_steps if seconds), 0.0)
+
     def observe(self, num_prompt_tokens: int, num_decoding: int, seconds: float) -> None:
         self._num_steps += 1
         if self._num_steps <= _SKIPPED:
@@ -59,6 +92,13 @@ class StepCost:
         if not num_prompt_tokens and self._num_steps > _ALL and self._num_steps % _EVERY:
             return
         seconds = max(seconds, 1e-9)
+        if num_prompt_tokens:
+            added_s = max(0.0, seconds - self.decode_s(num_decoding))
+            self._prompt_tokens = _RECENT * self._prompt_tokens + num_prompt_tokens
+            self._prompt_s = _RECENT * self._prompt_s + added_s
+            self.largest_prompt = max(num_prompt_tokens, _FADES * self.largest_prompt)
+        else:
+            self._observe_decode(num_decoding, seconds)
         x = (1.0, num_prompt_tokens / _TOKENS, num_decoding / _SEQUENCES)
         expected = _dot(self._fit, x)
         # Errors grow with the step: a long step must not drown the information of short ones.
@@ -74,6 +114,17 @@ class StepCost:
         kind = self._prompts if num_prompt_tokens else self._decoding
         kind.add(x, seconds, weight)
         self._solve()
+
+    def _observe_decode(self, num_decoding: int, seconds: float) -> None:
+        size = min(num_decoding.bit_length(), len(self._decode_steps) - 1)
+        mean, mean_s = self._decode_steps[size]
+        share = _NEWEST if mean_s else 1.0
+        if mean_s:  # an exception, such as a step that compiles, moves the mean little
+            seconds = min(seconds, _FAR * mean_s)
+        self._decode_steps[size] = (
+            mean + share * (num_decoding - mean),
+            mean_s + share * (seconds - mean_s),
+        )
 
     def _information(self) -> list[list[float]]:
         a, b = self._decoding.squares, self._prompts.squares

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.inputs import DeviceTokens, ForwardInputs, logit_rows, lora_batch
+from engine.inputs import DeviceTokens, ForwardInputs, LoraReach, logit_rows, lora_batch
 from engine.step_buffers import StepBuffers
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
 from kernels.lora_plan import LoraPlan, lora_plan_size, write_lora_plan
@@ -81,16 +81,18 @@ class StepInputs:
         self._pool = pool
         self._scratch = scratch
         self._drawn = drawn
+        # Of all adapters in one step together.
+        self._max_pages = min(pool.num_blocks, limits.max_seqs * limits.max_rank_pages)
         self._buffers = StepBuffers(
             max_tokens,
             limits.max_seqs,
             limits.max_blocks,
             work_size(limits.max_seqs, max_tokens, limits.heads),
-            lora_plan_size(max_tokens, pool.num_pages, large=not is_decode),
+            lora_plan_size(max_tokens, self._max_pages, large=not is_decode),
             drawn.device,
         )
 
-    def for_graph(self, size: int, has_lora: bool) -> tuple[ForwardInputs, SamplingInputs]:
+    def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
         """Returns the inputs of `size` sequences with one token each; `write(..., size)` fills
         them."""
         device = self._buffers.device
@@ -103,12 +105,11 @@ class StepInputs:
             size,
         )
         lora = None
-        if has_lora:
-            pages = self._pool.num_pages
+        if reach is not LoraReach.NONE:
             lora = LoraPlan.for_graph(
-                device("lora"), size, self.max_tokens, pages, self._limits.max_rank_pages
+                device("lora"), size, self.max_tokens, self._max_pages, self._limits.max_rank_pages
             )
-        return self._forward_inputs(size, attention, lora), self.sampling(size)
+        return self._forward_inputs(size, attention, lora, reach=reach), self.sampling(size)
 
     def sampling(self, num_rows: int) -> SamplingInputs:
         ints, floats = self._buffers.device, self._buffers.device_floats
@@ -124,26 +125,26 @@ class StepInputs:
 
     def write_for_graph(
         self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int
-    ) -> bool:
-        """Fills and sends the inputs of `for_graph(size)`. Returns True if some row has an
-        adapter."""
+    ) -> LoraReach:
+        """Fills and sends the inputs of `for_graph(size)`. Returns the reach of the rows'
+        adapters."""
         self._buffers.begin()
         parts = batch.sequences
         self._write_tokens(parts, drawn_rows, size)
         self._write_attention(parts, size)
         self._write_sampling(parts, size)
         runs = self._lora_runs(parts, size - len(parts))
-        has_lora = any(pages for pages, _ in runs)
-        if has_lora:
+        reach = self._reach(parts)
+        if reach is not LoraReach.NONE:
             write_lora_plan(
                 self._buffers.host("lora"),
                 runs,
                 self.max_tokens,
-                self._pool.num_pages,
+                self._max_pages,
                 large=False,
             )
         self._send(parts, size)
-        return has_lora
+        return reach
 
     def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
         """Returns the inputs of `size` tokens of any sequences, without attention; `write(...,
@@ -154,7 +155,7 @@ class StepInputs:
                 self._buffers.device("lora"),
                 size,
                 self.max_tokens,
-                self._pool.num_pages,
+                self._max_pages,
                 self._limits.max_rank_pages,
                 large=True,
             )
@@ -176,8 +177,9 @@ class StepInputs:
         self._buffers.host("logit_rows")[: len(rows)] = rows
         runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
         lora = None
-        if any(pages for pages, _ in runs):
-            max_pages = self._pool.num_pages
+        reach = self._reach(parts)
+        if reach is not LoraReach.NONE:
+            max_pages = self._max_pages
             found = write_lora_plan(self._buffers.host("lora"), runs, self.max_tokens, max_pages)
             lora = LoraPlan.for_step(
                 self._buffers.device("lora"), found, self.max_tokens, max_pages
@@ -191,7 +193,7 @@ class StepInputs:
             self._scratch,
             counts,
         )
-        return self._forward_inputs(num_tokens, attention, lora, parts, rows, len(sampling))
+        return self._forward_inputs(num_tokens, attention, lora, parts, rows, len(sampling), reach)
 
     def _forward_inputs(
         self,
@@ -201,6 +203,7 @@ class StepInputs:
         parts: tuple[ScheduledSequence, ...] = (),
         rows: tuple[int, ...] = (),
         num_samples: int = 0,
+        reach: LoraReach = LoraReach.ALL,
     ) -> ForwardInputs:
         device = self._buffers.device
         optional = None
@@ -217,6 +220,7 @@ class StepInputs:
             lora=lora,
             optional_lora=optional,
             in_flight=DeviceTokens(device("sources")[:num_tokens], self._drawn),
+            reach=reach,
         )
 
     def _no_attention(self) -> PagedPlan:
@@ -241,6 +245,15 @@ class StepInputs:
             part.samples and part.end - part.start == 1 and not self._targets_optional(part)
             for part in batch.sequences
         )
+
+    def _reach(self, parts: tuple[ScheduledSequence, ...]) -> LoraReach:
+        adapters = {part.sequence.request.adapter for part in parts} - {None}
+        kinds = frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
+        if not adapters:
+            return LoraReach.NONE
+        if kinds <= {"qkv"}:
+            return LoraReach.QKV
+        return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL
 
     def _targets_optional(self, part: ScheduledSequence) -> bool:
         adapter = part.sequence.request.adapter

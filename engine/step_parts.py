@@ -80,7 +80,9 @@ def _put_back(
 
 def _try(runner: Runner, part: ScheduledBatch) -> tuple[Sample, ...] | None:
     try:
-        return runner.launch(part).collect()
+        step = runner.launch(part)
+        step.draw()
+        return step.collect()
     except EngineDeadError:
         raise
     except Exception as error:

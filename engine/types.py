@@ -7,14 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lora.resident import Resident as Resident
+
+if TYPE_CHECKING:
+    from engine.grammar_state import GrammarState
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Errors of a TokenOutput that callers distinguish from all others.
 NOT_FINITE = "the model's logits are not finite"
+REFUSED_GRAMMAR = "the grammar cannot be compiled: "  # the beginning; the reason follows
 NO_MEMORY = "the device has no memory for a step of this request"
+# The cost of an output token in prompt tokens, and the part that a rank row of the adapter adds to
+# each kind of token; measured, see `serve_app.admission.cost`.
+OUTPUT_TOKEN = 2.0
+PROMPT_RANK, OUTPUT_RANK = 0.054 / 16, 0.16 / 16
+
+
+GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The language to which the output of a choice belongs. The source travels, never a compiled
+    object: every engine compiles it, once per source."""
+
+    kind: GrammarKind
+    source: str  # a schema as JSON text, an expression, or a grammar of llguidance or llama.cpp
+    # If set, the tokens up to and including the first of this id are free: the end of thinking.
+    starts_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the drawn token and the k most likely
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -68,6 +91,7 @@ class Request:
     adapter: str | None = None  # content digest of a loaded adapter
     cache_salt: str = ""  # requests with different salts never share KV blocks
     arrival_s: float = 0.0  # time.time() at the front, for queue-time metrics only
+    adapter_rank: int = 0  # for the shares of a step's time only
     # If set, only these of the `params.n` choices are generated; otherwise all, from the start.
     resumed: tuple[ResumedChoice, ...] = ()
 
@@ -116,6 +140,7 @@ class TokenOutput:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     queued_s: float = 0.0  # with the first output: from submission to the first step with it
     error: str | None = None  # with finish_reason "error"
+    engine_s: float = 0.0  # its share of the engine's time since the choice's last output
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +151,8 @@ class EngineLoad:
     num_waiting: int = 0
     num_waiting_for_adapter: int = 0
     queued_tokens: int = 0  # tokens still to prefill, running and waiting
+    # Of these, the tokens of sequences that wait for room for their adapter: others overtake them
+    queued_tokens_for_adapter: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0  # includes cached blocks without references
     num_preemptions: int = 0  # since start
@@ -145,6 +172,13 @@ class EngineLoad:
     step_token_s: float = 0.0
     step_sequence_s: float = 0.0
     adapter_copy_s: float = 0.0  # host to device, until usable; 0: unknown
+    adapter_room_s: float = 0.0  # mean recent wait for room for an adapter on the device; 0: none
+    # The most prompt tokens of a step beside the sequences that run now; 0: unknown
+    step_prompt_tokens: int = 0
+    # The expected seconds of the step that the device has just begun; 0 if an engine that does not
+    # plan ahead plans its next step only now, or without work
+    in_flight_s: float = 0.0
+    num_late_compilations: int = 0  # of kernels, since the engine was ready; each is a fault
 
     @property
     def kv_usage(self) -> float:
@@ -159,6 +193,7 @@ class StepOutput:
     # Changes of the prefix cache, by the names of `engine.prefix_digests`.
     cached_prefixes: tuple[int, ...] = ()
     evicted_prefixes: tuple[int, ...] = ()
+    preempted: tuple[str, ...] = ()  # request ids, one per preempted sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -179,9 +214,16 @@ class Sequence:
     ordinal: int = 0  # age: the lower, the older
     block_hashes: list[bytes] = field(default_factory=list)  # chain over its full blocks, so far
     prefix_digests: list[int] = field(default_factory=list)  # of its full chunks, so far
+    num_refusals: int = 0  # steps in which its adapter found no room or was being copied
     num_overtaken: int = 0  # younger sequences admitted while it waited for its adapter
     added_s: float = 0.0  # on the scheduler's clock
     queued_s: float = 0.0  # until its first admission; 0 again once reported
+    grammar_state: GrammarState | None = None  # of a request with a grammar
+    engine_s: float = 0.0  # share of the time of steps; 0 again once reported
+    output_weight: float = 0.0  # of a row with one token in the shares of a step
+
+    def __post_init__(self) -> None:
+        self.output_weight = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * self.request.adapter_rank)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -236,6 +278,13 @@ class Sample:
 
 
 class LaunchedStep(Protocol):
+    def draw(self) -> None:
+        """Draws the tokens that need the host's newest token: those of rows with a grammar or
+        penalties. Called once, after the step before was collected and committed, and before this
+        step is collected or the next one is launched. Nothing is left to do if `launch` drew all.
+        """
+        ...
+
     def collect(self) -> tuple[Sample, ...]:
         """Waits for the device. Called in the order of the launches, and once, or again if the
         first call ran out of memory."""
@@ -287,6 +336,16 @@ class AdapterStore(Protocol):
     def on_device(self) -> tuple[str, ...]: ...
     def on_host(self) -> tuple[str, ...]: ...
     @property
+    def reserved_bytes(self) -> int:
+        """The bytes of device memory that are set aside for adapters."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes on the device of an adapter of rank 16 at all sites but the optional."""
+        ...
+
+    @property
     def device_bytes_used(self) -> int: ...
     @property
     def host_bytes_used(self) -> int: ...
@@ -317,6 +376,8 @@ class Runner(Protocol):
     def model_config(self) -> ModelFacts: ...
     @property
     def adapters(self) -> AdapterStore: ...
+    @property
+    def num_late_compilations(self) -> int: ...
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Starts one forward pass and one draw for each sequence that samples. At most one earlier

@@ -65,6 +65,11 @@ def load_weights(
     return weights
 
 
+def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Returns weights of any content; on the meta device, shapes without memory."""
+    return _Builder(config, dtype, device).build()
+
+
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
     so that activations keep their size; the same on every call with one device and shape."""

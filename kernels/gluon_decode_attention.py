@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.backend import num_sms
 from kernels.gluon_attention import (
     barrier,
     draw,
@@ -30,6 +31,7 @@ from kernels.gluon_attention import (
     take,
 )
 from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
+from kernels.triton_launch import launch
 
 BLOCK_N = 64
 
@@ -47,12 +49,13 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
     flat = (num_blocks * block_size, num_kv_heads * head_dim)
     box = [min(block_size, BLOCK_N), 64]
-    _decode_kernel[(min(sms * programs_per_sm, plan.max_items * num_kv_heads),)](
+    launch(
+        _decode_kernel,
+        (min(num_sms(q.device) * programs_per_sm, plan.max_items * num_kv_heads),),
         q,
         TensorDescriptor.from_tensor(k_cache.view(flat), box, layout),
         TensorDescriptor.from_tensor(v_cache.view(flat), box, layout),

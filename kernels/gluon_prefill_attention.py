@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.backend import num_sms
 from kernels.gluon_attention import (
     barrier,
     draw,
@@ -35,6 +36,7 @@ from kernels.gluon_attention import (
     take,
 )
 from kernels.paged_plan import LOG2_E, TILE_ROWS, PagedPlan
+from kernels.triton_launch import launch
 
 BLOCK_N = 128
 STAGES = 2
@@ -52,12 +54,13 @@ def paged_prefill(
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     num_units = plan.num_tiles * num_kv_heads
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     box = [min(block_size, BLOCK_N), 64]
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
     flat = (num_blocks * block_size, num_kv_heads * head_dim)
-    _prefill_kernel[(min(sms, num_units),)](
+    launch(
+        _prefill_kernel,
+        (min(num_sms(q.device), num_units),),
         q,
         TensorDescriptor.from_tensor(k_cache.view(flat), box, layout),
         TensorDescriptor.from_tensor(v_cache.view(flat), box, layout),
@@ -247,7 +250,7 @@ def _attend_tiles(
         first, query_end, before = next_first, next_query_end, next_before
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles_start", "num_units"])
 def _prefill_kernel(
     q_ptr, k_desc, v_desc, out_ptr, work_ptr, counter_ptr, tiles_start, num_units, query_start_ptr,
     kv_lens_ptr, tables_ptr, stride_table,

@@ -12,6 +12,7 @@ import torch.nn.functional
 
 from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_shrink
 
 
@@ -32,13 +33,13 @@ def linear_shrink(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    a_pool: torch.Tensor,  # [slices, rows, K]
+    site: SiteRows,
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
     """Returns `linear` and `lora_shrink`."""
     if is_few(x, plan):
         from kernels.triton_linear_few import launch_linear_shrink_few
 
-        return launch_linear_shrink_few(x, weight, bias, a_pool, plan)
+        return launch_linear_shrink_few(x, weight, bias, site, plan)
     y = torch.nn.functional.linear(x, weight, bias)
-    return y, lora_shrink(x, a_pool, plan)
+    return y, lora_shrink(x, site, plan)

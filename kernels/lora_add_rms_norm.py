@@ -11,6 +11,7 @@ import torch
 
 from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_
 from kernels.rms_norm import add_rms_norm
 
@@ -23,13 +24,13 @@ def lora_add_rms_norm(
     weight: torch.Tensor,  # [H]
     eps: float,
     bridge: Bridge,
-    b_pool: torch.Tensor,  # [rows, H]
+    site: SiteRows,
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normed values and the new residual. Consumes x and residual."""
     if is_few(x, plan) and x.shape[1] <= MAX_HIDDEN:
         from kernels.triton_lora_add_rms_norm import launch_lora_add_rms_norm
 
-        return launch_lora_add_rms_norm(x, residual, weight, eps, bridge, b_pool, plan), residual
-    lora_expand_(x, bridge, (b_pool,), plan)
+        return launch_lora_add_rms_norm(x, residual, weight, eps, bridge, site, plan), residual
+    lora_expand_(x, bridge, site, plan)
     return add_rms_norm(x, residual, weight, eps)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-PAGE_ROWS = 16  # rank rows of a page of the pool
+PAGE_ROWS = 16  # rank rows of a page of an adapter, at most
 # Maximum token rows of a small tile: the narrow side of an mma of the shrink; an expand holds a
 # page of B in registers and walks the rows.
 SMALL_ROWS = 8

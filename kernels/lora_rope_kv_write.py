@@ -8,13 +8,12 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from kernels.backend import uses_triton
 from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.rope_kv_write import rope_kv_write_reference
 from kernels.rope_write import RopeWrite
@@ -23,7 +22,7 @@ from kernels.rope_write import RopeWrite
 def lora_rope_kv_write(
     qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
     bridge: Bridge,
-    b_pools: Sequence[torch.Tensor],  # [rows, Hq * D], two [rows, Hkv * D]
+    site: SiteRows,
     plan: LoraPlan,
     write: RopeWrite,
 ) -> torch.Tensor:
@@ -31,10 +30,10 @@ def lora_rope_kv_write(
     if is_few(qkv, plan) and write.q_norm is None and write.k_norm is None:
         from kernels.triton_lora_rope_few import launch_rope_few
 
-        return launch_rope_few(qkv, bridge, b_pools, plan, write)
+        return launch_rope_few(qkv, bridge, site, plan, write)
     if uses_triton(qkv):
         from kernels.triton_lora_rope_kv_write import launch_lora_rope_kv_write
 
-        return launch_lora_rope_kv_write(qkv, bridge, b_pools, plan, write)
-    lora_expand_reference_(qkv, bridge, b_pools, plan)
+        return launch_lora_rope_kv_write(qkv, bridge, site, plan, write)
+    lora_expand_reference_(qkv, bridge, site, plan)
     return rope_kv_write_reference(qkv, write)

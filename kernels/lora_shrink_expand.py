@@ -1,181 +1,136 @@
 """The LoRA delta of a packed batch with many adapters: y_s += (x A_s^T) B_s for each slice s.
 
 Hu et al., "LoRA", arXiv 2106.09685; batched over adapters as in Chen et al., "Punica", arXiv
-2310.18547. The weights are rows of shared pools (A row [K], B row [N]); the scale is folded into B.
-A batch names the rows in use (`row_ids`) and, by small integers, their owners (`row_owner`) and
-each token's owner (`token_owner`, -1: none, its y stays as it is to the bit). The same in two parts
-over a `LoraPlan`, for the device: `lora_shrink`, then `lora_expand_`. Uses tensors and numbers
-only.
+2310.18547. The scale is folded into B. On a device in two parts over a `LoraPlan`, for all adapters
+of a step: `lora_shrink`, then `lora_expand_`. On a CPU, and where speed is not needed, adapter by
+adapter: `lora_add_`. A row without the delta keeps its bits. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kernels.backend import uses_triton
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, read_tiles
+from kernels.lora_rows import SiteRows
 
-Segment = tuple[int, int, int, int]  # token start, token end, row start, row end
+Tokens = slice | torch.Tensor  # rows of a step: a run of them, or their indices [t] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Some rank rows of one adapter at one slice of a site."""
+
+    index: int  # of the slice
+    a: torch.Tensor  # [r, K]
+    b: tuple[tuple[int, torch.Tensor], ...]  # first column of the slice, [r, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDelta:
+    """Some rank rows of one adapter at an embedding. A is in pieces of `width` columns, each
+    [r, width], that begin at `starts` in the heap."""
+
+    heap: torch.Tensor  # [elements]
+    starts: torch.Tensor  # [pieces] int64
+    width: int
+    b: torch.Tensor  # [r, H]
 
 
 def lora_add_(
     outputs: Sequence[torch.Tensor],  # one [T, N_s] per slice, views are fine
     x: torch.Tensor,  # [T, K]
-    a_pool: torch.Tensor,  # [slices, rows, K]
-    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] per slice
-    token_owner: torch.Tensor,  # [T]
-    row_ids: torch.Tensor,  # [R]
-    row_owner: torch.Tensor,  # [R]
-    segments: Sequence[Segment] | None = None,
+    tokens: Tokens,
+    deltas: Sequence[Delta],
 ) -> None:
-    """Adds the delta. `segments` carry the same information as the three tensors, in runs of
-    contiguous tokens of one owner and contiguous rows of that owner; if there are few, they are
-    faster, without any gather."""
-    if segments is not None:
-        _lora_add_segments_(outputs, x, a_pool, b_pools, segments)
-    else:
-        lora_add_reference_(outputs, x, a_pool, b_pools, token_owner, row_ids, row_owner)
+    """Adds one adapter's delta to its tokens, in float32, rounded once for each of the `deltas`."""
+    wide = x[tokens].float()
+    for delta in deltas:
+        h = wide @ delta.a.float().T
+        for start, b in delta.b:
+            _add_(outputs[delta.index][:, start : start + b.shape[1]], tokens, h, b)
 
 
 def lora_embed_add_(
     y: torch.Tensor,  # [T, H]
     token_ids: torch.Tensor,  # [T]
-    a_pool: torch.Tensor,  # [rows, V]
-    b_pool: torch.Tensor,  # [rows, H]
-    token_owner: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_owner: torch.Tensor,
+    tokens: Tokens,
+    deltas: Sequence[EmbeddingDelta],
 ) -> None:
     """Adds the delta of an embedding: a token's x is the one-hot of its id, x A^T a column of A."""
-    lora_embed_add_reference_(y, token_ids, a_pool, b_pool, token_owner, row_ids, row_owner)
+    ids = token_ids[tokens].long()
+    for delta in deltas:
+        starts = delta.starts[ids // delta.width] + ids % delta.width
+        rows = torch.arange(delta.b.shape[0], device=y.device) * delta.width
+        _add_(y, tokens, delta.heap[starts[:, None] + rows].float(), delta.b)
 
 
-def lora_add_reference_(
-    outputs: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    a_pool: torch.Tensor,
-    b_pools: Sequence[torch.Tensor],
-    token_owner: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_owner: torch.Tensor,
-) -> None:
-    """Computes two products per slice for any number of adapters: all rows, all tokens, then a
-    mask."""
-    owned = token_owner[:, None] == row_owner  # [T, R]
-    wide = x.float()
-    for s, y in enumerate(outputs):
-        h = wide @ a_pool[s].index_select(0, row_ids).float().T
-        _expand_(y, h, owned, b_pools[s], token_owner, row_ids)
-
-
-def lora_embed_add_reference_(
-    y: torch.Tensor,
-    token_ids: torch.Tensor,
-    a_pool: torch.Tensor,
-    b_pool: torch.Tensor,
-    token_owner: torch.Tensor,
-    row_ids: torch.Tensor,
-    row_owner: torch.Tensor,
-) -> None:
-    h = a_pool[row_ids[None, :], token_ids[:, None].long()].float()  # [T, R]
-    _expand_(y, h, token_owner[:, None] == row_owner, b_pool, token_owner, row_ids)
-
-
-def _expand_(
-    y: torch.Tensor,
-    h: torch.Tensor,
-    owned: torch.Tensor,
-    b_pool: torch.Tensor,
-    token_owner: torch.Tensor,
-    row_ids: torch.Tensor,
-) -> None:
-    """Masks by choice, not by product: 0 * NaN is NaN, and one adapter's NaN must not reach
-    another's rows."""
-    b = b_pool.index_select(0, row_ids).float()
-    finite = b.isfinite()
-    broken = (owned & ~finite.all(-1)).any(-1)  # [T] the token's own adapter is not finite
-    delta = torch.where(owned, h, 0.0) @ torch.where(finite, b, 0.0)
-    delta.masked_fill_(broken[:, None], float("nan"))
-    y.copy_(torch.where(token_owner[:, None] >= 0, (y.float() + delta).to(y.dtype), y))
-
-
-def _lora_add_segments_(
-    outputs: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    a_pool: torch.Tensor,
-    b_pools: Sequence[torch.Tensor],
-    segments: Sequence[Segment],
-) -> None:
-    """Reads the rows in place. 30 layers of a 135M model, rank 16, 2 cores: 3.2 ms against 9.0 for
-    16 tokens of one adapter, 41 against 59 for 16 adapters, 132 against 538 for 512 tokens of 16
-    adapters."""
-    wide = x.float()
-    for start, end, row, row_end in segments:
-        # [slices, tokens, rows]
-        bridge = torch.matmul(wide[start:end], a_pool[:, row:row_end].float().transpose(1, 2))
-        for s, y in enumerate(outputs):
-            b = b_pools[s][row:row_end]
-            part = y[start:end]
-            if part.dtype == torch.float32:
-                part.addmm_(bridge[s], b.float())
-            else:
-                part.copy_(part.float().addmm_(bridge[s], b.float()))
+def _add_(y: torch.Tensor, tokens: Tokens, h: torch.Tensor, b: torch.Tensor) -> None:
+    """Computes y[tokens] += h b: y [T, N], h [t, r], b [r, N]."""
+    part = y[tokens]  # of a run a view, of indices a copy
+    if part.dtype == torch.float32:
+        part.addmm_(h, b.float())
+    else:
+        part.copy_(part.float().addmm_(h, b.float()))
+    if not isinstance(tokens, slice):
+        y.index_copy_(0, tokens, part)
 
 
 def lora_shrink(
     x: torch.Tensor,  # [T, K]
-    a_pool: torch.Tensor,  # [slices, rows, K]
+    site: SiteRows,
     plan: LoraPlan,
 ) -> Bridge:
-    """Returns x A^T of every row with an adapter, all slices."""
+    """Returns x A^T of every row with an adapter, for all slices that its adapter has."""
     if uses_triton(x):
         from kernels.triton_lora_shrink import shrink
 
-        return shrink(x, a_pool, plan)
-    return lora_shrink_reference(x, a_pool, plan)
+        return shrink(x, site, plan)
+    return lora_shrink_reference(x, site, plan)
 
 
 def lora_expand_(
     y: torch.Tensor,  # [T, sum of N_s]
     bridge: Bridge,
-    b_pools: Sequence[torch.Tensor],  # one [rows, N_s] per slice
+    site: SiteRows,
     plan: LoraPlan,
 ) -> None:
-    """Computes y += bridge B, added in float32 and rounded once. Rows without adapter stay as they
-    are."""
+    """Computes y += bridge B, added in float32 and rounded once. Rows without adapter, and slices
+    that an adapter lacks, stay as they are."""
     if uses_triton(y):
         from kernels.triton_lora_expand import expand_
 
-        expand_(y, bridge, tuple(b_pools), plan)
+        expand_(y, bridge, site, plan)
     else:
-        lora_expand_reference_(y, bridge, b_pools, plan)
+        lora_expand_reference_(y, bridge, site, plan)
 
 
-def lora_shrink_reference(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> Bridge:
-    shape = (1, a_pool.shape[0], plan.max_rank_pages, x.shape[0], PAGE_ROWS)
+def lora_shrink_reference(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Bridge:
+    shape = (1, site.num_slices, plan.max_rank_pages, x.shape[0], PAGE_ROWS)
     planes = torch.zeros(shape, dtype=torch.float32, device=x.device)
     wide = x.float()
     for start, end, pages in read_tiles(plan):
-        for index, page in enumerate(pages):
-            a = a_pool[:, page * PAGE_ROWS : (page + 1) * PAGE_ROWS].float()
-            planes[0, :, index, start:end] = wide[start:end] @ a.transpose(1, 2)
+        for i, page in enumerate(pages):
+            for s in range(site.num_slices):
+                a = site.a(page, s)
+                if a is not None:
+                    planes[0, s, i, start:end, : len(a)] = wide[start:end] @ a.float().T
     return Bridge(planes, None)
 
 
-def lora_expand_reference_(
-    y: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
-) -> None:
+def lora_expand_reference_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan) -> None:
     # The bridge is rounded to the weights' type once, as tensor cores require.
-    bridges = bridge.planes.sum(0).to(b_pools[0].dtype).float()  # [slices, pages, T, 16]
-    outputs = torch.split(y, [b.shape[1] for b in b_pools], dim=-1)
+    bridges = bridge.planes.sum(0).to(site.heap.dtype).float()  # [slices, pages, T, 16]
+    outputs = torch.split(y, list(site.sizes), dim=-1)
     for start, end, pages in read_tiles(plan):
-        for s, (part, b) in enumerate(zip(outputs, b_pools, strict=True)):
-            if not pages:
+        for s, part in enumerate(outputs):
+            found = [(i, b) for i, page in enumerate(pages) if (b := site.b(page, s)) is not None]
+            if not found:
                 continue
             delta = torch.zeros_like(part[start:end], dtype=torch.float32)
-            for index, page in enumerate(pages):
-                rows = b[page * PAGE_ROWS : (page + 1) * PAGE_ROWS].float()
-                delta += bridges[s, index, start:end] @ rows
+            for i, b in found:
+                delta += bridges[s, i, start:end, : len(b)] @ b.float()
             part[start:end] = (part[start:end].float() + delta).to(y.dtype)

@@ -6,13 +6,12 @@ rows with an adapter in a step of few rows. Uses tensors and numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from kernels.backend import uses_triton
 from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_reference_
 from kernels.silu_mul import silu_mul_reference
 
@@ -20,23 +19,23 @@ from kernels.silu_mul import silu_mul_reference
 def lora_silu_mul(
     gate_up: torch.Tensor,  # [T, 2 * I]
     bridge: Bridge,
-    b_pools: Sequence[torch.Tensor],  # two [rows, I]
+    site: SiteRows,
     plan: LoraPlan,
 ) -> torch.Tensor:
     """Returns [T, I], rows without adapter included. `gate_up` itself may be changed."""
     if is_few(gate_up, plan):
         from kernels.triton_lora_silu_few import launch_silu_few
 
-        return launch_silu_few(gate_up, bridge, b_pools, plan)
+        return launch_silu_few(gate_up, bridge, site, plan)
     if uses_triton(gate_up):
         from kernels.triton_lora_silu_mul import launch_lora_silu_mul
 
-        return launch_lora_silu_mul(gate_up, bridge, b_pools, plan)
-    return lora_silu_mul_reference(gate_up, bridge, b_pools, plan)
+        return launch_lora_silu_mul(gate_up, bridge, site, plan)
+    return lora_silu_mul_reference(gate_up, bridge, site, plan)
 
 
 def lora_silu_mul_reference(
-    gate_up: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
+    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan
 ) -> torch.Tensor:
-    lora_expand_reference_(gate_up, bridge, b_pools, plan)
+    lora_expand_reference_(gate_up, bridge, site, plan)
     return silu_mul_reference(gate_up)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.backend import uses_triton
+from kernels.backend import is_hopper, uses_triton
 from kernels.paged_plan import PagedPlan
 
 _GROUP_KEYS = 8192  # 64 sequences of 1000: 260 ms for 30 layers, 427 in one group
@@ -143,14 +143,13 @@ def _paged_attention_hopper(
 
 def _fits_hopper(q: torch.Tensor, k_cache: torch.Tensor, sliding_window: int | None) -> bool:
     return (
-        q.is_cuda
-        and sliding_window is None
+        sliding_window is None
         and q.dtype == k_cache.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and k_cache.shape[1] in (16, 32, 64, 128)
         and q.shape[1] // k_cache.shape[2] <= 64  # the rows that one warpgroup holds
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q)
     )
 
 

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.backend import IS_INTERPRETED
+from kernels.backend import IS_INTERPRETED, num_sms
 from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
+from kernels.triton_launch import launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,12 @@ def paged_decode(
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     config = config or decode_config(head_dim, k_cache.element_size())
-    resident = 2 if IS_INTERPRETED else _num_sms(q.device) * config.programs_per_sm
+    resident = 2 if IS_INTERPRETED else num_sms(q.device) * config.programs_per_sm
     grid = (min(plan.max_items * num_kv_heads, resident),)
     group = num_heads // num_kv_heads
-    _decode_kernel[grid](
+    launch(
+        _decode_kernel,
+        grid,
         q,
         k_cache,
         v_cache,
@@ -84,10 +87,6 @@ def paged_decode(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit

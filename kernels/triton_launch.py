@@ -5,10 +5,15 @@ compiled: about ten microseconds of Python, longer than most of these kernels ru
 pointers and constants only, so types and constants are the whole key, and the compiled kernel is
 launched at once. Pointers that are not aligned to 16 bytes use Triton's own path. Also the two
 halves of programmatic dependent launch. Free of ops.
+
+Every kernel is launched here, by a `Launcher` or by `launch`, so that `recorded_calls` sees which
+binaries a step needs: a launch on the meta device is recorded and executes nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +21,15 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
+from kernels.kernel_call import KernelCall, describe_call
 
 if not IS_INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 Grid = tuple[int, int, int]
 OVERLAPS = not IS_INTERPRETED  # programmatic dependent launch: the interpreter has none
+
+_records: list[set[KernelCall]] = []  # of the calls of `recorded_calls` in progress
 
 
 @triton.jit
@@ -49,16 +57,60 @@ def start_overlapped(OVERLAPPED: tl.constexpr):
     wait_for_inputs(OVERLAPPED)
 
 
+def fix_cache_key(kernel: Any) -> None:
+    """Computes the hash by which Triton names the kernel's cache entries, inner functions first.
+
+    Left to itself, Triton hashes a function before those that it calls. The constants that they
+    read are then part of its hash only if another kernel had called them earlier in the process:
+    the hash depends on the order of the launches, and a process does not find what another one has
+    compiled (Triton 3.6 and 3.7).
+    """
+    if IS_INTERPRETED or kernel.hash is not None:
+        return
+    for name in kernel.fn.__code__.co_names:
+        inner = kernel.fn.__globals__.get(name)
+        if isinstance(inner, triton.runtime.jit.JITCallable):
+            fix_cache_key(inner)
+    assert kernel.cache_key
+
+
+@contextmanager
+def recorded_calls() -> Iterator[set[KernelCall]]:
+    """Yields the set to which launches are added: all on the meta device and in the interpreter,
+    on a device those that go through Triton's own inspection, the first of each kind among
+    them."""
+    calls: set[KernelCall] = set()
+    _records.append(calls)
+    try:
+        yield calls
+    finally:
+        _records.remove(calls)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> Any:
+    """Launches by Triton's own path; returns the compiled kernel. The first argument is a tensor.
+    On the meta device nothing is launched."""
+    if _records:
+        call = describe_call(kernel, arguments, options)
+        for calls in _records:
+            calls.add(call)
+    if arguments[0].is_meta:  # type: ignore[attr-defined]
+        return None
+    fix_cache_key(kernel)
+    return kernel[grid](*arguments, **options)
+
+
 class Launcher:
     """One kernel: its arguments are tensors, then metadata tensors (whose parameters must be in
     `do_not_specialize_on_alignment`), then constants, in the order of its parameters."""
 
-    __slots__ = ("_compiled", "_kernel", "_options")
+    __slots__ = ("_compiled", "_described", "_kernel", "_options")
 
     def __init__(self, kernel: Any, **options: object) -> None:
         self._kernel = kernel
         self._options = {} if IS_INTERPRETED else options
         self._compiled: dict[tuple[object, ...], Any] = {}
+        self._described: dict[tuple[object, ...], KernelCall] = {}  # on the meta device
 
     def __call__(
         self,
@@ -83,8 +135,28 @@ class Launcher:
         if compiled is not None:
             compiled[grid](*pointers, *constants)
             return
-        compiled = self._kernel[grid](
-            *tensors, *metadata, *constants, num_warps=num_warps, **self._options
+        if tensors[0].is_meta:
+            self._describe(key, (*tensors, *metadata, *constants), num_warps)
+            return
+        compiled = launch(
+            self._kernel,
+            grid,
+            *tensors,
+            *metadata,
+            *constants,
+            num_warps=num_warps,
+            **self._options,
         )
-        if not (low_bits & 15 or IS_INTERPRETED):
+        if compiled is not None and not (low_bits & 15 or IS_INTERPRETED):
             self._compiled[key] = compiled
+
+    def _describe(
+        self, key: tuple[object, ...], arguments: tuple[object, ...], num_warps: int
+    ) -> None:
+        """Records the call. Tensors on the meta device have no address, so the key is all."""
+        call = self._described.get(key)
+        if call is None:
+            options = {"num_warps": num_warps, **self._options}
+            call = self._described[key] = describe_call(self._kernel, arguments, options)
+        for calls in _records:
+            calls.add(call)

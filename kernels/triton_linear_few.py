@@ -20,8 +20,9 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_lora_tiles import PAGE, page_dot, read_unit
+from kernels.triton_lora_tiles import PAGE, find_strip, page_dot, read_unit, strip_at
 
 BLOCK_N = 16
 BLOCK_K = 256
@@ -49,6 +50,8 @@ def _walk(
         x = tl.load(x_at + k, mask=x_mask, other=0.0)  # [BLOCK_K, ROWS]
         if IS_EVEN and IS_FULL:
             w = tl.load(w_at + k)
+        elif IS_EVEN:
+            w = tl.load(w_at + k, mask=(lanes < height)[:, None], other=0.0)
         else:
             exists = (lanes < height)[:, None] & (columns < left - k)[None, :]
             w = tl.load(w_at + k, mask=exists, other=0.0)
@@ -58,17 +61,18 @@ def _walk(
 
 @triton.jit(
     do_not_specialize=["num_tokens", "shrinks", "chunk"],
-    do_not_specialize_on_alignment=["header_ptr", "units_ptr"],
+    do_not_specialize_on_alignment=["header_ptr", "units_ptr", "entries_ptr"],
 )
 def _linear_few_kernel(
     x_ptr,  # [T, K]
     w_ptr,  # [N, K]
     bias_ptr,  # [N]
     y_ptr,  # [T, N]
-    a_ptr,  # [slices, rows, K]
+    heap_ptr,
     planes_ptr,  # [chunks, slices, rank pages, rows of small tiles, PAGE]
     header_ptr,
     units_ptr,
+    entries_ptr,  # of A, [pages, slices], STRIDE apart
     num_tokens,
     shrinks,  # programs along the units, for each slice and chunk
     chunk,  # columns of x that a program of the shrink walks
@@ -77,7 +81,7 @@ def _linear_few_kernel(
     STRIDE_X: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
-    STRIDE_SLICE: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,22 +125,27 @@ def _linear_few_kernel(
         row, rows, page, index, at_bridge = read_unit(units_ptr, unit, True)
         ranks = tl.arange(0, PAGE)
         begin = tl.multiple_of(plane * chunk, BLOCK_K)
-        a_at = a_ptr + part.to(tl.int64) * STRIDE_SLICE + ranks[:, None] * K
-        a_at += begin + columns[None, :]
+        entries_ptr += part
+        entry = find_strip(entries_ptr, page, unit < count, STRIDE)
+        a_columns = ranks[:, None] * K + (begin + columns[None, :])
         x_at = x_ptr + offsets[None, :] * STRIDE_X + (begin + columns[:, None])
         walked = tl.minimum(chunk, K - begin)
         wait_for_inputs(OVERLAPPED)
         while unit < count:
-            live = (offsets < rows)[None, :]
+            # An adapter that lacks the module: no column is walked, no row written.
+            live = (offsets < tl.where(entry != 0, rows, 0))[None, :]
+            a_at, height = strip_at(heap_ptr, entry)
             acc = _walk(
-                a_at + page.to(tl.int64) * (PAGE * K), x_at + row * STRIDE_X, PAGE, live, columns,
-                walked, walked, IS_EVEN, True, ROWS, PAGE, BLOCK_K, STAGES, UPCAST,
+                a_at + a_columns, x_at + row * STRIDE_X, height, live, columns, walked,
+                tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, STAGES,
+                UPCAST,
             )  # fmt: skip
             block = (plane * NUM_SLICES + part) * rank_pages + index
             there = planes_ptr + (block * num_rows + at_bridge) * PAGE
             tl.store(there + offsets[None, :] * PAGE + ranks[:, None], acc, mask=live)
             unit += shrinks
             row, rows, page, index, at_bridge = read_unit(units_ptr, unit, unit < count)
+            entry = find_strip(entries_ptr, page, unit < count, STRIDE)
 
 
 _launch = Launcher(_linear_few_kernel, launch_pdl=OVERLAPS)
@@ -146,7 +155,7 @@ def launch_linear_few(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    _start(x, weight, bias, y, 0, (x.shape[0], 0, 0), (x, y, x, x), (False, 0, 1))
+    _start(x, weight, bias, y, 0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
     return y
 
 
@@ -154,11 +163,10 @@ def launch_linear_shrink_few(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    a_pool: torch.Tensor,
+    site: SiteRows,
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
-    assert a_pool.is_contiguous()
-    num_slices, (num_tokens, width) = a_pool.shape[0], x.shape
+    num_slices, (num_tokens, width) = site.num_slices, x.shape
     chunk = SHORT_CHUNK if num_tokens <= SHORT_TOKENS else CHUNK
     if width > WIDE:
         chunk *= 2
@@ -169,7 +177,8 @@ def launch_linear_shrink_few(
     shrinks = min(plan.max_units, num_tokens)  # an adapter with more pages: they take turns
     _start(
         x, weight, bias, y, shrinks * num_slices * num_chunks, (num_tokens, shrinks, chunk),
-        (a_pool, planes, plan.header, plan.units), (True, a_pool.stride(0), num_slices),
+        (site.heap, planes, plan.header, plan.units, site.a_entries),
+        (True, site.stride, num_slices),
     )  # fmt: skip
     return y, Bridge(planes, None)
 
@@ -181,8 +190,8 @@ def _start(
     y: torch.Tensor,
     more_programs: int,
     lengths: tuple[int, int, int],  # tokens, programs along the units, chunk
-    lora: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # A, bridge, header, units
-    constants: tuple[bool, int, int],  # has LoRA, stride of a slice, slices
+    lora: tuple[torch.Tensor, ...],  # heap, bridge, header, units, entries
+    constants: tuple[bool, int, int],  # has LoRA, entries of a page, slices
 ) -> None:
     assert x.stride(1) == 1
     assert weight.is_contiguous()

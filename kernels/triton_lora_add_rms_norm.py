@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_rows import (
     LENGTHS,
@@ -23,7 +24,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import load_page
+from kernels.triton_lora_tiles import find_strip, load_strip
 from kernels.triton_rms_norm import shape_of
 
 
@@ -34,15 +35,17 @@ def _lora_add_rms_norm_kernel(
     weight_ptr,
     out_ptr,
     planes_ptr,
-    b_ptr,  # [rows, HIDDEN]
+    heap_ptr,
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,
     num_tiles,
     num_planes,
     PLANES: tl.constexpr,
     STRIDE_X: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
+    STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,20 +60,21 @@ def _lora_add_rms_norm_kernel(
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
-    b = load_page(b_ptr, page, num_pages > 0, columns, HIDDEN, IS_EVEN)
+    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    b = load_strip(heap_ptr, entry, columns, HIDDEN, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     row = token.to(tl.int64)
     x = tl.load(x_ptr + row * STRIDE_X + columns, mask=inside, other=0.0)
     there = residual_ptr + row * STRIDE_RESIDUAL + columns
     residual = tl.load(there, mask=inside, other=0.0)
-    live = num_pages > 0
+    live = entry != 0
     h = load_bridge(planes_ptr, 0, rank_pages, token, live, num_rows, num_planes, PLANES)
     if live:
         delta = row_delta(h, b)
         for i in range(1, num_pages):
             delta = more_delta(
-                delta, i, b_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token, num_rows,
-                num_planes, columns, HIDDEN, PLANES, IS_EVEN,
+                delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
+                num_rows, num_planes, columns, HIDDEN, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
         x = (x.to(tl.float32) + delta).to(x.dtype)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -90,7 +94,7 @@ def launch_lora_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     bridge: Bridge,
-    b_pool: torch.Tensor,
+    site: SiteRows,
     plan: LoraPlan,
 ) -> torch.Tensor:
     rows, hidden = x.shape
@@ -100,13 +104,14 @@ def launch_lora_add_rms_norm(
     block, num_warps = shape_of(hidden)
     _launch(
         (rows, 1, 1),
-        (x, residual, weight, out, bridge.planes, b_pool),
-        (plan.header, plan.small, plan.pages),
+        (x, residual, weight, out, bridge.planes, site.heap),
+        (plan.header, plan.small, plan.pages, site.b_entries),
         (
             plan.max_small,
             *read_planes(bridge),
             x.stride(0),
             residual.stride(0),
+            site.stride,
             hidden,
             eps,
             block,

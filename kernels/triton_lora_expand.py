@@ -1,4 +1,4 @@
-"""y += bridge B over the rank-row pools, in place, for all slices of a site in one launch.
+"""y += bridge B of adapters' rank rows, in place, for all slices of a site in one launch.
 
 Small tiles: one warp processes 256 columns of a tile, keeps a page of B in registers and walks the
 rows two by two; with so few rows tensor cores would mostly multiply padding (64 tokens of 32
@@ -8,21 +8,21 @@ bits depend on its adapter and on its kind of tile, not on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COLUMNS,
     PAGE,
-    load_page,
+    find_strip,
     load_pair,
     load_planes,
+    load_strip,
     num_programs,
     page_dot,
     pair_delta,
@@ -43,43 +43,39 @@ LARGE_STAGES = 3
 @triton.jit
 def _pick_slice(
     block,
-    b0_ptr,
-    b1_ptr,
-    b2_ptr,
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Returns slice, its B, its width, where it begins in y, the block in it."""
+    """Returns slice, its width, where it begins in y, the block in it."""
     BLOCKS_0: tl.constexpr = (SIZE_0 + COLUMNS - 1) // COLUMNS
     BLOCKS_1: tl.constexpr = (SIZE_1 + COLUMNS - 1) // COLUMNS
     in_1 = block >= BLOCKS_0
     in_2 = block >= BLOCKS_0 + BLOCKS_1
     return (
         in_1.to(tl.int32) + in_2.to(tl.int32),
-        tl.where(in_2, b2_ptr, tl.where(in_1, b1_ptr, b0_ptr)),
         tl.where(in_2, SIZE_2, tl.where(in_1, SIZE_1, SIZE_0)),
         tl.where(in_2, SIZE_0 + SIZE_1, tl.where(in_1, SIZE_0, 0)),
         block - tl.where(in_2, BLOCKS_0 + BLOCKS_1, tl.where(in_1, BLOCKS_0, 0)),
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _expand_kernel(
     y_ptr,  # [T, SIZE_0 + SIZE_1 + SIZE_2]
     planes_ptr,
-    b0_ptr,  # [rows, SIZE_0]
-    b1_ptr,
-    b2_ptr,
+    heap_ptr,
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,  # of B, [pages, slices], STRIDE apart
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     STRIDE_Y: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -87,9 +83,8 @@ def _expand_kernel(
 ):
     start_dependents(OVERLAPPED)
     IS_EVEN: tl.constexpr = (SIZE_0 % COLUMNS + SIZE_1 % COLUMNS + SIZE_2 % COLUMNS) == 0
-    part, b_ptr, width, begin, block = _pick_slice(
-        tl.program_id(0), b0_ptr, b1_ptr, b2_ptr, SIZE_0, SIZE_1, SIZE_2, COLUMNS
-    )
+    part, width, begin, block = _pick_slice(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, COLUMNS)
+    entries_ptr += part
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(header_ptr)
     num_rows = tl.load(header_ptr + 3)
@@ -97,15 +92,18 @@ def _expand_kernel(
     tile = tl.program_id(1)
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
     live = (num_pages > 0) & (tile < count)
-    b = load_page(b_ptr, page, live, columns, width, IS_EVEN)
+    entry = find_strip(entries_ptr, page, live, STRIDE)
+    b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     while tile < count:
         tile += tl.num_programs(1)
         next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
             tiles_ptr, tile, tile < count, ROWS, 1
         )
-        # Rows of the base are in tiles too, without pages: not touched.
-        left = tl.where(num_pages > 0, rows, 0)
+        next_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
+        # Rows of the base are in tiles too, without pages, and those of adapters that lack this
+        # module: not touched.
+        left = tl.where(entry != 0, rows, 0)
         y_at = y_ptr + row.to(tl.int64) * STRIDE_Y + begin
         block = part * rank_pages
         blocks = NUM_SLICES * rank_pages
@@ -118,8 +116,9 @@ def _expand_kernel(
                 planes_ptr, block, blocks, at_bridge + 2, left - 2, num_rows, NUM_PLANES
             )
             delta_0, delta_1, b = pair_delta(
-                b_ptr, b, h_0, h_1, columns, width, num_pages, first, pages_ptr, planes_ptr, block,
-                blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                heap_ptr, entries_ptr, entry, b, h_0, h_1, columns, width, num_pages, first,
+                pages_ptr, planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, STRIDE,
+                IS_EVEN,
             )  # fmt: skip
             y_0 = (y_0.to(tl.float32) + delta_0).to(y_0.dtype)
             y_1 = (y_1.to(tl.float32) + delta_1).to(y_1.dtype)
@@ -131,23 +130,24 @@ def _expand_kernel(
         row, rows, num_pages, first, at_bridge = (
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
-        b = load_page(b_ptr, next_page, num_pages > 0, columns, width, IS_EVEN)
+        entry = next_entry
+        b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
 
 
-@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _expand_large_kernel(
     y_ptr,
     sums_ptr,
-    b0_ptr,
-    b1_ptr,
-    b2_ptr,
+    heap_ptr,
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,
     SIZE_0: tl.constexpr,
     SIZE_1: tl.constexpr,
     SIZE_2: tl.constexpr,
     STRIDE_Y: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     IS_SINGLE: tl.constexpr,  # no adapter has more than a page
@@ -159,22 +159,22 @@ def _expand_large_kernel(
     start_dependents(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
     IS_EVEN: tl.constexpr = (SIZE_0 % COLUMNS + SIZE_1 % COLUMNS + SIZE_2 % COLUMNS) == 0
-    part, b_ptr, width, begin, block = _pick_slice(
-        tl.program_id(0), b0_ptr, b1_ptr, b2_ptr, SIZE_0, SIZE_1, SIZE_2, COLUMNS
-    )
+    part, width, begin, block = _pick_slice(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, COLUMNS)
+    entries_ptr += part
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(header_ptr + 2)
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, TILE_ROWS, 1)
-    if (tile >= count) | (num_pages == 0):
+    entry = find_strip(entries_ptr, page, (tile < count) & (num_pages > 0), STRIDE)
+    if entry == 0:
         return
     offsets = tl.arange(0, ROWS)
     lanes = tl.arange(0, PAGE)
     page_stride = num_rows.to(tl.int64) * PAGE
     if IS_SINGLE:
-        b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+        b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
         mask = (offsets < rows - start)[:, None]
         y_rows = (row + start + offsets).to(tl.int64)[:, None] * STRIDE_Y
@@ -191,9 +191,9 @@ def _expand_large_kernel(
             delta = page_dot(h, b, delta, UPCAST)
         else:
             for i in range(num_pages):
-                page = tl.load(pages_ptr + first + i)
-                b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
-                h = tl.load(h_at + i * page_stride, mask=mask, other=0.0)
+                more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+                b = load_strip(heap_ptr, more, columns, width, IS_EVEN)
+                h = tl.load(h_at + i * page_stride, mask=mask & (more != 0), other=0.0)
                 delta = page_dot(h, b, delta, UPCAST)
         tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
 
@@ -202,24 +202,20 @@ _launch = Launcher(_expand_kernel, launch_pdl=OVERLAPS)
 _launch_large = Launcher(_expand_large_kernel, launch_pdl=OVERLAPS)
 
 
-def expand_(
-    y: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
-) -> None:
+def expand_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan) -> None:
     assert y.stride(1) == 1
-    last = len(b_pools) - 1
-    pools = (b_pools[0], b_pools[min(1, last)], b_pools[last])
-    sizes = [b.shape[1] for b in b_pools] + [0, 0]
-    slices = (sizes[0], sizes[1], sizes[2])
+    sizes = (*site.sizes, 0, 0)[:3]
     if plan.max_units:
-        blocks = sum(-(-size // COLUMNS) for size in slices)
+        blocks = sum(-(-size // COLUMNS) for size in sizes)
         _launch(
             (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
-            (y, bridge.planes, *pools),
-            (plan.header, plan.small, plan.pages),
+            (y, bridge.planes, site.heap),
+            (plan.header, plan.small, plan.pages, site.b_entries),
             (
-                *slices,
-                last + 1,
+                *sizes,
+                site.num_slices,
                 y.stride(0),
+                site.stride,
                 bridge.planes.shape[0],
                 SMALL_ROWS,
                 COLUMNS,
@@ -228,25 +224,22 @@ def expand_(
             NUM_WARPS,
         )
     if bridge.sums is not None:
-        expand_large_(y, bridge.sums, pools, slices, plan)
+        _expand_large_(y, bridge.sums, site, sizes, plan)
 
 
-def expand_large_(
-    y: torch.Tensor,
-    sums: torch.Tensor,
-    pools: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    slices: tuple[int, int, int],
-    plan: LoraPlan,
+def _expand_large_(
+    y: torch.Tensor, sums: torch.Tensor, site: SiteRows, sizes: tuple[int, ...], plan: LoraPlan
 ) -> None:
     is_single = plan.max_rank_pages <= 1
-    blocks = sum(-(-size // LARGE_COLUMNS) for size in slices)
+    blocks = sum(-(-size // LARGE_COLUMNS) for size in sizes)
     _launch_large(
         (blocks, plan.max_large, 1),
-        (y, sums, *pools),
-        (plan.header, plan.large, plan.pages),
+        (y, sums, site.heap),
+        (plan.header, plan.large, plan.pages, site.b_entries),
         (
-            *slices,
+            *sizes,
             y.stride(0),
+            site.stride,
             LARGE_ROWS,
             LARGE_PART,
             is_single,

@@ -14,15 +14,12 @@ if not IS_INTERPRETED:
 @triton.jit
 def pick_heads(
     block,
-    q_b_ptr,
-    k_b_ptr,
-    v_b_ptr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Returns the slice, its B, its heads, the first head of the block in it, and the heads before
-    the slice."""
+    """Returns the slice, its heads, the first head of the block in it, and the heads before the
+    slice."""
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     is_k = block >= Q_BLOCKS
@@ -30,7 +27,6 @@ def pick_heads(
     start = tl.where(is_v, Q_BLOCKS + KV_BLOCKS, tl.where(is_k, Q_BLOCKS, 0))
     return (
         is_k.to(tl.int32) + is_v.to(tl.int32),
-        tl.where(is_v, v_b_ptr, tl.where(is_k, k_b_ptr, q_b_ptr)),
         tl.where(is_k, NUM_KV_HEADS, NUM_HEADS),
         (block - start) * HEADS,
         tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, tl.where(is_k, NUM_HEADS, 0)),

@@ -4,14 +4,13 @@ a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import turn
@@ -24,7 +23,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import load_page
+from kernels.triton_lora_tiles import find_strip, load_strip
 
 NUM_WARPS = 4
 
@@ -36,9 +35,7 @@ NUM_WARPS = 4
 def _rope_few_kernel(
     qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF]
     planes_ptr,
-    q_b_ptr,
-    k_b_ptr,
-    v_b_ptr,
+    heap_ptr,
     cos_sin_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -46,12 +43,14 @@ def _rope_few_kernel(
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,
     positions_ptr,
     slots_ptr,
     num_tiles,
     num_planes,
     PLANES: tl.constexpr,
     STRIDE_QKV: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -66,7 +65,7 @@ def _rope_few_kernel(
     is_k = head >= NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     part = is_k.to(tl.int32) + is_v.to(tl.int32)
-    b_ptr = tl.where(is_v, v_b_ptr, tl.where(is_k, k_b_ptr, q_b_ptr))
+    entries_ptr += part
     width = tl.where(is_k, NUM_KV_HEADS, NUM_HEADS) * (2 * HALF)
     local = head - tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, tl.where(is_k, NUM_HEADS, 0))
     lane = tl.arange(0, WIDTH)
@@ -81,9 +80,10 @@ def _rope_few_kernel(
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
-    live = num_pages > 0
-    low_b = load_page(b_ptr, page, live, low_columns, width, IS_EVEN)
-    high_b = load_page(b_ptr, page, live, high_columns, width, IS_EVEN)
+    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    live = entry != 0
+    low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
+    high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
     table = cos_sin_ptr + position * (2 * HALF) + lane
     cos = tl.load(table, mask=exists, other=0.0)
     sin = tl.load(table + HALF, mask=exists, other=0.0)
@@ -98,12 +98,12 @@ def _rope_few_kernel(
         high_delta = row_delta(h, high_b)
         for i in range(1, num_pages):
             low_delta = more_delta(
-                low_delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows,
-                num_planes, low_columns, width, PLANES, IS_EVEN,
+                low_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks,
+                token, num_rows, num_planes, low_columns, width, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
             high_delta = more_delta(
-                high_delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows,
-                num_planes, high_columns, width, PLANES, IS_EVEN,
+                high_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks,
+                token, num_rows, num_planes, high_columns, width, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
         low = (low.to(tl.float32) + low_delta).to(low.dtype)
         high = (high.to(tl.float32) + high_delta).to(high.dtype)
@@ -129,19 +129,20 @@ _launch = Launcher(_rope_few_kernel, launch_pdl=OVERLAPS)
 def launch_rope_few(
     qkv: torch.Tensor,
     bridge: Bridge,
-    b_pools: Sequence[torch.Tensor],
+    site: SiteRows,
     plan: LoraPlan,
     write: RopeWrite,  # its positions and slots: copied to the device before the step, by no kernel
 ) -> torch.Tensor:
     q = write.new_q(qkv)
     _launch(
         (write.num_heads + 2 * write.num_kv_heads, qkv.shape[0], 1),
-        (qkv, bridge.planes, *b_pools, write.cos_sin, write.k_cache, write.v_cache, q),
-        (plan.header, plan.small, plan.pages, write.positions, write.slots),
+        (qkv, bridge.planes, site.heap, write.cos_sin, write.k_cache, write.v_cache, q),
+        (plan.header, plan.small, plan.pages, site.b_entries, write.positions, write.slots),
         (
             plan.max_small,
             *read_planes(bridge),
             qkv.stride(0),
+            site.stride,
             write.num_heads,
             write.num_kv_heads,
             write.head_dim // 2,

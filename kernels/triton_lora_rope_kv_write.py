@@ -9,23 +9,23 @@ squares of a head may add up in another order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_rope_large import launch_lora_rope_large
 from kernels.triton_lora_tiles import (
     COLUMNS,
-    load_page,
+    find_strip,
     load_pair,
     load_planes,
+    load_strip,
     num_programs,
     pair_delta,
     read_tile,
@@ -105,6 +105,7 @@ def _finish_row(
         "header_ptr",
         "tiles_ptr",
         "pages_ptr",
+        "entries_ptr",
         "positions_ptr",
         "slots_ptr",
     ]
@@ -112,9 +113,7 @@ def _finish_row(
 def _lora_rope_kernel(
     qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]
     planes_ptr,
-    q_b_ptr,
-    k_b_ptr,
-    v_b_ptr,
+    heap_ptr,
     cos_sin_ptr,  # [max_positions, 2, D / 2]
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,
@@ -124,9 +123,11 @@ def _lora_rope_kernel(
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,
     positions_ptr,
     slots_ptr,
     STRIDE_QKV: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -142,9 +143,8 @@ def _lora_rope_kernel(
     WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
     HEADS: tl.constexpr = LANES // WIDTH
     IS_EVEN: tl.constexpr = WIDTH == HALF and NUM_HEADS % HEADS == 0 and NUM_KV_HEADS % HEADS == 0
-    part, b_ptr, heads, head, before = pick_heads(
-        tl.program_id(0), q_b_ptr, k_b_ptr, v_b_ptr, NUM_HEADS, NUM_KV_HEADS, HEADS
-    )
+    part, heads, head, before = pick_heads(tl.program_id(0), NUM_HEADS, NUM_KV_HEADS, HEADS)
+    entries_ptr += part
     lane = tl.arange(0, LANES) % WIDTH
     head += tl.arange(0, LANES) // WIDTH
     exists = (lane < HALF) & (head < heads)
@@ -158,9 +158,9 @@ def _lora_rope_kernel(
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
-    loaded = (num_pages > 0) & (tile < count)
-    low_b = load_page(b_ptr, page, loaded, low_columns, width, IS_EVEN)
-    high_b = load_page(b_ptr, page, loaded, high_columns, width, IS_EVEN)
+    entry = find_strip(entries_ptr, page, (num_pages > 0) & (tile < count), STRIDE)
+    low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
+    high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     block = part * rank_pages
     blocks = 3 * rank_pages
@@ -170,25 +170,28 @@ def _lora_rope_kernel(
         next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
             tiles_ptr, tile, tile < count, ROWS, 1
         )
+        next_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
         left = rows
         while left > 0:
-            owned = tl.where(num_pages > 0, left, 0)
+            owned = tl.where(entry != 0, left, 0)
             x_at = qkv_ptr + row.to(tl.int64) * STRIDE_QKV + begin
             h_0, h_1 = load_planes(
                 planes_ptr, block, blocks, at_bridge, owned, num_rows, NUM_PLANES
             )
             low_0, low_1 = load_pair(x_at, STRIDE_QKV, low_columns, width, left)
             high_0, high_1 = load_pair(x_at, STRIDE_QKV, high_columns, width, left)
-            if num_pages > 0:
+            if entry != 0:
                 delta_0, delta_1, low_b = pair_delta(
-                    b_ptr, low_b, h_0, h_1, low_columns, width, num_pages, first, pages_ptr,
-                    planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                    heap_ptr, entries_ptr, entry, low_b, h_0, h_1, low_columns, width,
+                    num_pages, first, pages_ptr, planes_ptr, block, blocks, at_bridge, left,
+                    num_rows, NUM_PLANES, STRIDE, IS_EVEN,
                 )  # fmt: skip
                 low_0 = (low_0.to(tl.float32) + delta_0).to(low_0.dtype)
                 low_1 = (low_1.to(tl.float32) + delta_1).to(low_1.dtype)
                 delta_0, delta_1, high_b = pair_delta(
-                    b_ptr, high_b, h_0, h_1, high_columns, width, num_pages, first, pages_ptr,
-                    planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                    heap_ptr, entries_ptr, entry, high_b, h_0, h_1, high_columns, width,
+                    num_pages, first, pages_ptr, planes_ptr, block, blocks, at_bridge, left,
+                    num_rows, NUM_PLANES, STRIDE, IS_EVEN,
                 )  # fmt: skip
                 high_0 = (high_0.to(tl.float32) + delta_0).to(high_0.dtype)
                 high_1 = (high_1.to(tl.float32) + delta_1).to(high_1.dtype)
@@ -209,8 +212,9 @@ def _lora_rope_kernel(
         row, rows, num_pages, first, at_bridge = (
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
-        low_b = load_page(b_ptr, next_page, num_pages > 0, low_columns, width, IS_EVEN)
-        high_b = load_page(b_ptr, next_page, num_pages > 0, high_columns, width, IS_EVEN)
+        entry = next_entry
+        low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
+        high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
 
 
 _launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS)
@@ -219,14 +223,14 @@ _launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS)
 def launch_lora_rope_kv_write(
     qkv: torch.Tensor,
     bridge: Bridge,
-    b_pools: Sequence[torch.Tensor],
+    site: SiteRows,
     plan: LoraPlan,
     write: RopeWrite,
 ) -> torch.Tensor:
     q = write.new_q(qkv)
     num_heads, num_kv_heads, half = write.num_heads, write.num_kv_heads, write.head_dim // 2
     tensors = (
-        *b_pools,
+        site.heap,
         write.cos_sin,
         write.k_cache,
         write.v_cache,
@@ -234,14 +238,22 @@ def launch_lora_rope_kv_write(
         write.k_norm if write.k_norm is not None else qkv,
         q,
     )
-    constants = (qkv.stride(0), num_heads, num_kv_heads, half, write.has_norm, write.eps)
+    constants = (
+        qkv.stride(0),
+        site.stride,
+        num_heads,
+        num_kv_heads,
+        half,
+        write.has_norm,
+        write.eps,
+    )
     if plan.max_small:
         heads = COLUMNS // (1 << (half - 1).bit_length())
         blocks = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
         _launch(
             (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
             (qkv, bridge.planes, *tensors),
-            (plan.header, plan.small, plan.pages, write.positions, write.slots),
+            (plan.header, plan.small, plan.pages, site.b_entries, write.positions, write.slots),
             (
                 *constants,
                 bridge.planes.shape[0],
@@ -253,5 +265,5 @@ def launch_lora_rope_kv_write(
             NUM_WARPS,
         )
     if plan.max_large:
-        launch_lora_rope_large(qkv, bridge, plan, write, tensors, constants)
+        launch_lora_rope_large(qkv, bridge, site, plan, write, tensors, constants)
     return q

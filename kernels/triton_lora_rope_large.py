@@ -8,13 +8,15 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
 from kernels.triton_lora_tiles import (
     PAGE,
     add_delta,
-    load_page,
+    find_strip,
+    load_strip,
     page_dot,
     read_tile,
 )
@@ -30,6 +32,7 @@ STAGES = 3
         "header_ptr",
         "tiles_ptr",
         "pages_ptr",
+        "entries_ptr",
         "positions_ptr",
         "slots_ptr",
     ]
@@ -37,9 +40,7 @@ STAGES = 3
 def _lora_rope_large_kernel(
     qkv_ptr,
     sums_ptr,
-    q_b_ptr,
-    k_b_ptr,
-    v_b_ptr,
+    heap_ptr,
     cos_sin_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -49,9 +50,11 @@ def _lora_rope_large_kernel(
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,
     positions_ptr,
     slots_ptr,
     STRIDE_QKV: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -69,9 +72,8 @@ def _lora_rope_large_kernel(
     wait_for_inputs(OVERLAPPED)
     WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
     LANES: tl.constexpr = WIDTH if WIDTH >= 16 else 16  # an mma's
-    part, b_ptr, heads, first_head, before = pick_heads(
-        tl.program_id(0), q_b_ptr, k_b_ptr, v_b_ptr, NUM_HEADS, NUM_KV_HEADS, HEADS
-    )
+    part, heads, first_head, before = pick_heads(tl.program_id(0), NUM_HEADS, NUM_KV_HEADS, HEADS)
+    entries_ptr += part
     count = tl.load(header_ptr + 2) * PARTS
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
@@ -79,6 +81,8 @@ def _lora_rope_large_kernel(
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
         return
+    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    owns = entry != 0
     IS_EVEN: tl.constexpr = LANES == HALF
     lane = tl.arange(0, LANES)
     exists = lane < HALF
@@ -93,7 +97,7 @@ def _lora_rope_large_kernel(
     table = cos_sin_ptr + position[:, None] * (2 * HALF) + lane[None, :]
     cos = tl.load(table, mask=inside, other=0.0)
     sin = tl.load(table + HALF, mask=inside, other=0.0)
-    owned = (offsets < tl.where(num_pages > 0, rows, 0))[:, None]
+    owned = (offsets < tl.where(owns, rows, 0))[:, None]
     page_stride = num_rows.to(tl.int64) * PAGE
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     h_at += part * rank_pages * page_stride
@@ -112,21 +116,20 @@ def _lora_rope_large_kernel(
         delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
         delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
         if IS_SINGLE:
-            owns = num_pages > 0
-            low_b = load_page(b_ptr, page, owns, low_columns, width, IS_EVEN)
-            high_b = load_page(b_ptr, page, owns, low_columns + HALF, width, IS_EVEN)
+            low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
+            high_b = load_strip(heap_ptr, entry, low_columns + HALF, width, IS_EVEN)
             delta_low = page_dot(h, low_b, delta_low, not EXACT)
             delta_high = page_dot(h, high_b, delta_high, not EXACT)
         else:
             for i in range(num_pages):
-                page = tl.load(pages_ptr + first + i)
-                low_b = load_page(b_ptr, page, True, low_columns, width, IS_EVEN)
-                high_b = load_page(b_ptr, page, True, low_columns + HALF, width, IS_EVEN)
-                h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
+                more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+                low_b = load_strip(heap_ptr, more, low_columns, width, IS_EVEN)
+                high_b = load_strip(heap_ptr, more, low_columns + HALF, width, IS_EVEN)
+                h = tl.load(h_at + i * page_stride, mask=owned & (more != 0), other=0.0)
                 delta_low = page_dot(h, low_b, delta_low, not EXACT)
                 delta_high = page_dot(h, high_b, delta_high, not EXACT)
-        low = add_delta(low, delta_low, num_pages)
-        high = add_delta(high, delta_high, num_pages)
+        low = add_delta(low, delta_low, owns)
+        high = add_delta(high, delta_high, owns)
         if part != 2:
             if HAS_NORM:
                 norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
@@ -155,6 +158,7 @@ _launch = Launcher(_lora_rope_large_kernel, launch_pdl=OVERLAPS)
 def launch_lora_rope_large(
     qkv: torch.Tensor,
     bridge: Bridge,
+    site: SiteRows,
     plan: LoraPlan,
     write: RopeWrite,
     tensors: tuple[torch.Tensor, ...],  # in the order of the kernel of small tiles
@@ -167,7 +171,7 @@ def launch_lora_rope_large(
     _launch(
         (blocks, plan.max_large * parts, 1),
         (qkv, sums, *tensors),
-        (plan.header, plan.large, plan.pages, write.positions, write.slots),
+        (plan.header, plan.large, plan.pages, site.b_entries, write.positions, write.slots),
         (
             *constants,
             PART,

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import TILE_FIELDS, Bridge
-from kernels.triton_lora_tiles import PAGE, load_page
+from kernels.triton_lora_tiles import PAGE, find_strip, load_strip
 
-METADATA = ("header_ptr", "tiles_ptr", "pages_ptr")
+METADATA = ("header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr")
 LENGTHS = ("num_tiles", "num_planes")  # of the plan at most; of the bridge
 MIN_PLANES = 16  # read of a bridge, masked: one binary for most shapes
 _TILE = tl.constexpr(TILE_FIELDS)
@@ -62,13 +62,14 @@ def row_delta(planes, b):
 
 @triton.jit
 def more_delta(
-    delta, i, b_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows, num_planes,
-    columns, width, PLANES: tl.constexpr, IS_EVEN: tl.constexpr,
+    delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows,
+    num_planes, columns, width, PLANES: tl.constexpr, STRIDE: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the delta of the adapter's page i."""
-    page = tl.load(pages_ptr + first + i)
-    b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
-    h = load_bridge(planes_ptr, block + i, blocks, token, True, num_rows, num_planes, PLANES)
+    """Adds the delta of the adapter's page i, if this module has rows there."""
+    entry = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+    b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
+    live = entry != 0
+    h = load_bridge(planes_ptr, block + i, blocks, token, live, num_rows, num_planes, PLANES)
     return delta + row_delta(h, b)
 
 

@@ -1,4 +1,4 @@
-"""x A^T over the rank-row pool, for all slices of a site in one launch per kind of tile.
+"""x A^T of adapters' rank rows, for all slices of a site in one launch per kind of tile.
 
 Small tiles: a program processes one page of one tile, one slice and one chunk of K, in one piece.
 Chunks are fixed by K alone and their sums (planes) are added in order by the reader, so a row's
@@ -14,11 +14,13 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COUNTERS_OF_TILE,
     PAGE,
-    load_page,
+    find_strip,
+    load_strip,
     num_programs,
     page_dot,
     read_tile,
@@ -34,16 +36,17 @@ LARGE_WARPS = 4
 LARGE_STAGES = 4
 
 
-@triton.jit(do_not_specialize_on_alignment=["header_ptr", "units_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "units_ptr", "entries_ptr"])
 def _shrink_kernel(
     x_ptr,  # [T, K]
-    a_ptr,  # [slices, rows, K]
+    heap_ptr,
     planes_ptr,
     header_ptr,
     units_ptr,
+    entries_ptr,  # of A, [pages, slices], STRIDE apart
     K: tl.constexpr,
     STRIDE_X: tl.constexpr,
-    STRIDE_SLICE: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,10 +62,11 @@ def _shrink_kernel(
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    a_ptr += part.to(tl.int64) * STRIDE_SLICE
+    entries_ptr += part
     plane = chunk * NUM_SLICES + part
     row, rows, page, index, at_bridge = read_unit(units_ptr, unit, True)
-    a = load_page(a_ptr, page, unit < count, columns, K, IS_EVEN)
+    entry = find_strip(entries_ptr, page, unit < count, STRIDE)
+    a = load_strip(heap_ptr, entry, columns, K, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     offsets = tl.arange(0, ROWS)[None, :]
     lanes = tl.arange(0, PAGE)
@@ -71,19 +75,23 @@ def _shrink_kernel(
         next_row, next_rows, next_page, next_index, next_at = read_unit(
             units_ptr, unit, unit < count
         )
-        mask = offsets < rows
-        x_mask = mask
-        if not IS_EVEN:
-            x_mask = mask & (columns < K)[:, None]
-        x_rows = (row + offsets).to(tl.int64) * STRIDE_X
-        x = tl.load(x_ptr + x_rows + columns[:, None], mask=x_mask, other=0.0)  # [CHUNK, ROWS]
-        # The page is the tall side of the product, the rows its narrow one: an mma's 16 by 8.
-        bridge = page_dot(a, x, tl.zeros([PAGE, ROWS], dtype=tl.float32), UPCAST)
-        block = plane.to(tl.int64) * rank_pages + index
-        at = planes_ptr + (block * num_rows + at_bridge) * PAGE
-        tl.store(at + offsets * PAGE + lanes[:, None], bridge, mask=mask)
+        next_entry = find_strip(entries_ptr, next_page, unit < count, STRIDE)
+        if entry != 0:
+            mask = offsets < rows
+            x_mask = mask
+            if not IS_EVEN:
+                x_mask = mask & (columns < K)[:, None]
+            x_rows = (row + offsets).to(tl.int64) * STRIDE_X
+            # [CHUNK, ROWS]
+            x = tl.load(x_ptr + x_rows + columns[:, None], mask=x_mask, other=0.0)
+            # The page is the tall side of the product, the rows its narrow one: an mma's 16 by 8.
+            bridge = page_dot(a, x, tl.zeros([PAGE, ROWS], dtype=tl.float32), UPCAST)
+            block = plane.to(tl.int64) * rank_pages + index
+            at = planes_ptr + (block * num_rows + at_bridge) * PAGE
+            tl.store(at + offsets * PAGE + lanes[:, None], bridge, mask=mask)
         row, rows, index, at_bridge = next_row, next_rows, next_index, next_at
-        a = load_page(a_ptr, next_page, unit < count, columns, K, IS_EVEN)
+        entry = next_entry
+        a = load_strip(heap_ptr, entry, columns, K, IS_EVEN)
 
 
 @triton.jit
@@ -97,19 +105,28 @@ def _add_planes(sums_ptr, planes_ptr, stride, at, mask, NUM_PLANES: tl.constexpr
     tl.store(sums_ptr + at, total, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "counters_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "header_ptr",
+        "tiles_ptr",
+        "pages_ptr",
+        "counters_ptr",
+        "entries_ptr",
+    ]
+)
 def _shrink_large_kernel(
     x_ptr,
-    a_ptr,
+    heap_ptr,
     planes_ptr,
     sums_ptr,
     header_ptr,
     tiles_ptr,
     pages_ptr,
     counters_ptr,
+    entries_ptr,
     K: tl.constexpr,
     STRIDE_X: tl.constexpr,
-    STRIDE_SLICE: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -126,8 +143,19 @@ def _shrink_large_kernel(
     count = tl.load(header_ptr + 2) * PARTS
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
-    row, rows, num_pages, first, _page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
+        return
+    # The first page says which slices the adapter has: others may have fewer pages, or none.
+    owns = num_pages > 0
+    entry_0 = find_strip(entries_ptr, page, owns, STRIDE)
+    entry_1 = entry_0
+    entry_2 = entry_0
+    if NUM_SLICES > 1:
+        entry_1 = find_strip(entries_ptr + 1, page, owns, STRIDE)
+    if NUM_SLICES > 2:
+        entry_2 = find_strip(entries_ptr + 2, page, owns, STRIDE)
+    if (entry_0 | entry_1 | entry_2) == 0:
         return
     IS_EVEN: tl.constexpr = K % CHUNK == 0 and CHUNK % STEP == 0
     offsets = tl.arange(0, ROWS)
@@ -139,6 +167,11 @@ def _shrink_large_kernel(
     at = (at_bridge + offsets).to(tl.int64)[:, None] * PAGE + lanes[None, :]
     for i in range(num_pages):
         page = tl.load(pages_ptr + first + i)
+        entry_0 = find_strip(entries_ptr, page, True, STRIDE)
+        if NUM_SLICES > 1:
+            entry_1 = find_strip(entries_ptr + 1, page, True, STRIDE)
+        if NUM_SLICES > 2:
+            entry_2 = find_strip(entries_ptr + 2, page, True, STRIDE)
         acc_0 = tl.zeros([ROWS, PAGE], dtype=tl.float32)
         acc_1 = tl.zeros([ROWS, PAGE], dtype=tl.float32)
         acc_2 = tl.zeros([ROWS, PAGE], dtype=tl.float32)
@@ -148,22 +181,22 @@ def _shrink_large_kernel(
             if not IS_EVEN:
                 x_mask = mask & (columns < K)[None, :]
             x = tl.load(x_at + columns[None, :], mask=x_mask, other=0.0)
-            a = load_page(a_ptr, page, True, columns, K, IS_EVEN)
+            a = load_strip(heap_ptr, entry_0, columns, K, IS_EVEN)
             acc_0 = page_dot(x, tl.trans(a), acc_0, UPCAST)
             if NUM_SLICES > 1:
-                a = load_page(a_ptr + STRIDE_SLICE, page, True, columns, K, IS_EVEN)
+                a = load_strip(heap_ptr, entry_1, columns, K, IS_EVEN)
                 acc_1 = page_dot(x, tl.trans(a), acc_1, UPCAST)
             if NUM_SLICES > 2:
-                a = load_page(a_ptr + 2 * STRIDE_SLICE, page, True, columns, K, IS_EVEN)
+                a = load_strip(heap_ptr, entry_2, columns, K, IS_EVEN)
                 acc_2 = page_dot(x, tl.trans(a), acc_2, UPCAST)
         page_stride = num_rows.to(tl.int64) * PAGE
         there = planes_ptr + chunk * stride + i * page_stride + at
         slice_stride = rank_pages * page_stride
-        tl.store(there, acc_0, mask=mask)
+        tl.store(there, acc_0, mask=mask & (entry_0 != 0))
         if NUM_SLICES > 1:
-            tl.store(there + slice_stride, acc_1, mask=mask)
+            tl.store(there + slice_stride, acc_1, mask=mask & (entry_1 != 0))
         if NUM_SLICES > 2:
-            tl.store(there + 2 * slice_stride, acc_2, mask=mask)
+            tl.store(there + 2 * slice_stride, acc_2, mask=mask & (entry_2 != 0))
     if NUM_PLANES > 1:
         tl.debug_barrier()
         counter = counters_ptr + tile // PARTS * COUNTERS_OF_TILE + tile % PARTS
@@ -187,17 +220,16 @@ def chunk_of(in_features: int) -> int:
     return 256 if in_features <= 8192 else 512
 
 
-def shrink(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> Bridge:
+def shrink(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Bridge:
     assert x.stride(1) == 1
-    assert a_pool.is_contiguous()
     return Bridge(
-        _shrink_small(x, a_pool, plan),
-        _shrink_large(x, a_pool, plan) if plan.max_large and plan.max_rank_pages else None,
+        _shrink_small(x, site, plan),
+        _shrink_large(x, site, plan) if plan.max_large and plan.max_rank_pages else None,
     )
 
 
-def _shrink_small(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
-    num_slices, _, width = a_pool.shape
+def _shrink_small(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
+    num_slices, width = site.num_slices, site.in_features
     chunk = chunk_of(width)
     num_chunks = -(-width // chunk)
     shape = (num_chunks, num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
@@ -206,12 +238,12 @@ def _shrink_small(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torc
         programs = num_programs(plan.max_units, num_chunks * num_slices, NUM_PROGRAMS)
         _launch(
             (num_chunks, num_slices, programs),
-            (x, a_pool, planes),
-            (plan.header, plan.units),
+            (x, site.heap, planes),
+            (plan.header, plan.units, site.a_entries),
             (
                 width,
                 x.stride(0),
-                a_pool.stride(0),
+                site.stride,
                 num_slices,
                 chunk,
                 SMALL_ROWS,
@@ -223,8 +255,8 @@ def _shrink_small(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torc
     return planes
 
 
-def _shrink_large(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
-    num_slices, _, width = a_pool.shape
+def _shrink_large(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
+    num_slices, width = site.num_slices, site.in_features
     num_chunks = -(-width // LARGE_CHUNK)
     parts = LARGE_ROWS // LARGE_PART
     assert parts <= COUNTERS
@@ -233,12 +265,12 @@ def _shrink_large(x: torch.Tensor, a_pool: torch.Tensor, plan: LoraPlan) -> torc
     sums = torch.empty_like(planes[0]) if num_chunks > 1 else planes[0]
     _launch_large(
         (num_chunks, plan.max_large * parts, 1),
-        (x, a_pool, planes, sums),
-        (plan.header, plan.large, plan.pages, plan.counters),
+        (x, site.heap, planes, sums),
+        (plan.header, plan.large, plan.pages, plan.counters, site.a_entries),
         (
             width,
             x.stride(0),
-            a_pool.stride(0),
+            site.stride,
             num_slices,
             num_chunks,
             LARGE_CHUNK,

@@ -7,14 +7,13 @@ gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_rows import (
     LENGTHS,
@@ -26,7 +25,7 @@ from kernels.triton_lora_rows import (
     row_delta,
 )
 from kernels.triton_lora_silu_mul import silu_product
-from kernels.triton_lora_tiles import load_page
+from kernels.triton_lora_tiles import find_strip, load_strip
 
 COLUMNS = 64
 NUM_WARPS = 2
@@ -36,17 +35,18 @@ NUM_WARPS = 2
 def _silu_few_kernel(
     x_ptr,  # [T, 2 * WIDTH]
     planes_ptr,
-    gate_b_ptr,  # [rows, WIDTH]
-    up_b_ptr,
+    heap_ptr,
     out_ptr,  # [T, WIDTH]
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,
     num_tiles,
     num_planes,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
+    STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -59,29 +59,34 @@ def _silu_few_kernel(
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
-    live = num_pages > 0
-    gate_b = load_page(gate_b_ptr, page, live, columns, WIDTH, IS_EVEN)
-    up_b = load_page(up_b_ptr, page, live, columns, WIDTH, IS_EVEN)
+    gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
+    gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
+    up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     x_at = x_ptr + token.to(tl.int64) * STRIDE_X + columns
     blocks = 2 * rank_pages
     gate = tl.load(x_at, mask=inside, other=0.0)
     up = tl.load(x_at + WIDTH, mask=inside, other=0.0)
-    g = load_bridge(planes_ptr, 0, blocks, token, live, num_rows, num_planes, PLANES)
-    u = load_bridge(planes_ptr, rank_pages, blocks, token, live, num_rows, num_planes, PLANES)
-    if live:
+    adds_gate = gate_entry != 0
+    adds_up = up_entry != 0
+    g = load_bridge(planes_ptr, 0, blocks, token, adds_gate, num_rows, num_planes, PLANES)
+    u = load_bridge(planes_ptr, rank_pages, blocks, token, adds_up, num_rows, num_planes, PLANES)
+    if adds_gate:
         gate_delta = row_delta(g, gate_b)
-        up_delta = row_delta(u, up_b)
         for i in range(1, num_pages):
             gate_delta = more_delta(
-                gate_delta, i, gate_b_ptr, pages_ptr, first, planes_ptr, 0, blocks, token,
-                num_rows, num_planes, columns, WIDTH, PLANES, IS_EVEN,
-            )  # fmt: skip
-            up_delta = more_delta(
-                up_delta, i, up_b_ptr, pages_ptr, first, planes_ptr, rank_pages, blocks, token,
-                num_rows, num_planes, columns, WIDTH, PLANES, IS_EVEN,
+                gate_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, blocks,
+                token, num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
         gate = (gate.to(tl.float32) + gate_delta).to(gate.dtype)
+    if adds_up:
+        up_delta = row_delta(u, up_b)
+        for i in range(1, num_pages):
+            up_delta = more_delta(
+                up_delta, i, heap_ptr, entries_ptr + 1, pages_ptr, first, planes_ptr, rank_pages,
+                blocks, token, num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
+            )  # fmt: skip
         up = (up.to(tl.float32) + up_delta).to(up.dtype)
     out_at = out_ptr + token.to(tl.int64) * WIDTH + columns
     tl.store(out_at, silu_product(gate, up, EXACT), mask=inside)
@@ -91,20 +96,21 @@ _launch = Launcher(_silu_few_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_silu_few(
-    gate_up: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
+    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan
 ) -> torch.Tensor:
     assert gate_up.stride(1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
     _launch(
         (-(-width // COLUMNS), rows, 1),
-        (gate_up, bridge.planes, b_pools[0], b_pools[1], out),
-        (plan.header, plan.small, plan.pages),
+        (gate_up, bridge.planes, site.heap, out),
+        (plan.header, plan.small, plan.pages, site.b_entries),
         (
             plan.max_small,
             *read_planes(bridge),
             width,
             gate_up.stride(0),
+            site.stride,
             COLUMNS,
             not IS_INTERPRETED,
             OVERLAPS,

@@ -6,22 +6,22 @@ code as `lora_expand_`'s: the bits are those of the two ops apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COLUMNS,
     PAGE,
     add_delta,
-    load_page,
+    find_strip,
     load_pair,
     load_planes,
+    load_strip,
     num_programs,
     page_dot,
     pair_delta,
@@ -51,18 +51,19 @@ def silu_product(gate, up, EXACT: tl.constexpr):
     return (silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _lora_silu_mul_kernel(
     x_ptr,  # [T, 2 * WIDTH]
     planes_ptr,
-    gate_b_ptr,  # [rows, WIDTH]
-    up_b_ptr,
+    heap_ptr,
     out_ptr,  # [T, WIDTH]
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,  # of B, [pages, 2], STRIDE apart
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
+    STRIDE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -78,8 +79,10 @@ def _lora_silu_mul_kernel(
     tile = tl.program_id(1)
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
     live = (num_pages > 0) & (tile < count)
-    gate_b = load_page(gate_b_ptr, page, live, columns, WIDTH, IS_EVEN)
-    up_b = load_page(up_b_ptr, page, live, columns, WIDTH, IS_EVEN)
+    gate_entry = find_strip(entries_ptr, page, live, STRIDE)
+    up_entry = find_strip(entries_ptr + 1, page, live, STRIDE)
+    gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
+    up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     blocks = 2 * rank_pages
     while tile < count:
@@ -87,14 +90,17 @@ def _lora_silu_mul_kernel(
         next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
             tiles_ptr, tile, tile < count, ROWS, 1
         )
+        next_gate_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
+        next_up_entry = find_strip(entries_ptr + 1, next_page, next_num_pages > 0, STRIDE)
         left = rows
         x_at = x_ptr + row.to(tl.int64) * STRIDE_X
         out_at = out_ptr + row.to(tl.int64) * WIDTH
         gate_0, gate_1 = load_pair(x_at, STRIDE_X, columns, WIDTH, left)
         up_0, up_1 = load_pair(x_at + WIDTH, STRIDE_X, columns, WIDTH, left)
         while left > 0:
-            owned = tl.where(num_pages > 0, left, 0)
+            owned = tl.where(gate_entry != 0, left, 0)
             g_0, g_1 = load_planes(planes_ptr, 0, blocks, at_bridge, owned, num_rows, NUM_PLANES)
+            owned = tl.where(up_entry != 0, left, 0)
             u_0, u_1 = load_planes(
                 planes_ptr, rank_pages, blocks, at_bridge, owned, num_rows, NUM_PLANES
             )
@@ -102,16 +108,19 @@ def _lora_silu_mul_kernel(
             x_at += 2 * STRIDE_X
             next_gate_0, next_gate_1 = load_pair(x_at, STRIDE_X, columns, WIDTH, left - 2)
             next_up_0, next_up_1 = load_pair(x_at + WIDTH, STRIDE_X, columns, WIDTH, left - 2)
-            if num_pages > 0:
+            if gate_entry != 0:
                 delta_0, delta_1, gate_b = pair_delta(
-                    gate_b_ptr, gate_b, g_0, g_1, columns, WIDTH, num_pages, first, pages_ptr,
-                    planes_ptr, 0, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                    heap_ptr, entries_ptr, gate_entry, gate_b, g_0, g_1, columns, WIDTH, num_pages,
+                    first, pages_ptr, planes_ptr, 0, blocks, at_bridge, left, num_rows, NUM_PLANES,
+                    STRIDE, IS_EVEN,
                 )  # fmt: skip
                 gate_0 = (gate_0.to(tl.float32) + delta_0).to(gate_0.dtype)
                 gate_1 = (gate_1.to(tl.float32) + delta_1).to(gate_1.dtype)
+            if up_entry != 0:
                 delta_0, delta_1, up_b = pair_delta(
-                    up_b_ptr, up_b, u_0, u_1, columns, WIDTH, num_pages, first, pages_ptr,
-                    planes_ptr, rank_pages, blocks, at_bridge, left, num_rows, NUM_PLANES, IS_EVEN,
+                    heap_ptr, entries_ptr + 1, up_entry, up_b, u_0, u_1, columns, WIDTH, num_pages,
+                    first, pages_ptr, planes_ptr, rank_pages, blocks, at_bridge, left, num_rows,
+                    NUM_PLANES, STRIDE, IS_EVEN,
                 )  # fmt: skip
                 up_0 = (up_0.to(tl.float32) + delta_0).to(up_0.dtype)
                 up_1 = (up_1.to(tl.float32) + delta_1).to(up_1.dtype)
@@ -125,22 +134,24 @@ def _lora_silu_mul_kernel(
         row, rows, num_pages, first, at_bridge = (
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
-        gate_b = load_page(gate_b_ptr, next_page, num_pages > 0, columns, WIDTH, IS_EVEN)
-        up_b = load_page(up_b_ptr, next_page, num_pages > 0, columns, WIDTH, IS_EVEN)
+        gate_entry, up_entry = next_gate_entry, next_up_entry
+        gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
+        up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
 
 
-@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _lora_silu_mul_large_kernel(
     x_ptr,
     sums_ptr,
-    gate_b_ptr,
-    up_b_ptr,
+    heap_ptr,
     out_ptr,
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    entries_ptr,  # of B, [pages, 2], STRIDE apart
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     IS_SINGLE: tl.constexpr,  # no adapter has more than a page
@@ -163,9 +174,13 @@ def _lora_silu_mul_large_kernel(
     offsets = tl.arange(0, ROWS)
     page_stride = num_rows.to(tl.int64) * PAGE
     lanes = tl.arange(0, PAGE)
+    gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
+    adds_gate = gate_entry != 0
+    adds_up = up_entry != 0
     if IS_SINGLE:
-        gate_b = load_page(gate_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
-        up_b = load_page(up_b_ptr, page, num_pages > 0, columns, WIDTH, IS_EVEN)
+        gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
+        up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
         token = (row + start + offsets).to(tl.int64)[:, None]
         live = (offsets < rows - start)[:, None]
@@ -175,26 +190,32 @@ def _lora_silu_mul_large_kernel(
         x_at = x_ptr + token * STRIDE_X + columns[None, :]
         gate = tl.load(x_at, mask=mask, other=0.0)
         up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
-        owned = (offsets < tl.where(num_pages > 0, rows - start, 0))[:, None]
+        owns_gate = live & adds_gate
+        owns_up = live & adds_up
         h_at = sums_ptr + (at_bridge + start + offsets)[:, None] * PAGE + lanes[None, :]
         gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         if IS_SINGLE:
-            gate_h = tl.load(h_at, mask=owned, other=0.0)
-            up_h = tl.load(h_at + page_stride, mask=owned, other=0.0)
+            gate_h = tl.load(h_at, mask=owns_gate, other=0.0)
+            up_h = tl.load(h_at + page_stride, mask=owns_up, other=0.0)
             gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
             up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
         else:
             for i in range(num_pages):
                 page = tl.load(pages_ptr + first + i)
-                gate_b = load_page(gate_b_ptr, page, True, columns, WIDTH, IS_EVEN)
-                up_b = load_page(up_b_ptr, page, True, columns, WIDTH, IS_EVEN)
-                gate_h = tl.load(h_at + i * page_stride, mask=owned, other=0.0)
-                up_h = tl.load(h_at + (rank_pages + i) * page_stride, mask=owned, other=0.0)
+                more_gate = find_strip(entries_ptr, page, True, STRIDE)
+                more_up = find_strip(entries_ptr + 1, page, True, STRIDE)
+                gate_b = load_strip(heap_ptr, more_gate, columns, WIDTH, IS_EVEN)
+                up_b = load_strip(heap_ptr, more_up, columns, WIDTH, IS_EVEN)
+                gate_h = tl.load(
+                    h_at + i * page_stride, mask=owns_gate & (more_gate != 0), other=0.0
+                )
+                up_at = h_at + (rank_pages + i) * page_stride
+                up_h = tl.load(up_at, mask=owns_up & (more_up != 0), other=0.0)
                 gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
                 up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
-        gate = add_delta(gate, gate_delta, num_pages)
-        up = add_delta(up, up_delta, num_pages)
+        gate = add_delta(gate, gate_delta, adds_gate)
+        up = add_delta(up, up_delta, adds_up)
         out_at = out_ptr + token * WIDTH + columns[None, :]
         tl.store(out_at, silu_product(gate, up, EXACT), mask=mask)
 
@@ -204,7 +225,7 @@ _launch_large = Launcher(_lora_silu_mul_large_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_lora_silu_mul(
-    gate_up: torch.Tensor, bridge: Bridge, b_pools: Sequence[torch.Tensor], plan: LoraPlan
+    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan
 ) -> torch.Tensor:
     width = gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
@@ -213,11 +234,12 @@ def launch_lora_silu_mul(
         blocks = -(-width // COLUMNS)
         _launch(
             (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
-            (gate_up, bridge.planes, b_pools[0], b_pools[1], out),
-            (plan.header, plan.small, plan.pages),
+            (gate_up, bridge.planes, site.heap, out),
+            (plan.header, plan.small, plan.pages, site.b_entries),
             (
                 width,
                 gate_up.stride(0),
+                site.stride,
                 bridge.planes.shape[0],
                 SMALL_ROWS,
                 COLUMNS,
@@ -231,11 +253,12 @@ def launch_lora_silu_mul(
         sums = bridge.planes if bridge.sums is None else bridge.sums
         _launch_large(
             (-(-width // LARGE_COLUMNS), plan.max_large, 1),
-            (gate_up, sums, b_pools[0], b_pools[1], out),
-            (plan.header, plan.large, plan.pages),
+            (gate_up, sums, site.heap, out),
+            (plan.header, plan.large, plan.pages, site.b_entries),
             (
                 width,
                 gate_up.stride(0),
+                site.stride,
                 LARGE_ROWS,
                 LARGE_PART,
                 is_single,

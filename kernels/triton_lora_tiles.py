@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
+from kernels.lora_rows import ROW_BITS, UNIT_BYTES
 
 # Of a program for a small tile, all in one warp: it then holds a page's 16 rows of a column in one
 # thread. The same everywhere, for the order of a sum depends on it.
@@ -21,6 +22,9 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _TILE = tl.constexpr(TILE_FIELDS)
 _UNIT = tl.constexpr(UNIT_FIELDS)
 COUNTERS_OF_TILE = tl.constexpr(COUNTERS)
+_ROW_BITS = tl.constexpr(ROW_BITS)
+_ROW_MASK = tl.constexpr((1 << ROW_BITS) - 1)
+_UNIT_BITS = tl.constexpr(8 * UNIT_BYTES)
 
 
 @triton.jit
@@ -55,15 +59,29 @@ def read_tile(tiles_ptr, tile, live, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_page(ptr, page, live, columns, width, IS_EVEN: tl.constexpr):
-    """Returns [PAGE, columns] of a pool [rows, width], zeros if not `live`: ranks are never masked,
-    pages are. IS_EVEN: all columns exist."""
+def find_strip(entries_ptr, page, live, STRIDE: tl.constexpr):
+    """Returns the page's entry, 0 if the adapter lacks the matrix or if not `live`."""
+    return tl.load(entries_ptr + page.to(tl.int64) * STRIDE, mask=live, other=0)
+
+
+@triton.jit
+def strip_at(heap_ptr, entry):
+    """Returns the strip's address, and its number of rows."""
+    ELEMENTS: tl.constexpr = _UNIT_BITS // heap_ptr.dtype.element_ty.primitive_bitwidth
+    rows = (entry & _ROW_MASK).to(tl.int32)
+    return heap_ptr + (entry >> _ROW_BITS) * ELEMENTS, rows
+
+
+@triton.jit
+def load_strip(heap_ptr, entry, columns, width, IS_EVEN: tl.constexpr):
+    """Returns [PAGE, columns] of a strip [rows, width], zeros beyond its rows, of which no byte is
+    read. IS_EVEN: all columns exist."""
+    at, rows = strip_at(heap_ptr, entry)
     lanes = tl.arange(0, PAGE)
-    rows = page.to(tl.int64) * PAGE + lanes
-    mask = (lanes < tl.where(live, PAGE, 0))[:, None]
+    mask = (lanes < rows)[:, None]
     if not IS_EVEN:
         mask = mask & (columns < width)[None, :]
-    return tl.load(ptr + rows[:, None] * width + columns[None, :], mask=mask, other=0.0)
+    return tl.load(at + lanes[:, None] * width + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -119,7 +137,9 @@ def page_delta(planes_0, planes_1, b):
 
 @triton.jit
 def pair_delta(
-    b_ptr,
+    heap_ptr,
+    entries_ptr,  # of the slice's B
+    entry,  # of the first page
     b,  # the first page [PAGE, columns]
     planes_0,  # the first page's of the pair
     planes_1,
@@ -135,6 +155,7 @@ def pair_delta(
     left,  # rows of the tile from this one on
     num_rows,
     NUM_PLANES: tl.constexpr,
+    STRIDE: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
     """Returns h B of a pair of rows, [columns] float32 each, and the first page again for the next
@@ -142,23 +163,24 @@ def pair_delta(
     delta_0, delta_1 = page_delta(planes_0, planes_1, b)
     if num_pages > 1:
         for i in range(1, num_pages):
-            page = tl.load(pages_ptr + first + i)
-            b = load_page(b_ptr, page, True, columns, width, IS_EVEN)
+            more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+            b = load_strip(heap_ptr, more, columns, width, IS_EVEN)
+            # Beyond the rank of this module the bridge holds arbitrary values.
             planes_0, planes_1 = load_planes(
-                planes_ptr, block + i, num_blocks, row, left, num_rows, NUM_PLANES
-            )
+                planes_ptr, block + i, num_blocks, row, tl.where(more != 0, left, 0), num_rows,
+                NUM_PLANES,
+            )  # fmt: skip
             more_0, more_1 = page_delta(planes_0, planes_1, b)
             delta_0 += more_0
             delta_1 += more_1
-        page = tl.load(pages_ptr + first)
-        b = load_page(b_ptr, page, left > 2, columns, width, IS_EVEN)
+        b = load_strip(heap_ptr, tl.where(left > 2, entry, 0), columns, width, IS_EVEN)
     return delta_0, delta_1, b
 
 
 @triton.jit
-def add_delta(y, delta, num_pages):
-    """Adds the delta, rounded once. A row without adapter keeps its bits, also those of -0."""
-    return tl.where(num_pages > 0, (y.to(tl.float32) + delta).to(y.dtype), y)
+def add_delta(y, delta, live):
+    """Adds the delta, rounded once. A row without one keeps its bits, also those of -0."""
+    return tl.where(live, (y.to(tl.float32) + delta).to(y.dtype), y)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.paged_plan import LOG2_E, TILE_ROWS, PagedPlan
+from kernels.triton_launch import launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ def paged_prefill(
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     config = config or prefill_config(head_dim, k_cache.element_size())
-    _prefill_kernel[(plan.num_tiles * num_kv_heads,)](
+    launch(
+        _prefill_kernel,
+        (plan.num_tiles * num_kv_heads,),
         q,
         k_cache,
         v_cache,

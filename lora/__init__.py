@@ -1,1 +1,1 @@
-"""Adapters: reading a PEFT folder, the rank-row pool, the mapping of tokens to adapters."""
+"""Adapters: reading a PEFT folder, the heap of rank rows, the mapping of tokens to adapters."""

@@ -8,6 +8,7 @@ and the registry; the caller provides the folder's digest.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from lora.convert import in_turns
 from lora.errors import AdapterError
-from lora.header import TensorEntry, TensorFile, read_header
+from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
 from lora.peft_config import PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import open_regular, shown, shown_value
@@ -35,14 +37,31 @@ BaseWeight = Callable[[str], torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """The weights of one module, whose output gains (x a^T) b."""
+    """The weights of one module, whose output gains (x a^T) b. They are kept as the file has them;
+    `convert.copy_rows` makes a pool's rows of them in one pass."""
 
-    a: torch.Tensor  # [r, in_features] float32
-    b: torch.Tensor  # [r, out_features] float32, PEFT's B transposed, times the scale
+    lora_a: torch.Tensor  # [r, in_features] in the file's type
+    lora_b: torch.Tensor  # [r, out_features] in the file's type: a view of PEFT's B
+    scale: float = 1.0  # of lora_b
+    bound: float = math.inf  # no number of lora_a, or of lora_b times the scale, is larger
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.lora_a.shape[0]
+
+    @property
+    def a(self) -> torch.Tensor:
+        """[r, in_features] float32."""
+        return self.lora_a.float()
+
+    @property
+    def b(self) -> torch.Tensor:
+        """[r, out_features] float32, PEFT's B transposed, times the scale."""
+        return (self.lora_b.float() * self.scale).contiguous()
+
+    @property
+    def is_noop(self) -> bool:
+        return not (bool(self.lora_b.any()) and bool(self.lora_a.any()) and bool(self.b.any()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +105,22 @@ def read_adapter(
     sites: Sequence[Site],
     max_rank: int,
     base_weight: BaseWeight | None = None,
+    buffer: ReadBuffer | None = None,
 ) -> Adapter:
     """Reads and checks an adapter; raises AdapterError. PEFT saves an adapted embedding (or head)
     with a copy of the base's own weight; `base_weight(module)` returns ours to compare, and without
-    it such a file is refused."""
+    it such a file is refused. The weights are in `buffer` until its next use; None: in memory of
+    their own."""
     config = read_peft_config(path)
     with _open_weights(path) as file:
-        modules = _read_modules(file, targets_by_module(sites), config, max_rank, base_weight)
+        pairs = _check_header(file, targets_by_module(sites), config, max_rank, base_weight)
+        modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
     return Adapter(
         digest=digest,
         rank=max(weights.rank for weights in modules.values()),
         modules=modules,
-        num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
-        is_noop=not any(bool(w.a.any()) and bool(w.b.any()) for w in modules.values()),
+        num_parameters=sum(w.lora_a.numel() + w.lora_b.numel() for w in modules.values()),
+        is_noop=all(weights.is_noop for weights in modules.values()),
     )
 
 
@@ -113,17 +135,18 @@ def _open_weights(path: Path) -> Iterator[TensorFile]:
         raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
 
 
-def _read_modules(
+def _check_header(
     file: TensorFile,
     targets: Mapping[str, Target],
     config: PeftConfig,
     max_rank: int,
     base_weight: BaseWeight | None,
-) -> dict[str, ModuleWeights]:
-    """Reads the weights after all checks that need only the header."""
-    pairs: dict[str, dict[str, str]] = {}  # module -> {"A": key, "B": key}
+) -> dict[str, dict[str, str]]:
+    """Makes all checks that need only the header, and those of copies of the base's weights.
+    Returns module -> {"A": key, "B": key}, in the order of the targets."""
+    pairs: dict[str, dict[str, str]] = {}
     copies: dict[str, str] = {}  # module -> key
-    for key in file.entries:
+    for key in in_turns(file.entries):
         copy = _BASE_COPY.fullmatch(key)
         if copy is not None and copy["module"] in targets:
             copies[copy["module"]] = key
@@ -133,21 +156,33 @@ def _read_modules(
             raise AdapterError(f"lora_{half} of {module} is in the file twice")
         pairs[module][half] = key
     _check_complete(pairs, targets, config)
-    for module, keys in pairs.items():
+    for module, keys in in_turns(pairs.items()):
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
         _check_shapes(targets[module], a, b, config, max_rank)
     for module, key in copies.items():
         _check_base_copy(module, file, key, base_weight)
-    return {
-        module: _module_weights(
-            file.read(pairs[module]["A"]),
-            file.read(pairs[module]["B"]),
-            module,
-            config.scale_of(module),
-        )
-        for module in targets
-        if module in pairs
-    }
+    return {module: pairs[module] for module in targets if module in pairs}
+
+
+def _read_modules(
+    file: TensorFile,
+    pairs: Mapping[str, Mapping[str, str]],
+    config: PeftConfig,
+    buffer: ReadBuffer,
+) -> dict[str, ModuleWeights]:
+    """Reads the weights and checks every number."""
+    keys = [key for pair in pairs.values() for key in pair.values()]
+    tensors, largest = file.read_all(keys, buffer)
+    modules: dict[str, ModuleWeights] = {}
+    for module, pair in in_turns(pairs.items()):
+        a, b, scale = tensors[pair["A"]], tensors[pair["B"]], config.scale_of(module)
+        # Rounded up: the products are of float32.
+        bound = largest * max(1.0, abs(scale)) * (1 + 1e-6)
+        if bound > torch.finfo(torch.float32).max:
+            _check_numbers(a, b, module, scale)
+            bound = math.inf
+        modules[module] = ModuleWeights(a, b.T, scale, bound)
+    return modules
 
 
 def _no_weights_reason(path: Path) -> str:
@@ -193,7 +228,7 @@ def _check_complete(
 ) -> None:
     if not pairs:
         raise AdapterError(f"{WEIGHTS_FILE} holds no LoRA tensors")
-    for module, keys in pairs.items():
+    for module, keys in in_turns(pairs.items()):
         for half in "AB":
             if half not in keys:
                 raise AdapterError(f"lora_{half} of {module} is missing")
@@ -201,7 +236,7 @@ def _check_complete(
             raise AdapterError(
                 f"the file has tensors for {module}, which target_modules does not name"
             )
-    for module, target in targets.items():
+    for module, target in in_turns(targets.items()):
         if module not in pairs and config.targets(target.site, module):
             raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
 
@@ -260,14 +295,12 @@ def _check_base_copy(
         )
 
 
-def _module_weights(a: torch.Tensor, b: torch.Tensor, module: str, scale: float) -> ModuleWeights:
+def _check_numbers(a: torch.Tensor, b: torch.Tensor, module: str, scale: float) -> None:
     for half, tensor in (("A", a), ("B", b)):
         if not _is_finite(tensor):
             raise AdapterError(f"lora_{half} of {module} holds NaN or infinity")
-    scaled = (b.float().T * scale).contiguous()
-    if not _is_finite(scaled):
+    if not _is_finite(b.float() * scale):
         raise AdapterError(f"lora_B of {module} times its scale {scale} overflows float32")
-    return ModuleWeights(a.float(), scaled)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

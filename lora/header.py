@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 
 import torch
 
+from lora.convert import in_turns, spread
 from lora.errors import AdapterError
+from lora.pinned_memory import map_memory
 from lora.untrusted import parse_object, read_up_to, shown, shown_value
 
 # No other thread runs during the parse: 20 to 40 ms for 2 MiB. A base of 126 layers, all of them
@@ -24,6 +26,8 @@ from lora.untrusted import parse_object, read_up_to, shown, shown_value
 _MAX_HEADER_BYTES = 2 * 1024 * 1024
 _MAX_TENSORS = 16384
 _MAX_DIMENSIONS = 8
+_CHUNK_BYTES = 4 * 1024 * 1024  # read and checked at a time: it stays in the processor's cache
+_MAX_KEPT_BYTES = 256 * 1024 * 1024  # of a buffer between two files
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -33,6 +37,33 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int  # bytes after the header
     end: int
+
+
+class ReadBuffer:
+    """Memory for the tensors of one file at a time, kept for the next file: to read 84 MB into new
+    memory lasts 48 ms, into memory in use 7 ms. One thread uses it at a time."""
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        """`num_bytes`: what the first files are expected to need."""
+        self._memory = map_memory(min(num_bytes, _MAX_KEPT_BYTES)).zero_()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Returns [num_bytes] uint8 of any content, which the next call returns again."""
+        if num_bytes <= self._memory.numel():
+            return self._memory[:num_bytes]
+        memory = map_memory(num_bytes)
+        if num_bytes <= _MAX_KEPT_BYTES:
+            self._memory = memory
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Adjacent bytes of the file, and their place in the buffer."""
+
+    begin: int  # bytes after the header
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +79,73 @@ class TensorFile:
         """Reads into memory of its own: if a mapped file shrinks later, reading it kills the
         process."""
         entry = self.entries[key]
-        data = bytearray(entry.end - entry.begin)
-        buffer = memoryview(data)
-        self.file.seek(self.data_start + entry.begin)
+        data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        self._read_into(data, entry.begin)
+        return data.view(_TYPES[entry.dtype]).view(entry.shape)
+
+    def read_all(
+        self, keys: Iterable[str], buffer: ReadBuffer
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """Reads tensors into the buffer, which holds them until its next use.
+
+        Also returns a bound of the magnitude of all their numbers: infinite if one of them is not
+        finite, or if they have several types, and each tensor has to be looked at.
+        """
+        ordered = sorted(keys, key=lambda key: self.entries[key].begin)
+        starts: dict[str, int] = {}
+        runs: list[_Chunk] = []
+        end = 0
+        for key in ordered:
+            entry = self.entries[key]
+            itemsize = _TYPES[entry.dtype].itemsize
+            start = -(-end // itemsize) * itemsize
+            starts[key], size = start, entry.end - entry.begin
+            last = runs[-1] if runs else None
+            if last and (last.begin + last.size, last.start + last.size) == (entry.begin, start):
+                runs[-1] = _Chunk(last.begin, last.start, last.size + size)
+            else:
+                runs.append(_Chunk(entry.begin, start, size))
+            end = start + size
+        data = buffer.take(end)
+        types = {self.entries[key].dtype for key in ordered}
+        dtype = _TYPES[types.pop()] if len(types) == 1 else None
+        bounds = spread(lambda chunk: self._read_chunk(chunk, data, dtype), _split(runs))
+        typed = {name: _whole(data, dtype) for name, dtype in _TYPES.items()}
+        tensors = {
+            key: _view(typed, self.entries[key], start) for key, start in in_turns(starts.items())
+        }
+        return tensors, max(bounds, default=0.0)
+
+    def _read_chunk(self, chunk: _Chunk, data: torch.Tensor, dtype: torch.dtype | None) -> float:
+        """Returns the largest magnitude; infinite if a number is not finite or `dtype` is None."""
+        part = data[chunk.start : chunk.start + chunk.size]
+        self._read_into(part, chunk.begin)
+        if dtype is None or not chunk.size:
+            return math.inf if dtype is None else 0.0
+        low, high = part.view(dtype).aminmax()  # 5 ms for 42 M numbers; NaN is in both
+        largest = max(-float(low), float(high))
+        return largest if math.isfinite(float(low)) and math.isfinite(largest) else math.inf
+
+    def _read_into(self, target: torch.Tensor, begin: int) -> None:
+        """Fills target [bytes] uint8. Any thread may call it: the file's position stays."""
+        buffer, position = target.numpy().data, self.data_start + begin
         while buffer:
-            count = self.file.readinto(buffer)
+            count = os.preadv(self.file.fileno(), [buffer], position)
             if not count:
                 raise AdapterError(f"{self.name} became shorter while it was read")
-            buffer = buffer[count:]
-        return torch.frombuffer(data, dtype=_TYPES[entry.dtype]).view(entry.shape)
+            buffer, position = buffer[count:], position + count
+
+
+def _whole(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _view(typed: Mapping[str, torch.Tensor], entry: TensorEntry, start: int) -> torch.Tensor:
+    """Returns the tensor at a place of the buffer, of which `typed` has a view in each type."""
+    whole = typed[entry.dtype]
+    strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape))]
+    place = whole.storage_offset() + start // whole.itemsize
+    return whole.as_strided(entry.shape, strides, place)
 
 
 def read_header(file: FileIO, name: str) -> TensorFile:
@@ -81,6 +170,14 @@ def read_header(file: FileIO, name: str) -> TensorFile:
     return TensorFile(name, file, entries, 8 + length)
 
 
+def _split(runs: Iterable[_Chunk]) -> list[_Chunk]:
+    return [
+        _Chunk(run.begin + done, run.start + done, min(_CHUNK_BYTES, run.size - done))
+        for run in runs
+        for done in range(0, max(run.size, 1), _CHUNK_BYTES)
+    ]
+
+
 def _parse(text: bytes, name: str) -> dict[str, TensorEntry]:
     header = parse_object(text, f"{name}: its header")
     notes = header.pop("__metadata__", {})
@@ -88,7 +185,7 @@ def _parse(text: bytes, name: str) -> dict[str, TensorEntry]:
         raise AdapterError(f"{name}: the __metadata__ of its header is not an object of texts")
     if len(header) > _MAX_TENSORS:
         raise AdapterError(f"{name} holds {len(header)} tensors, the limit is {_MAX_TENSORS}")
-    return {key: _entry(key, value) for key, value in header.items()}
+    return {key: _entry(key, value) for key, value in in_turns(header.items())}
 
 
 def _entry(key: str, value: object) -> TensorEntry:

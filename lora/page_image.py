@@ -1,121 +1,250 @@
-"""The layout of an adapter in host memory: one image per page, the 16 rows of every matrix it
-adapts.
+"""The layout of an adapter in memory: strips in blocks, the same on the host and on the device.
 
-An image begins with a table of the strips' positions (`kernels/scatter_page.py` defines the form);
-modules that the adapter does not target use no room. Packing casts to the pool's type and checks
-for overflow: slow work for any thread. Free of devices and residency.
+A strip is the rows of one page at one matrix: as many of 16 as the module's rank has left. A strip
+lies within one block; a matrix too wide for that is cut into pieces of columns. So a block can go
+anywhere, and modules or rows that an adapter lacks use no room. Packing casts to the pool's type
+and checks for overflow: slow work for any thread. Free of devices and residency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kernels.scatter_page import WORD_BYTES
+from kernels.lora_plan import PAGE_ROWS as PAGE_ROWS
+from kernels.lora_rows import ROW_BITS, UNIT_BYTES, make_entry
 from lora.adapter import Adapter, ModuleWeights
-from lora.errors import AdapterError
+from lora.convert import RowsCopy, copy_rows, fits
+from lora.errors import AdapterError, AdapterTooLargeError
 from lora.sites import Site
 
-PAGE_ROWS = 16
-_ALIGNMENT = 256  # alignment of the strips after the table
+_MIN_BLOCK_BYTES = 8192
+_PIECE_COLUMNS = 128  # pieces of a wide matrix have a multiple of it
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A matrix of the base of which a page has rows. Its place in the layout is its entry."""
+    """A matrix of the base, or some columns of one. Its place in the layout is its entry's place in
+    the table."""
 
     site: str
     index: int  # slice index
     module: str
     side: Literal["a", "b"]
-    width: int
+    start: int  # first column
+    width: int  # columns, perhaps beyond the last of the matrix
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter in the form of its pages: rank padded with zero rows, in the pool's type."""
+    """An adapter in the form of its blocks, and its rows of the table as if the blocks were the
+    first of the heap."""
 
     digest: str
-    images: tuple[torch.Tensor, ...]  # one [bytes] uint8 per page
-    optional_sites: tuple[str, ...]  # its sites whose pools are made when first needed
+    memory: torch.Tensor  # [bytes] uint8: the blocks, the last one cut off, then the table's rows
+    entries: torch.Tensor  # [pages, strips] int64
+    num_blocks: int  # at least one for each page: pages have the numbers of blocks
+    site_kinds: frozenset[str]  # the last parts of the names of its sites, e.g. qkv
+    targets_optional: bool
 
     @property
     def num_pages(self) -> int:
-        return len(self.images)
+        return self.entries.shape[0]
 
     @property
     def num_bytes(self) -> int:
-        return sum(image.numel() for image in self.images)
+        return self.memory.numel()
+
+    @property
+    def image(self) -> torch.Tensor:
+        """The blocks."""
+        return self.memory[: self.memory.numel() - 8 * self.entries.numel()]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Returns [pages, strips] int64 next to the image: room for the entries in the heap."""
+        return self.memory[self.image.numel() :].view(torch.int64).view(self.entries.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A strip of one page in the image."""
+
+    page: int
+    entry: int
+    start: int  # byte
+    rows: int
 
 
 class PageLayout:
     def __init__(self, sites: Sequence[Site], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._largest = torch.finfo(dtype).max
-        self.strips = tuple(strip for site in sites for strip in _strips(site))
-        self._optional = tuple(site.name for site in sites if site.is_optional)
-        self._table_bytes = -(-8 * len(self.strips) // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of the rows of one page in all sites."""
-        return sum(self._strip_bytes(strip) for strip in self.strips)
-
-    @property
-    def max_image_bytes(self) -> int:
-        return self._table_bytes + self.page_bytes
-
-    def pack(self, adapter: Adapter, allocate: Callable[[int], torch.Tensor]) -> PackedAdapter:
-        """Packs an adapter. `allocate` returns host memory of a given size, with any content."""
-        entries = [i for i, strip in enumerate(self.strips) if strip.module in adapter.modules]
-        table = torch.zeros(len(self.strips), dtype=torch.int64)
-        end = self._table_bytes
-        for entry in entries:
-            table[entry] = end // WORD_BYTES
-            end += self._strip_bytes(self.strips[entry])
-        num_pages = -(-adapter.rank // PAGE_ROWS)
-        images = tuple(allocate(end) for _ in range(num_pages))
-        for page, image in enumerate(images):
-            image[: self._table_bytes].zero_()
-            image[: 8 * len(self.strips)].copy_(table.view(torch.uint8))
-            for entry in entries:
-                self._fill(image, int(table[entry]), self.strips[entry], adapter, page)
-        sites = {self.strips[entry].site for entry in entries}
-        return PackedAdapter(
-            adapter.digest, images, tuple(name for name in self._optional if name in sites)
+        row_bytes = PAGE_ROWS * dtype.itemsize
+        widest = max(
+            (w for site in sites if not site.is_optional for w in _widths(site)), default=1
+        )
+        # A power of two that holds any strip but those of optional sites.
+        self.block_bytes = max(_MIN_BLOCK_BYTES, 1 << (widest * row_bytes - 1).bit_length())
+        self._max_width = self.block_bytes // row_bytes
+        self.strips = tuple(strip for site in sites for strip in self._strips(site))
+        self._optional = frozenset(site.name for site in sites if site.is_optional)
+        self._entries_of: dict[str, list[int]] = defaultdict(list)  # by module
+        for entry, strip in enumerate(self.strips):
+            self._entries_of[strip.module].append(entry)
+        self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
+        self.page_bytes = self._bytes_of(
+            {s.module: PAGE_ROWS for s in self.strips if s.site not in self._optional}
         )
 
-    def _fill(
-        self, image: torch.Tensor, word: int, strip: Strip, adapter: Adapter, page: int
-    ) -> None:
-        start = word * WORD_BYTES
-        here = image[start : start + self._strip_bytes(strip)]
-        rows = here.view(self.dtype).view(PAGE_ROWS, strip.width)
-        weights = _side(adapter.modules[strip.module], strip)[PAGE_ROWS * page :][:PAGE_ROWS]
-        # A tenth of the time of isfinite. NaN is in neither range.
-        low, high = weights.aminmax() if len(weights) else (self._largest, self._largest)
-        if not (low >= -self._largest and high <= self._largest):
+    @property
+    def bytes_per_block(self) -> int:
+        """The bytes of the device for one block, with the row of the table of the page that has its
+        number."""
+        return self.block_bytes + 8 * self.num_entries
+
+    def num_bytes(self, adapter: Adapter) -> int:
+        """Returns the bytes of the device that the adapter takes."""
+        return self._bytes_of({name: one.rank for name, one in adapter.modules.items()})
+
+    def first_entry(self, site: str) -> int:
+        return next(entry for entry, strip in enumerate(self.strips) if strip.site == site)
+
+    def pack(
+        self,
+        adapter: Adapter,
+        allocate: Callable[[int], torch.Tensor],
+        room_bytes: int | None = None,
+    ) -> PackedAdapter:
+        """Packs an adapter. Raises AdapterTooLargeError if it needs more of the device than
+        `room_bytes`.
+
+        `allocate`: returns host memory of a given size, with any content.
+        """
+        ranks = {name: one.rank for name, one in adapter.modules.items()}
+        places, size = self._place(ranks)
+        num_pages = -(-adapter.rank // PAGE_ROWS)
+        num_blocks = self._num_blocks(size, num_pages)
+        needed = num_blocks * self.bytes_per_block
+        if room_bytes is not None and needed > room_bytes:
+            raise AdapterTooLargeError(
+                f"adapter {adapter.digest} of rank {adapter.rank} needs {needed} bytes on the "
+                f"device; the whole pool has {room_bytes} (adapter_pool_bytes)"
+            )
+        for place in places:
+            if place.page == 0:
+                self._check_range(self.strips[place.entry], adapter)
+        memory = allocate(size + 8 * num_pages * self.num_entries)
+        entries = torch.zeros((num_pages, self.num_entries), dtype=torch.int64)
+        table, numbers = entries.numpy(), memory[:size].view(self.dtype)
+        copies: list[RowsCopy] = []
+        for place in places:
+            table[place.page, place.entry] = make_entry(place.start, place.rows)
+            copies.append(self._copy(numbers, place, adapter))
+        copy_rows(copies)
+        return PackedAdapter(
+            adapter.digest,
+            memory,
+            entries,
+            num_blocks,
+            frozenset(self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places),
+            any(self.strips[place.entry].site in self._optional for place in places),
+        )
+
+    def _place(self, ranks: dict[str, int]) -> tuple[list[_Place], int]:
+        """Places the strips of modules of these ranks, the largest first, each in the first block
+        with room. Returns the places and the end of the last one."""
+        by_size: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for module, rank in ranks.items():
+            for entry in self._entries_of.get(module, ()):
+                row = self.strips[entry].width * self.dtype.itemsize
+                for page in range(-(-rank // PAGE_ROWS)):
+                    rows = min(PAGE_ROWS, rank - page * PAGE_ROWS)
+                    size = -(-rows * row // UNIT_BYTES) * UNIT_BYTES
+                    by_size[size].append((page, entry, rows))
+        places: list[_Place] = []
+        filled: list[int] = []  # bytes of each block
+        for size in sorted(by_size, reverse=True):
+            block = 0
+            for page, entry, rows in by_size[size]:
+                while block < len(filled) and filled[block] + size > self.block_bytes:
+                    block += 1
+                if block == len(filled):
+                    filled.append(0)
+                start = block * self.block_bytes + filled[block]
+                places.append(_Place(page, entry, start, rows))
+                filled[block] += size
+        return places, (len(filled) - 1) * self.block_bytes + filled[-1] if filled else 0
+
+    def _bytes_of(self, ranks: dict[str, int]) -> int:
+        num_pages = -(-max(ranks.values(), default=0) // PAGE_ROWS)
+        return self._num_blocks(self._place(ranks)[1], num_pages) * self.bytes_per_block
+
+    def _num_blocks(self, image_bytes: int, num_pages: int) -> int:
+        return max(-(-image_bytes // self.block_bytes), num_pages)
+
+    def _copy(self, memory: torch.Tensor, place: _Place, adapter: Adapter) -> RowsCopy:
+        """Returns the copy into a strip of `memory`, which is of the layout's type, and writes the
+        zeros beyond the last column of the matrix."""
+        strip = self.strips[place.entry]
+        numbers, scale = _side(adapter.modules[strip.module], strip)
+        if place.page or len(numbers) > place.rows:
+            numbers = numbers[PAGE_ROWS * place.page :][: place.rows]
+        if strip.start or numbers.shape[1] > strip.width:
+            numbers = numbers[:, strip.start :][:, : strip.width]
+        start = memory.storage_offset() + place.start // self.dtype.itemsize
+        rows = memory.as_strided((place.rows, strip.width), (strip.width, 1), start)
+        if (width := numbers.shape[1]) < strip.width:
+            rows[:, width:].zero_()
+            rows = rows[:, :width]
+        return RowsCopy(rows, numbers, scale)
+
+    def _check_range(self, strip: Strip, adapter: Adapter) -> None:
+        weights = adapter.modules[strip.module]
+        if weights.bound > torch.finfo(self.dtype).max and not fits(
+            *_side(weights, strip), self.dtype
+        ):
             raise AdapterError(
                 f"lora_{strip.side.upper()} of {strip.module}, with its scale, overflows "
                 f"{self.dtype}"
             )
-        rows[: len(weights)].copy_(weights)
-        rows[len(weights) :].zero_()
 
-    def _strip_bytes(self, strip: Strip) -> int:
-        return PAGE_ROWS * strip.width * self.dtype.itemsize
+    def _strips(self, site: Site) -> Iterator[Strip]:
+        """Yields A of each slice, then B of each slice."""
+        for index, part in enumerate(site.slices):
+            yield from self._pieces(site, index, part.module, "a", site.in_features)
+        for index, part in enumerate(site.slices):
+            yield from self._pieces(site, index, part.module, "b", part.out_features)
+
+    def _pieces(
+        self, site: Site, index: int, module: str, side: Literal["a", "b"], width: int
+    ) -> Iterator[Strip]:
+        if width <= self._max_width:
+            yield Strip(site.name, index, module, side, 0, width)
+            return
+        num_pieces = -(-width // (self._max_width // _PIECE_COLUMNS * _PIECE_COLUMNS))
+        piece = -(-width // (num_pieces * _PIECE_COLUMNS)) * _PIECE_COLUMNS
+        for start in range(0, width, piece):
+            yield Strip(site.name, index, module, side, start, piece)
 
 
-def _strips(site: Site) -> list[Strip]:
-    found: list[Strip] = []
-    for index, part in enumerate(site.slices):
-        found.append(Strip(site.name, index, part.module, "a", site.in_features))
-        found.append(Strip(site.name, index, part.module, "b", part.out_features))
-    return found
+def in_blocks(entries: torch.Tensor, blocks: torch.Tensor, block_bytes: int) -> torch.Tensor:
+    """Returns the entries [pages, strips] of an image whose blocks are at `blocks` [n] of the
+    heap."""
+    units = block_bytes // UNIT_BYTES
+    place = entries >> ROW_BITS
+    moved = (blocks[place // units] * units + place % units) << ROW_BITS
+    return torch.where(entries != 0, moved | entries & (1 << ROW_BITS) - 1, 0)
 
 
-def _side(weights: ModuleWeights, strip: Strip) -> torch.Tensor:
-    return weights.a if strip.side == "a" else weights.b
+def _widths(site: Site) -> Iterator[int]:
+    yield site.in_features
+    yield from (part.out_features for part in site.slices)
+
+
+def _side(weights: ModuleWeights, strip: Strip) -> tuple[torch.Tensor, float]:
+    """Returns the numbers [r, width] and their scale."""
+    return (weights.lora_a, 1.0) if strip.side == "a" else (weights.lora_b, weights.scale)

@@ -14,27 +14,27 @@ from lora.page_image import PackedAdapter
 _MAX_HOST_SHARE = 0.5  # other adapters need room to come and go
 
 
-def check_room_beside(packed: PackedAdapter, pinned: Iterable[PackedAdapter], pages: int) -> None:
-    """Raises PinnedMemoryError if `packed` would never find its pages among `pages`."""
-    held = sum(one.num_pages for one in pinned if one.digest != packed.digest)
-    if packed.num_pages > pages - held:
+def check_room_beside(packed: PackedAdapter, pinned: Iterable[PackedAdapter], blocks: int) -> None:
+    """Raises PinnedMemoryError if `packed` would never find its blocks among `blocks`."""
+    held = sum(one.num_blocks for one in pinned if one.digest != packed.digest)
+    if packed.num_blocks > blocks - held:
         raise PinnedMemoryError(
-            f"adapter {packed.digest} needs {packed.num_pages} pages; {held} of {pages} on the "
+            f"adapter {packed.digest} needs {packed.num_blocks} blocks; {held} of {blocks} on the "
             "device are pinned (adapter_pool_bytes)"
         )
 
 
 def check_pin(
-    packed: PackedAdapter, known: Iterable[PackedAdapter], pinned: set[str], pages: int, limit: int
+    packed: PackedAdapter, known: Iterable[PackedAdapter], pinned: set[str], blocks: int, limit: int
 ) -> None:
     """Raises PinnedMemoryError if too little would be left. `limit`: bytes of the host tier."""
     wanted = pinned | {packed.digest}
     held = [one for one in known if one.digest in wanted]
-    largest = max((one.num_pages for one in known if one.digest not in wanted), default=1)
-    num_pages = sum(one.num_pages for one in held)
-    if num_pages + largest > pages:
+    largest = max((one.num_blocks for one in known if one.digest not in wanted), default=1)
+    num_blocks = sum(one.num_blocks for one in held)
+    if num_blocks + largest > blocks:
         raise PinnedMemoryError(
-            f"{num_pages} of {pages} pages on the device would be pinned, other adapters need "
+            f"{num_blocks} of {blocks} blocks on the device would be pinned, other adapters need "
             f"{largest} (adapter_pool_bytes)"
         )
     num_bytes = sum(one.num_bytes for one in held)

@@ -1,7 +1,6 @@
-"""Adapters in memory: all loaded adapters packed on the host, those in use in pages on the device.
+"""Adapters in memory: all loaded adapters packed on the host, those in use in blocks on the device.
 
-Per site there is one pool of A rows and, per slice, one of B rows; page p is rows [16 p, 16 p + 16)
-of every pool, so a single page table serves all layers and ranks never pad to a maximum. On a CPU
+An adapter takes as many blocks of the heap as its rows fill, at the sites that it has. On a CPU
 an adapter is copied when it is acquired; on CUDA copies run while steps run, and the caller must
 ask again. Uses digests and tensors; free of adapter names, requests and files. One thread calls it,
 except for `pack`.
@@ -12,27 +11,28 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
+from kernels.lora_rows import SiteRows
 from lora.adapter import Adapter
-from lora.errors import AdapterNotLoadedError, AdapterTooLargeError, HostMemoryError
-from lora.page_copies import PageCopies
+from lora.blocks import BlockTable
+from lora.copies import AdapterCopies, Copier, CudaCopier, Event
+from lora.errors import AdapterNotLoadedError, HostMemoryError
+from lora.heap import AdapterHeap, Deltas
 from lora.page_image import PAGE_ROWS as PAGE_ROWS
 from lora.page_image import PackedAdapter, PageLayout
-from lora.page_pools import PagePools
-from lora.page_pools import SitePool as SitePool
-from lora.pages import PageTable
 from lora.pinned_memory import PinnedMemory
 from lora.pins import check_pin, check_room_beside
 from lora.resident import Resident
 from lora.sites import Site
-from lora.staging import StagingSlot, cuda_slots
 
-_MAX_STAGING_SLOTS = 4
 _NEWEST_COPY = 0.1  # weight of the newest copy in the mean
 _WATCHED_S = 0.1  # a copy is timed only if two polls are closer than this
-_PAGES_PER_SLOT = 8  # staging takes at most an eighth of the pool on top
+# Copies slow down the steps beside them: in flight are at most four adapters of rank 16 on all
+# linear layers, or one that is larger.
+_MAX_PAGES_FLYING = 4
 
 
 class AdapterPool:
@@ -44,21 +44,26 @@ class AdapterPool:
         device: torch.device | str,
         host_bytes: int,
         stream: torch.cuda.Stream | None = None,
-        slots: Sequence[StagingSlot] | None = None,
+        copier: Copier | None = None,
     ) -> None:
         """`stream`: the CUDA stream of the steps; None: the stream that is current in each call.
-        `slots`: None selects the device's number, none on a CPU."""
+        `copier`: None selects the device's, none on a CPU."""
         self.dtype = dtype
         self.device = torch.device(device)
         self._layout = PageLayout(sites, dtype)
-        # Optional sites are counted from the start though allocated late: the budget then holds
-        # for any adapters.
-        self.page_bytes = self._layout.page_bytes
-        self._table = PageTable(bytes_budget // self.page_bytes)
-        self._pools = PagePools(sites, self._layout, self.num_pages, self.device)
-        if slots is None:
-            slots = self._make_slots(stream)
-        self._copies = PageCopies(self._pools, slots) if slots else None
+        self._table = BlockTable(bytes_budget // self._layout.bytes_per_block)
+        self._heap = AdapterHeap(sites, self._layout, self._table.num_blocks, self.device)
+        if copier is None and self.device.type == "cuda":
+            copier = CudaCopier(self.device, stream, _MAX_PAGES_FLYING * self.page_bytes)
+            torch.cuda.synchronize(self.device)  # the table's zeros are written before any copy
+        self._copier = copier
+        self._copies = AdapterCopies(copier) if copier is not None else None
+        # The ends of the last steps that read idle adapters, and of the last that read a block
+        # which is free now or was since: marks of a later time include the earlier ones.
+        self._read_until: dict[str, tuple[int, Event]] = {}
+        self._free_from: tuple[int, Event] | None = None
+        self._num_marks = 0
+        self._deltas: dict[str, Deltas] = {}  # of adapters on the device, made when first used
         # In flight to the device, and since when; the pool itself holds their references.
         self._arriving: dict[str, float] = {}
         self._copy_s = 0.0
@@ -67,7 +72,9 @@ class AdapterPool:
         self._protected: frozenset[str] = frozenset()  # not dropped by insertions
         # A device copies from page-locked memory on its own; a CPU needs none of that.
         is_cuda = self.device.type == "cuda"
-        self._allocate_host = PinnedMemory(host_bytes).allocate if is_cuda else _allocate
+        spare_bytes = min(self._layout.page_bytes, host_bytes)
+        pinned = PinnedMemory(host_bytes, spare_bytes) if is_cuda else None
+        self._allocate_host = pinned.allocate if pinned else _allocate
         self._host: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
         self._host_limit = host_bytes
         self._host_bytes = 0
@@ -76,16 +83,21 @@ class AdapterPool:
         self._leaving: set[str] = set()  # removed while referenced
 
     @property
-    def num_pages(self) -> int:
-        return self._table.num_pages
+    def num_blocks(self) -> int:
+        return self._table.num_blocks
 
     @property
-    def num_free_pages(self) -> int:
+    def num_free_blocks(self) -> int:
         return self._table.num_free
 
     @property
+    def page_bytes(self) -> int:
+        """The bytes on the device of an adapter of rank 16 at all sites but the optional."""
+        return self._layout.page_bytes
+
+    @property
     def device_bytes_used(self) -> int:
-        return (self.num_pages - self.num_free_pages) * self.page_bytes
+        return (self.num_blocks - self.num_free_blocks) * self._layout.bytes_per_block
 
     @property
     def host_bytes_used(self) -> int:
@@ -112,27 +124,21 @@ class AdapterPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """The bytes of device memory, including those that optional sites will need."""
-        return self.num_pages * self.page_bytes + self._num_slots * self._layout.max_image_bytes
+        """The bytes of device memory: never more than the budget."""
+        return self.num_blocks * self._layout.bytes_per_block
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        """Packs the adapter into the form that `insert` accepts. Slow; any thread may call it."""
-        num_pages = -(-adapter.rank // PAGE_ROWS)
-        if num_pages > self.num_pages:
-            raise AdapterTooLargeError(
-                f"adapter {adapter.digest} of rank {adapter.rank} needs {num_pages} pages of "
-                f"{self.page_bytes} bytes; the whole pool has {self.num_pages}"
-            )
-        return self._layout.pack(adapter, self._allocate_host)
+        """Packs the adapter into the form that `insert` accepts. Slow; any thread may call it.
+        Raises AdapterTooLargeError if the empty pool has no room for it."""
+        return self._layout.pack(adapter, self._allocate_host, self.reserved_bytes)
 
     def insert(self, packed: PackedAdapter) -> tuple[str, ...]:
         """Keeps an adapter on the host. Returns the digests that were dropped to make room."""
         self._leaving.discard(packed.digest)
         if packed.digest in self._host:
             return ()
-        check_room_beside(packed, self._pinned(), self.num_pages)
+        check_room_beside(packed, self._pinned(), self.num_blocks)
         dropped = self._make_host_room(packed.num_bytes)
-        self._pools.add_sites(packed.optional_sites)
         self._host[packed.digest] = packed
         self._host_bytes += packed.num_bytes
         self._used_s[packed.digest] = time.time()
@@ -172,29 +178,35 @@ class AdapterPool:
             self.release(digest)
 
     def acquire(self, digest: str) -> bool:
-        """Adds a reference if every step launched from now on finds the adapter in its pages.
+        """Adds a reference if every step launched from now on finds the adapter on the device.
 
-        Returns False if all pages are in use, or if its copy has not landed. If there was room, its
-        copy is in flight after the call.
+        Returns False if all blocks are in use, or if its copy has not landed. If there was room,
+        its copy is in flight after the call.
         """
         packed = self._known(digest)
         if digest in self._arriving or not self._can_bring(digest):
             return False
-        placement = self._table.acquire(digest, packed.num_pages, self._wanted)
+        placement = self._table.acquire(digest, packed.num_blocks, self._wanted)
         if placement is None:
             return False
+        self._leave(placement.evicted)
         self._host.move_to_end(digest)
         self._used_s[digest] = time.time()
-        return not placement.is_new or self._bring(packed, placement.pages)
+        return not placement.is_new or self._bring(packed, placement.blocks)
 
     def release(self, digest: str) -> None:
         self._table.release(digest)
-        if digest in self._leaving and self._table.num_references(digest) == 0:
+        if self._table.num_references(digest):
+            return
+        if self._copier is not None:
+            self._num_marks += 1
+            self._read_until[digest] = self._num_marks, self._copier.mark_steps()
+        if digest in self._leaving:
             self._forget(digest)
 
     def prefetch(self, digests: Iterable[str]) -> None:
         """Starts copies of the adapters needed next, most urgent first. On CUDA they begin while
-        pages are free, or idle and not needed by others of the list."""
+        blocks are free, or idle and not needed by others of the list."""
         in_order = tuple(digests)
         self._wanted = frozenset(in_order)
         if self._copies is None:
@@ -205,10 +217,11 @@ class AdapterPool:
             if self._table.is_resident(digest) or not self.has(digest):
                 continue
             packed = self._host[digest]
-            placement = self._table.acquire_keeping(digest, packed.num_pages, self._wanted)
+            placement = self._table.acquire_keeping(digest, packed.num_blocks, self._wanted)
             if placement is None:
                 return  # later adapters must not overtake it
-            self._bring(packed, placement.pages)
+            self._leave(placement.evicted)
+            self._bring(packed, placement.blocks)
 
     def has_pending_copies(self) -> bool:
         """Returns True if an adapter that `acquire` refuses now may be granted after the next
@@ -233,7 +246,7 @@ class AdapterPool:
         little room would be left for others."""
         packed = self._known(digest)
         pinned = {one.digest for one in self._pinned()}
-        check_pin(packed, self._host.values(), pinned, self.num_pages, self._host_limit)
+        check_pin(packed, self._host.values(), pinned, self.num_blocks, self._host_limit)
         self._table.pin(digest)
 
     def unpin(self, digest: str) -> None:
@@ -259,7 +272,19 @@ class AdapterPool:
         )
 
     def pages(self, digest: str) -> tuple[int, ...]:
-        return self._table.pages(digest)
+        """Returns the pages of an adapter on the device, in the order of its rank rows."""
+        return self._table.blocks(digest)[: self._host[digest].num_pages]
+
+    def deltas(self, digest: str) -> Deltas:
+        """Returns the rows of an adapter on the device, by site."""
+        if digest not in self._deltas:
+            blocks = self._table.blocks(digest)
+            self._deltas[digest] = self._heap.deltas(self._host[digest], blocks)
+        return self._deltas[digest]
+
+    def site_rows(self, name: str) -> SiteRows:
+        """Returns the strips of a site that is not optional. They never move."""
+        return self._heap.site_rows(name)
 
     def on_device(self) -> tuple[str, ...]:
         return self._table.resident()
@@ -269,13 +294,12 @@ class AdapterPool:
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
     def targets_optional(self, digest: str) -> bool:
-        """Returns True if the adapter targets an optional site, whose pool may have been made after
-        the engine's graphs."""
-        return bool(self._host[digest].optional_sites)
+        """Returns True if the adapter targets an optional site, which graphs leave out."""
+        return self._host[digest].targets_optional
 
-    def site_pool(self, name: str) -> SitePool | None:
-        """Returns None for an optional site that no adapter has targeted yet."""
-        return self._pools.site_pool(name)
+    def site_kinds(self, digest: str) -> frozenset[str]:
+        """Returns the last parts of the names of the adapter's sites, e.g. qkv."""
+        return self._host[digest].site_kinds
 
     def _known(self, digest: str) -> PackedAdapter:
         if not self.has(digest):
@@ -289,19 +313,28 @@ class AdapterPool:
         is_ready = self._copies is None or self._copies.can_start
         return is_ready or self._table.is_resident(digest)
 
-    def _bring(self, packed: PackedAdapter, pages: tuple[int, ...]) -> bool:
+    def _bring(self, packed: PackedAdapter, blocks: tuple[int, ...]) -> bool:
         """Returns True if the adapter is on the device. Otherwise the pool keeps the new reference
         until the copy has landed."""
         self._num_copied += 1
         began_s = time.monotonic()
         if self._copies is None:
-            for image, page in zip(packed.images, pages, strict=True):
-                self._pools.write(image, page)
+            self._heap.write(packed, blocks)
             self._note_copy(began_s)
             return True
         self._arriving[packed.digest] = began_s
-        self._copies.start(packed.digest, packed.images, pages)
+        after = None if self._free_from is None else self._free_from[1]
+        self._copies.start(packed, partial(self._heap.write, packed, blocks), after)
         return False
+
+    def _leave(self, digests: Iterable[str]) -> None:
+        """Notes that adapters have left the device: their blocks may be written once the steps that
+        read them have ended."""
+        for digest in digests:
+            self._deltas.pop(digest, None)
+            mark = self._read_until.pop(digest, None)
+            if mark is not None and (self._free_from is None or mark[0] > self._free_from[0]):
+                self._free_from = mark
 
     def _note_copy(self, began_s: float) -> None:
         took_s = time.monotonic() - began_s
@@ -318,6 +351,7 @@ class AdapterPool:
         self._table.unpin(digest)
         if self._table.is_resident(digest):
             self._table.drop(digest)
+            self._leave((digest,))
         self._host_bytes -= self._host.pop(digest).num_bytes
         del self._used_s[digest]
 
@@ -342,21 +376,6 @@ class AdapterPool:
         for digest in dropped:
             self._forget(digest)
         return tuple(dropped)
-
-    @property
-    def _num_slots(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        return min(_MAX_STAGING_SLOTS, -(-self.num_pages // _PAGES_PER_SLOT))
-
-    def _make_slots(self, stream: torch.cuda.Stream | None) -> tuple[StagingSlot, ...]:
-        if self._num_slots == 0:
-            return ()
-        size = self._layout.max_image_bytes
-        slots = cuda_slots(self._num_slots, size, self.device, stream)
-        # Zeros onto zeros: compiles the kernels now instead of in a step.
-        self._pools.write(torch.zeros(size, dtype=torch.uint8, device=self.device), 0)
-        return slots
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Resident:
     digest: str
     is_on_device: bool  # a copy on the host is kept as well
-    num_bytes: int  # on the host; on the device it uses `num_pages` pages
-    num_pages: int
+    num_bytes: int  # on the host; about as many on the device
+    num_pages: int  # of 16 rank rows
     num_references: int  # running sequences with it, and its own copy to the device
     is_pinned: bool
     is_leaving: bool  # removed: it leaves with its last reference

@@ -26,14 +26,8 @@ class Site:
 
     @property
     def is_optional(self) -> bool:
-        """True for large and rarely adapted sites: the pool is made when the first adapter needs
-        it."""
+        """True for large and rarely adapted sites, which the kernels of a `LoraPlan` leave out."""
         return self.kind == "embedding" or self.name == "lm_head"
-
-    @property
-    def num_row_elements(self) -> int:
-        """The number of elements of one rank row, A and B together."""
-        return sum(self.in_features + s.out_features for s in self.slices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -153,15 +153,8 @@ class Catalog:
     held: tuple[HeldMeaning, ...] = ()  # the server's, not the registry's
 
     def __getstate__(self) -> dict[str, object]:
-        return {
-            "bases": self.bases,
-            "adapters": self.adapters,
-            "rejected": self.rejected,
-            "settings": self.settings,
-            "default_aliases": self.default_aliases,
-            "dangling": self.dangling,
-            "held": self.held,
-        }
+        """Leaves the cached indices out."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def setting(self, name: str, key: str) -> str | None:
         """Returns a setting of the registered model `name`; `key` is in `listing.SETTINGS`."""

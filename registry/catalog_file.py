@@ -89,13 +89,7 @@ class CatalogFile:
         if head.get("sha256") != hashlib.sha256(content).hexdigest():
             raise ValueError("its digest is not that of its content")
         parts = msgspec.convert(json.loads(content), _Parts)
-        return Catalog(
-            parts.bases,
-            parts.adapters,
-            parts.rejected,
-            parts.settings,
-            dangling=parts.dangling,
-        )
+        return Catalog(**msgspec.structs.asdict(parts))
 
 
 _FIELDS = _Parts.__struct_fields__

@@ -7,7 +7,6 @@ without MLflow. Independent of tensors: the results of validation are arguments,
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -27,26 +26,14 @@ from registry.entities import (
     content_digest,
     manifest_json,
 )
-from registry.errors import (
-    NotFoundError,
-    RegistrationError,
-    RegistryError,
-)
+from registry.errors import NotFoundError, RegistrationError, RegistryError
 from registry.flavor import ADAPTER_CONFIG
-from registry.manifest import (
-    MAX_ADAPTER_BYTES,
-    MAX_BASE_BYTES,
-    Progress,
-    no_progress,
-    scan_folder,
-)
+from registry.manifest import MAX_ADAPTER_BYTES, MAX_BASE_BYTES, Progress, no_progress, scan_folder
 from registry.names import check_alias, check_model_id, check_name
 from registry.publish import Publication, attach_effect, publish
 from registry.sqlite_changes import Marker
 from registry.store import MlflowStore
 from registry.version_files import VersionFiles
-
-logger = logging.getLogger(__name__)
 
 # Plain versions are read - now: before the call returns; beside: for a later call; no: not at all.
 Adopt = Literal["now", "beside", "no"]
@@ -123,7 +110,7 @@ class Registry:
             found = self._read_catalog()[0].resolve_base(base)
         except NotFoundError as error:
             raise RegistrationError(f"adapter {name!r}: {error}") from error
-        facts_tags = listing.adapter_tags(facts, found)
+        facts_tags = listing.adapter_tags(facts, found) | listing.text_tags(manifest)
         publication = Publication(
             folder, name, "adapter", manifest, facts_tags, tags, alias, False, found.name, effect
         )
@@ -131,7 +118,7 @@ class Registry:
         model = self._store.model(name)
         if model is not None and model.tags.get(listing.RUNTIME) == "unloaded":
             # Hidden since a script unloaded it; a newly registered version makes it visible.
-            self._store.untag_model(name, listing.RUNTIME)
+            self._store.tag_model(name, listing.RUNTIME, None)
         return listing.adapter_version(row)
 
     def attach_effect(self, version: AdapterVersion, record: EffectRecord) -> None:
@@ -147,10 +134,7 @@ class Registry:
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
         """Moves an alias; None removes it, whether or not it exists."""
         check_alias(alias)
-        if version is not None:
-            self._store.set_alias(name, alias, version)
-        else:
-            self._store.delete_alias(name, alias)
+        self._store.set_alias(name, alias, version)
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
         """Writes a setting; `key` is in `listing.SETTINGS`. None removes it, whether or not it
@@ -163,10 +147,8 @@ class Registry:
         if model is None:
             raise NotFoundError(f"no model is named {name!r}")
         tag = listing.PREFIX + key
-        if value is not None:
+        if value is not None or tag in model.tags:
             self._store.tag_model(name, tag, value)
-        elif tag in model.tags:
-            self._store.untag_model(name, tag)
 
     def snapshot(self, *, adopt: Adopt = "now") -> Catalog:
         """Returns everything that can be served now. A plain version is read and tagged when first
@@ -280,6 +262,7 @@ class Registry:
             listing.ROOT: found.root,
             listing.MANIFEST: manifest_json(found.manifest),
             **listing.adapter_tags(found.facts, base),
+            **listing.text_tags(found.manifest),
             # Last: a version with a digest has all other tags.
             listing.DIGEST: content_digest(found.manifest),
         }

@@ -19,6 +19,14 @@ class FileEntry:
 
 Manifest = tuple[FileEntry, ...]  # sorted by path
 
+# The files that may change the text side of an adapter's base; training libraries store them.
+ADAPTER_TEXT_FILES = frozenset(
+    (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
+    )
+)
+
 
 @dataclass(frozen=True, slots=True)
 class BaseFacts:
@@ -55,6 +63,7 @@ class EffectFacts:
     device_bytes: int | None = None
     load_s: float | None = None
     reason: str = ""  # why it cannot be served; only with the verdict `refused`
+    text: str = ""  # the text files that it brings, see `AdapterVersion.text`; empty: not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,10 @@ class AdapterVersion:
     refused: str = ""  # why it cannot be served, from the last check
     created_s: int = 0
     tags: tuple[tuple[str, str], ...] = field(default=())
+    # The parts of its text side that it brings, such as "chat template, added tokens"; "unknown":
+    # it has such files, which were not compared with its base's; empty: none.
+    text: str = ""
+    effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
 
 
 @dataclass(frozen=True, slots=True)

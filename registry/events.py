@@ -1,147 +1,78 @@
-"""The changes between two catalogs, as frozen events whose `str` is a log line.
+"""The changes between two catalogs: each has a kind, which is counted, and a line for the log.
 
-Pure: two catalogs in, events out, in the order of names and versions. A version whose content
+Pure: two catalogs in, changes out, in the order of names and versions. A version whose content
 changed under its number (the model was deleted and created again) was removed and added.
-
-VersionAdded, VersionRemoved   a base or adapter version that can be served came or went
-AliasMoved                     `old` None: the alias is new; `new` None: it is gone
-TagChanged                     of a version: the user's own tags, and the verdict of its check
-SettingChanged                 an operator's setting, kept at the registered model
-VersionRejected                a version came that cannot be served, with the reason
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, TypeVar
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 
+KINDS = (
+    "version_added",  # a base or adapter version that can be served
+    "version_removed",
+    "alias_moved",  # also if it is new or gone
+    "tag_changed",  # of a version: the user's own tags, and the verdict of its check
+    "setting_changed",  # an operator's setting, kept at the registered model
+    "version_rejected",  # a new version that cannot be served
+)
 EFFECT_TAG = "loraplex.effect"  # equals `listing.EFFECT`, whose module imports MLflow
 _SHOWN_CHARS = 80  # of a tag's value, which any MLflow client may write
 
-
-@dataclass(frozen=True, slots=True)
-class VersionAdded:
-    kind: ClassVar[str] = "version_added"
-    name: str
-    version: int
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.name} version {self.version} ({self.digest[:12]}) is new"
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRemoved:
-    kind: ClassVar[str] = "version_removed"
-    name: str
-    version: int
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.name} version {self.version} ({self.digest[:12]}) is gone"
-
-
-@dataclass(frozen=True, slots=True)
-class AliasMoved:
-    kind: ClassVar[str] = "alias_moved"
-    name: str
-    alias: str
-    old: int | None
-    new: int | None
-
-    def __str__(self) -> str:
-        if self.new is None:
-            return f"{self.name}@{self.alias} is gone, it was version {self.old}"
-        if self.old is None:
-            return f"{self.name}@{self.alias} is new: version {self.new}"
-        return f"{self.name}@{self.alias} moved from version {self.old} to {self.new}"
-
-
-@dataclass(frozen=True, slots=True)
-class TagChanged:
-    kind: ClassVar[str] = "tag_changed"
-    name: str
-    version: int
-    key: str
-    old: str | None
-    new: str | None
-
-    def __str__(self) -> str:
-        return f"{self.name} version {self.version}, tag {_change(self.key, self.old, self.new)}"
-
-
-@dataclass(frozen=True, slots=True)
-class SettingChanged:
-    kind: ClassVar[str] = "setting_changed"
-    name: str
-    key: str
-    old: str | None
-    new: str | None
-
-    def __str__(self) -> str:
-        return f"{self.name}, setting {_change(self.key, self.old, self.new)}"
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRejected:
-    kind: ClassVar[str] = "version_rejected"
-    name: str
-    version: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} version {self.version} cannot be served: {self.reason}"
-
-
-Change = VersionAdded | VersionRemoved | AliasMoved | TagChanged | SettingChanged | VersionRejected
-KINDS = tuple(
-    event.kind
-    for event in (
-        VersionAdded,
-        VersionRemoved,
-        AliasMoved,
-        TagChanged,
-        SettingChanged,
-        VersionRejected,
-    )
-)
-
+K = TypeVar("K", bound=Any)  # can be sorted
+V = TypeVar("V")
 _Version = BaseVersion | AdapterVersion
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    kind: str  # one of KINDS
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
 def changes(old: Catalog, new: Catalog) -> tuple[Change, ...]:
+    return tuple(_changes(old, new))
+
+
+def _changes(old: Catalog, new: Catalog) -> Iterator[Change]:
     before, after = _versions(old), _versions(new)
-    return (
-        *(VersionRemoved(*key) for key in sorted(before.keys() - after.keys())),
-        *(VersionAdded(*key) for key in sorted(after.keys() - before.keys())),
-        *_moved_aliases(_aliases(old), _aliases(new)),
-        *_changed_tags(before, after),
-        *_changed_settings(old, new),
-        *(
-            VersionRejected(one.name, one.version, one.reason)
-            for one in sorted(
-                set(new.rejected) - set(old.rejected), key=lambda r: (r.name, r.version)
-            )
-        ),
-    )
+    for name, version, digest in sorted(before.keys() - after.keys()):
+        yield Change("version_removed", f"{name} version {version} ({digest[:12]}) is gone")
+    for name, version, digest in sorted(after.keys() - before.keys()):
+        yield Change("version_added", f"{name} version {version} ({digest[:12]}) is new")
+    for (name, alias), was, now in _differences(_aliases(old), _aliases(new)):
+        yield Change("alias_moved", f"{name}@{alias} {_move(was, now)}")
+    for key in sorted(before.keys() & after.keys()):  # the tags of a new version are no change
+        for tag, text, new_text in _differences(_tags(before[key]), _tags(after[key])):
+            words = f"{key[0]} version {key[1]}, tag {tag} {_replacement(text, new_text)}"
+            yield Change("tag_changed", words)
+    for (name, setting), text, new_text in _differences(_settings(old), _settings(new)):
+        words = f"{name}, setting {setting} {_replacement(text, new_text)}"
+        yield Change("setting_changed", words)
+    rejected = set(new.rejected) - set(old.rejected)
+    for one in sorted(rejected, key=lambda one: (one.name, one.version)):
+        words = f"{one.name} version {one.version} cannot be served: {one.reason}"
+        yield Change("version_rejected", words)
+
+
+def _differences(old: Mapping[K, V], new: Mapping[K, V]) -> Iterator[tuple[K, V | None, V | None]]:
+    """Yields each key whose value changed, with both values; None: the key is not there."""
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
 
 
 def _versions(catalog: Catalog) -> dict[tuple[str, int, str], _Version]:
     every: tuple[_Version, ...] = (*catalog.bases, *catalog.adapters)
     return {(one.name, one.version, one.digest): one for one in every}
-
-
-def _moved_aliases(
-    old: Mapping[tuple[str, str], int], new: Mapping[tuple[str, str], int]
-) -> Iterator[AliasMoved]:
-    for name, alias in sorted(old.keys() | new.keys()):
-        was, now = old.get((name, alias)), new.get((name, alias))
-        if was != now:
-            yield AliasMoved(name, alias, was, now)
 
 
 def _aliases(catalog: Catalog) -> dict[tuple[str, str], int]:
@@ -151,17 +82,6 @@ def _aliases(catalog: Catalog) -> dict[tuple[str, str], int]:
     return found | {(one.name, one.alias): one.version for one in catalog.dangling}
 
 
-def _changed_tags(
-    before: Mapping[tuple[str, int, str], _Version], after: Mapping[tuple[str, int, str], _Version]
-) -> Iterator[TagChanged]:
-    """Yields the changed tags of versions that stayed; the tags of a new version are no change."""
-    for key in sorted(before.keys() & after.keys()):
-        old, new = _tags(before[key]), _tags(after[key])
-        for tag in sorted(old.keys() | new.keys()):
-            if old.get(tag) != new.get(tag):
-                yield TagChanged(key[0], key[1], tag, old.get(tag), new.get(tag))
-
-
 def _tags(version: _Version) -> dict[str, str]:
     own = dict(version.tags)
     if isinstance(version, AdapterVersion) and version.effect:
@@ -169,19 +89,20 @@ def _tags(version: _Version) -> dict[str, str]:
     return own
 
 
-def _changed_settings(old: Catalog, new: Catalog) -> Iterator[SettingChanged]:
-    before = {(one.name, one.key): one.value for one in old.settings}
-    after = {(one.name, one.key): one.value for one in new.settings}
-    for name, key in sorted(before.keys() | after.keys()):
-        was, now = before.get((name, key)), after.get((name, key))
-        if was != now:
-            yield SettingChanged(name, key, was, now)
+def _settings(catalog: Catalog) -> dict[tuple[str, str], str]:
+    return {(one.name, one.key): one.value for one in catalog.settings}
 
 
-def _change(key: str, old: str | None, new: str | None) -> str:
+def _move(old: int | None, new: int | None) -> str:
     if new is None:
-        return f"{key} is gone"
-    return f"{key} is {_shown(new)}" + ("" if old is None else f", was {_shown(old)}")
+        return f"is gone, it was version {old}"
+    return f"is new: version {new}" if old is None else f"moved from version {old} to {new}"
+
+
+def _replacement(old: str | None, new: str | None) -> str:
+    if new is None:
+        return "is gone"
+    return f"is {_shown(new)}" + ("" if old is None else f", was {_shown(old)}")
 
 
 def _shown(value: str) -> str:

@@ -8,19 +8,23 @@ search reads them. A version without a digest tag is not complete: it may be a p
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from registry.entities import (
+    ADAPTER_TEXT_FILES,
     AdapterFacts,
     AdapterVersion,
     BaseFacts,
     BaseVersion,
     DanglingAlias,
     EffectFacts,
+    Manifest,
     Rejected,
     Setting,
 )
@@ -43,6 +47,7 @@ MAX_LEN = PREFIX + "max_model_len"
 MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, a second name for clients
 KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
 REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
+TEXT = PREFIX + "text"  # adapter: the parts of its text side that it brings, or NO_TEXT
 FORCED = PREFIX + "force"  # adapter: "true" accepts it if its configuration names another base
 LINKED = PREFIX + "linked"  # the files are hardlinks to the files of the source folder
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
@@ -72,6 +77,9 @@ SETTINGS = (
     "runtime",  # adapter: "loaded" or "unloaded" by a script; the latter is hidden
     "serve",  # base: JSON of a ModelArgs without its name: served without being in the YAML file
 )
+
+NO_TEXT = "none"
+UNKNOWN_TEXT = "unknown"
 
 _MAX_SHOWN_NAME = 100
 _MAX_REASON = 1000  # characters of a tag
@@ -211,6 +219,8 @@ def adapter_version(row: Row) -> AdapterVersion:
         refused=_refusal(row),
         created_s=row.created_s,
         tags=_own_tags(row),
+        text=_text(row),
+        effect_figures=_figures(row),
     )
 
 
@@ -236,6 +246,17 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
     return tags
 
 
+def text_tags(manifest: Manifest) -> dict[str, str]:
+    """Returns no tag for an adapter whose text files must be compared with its base's."""
+    has_files = any(entry.path in ADAPTER_TEXT_FILES for entry in manifest)
+    return {} if has_files else {TEXT: NO_TEXT}
+
+
+def _text(row: Row) -> str:
+    text = row.tags.get(TEXT, UNKNOWN_TEXT)
+    return "" if text == NO_TEXT else text[:_MAX_REASON]
+
+
 def _refusal(row: Row) -> str:
     if row.tags.get(EFFECT) != "refused":
         return ""
@@ -249,7 +270,20 @@ def effect_tags(facts: EffectFacts) -> dict[str, str]:
     counted = {key: str(value) for key, value in values.items() if isinstance(value, int)}
     noop = "true" if facts.is_noop else "false"
     refused = {REFUSED: facts.reason[:_MAX_REASON]} if facts.reason else {}
-    return {**measured, **counted, **refused, NOOP: noop, EFFECT: facts.verdict}
+    text = {TEXT: facts.text} if facts.text else {}
+    return {**measured, **counted, **refused, **text, NOOP: noop, EFFECT: facts.verdict}
+
+
+def _figures(row: Row) -> tuple[tuple[str, float], ...]:
+    """Returns the measured figures of the last check, without tags that are no finite numbers: any
+    MLflow client may write them."""
+    found = []
+    for name, key in EFFECT_TAGS.items():
+        with suppress(ValueError):
+            value = float(row.tags.get(key, ""))
+            if math.isfinite(value):
+                found.append((name, value))
+    return tuple(found)
 
 
 def _number(row: Row, key: str) -> int:

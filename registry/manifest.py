@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 
 from registry.entities import FileEntry, Manifest
@@ -54,14 +54,10 @@ def scan_folder(
     if not folder.is_dir():
         raise RegistrationError(f"{folder} is not a folder")
     names = _list_files(folder)
-    served = [name for name in names if is_served(name)]
-    ignored = [name for name in names if not is_served(name)]
-    check_contents(served, ignored, required, str(folder))
-    if strange := [name for name in served if not is_plain_path(name)]:
-        raise RegistrationError(f"a file in {folder} has an illegal name: {strange[0]!r}")
+    served = served_names(names, required, str(folder))
     for name in served:
         _check_regular(folder / name, folder)
-    if ignored:
+    if ignored := [name for name in names if not is_served(name)]:
         logger.info("left out of %s: %s", folder, _some(ignored))
     found = tuple(FileEntry(name, (folder / name).stat().st_size, "") for name in served)
     try:
@@ -71,7 +67,10 @@ def scan_folder(
     return _hash_all(folder, found, progress)
 
 
-def check_contents(served: list[str], ignored: list[str], required: str, where: str) -> None:
+def served_names(names: Collection[str], required: str, where: str) -> list[str]:
+    """Returns the names of the served files. Raises RegistrationError if they make no model."""
+    served = sorted(name for name in names if is_served(name))
+    ignored = sorted(name for name in names if not is_served(name))
     if len(served) > MAX_FILES:
         raise RegistrationError(f"{where} has {len(served)} files, at most {MAX_FILES} are allowed")
     if required not in served:
@@ -79,6 +78,9 @@ def check_contents(served: list[str], ignored: list[str], required: str, where: 
     if not any(name.endswith(".safetensors") for name in served):
         others = f"; {_some(ignored)} cannot be used" if ignored else ""
         raise RegistrationError(f"{where} has no weights in the safetensors format{others}")
+    if strange := [name for name in served if not is_plain_path(name)]:
+        raise RegistrationError(f"a file in {where} has an illegal name: {strange[0][:600]!r}")
+    return served
 
 
 def hash_file(path: Path, max_bytes: int | None = None) -> tuple[int, str]:

@@ -24,13 +24,18 @@ class Meanings:
     """`follow` belongs to one thread; `hold` may be called by any thread."""
 
     def __init__(self) -> None:
+        self.latest: Catalog | None = None  # the result of the last `follow`
+        self._followed: Catalog | None = None  # its argument
         self._before: dict[Group, tuple[_Meaning, ...]] = {}  # the newest first
         self._aliased: dict[Group, int] = {}  # the last version by an alias
         self._logged: frozenset[str] = frozenset()  # problems of the last round
 
     def follow(self, catalog: Catalog) -> Catalog:
-        """Remembers the good resolutions, and returns the catalog with held versions for the
-        bad."""
+        """Remembers the good resolutions, and returns the catalog with held versions for the bad;
+        the same object while nothing changed, so that its indices and its revision are kept."""
+        if self.latest is not None and self._followed == catalog:
+            return self.latest
+        self._followed = catalog
         meanings = catalog.meanings()
         for group, found in meanings.items():
             if not _why_bad(found):
@@ -41,9 +46,9 @@ class Meanings:
         for group in self._before.keys() - meanings.keys():
             del self._before[group]
             self._aliased.pop(group, None)
-        completed = self.hold(catalog)
-        self._log(completed, meanings)
-        return completed
+        self.latest = self.hold(catalog)
+        self._log(self.latest, meanings)
+        return self.latest
 
     def hold(self, catalog: Catalog) -> Catalog:
         """Returns the catalog with held versions; the same object if every name resolves to a

@@ -9,8 +9,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 from mlflow.environment_variables import (
@@ -111,7 +110,9 @@ def call(action: str, function: Callable[[], T]) -> T:
             text = str(error).splitlines()[0][:500]
             raise RegistryUnavailableError(f"{action}: {text}") from error
         except OSError as error:  # requests' exceptions are OSErrors too
-            raise _translated_os(action, error) from error
+            is_full = error.errno in NO_SPACE
+            kind = CacheFullError if is_full else RegistryUnavailableError
+            raise kind(f"{action}: {error}") from error
         except ImportError as error:  # SQLAlchemy's default driver of a database is not installed
             raise RegistryError(
                 f"{action}: {error}; install it, or name an installed driver in the URI, "
@@ -123,15 +124,6 @@ def call(action: str, function: Callable[[], T]) -> T:
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-@contextmanager
-def suppressed(action: str, logger: logging.Logger) -> Iterator[None]:
-    """Logs errors of an undo step: a second failure must not hide the first."""
-    try:
-        yield
-    except RegistryError as error:
-        logger.warning("%s failed: %s", action, error)
-
-
 def _translated(action: str, error: MlflowException) -> RegistryError:
     text = f"{action}: {str(error).splitlines()[0][:500]}"
     if error.error_code == "RESOURCE_DOES_NOT_EXIST":
@@ -139,9 +131,3 @@ def _translated(action: str, error: MlflowException) -> RegistryError:
     if error.error_code in _BAD_REQUEST:
         return RegistryError(text)
     return RegistryUnavailableError(text)
-
-
-def _translated_os(action: str, error: OSError) -> RegistryError:
-    if error.errno in NO_SPACE:
-        return CacheFullError(f"{action}: {error}")
-    return RegistryUnavailableError(f"{action}: {error}")

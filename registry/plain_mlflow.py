@@ -22,11 +22,9 @@ from registry.listing import FORCED
 from registry.manifest import (
     MAX_ADAPTER_BYTES,
     MAX_CONFIG_BYTES,
-    check_contents,
     check_sizes,
     hash_file,
-    is_plain_path,
-    is_served,
+    served_names,
 )
 from registry.names import check_name, model_key
 
@@ -115,11 +113,7 @@ def _read(
     scratch: Path,
 ) -> PlainAdapter:
     sizes = {path.rpartition("/")[2]: size for path, size in listed.items()}
-    served = sorted(name for name in sizes if is_served(name))
-    ignored = sorted(set(sizes) - set(served))
-    check_contents(served, ignored, ADAPTER_CONFIG, "the version")
-    if strange := [name for name in served if not is_plain_path(name)]:
-        raise RegistrationError(f"a file has an illegal name: {strange[0][:600]!r}")
+    served = served_names(sizes, ADAPTER_CONFIG, "the version")
     # It is downloaded without a request, so the sizes that the store reports are checked first.
     check_sizes(tuple(FileEntry(name, sizes[name], "") for name in served), MAX_ADAPTER_BYTES, "it")
     if sizes[ADAPTER_CONFIG] > MAX_CONFIG_BYTES:
@@ -134,13 +128,12 @@ def _read(
             target.unlink()
     config = _config(scratch / ADAPTER_CONFIG)
     trained_on = config.get("base_model_name_or_path")
-    return PlainAdapter(
-        root,
-        tuple(entries),
-        _facts(config),
-        _base_names(config, base),
-        trained_on if isinstance(trained_on, str) else "",
-    )
+    if not isinstance(trained_on, str):
+        trained_on = ""
+    # "organisation/model" of the Hub, or a local path: its last part may be the registered name.
+    names = (base,) if base else (trained_on, trained_on.rstrip("/").rpartition("/")[2])
+    bases = tuple(dict.fromkeys(name for name in names if name))
+    return PlainAdapter(root, tuple(entries), _facts(config), bases, trained_on)
 
 
 def _config(path: Path) -> dict[str, object]:
@@ -167,13 +160,3 @@ def _facts(config: dict[str, object]) -> AdapterFacts:
         targets = [targets]
     names = targets if isinstance(targets, list) else []
     return AdapterFacts(max(numbers), tuple(sorted(str(name) for name in names)))
-
-
-def _base_names(config: dict[str, object], base: str | None) -> tuple[str, ...]:
-    if base:
-        return (base,)
-    path = config.get("base_model_name_or_path")
-    if not isinstance(path, str) or not path:
-        return ()
-    # "organisation/model" of the Hub, or a local path: its last part may be the registered name.
-    return tuple(dict.fromkeys((path, path.rstrip("/").rpartition("/")[2])))

@@ -22,7 +22,6 @@ from registry.entities import EffectRecord, Manifest, content_digest, manifest_j
 from registry.errors import RegistrationError, RegistryError
 from registry.flavor import DATA, describe
 from registry.manifest import Progress
-from registry.mlflow_errors import suppressed
 from registry.store import MlflowStore, upload
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,8 @@ def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRec
     never describe missing files."""
     _upload_effect(store.version_files(name, version), record)
     tags = listing.effect_tags(record.facts)
-    known = store.version_tags(name, version)
-    for key in (*listing.EFFECT_TAGS.values(), listing.REFUSED):
+    known = store.version(name, version).tags
+    for key in (*listing.EFFECT_TAGS.values(), listing.REFUSED, listing.TEXT):
         if key in known and key not in tags:
             store.untag_version(name, version, key)
     if record.facts.reason or listing.REFUSED in known:
@@ -105,11 +104,9 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         # Before the call: if only its response is lost, the version exists anyway.
         undo.callback(_quietly, "removing the version", lambda: _delete_made(store, name, model))
         version = int(store.create_version(name, model, tags).version)
-        twin = _find(_rows(store, name), publication)
-        if twin is not None and twin.version < version:  # another process was quicker
-            row = twin
-        else:
-            row = _rows_by_version(store, name)[version]
+        # The lowest version with this content: an earlier one if another process was quicker.
+        row = _find(_rows(store, name), publication)
+        assert row is not None
         if publication.alias is not None:
             _move_alias(store, publication, row.version, undo)
         if row.version == version:
@@ -203,10 +200,6 @@ def _rows(store: MlflowStore, name: str) -> list[listing.Row]:
     return [] if model is None else listing.rows([model], store.versions(name))
 
 
-def _rows_by_version(store: MlflowStore, name: str) -> dict[int, listing.Row]:
-    return {row.version: row for row in _rows(store, name)}
-
-
 def _delete_made(store: MlflowStore, name: str, model: LoggedModel) -> None:
     for version in _made(store, name, model):
         store.delete_version(name, version)
@@ -233,8 +226,11 @@ def _delete_if_empty(store: MlflowStore, name: str) -> None:
 
 
 def _quietly(action: str, undo: Callable[[], None]) -> None:
-    with suppressed(action, logger):
+    """Runs an undo step and logs its error: a second failure must not hide the first."""
+    try:
         undo()
+    except RegistryError as error:
+        logger.warning("%s failed: %s", action, error)
 
 
 def _kind(kind: str) -> str:

@@ -133,11 +133,7 @@ class FolderQuarantine(Quarantine):
             return Verdict(str(row["reason"]), int(row["num_failures"]), float(row["retry_at_s"]))
         except FileNotFoundError:
             return None
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-        ):  # truncated by a crash
+        except (ValueError, TypeError, KeyError):  # truncated by a crash
             self.clear(digest)
             return None
 

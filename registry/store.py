@@ -148,11 +148,14 @@ class MlflowStore:
             return False  # another process was quicker
         return True
 
-    def tag_model(self, name: str, key: str, value: str) -> None:
-        self._call("tagging", lambda: self._client.set_registered_model_tag(name, key, value))
-
-    def untag_model(self, name: str, key: str) -> None:
-        self._call("removing a tag", lambda: self._client.delete_registered_model_tag(name, key))
+    def tag_model(self, name: str, key: str, value: str | None) -> None:
+        """Sets a tag; None removes it, which must exist."""
+        if value is not None:
+            self._call("tagging", lambda: self._client.set_registered_model_tag(name, key, value))
+        else:
+            self._call(
+                "removing a tag", lambda: self._client.delete_registered_model_tag(name, key)
+            )
 
     def tag_version(self, name: str, version: int, key: str, value: str) -> None:
         self._call(
@@ -162,9 +165,7 @@ class MlflowStore:
     def describe_version(self, name: str, version: int, text: str, prefix: str) -> None:
         """Writes a description if there is none, or if the present one begins with `prefix`: a
         user's own description stays."""
-        known = self._call(
-            "reading a description", lambda: self._client.get_model_version(name, str(version))
-        ).description
+        known = self.version(name, version).description
         if not known or known.startswith(prefix):
             self._call(
                 "describing", lambda: self._client.update_model_version(name, str(version), text)
@@ -176,23 +177,24 @@ class MlflowStore:
             lambda: self._client.delete_model_version_tag(name, str(version), key),
         )
 
-    def set_alias(self, name: str, alias: str, version: int) -> None:
-        self._call(
-            f"setting alias {alias!r} of {name!r}",
-            lambda: self._client.set_registered_model_alias(name, alias, str(version)),
-        )
+    def set_alias(self, name: str, alias: str, version: int | None) -> None:
+        """Moves an alias; None removes it, whether or not it exists."""
+        if version is not None:
+            self._call(
+                f"setting alias {alias!r} of {name!r}",
+                lambda: self._client.set_registered_model_alias(name, alias, str(version)),
+            )
+        else:
+            self._call(
+                f"deleting alias {alias!r} of {name!r}",
+                lambda: self._client.delete_registered_model_alias(name, alias),
+            )
 
     def alias_version(self, name: str, alias: str) -> int | None:
         """Returns None if the name has no such alias."""
         model = self.model(name)
         version = None if model is None else model.aliases.get(alias)
         return None if version is None else int(version)
-
-    def delete_alias(self, name: str, alias: str) -> None:
-        self._call(
-            f"deleting alias {alias!r} of {name!r}",
-            lambda: self._client.delete_registered_model_alias(name, alias),
-        )
 
     def delete_model(self, name: str) -> None:
         self._call("deleting", lambda: self._client.delete_registered_model(name))
@@ -240,9 +242,6 @@ class MlflowStore:
             f"reading {name!r} version {version}",
             lambda: self._client.get_model_version(name, str(version)),
         )
-
-    def version_tags(self, name: str, version: int) -> dict[str, str]:
-        return dict(self.version(name, version).tags)
 
     def version_files(self, name: str, version: int) -> ArtifactRepository:
         uri = self._call(

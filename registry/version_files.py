@@ -38,7 +38,7 @@ class VersionFiles:
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        return self.store.version_tags(self.version.name, self.version.version)
+        return dict(self.store.version(self.version.name, self.version.version).tags)
 
     @cached_property
     def untagged(self) -> plain_mlflow.PlainAdapter | None:

@@ -23,15 +23,16 @@ from serve_app.config import (
     tracking_uri,
 )
 from serve_app.control.manager import manager_application
+from serve_app.observe.observer import ObserveArgs
 from serve_app.platform_view import Sources, open_named
 from serve_app.serve_file import called_by, refusal
 
 
 def build(args: PlatformArgs) -> Application:
-    """Returns the application. Raises ValueError if Serve listens for other machines and no gateway
-    is configured: the deployment then fails with that reason."""
+    """Returns the application. Raises ValueError if Serve listens for other machines and neither
+    keys nor a gateway are configured: the deployment then fails with that reason."""
     host = _http_host()
-    if host is not None and (why := refusal(host, args.ingress)) is not None:
+    if host is not None and (why := refusal(host, args)) is not None:
         raise ValueError(why)
     check_routers(args)  # here, while the file is read: the manager never imports a router's class
     if host is not None:
@@ -64,9 +65,11 @@ def sources(args: PlatformArgs, engine_factory: str) -> Sources:
         artifact_root(registry),
         artifact_schemes(registry),
     )
-    return Sources(open_registry, engine_factory, default_home())
+    return Sources(open_registry, engine_factory, default_home(), args.metrics.to_ray)
 
 
 def build_with(args: PlatformArgs, sources: Sources) -> Application:
     """Returns the application with any registry and engine behind the same interfaces."""
-    return ingress_application(args.ingress, args.fairness, manager_application(args, sources))
+    manager = manager_application(args, sources)
+    observe = ObserveArgs(args.metrics, args.logging, args.traces)
+    return ingress_application(args.ingress, args.fairness, args.tenancy, manager, observe)

@@ -9,11 +9,11 @@ never see it. A different key changes no response; earlier prompts are computed 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+
+from serve_app.home import create_secret
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +66,7 @@ def _read(path: Path) -> bytes | None:
 
 def _create(path: Path) -> bytes:
     """Stores a new key and returns it, or the key of a process that was first."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    temporary.touch(mode=0o600, exist_ok=False)
-    try:
-        temporary.write_text(secrets.token_hex(_KEY_BYTES))
-        with suppress(FileExistsError):  # another process was first, its key is used
-            os.link(temporary, path)
-    finally:
-        temporary.unlink()
+    create_secret(path, secrets.token_hex(_KEY_BYTES))
     key = _read(path)
     if key is None:
         raise OSError(f"{path} was removed while it was created")

@@ -1,6 +1,7 @@
 """Errors as the client sees them: OpenAI's error body, and the one table from exception to status.
 
 ApiError                   a response: status, message, type, param, code
+`- RateLimitError            a key has reached one of its limits: 429 with Retry-After
 ClientGoneError            the client closed the connection and reads no response: 499
 OverloadedError            too many requests wait: 429 with Retry-After
 `- ServiceUnavailableError   the request cannot be served now: 503 with Retry-After
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import ceil
 
 import msgspec
 
@@ -47,6 +50,14 @@ MAX_VALUE_CHARS = 64
 # OpenAI's SDKs obey this header: it is true if the same request may succeed when sent again.
 SHOULD_RETRY = "x-should-retry"
 _RETRYABLE = frozenset({408, 429, 503})
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 _CLOSING = frozenset({408, 431})  # the rest of the request may still arrive and is not read
 
 
@@ -88,6 +99,19 @@ class ApiError(Exception):
             }
         )
 
+    def anthropic_body(self) -> bytes:
+        """Returns the body in the shape of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        if self.status >= 500:
+            kind = "overloaded_error" if self.should_retry else "api_error"
+        return msgspec.json.encode(
+            {
+                "type": "error",
+                "error": {"type": kind, "message": self.message},
+                "request_id": None,  # the header `request-id` has it
+            }
+        )
+
     def headers(self) -> dict[str, str]:
         headers = {SHOULD_RETRY: "true" if self.should_retry else "false"}
         if self.retry_after_s is not None:
@@ -101,6 +125,23 @@ def should_retry_of(status: int) -> bool:
     """Returns True for the status of an error that may pass with time; refusals and failures of the
     model do not."""
     return status in _RETRYABLE
+
+
+class RateLimitError(ApiError):
+    """A key has reached one of its limits. `kind`: OpenAI's type of the error."""
+
+    def __init__(self, message: str, kind: str, wait_s: float) -> None:
+        is_quota = kind == "insufficient_quota"
+        code = kind if is_quota else "rate_limit_exceeded"
+        # A budget does not come back in the time that an SDK waits.
+        super().__init__(
+            429, message, kind, None, code, max(1, ceil(wait_s)), should_retry=not is_quota
+        )
+        self.args = message, kind, wait_s
+        self.wait_s = wait_s
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | {"Retry-After-Ms": str(ceil(self.wait_s * 1000))}
 
 
 class ClientGoneError(Exception):
@@ -174,6 +215,9 @@ class _ErrorRow:
     should_retry: bool | None = None  # None: decided by the status
 
 
+_unavailable = partial(_ErrorRow, 503, type=SERVER_ERROR)
+_bad_files = partial(_unavailable, param="model", should_retry=False)
+
 # The first match in the exception's method resolution order counts, so a subclass may have a row.
 _TABLE: Mapping[type[BaseException], _ErrorRow] = {
     InvalidRequestError: _ErrorRow(400, "invalid_value"),
@@ -185,46 +229,31 @@ _TABLE: Mapping[type[BaseException], _ErrorRow] = {
     RequestQuarantinedError: _ErrorRow(422, "request_quarantined"),
     AdapterUnsupportedError: _ErrorRow(422, "adapter_unsupported", param="model"),
     OverloadedError: _ErrorRow(429, "overloaded", "rate_limit_error"),
-    ServiceUnavailableError: _ErrorRow(503, "unavailable", SERVER_ERROR),
-    UnservableError: _ErrorRow(503, "unavailable", SERVER_ERROR, should_retry=False),
-    RegistryUnavailableError: _ErrorRow(
-        503, "registry_unavailable", SERVER_ERROR, None, 5, "The model registry is unreachable."
+    ServiceUnavailableError: _unavailable("unavailable"),
+    UnservableError: _unavailable("unavailable", should_retry=False),
+    RegistryUnavailableError: _unavailable(
+        "registry_unavailable", retry_after_s=5, message="The model registry is unreachable."
     ),
     # Loaded when the request was routed, evicted when it arrived: a retry loads it again.
-    UnknownAdapterError: _ErrorRow(
-        503, "adapter_not_loaded", SERVER_ERROR, None, 1, "The adapter is being reloaded."
+    UnknownAdapterError: _unavailable(
+        "adapter_not_loaded", retry_after_s=1, message="The adapter is being reloaded."
     ),
-    EngineDeadError: _ErrorRow(
-        503, "engine_unavailable", SERVER_ERROR, None, 1, "The engine of this model stopped."
+    EngineDeadError: _unavailable(
+        "engine_unavailable", retry_after_s=1, message="The engine of this model stopped."
     ),
-    NoMemoryError: _ErrorRow(503, "engine_out_of_memory", SERVER_ERROR, None, 1),
-    CacheFullError: _ErrorRow(
-        503,
+    NoMemoryError: _unavailable("engine_out_of_memory", retry_after_s=1),
+    CacheFullError: _unavailable(
         "cache_full",
-        SERVER_ERROR,
-        None,
-        30,
-        "The disk cache has no space for the model's files.",
+        retry_after_s=30,
+        message="The disk cache has no space for the model's files.",
     ),
-    DigestMismatchError: _ErrorRow(
-        503,
-        "digest_mismatch",
-        SERVER_ERROR,
-        "model",
-        None,
-        "The model's files differ from their registered digest.",
-        False,
+    DigestMismatchError: _bad_files(
+        "digest_mismatch", message="The model's files differ from their registered digest."
     ),
-    ArtifactError: _ErrorRow(
-        503,
-        "bad_artifact",
-        SERVER_ERROR,
-        "model",
-        None,
-        "The model's files are invalid and cannot be loaded.",
-        False,
+    ArtifactError: _bad_files(
+        "bad_artifact", message="The model's files are invalid and cannot be loaded."
     ),
-    QuarantinedError: _ErrorRow(503, "quarantined", SERVER_ERROR, "model", should_retry=False),
+    QuarantinedError: _bad_files("quarantined"),
 }
 
 

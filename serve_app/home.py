@@ -7,12 +7,15 @@ Imports nothing slow, because the command line looks here for the cause of a fai
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "LORAPLEX_HOME"
+API_KEY = "LORAPLEX_API_KEY"  # of the commands that call the API as a client
 _DEFAULT = ".loraplex"
 _ROOM_BYTES = 4 * 1024**2  # a new registry needs 1 MB
 _FULL = ("no space left", "disk is full", "quota exceeded")  # the words of the kernel and of SQLite
@@ -24,6 +27,13 @@ class HomeError(OSError):
 
 def default_home() -> Path:
     return Path(os.environ.get(NAME) or Path.home() / _DEFAULT).expanduser()
+
+
+def api_headers() -> dict[str, str]:
+    """Returns the headers of a command that calls the API: with the key of LORAPLEX_API_KEY, if it
+    is set."""
+    key = os.environ.get(API_KEY)
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def prepare(home: Path) -> Path:
@@ -60,6 +70,19 @@ def problem(home: Path) -> str | None:
     except OSError as error:
         return f"cannot be written: {error.strerror}"
     return None
+
+
+def create_secret(path: Path, content: str) -> None:
+    """Creates a file that only its owner can read, whole. Leaves it as it is if a process that
+    starts at the same time was first."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    temporary.touch(mode=0o600, exist_ok=False)
+    try:
+        temporary.write_text(content)
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink()
 
 
 def is_open_to_others(home: Path) -> bool:

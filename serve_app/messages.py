@@ -4,7 +4,7 @@ and their engines. Frozen; ignorant of HTTP, of configuration and of where files
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
@@ -71,12 +71,15 @@ class SubmitCall:
 
 @dataclass(frozen=True, slots=True)
 class BaseDescription:
-    """The properties of a base that an ingress needs: its text files, by name, and the limits of
-    its engine."""
+    """The properties of a base that an ingress and its text workers need: its text files, by name,
+    and the limits of its engine."""
 
     files: dict[str, bytes]
     limits: EngineLimits
+    digest: str = ""  # of the base
     generation_config: str = "auto"  # or "vllm": generation_config.json sets no defaults
+    # The text files that an adapter of the base brings, see `adapter_text.own_files`.
+    own: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,32 @@ class IngressCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """The load of an engine replica, as an ingress sees it."""
+
+    engine: str
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFigures:
+    """The figures of a base for the console's charts. Counts of finished requests are since the
+    ingress started."""
+
+    name: str
+    num_requests: int = 0
+    num_errors: int = 0  # the server failed
+    num_refused: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    first_token: tuple[int, ...] = ()  # a count per bucket of SECONDS, and of longer times
+    num_queued: int = 0  # wait in this ingress
+    engines: tuple[EngineFigures, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class IngressReport:
     """The state of an ingress: complete, so that a lost report does no harm."""
 
@@ -196,6 +225,7 @@ class IngressReport:
     quarantined: tuple[QuarantinedRequest, ...] = ()
     is_draining: bool = False  # it accepts no new requests
     counts: IngressCounts | None = None
+    figures: tuple[BaseFigures, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

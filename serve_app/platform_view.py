@@ -92,6 +92,7 @@ class Sources:
     # imports torch: 220 MB and 0.8 s for each of the others.
     engine_factory: str
     home: Path | None = None  # of keys that outlive processes; None: keys last as long as a process
+    metrics_to_ray: bool = False  # engine replicas export their metrics through Ray, too
 
 
 BaseSource = Literal["file", "registry"]  # of its configuration; the file takes precedence

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.errors import ServiceUnavailableError, to_api_error
 
+RAY_ERRORS = (RayError, RayServeException)
 Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
 
 
@@ -48,9 +49,9 @@ async def ask_manager(method: DeploymentHandle[object], *arguments: object) -> o
     answers."""
     try:
         answer: object = await method.remote(*arguments)
-    except (RayError, RayServeException) as error:
+    except RAY_ERRORS as error:
         cause = root_cause(error)
-        if isinstance(cause, RayError | RayServeException):
+        if isinstance(cause, RAY_ERRORS):
             raise ServiceUnavailableError("The manager does not answer.", 2) from error
         raise cause from None
     if isinstance(answer, Refusal):

@@ -68,23 +68,22 @@ def read_serve_file(path: Path) -> ServeFile:
     if not args.models:
         raise ServeFileError(f"{path}: args.models names no base model to serve")
     host = schema.http_options.host or "0.0.0.0"
-    if (why := refusal(host, args.ingress)) is not None:
+    if (why := refusal(host, args)) is not None:
         raise ServeFileError(f"{path}: {why}")
     return ServeFile(path, host, schema.http_options.port, args)
 
 
-def refusal(host: str, ingress: IngressArgs) -> str | None:
+def refusal(host: str, args: PlatformArgs) -> str | None:
     """Returns the reason why the server must not listen on `host`, in one sentence, or None.
 
-    The API has no keys of its own, so that a gateway has to authenticate clients beyond this
-    machine.
+    Keys, or a gateway, have to authenticate clients beyond this machine.
     """
-    if is_loopback(host) or ingress.trusted_gateway is not None:
+    if is_loopback(host) or args.tenancy.enabled or args.ingress.trusted_gateway is not None:
         return None
     return (
-        f"http_options.host is {host!r}, which other machines reach, and the API has no keys of "
-        "its own: set it to 127.0.0.1, or name the gateway in front that authenticates clients "
-        "in args.ingress.trusted_gateway"
+        f"http_options.host is {host!r}, which other machines reach, and no client needs a key: "
+        "set it to 127.0.0.1, set args.tenancy.enabled, or name the gateway in front that "
+        "authenticates clients in args.ingress.trusted_gateway"
     )
 
 

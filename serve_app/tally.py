@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Arm = Literal["stable", "canary", "shadow"]
@@ -92,17 +92,9 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 def _combined(one: ArmCounts, other: ArmCounts, combine: Callable[..., Any]) -> ArmCounts:
     """`combine` adds or subtracts two numbers."""
-
-    def counts(mine: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(map(combine, mine, others))
-
-    return ArmCounts(
-        counts(one.outcomes, other.outcomes),
-        combine(one.output_tokens, other.output_tokens),
-        counts(one.first_token, other.first_token),
-        combine(one.first_token_s, other.first_token_s),
-        counts(one.latency, other.latency),
-        combine(one.latency_s, other.latency_s),
-        counts(one.warm_first_token, other.warm_first_token),
-        combine(one.num_warm_left, other.num_warm_left),
-    )
+    values: list[Any] = []
+    for field in fields(ArmCounts):
+        mine, others = getattr(one, field.name), getattr(other, field.name)
+        is_number = not isinstance(mine, tuple)
+        values.append(combine(mine, others) if is_number else tuple(map(combine, mine, others)))
+    return ArmCounts(*values)

@@ -53,6 +53,20 @@ def keep(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> Task[None]
     return spawn(_keep(work, name), name)
 
 
+def keep_polling(poll: Callable[[], None], every_s: float, name: str) -> Task[None]:
+    """Calls `poll` every `every_s` seconds. A failure is logged, and the next poll tries again."""
+
+    async def run() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                poll()
+            except Exception:
+                logger.exception("a poll of %s failed", name)
+
+    return keep(run, name)
+
+
 def check_running(*tasks: Task[Any] | None) -> None:
     """Raises RuntimeError when one of these tasks has ended, for health checks. None: not begun."""
     for task in tasks:
@@ -60,16 +74,14 @@ def check_running(*tasks: Task[Any] | None) -> None:
             raise RuntimeError(f"the task {task.get_name()!r} ended")
 
 
+def has_failed(task: Task[Any]) -> bool:
+    """Returns True if the task has ended by an exception or was cancelled."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
 def failures_text(labels: Mapping[str, str]) -> bytes:
     """Returns the counts of this process in Prometheus' text format."""
-    return as_text(
-        counter(
-            "loraplex_task_failures",
-            "Background tasks that failed, by name",
-            (*labels, "task"),
-            [((*labels.values(), name), count) for name, count in sorted(_num_failures.items())],
-        )
-    )
+    return as_text(counter("loraplex_task_failures", _num_failures, labels, "task"))
 
 
 async def _keep(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:

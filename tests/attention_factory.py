@@ -67,7 +67,7 @@ class Batch:
         return out
 
     def expected(self, window: int | None = None) -> torch.Tensor:
-        """In float64, sequence by sequence; zeros for a sequence without keys."""
+        """Computes in float64, sequence by sequence; zeros for a sequence without keys."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.device)
         block_size = self.k_cache.shape[1]
         starts = self.starts()

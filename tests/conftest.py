@@ -1,46 +1,101 @@
-"""Fixtures that the whole session shares, made by the first test that asks, and the markers that
-follow from them."""
+"""Fixtures that the whole session shares, made by the first test that asks, the markers that follow
+from them, and how processes share the tests (pytest-xdist, see the Makefile).
+
+The fixtures import what they start: Ray, torch and MLflow take each pytest eight seconds.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.demo_server import run_cli
-from tests.serve_rig import running_serve
+from xdist.scheduler import LoadScopeScheduling
 
 # The markers of tests that use these fixtures.
 _MARKERS = {"serve_port": pytest.mark.serve, "demo_home": pytest.mark.slow}
-# Files that need more than about five seconds: `make quick` leaves them out.
-_SLOW_FILES = frozenset(
-    {
-        "test_benchmarks",
-        "test_control_plane_orders",
-        "test_engine_effect",
-        "test_engine_interleavings",
-        "test_engine_model",
-        "test_engine_resumed",
-        "test_import_names",
-        "test_interpreter",
-        "test_registry_plain",
-        "test_registry_postgres",
-        "test_registry_server",
-        "test_request_path",
-        "test_serve_effect",
-        "test_serve_hostile_registry",
-        "test_serve_register",
-    }
+# Files that need more than about five seconds, the longest first: `make quick` leaves them out, and
+# processes that share the tests begin with them.
+_SLOW_FILES = (
+    "test_end_to_end",
+    "test_notebooks",
+    "test_adversary",
+    "test_interpreter",
+    "test_kernel_warm_up",
+    "test_serve_haproxy",
+    "test_registry_plain",
+    "test_engine_model",
+    "test_serve_register",
+    "test_registry_server",
+    "test_registry_postgres",
+    "test_registry_client",
+    "test_engine_effect",
+    "test_serve_cached_registry",
+    "test_serve_effect",
+    "test_serve_hostile_registry",
+    "test_request_path",
+    "test_engine_interleavings",
+    "test_engine_resumed",
+    "test_benchmarks",
+    "test_control_plane_orders",
+    "test_import_names",
 )
+# Files whose tests deploy on one Ray Serve, hence in one process. With its start, and the pauses in
+# which it waits, this is the longest part of all.
+_SHARED_SERVE = (
+    "test_console_pages",
+    "test_serve_adapter_text_http",
+    "test_serve_adapters",
+    "test_serve_app",
+    "test_serve_attend",
+    "test_serve_bases",
+    "test_serve_canary_http",
+    "test_serve_dialects_http",
+    "test_serve_fairness_http",
+    "test_serve_migration",
+    "test_serve_process_loss",
+    "test_serve_registry",
+    "test_serve_routing",
+    "test_serve_routing_router",
+    "test_serve_scaling_on_serve",
+    "test_tenancy_on_serve",
+)
+# Files of which each test is long and starts all that it needs.
+_APART = ("test_interpreter", "test_notebooks")
+# Of test_serve_launch only two tests are long, and these carry the marker `serve`.
+_FIRST = (*_SHARED_SERVE, *_SLOW_FILES[:4], "test_serve_launch", *_SLOW_FILES[4:])
+_ORDER = {stem: place for place, stem in enumerate(_FIRST)}
+
+
+class SharedTests(LoadScopeScheduling):
+    """A file's tests run in order in one process; a process that is free takes the next file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        stem = Path(file).stem
+        if stem in _SHARED_SERVE:
+            return "the shared Serve"
+        return nodeid if stem in _APART else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedTests:
+    config.option.loadscopereorder = False  # keeps the order of `pytest_collection_modifyitems`
+    return SharedTests(config, log)  # type: ignore[no-untyped-call]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make quick` leaves out: slow files, and tests that share a server or the demo."""
+    """Puts the longest files first and marks what `make quick` leaves out: slow files, and tests
+    that share a server or the demo."""
+    items.sort(key=lambda item: _ORDER.get(item.path.stem, len(_ORDER)))
     for item in items:
         if item.path.stem in _SLOW_FILES:
             item.add_marker(pytest.mark.slow)
-        for fixture in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "serve_port" in fixtures and item.path.stem not in _SHARED_SERVE:
+            raise pytest.UsageError(f"{item.path.stem} uses serve_port: name it in _SHARED_SERVE")
+        for fixture in fixtures:
             if fixture in _MARKERS:
                 item.add_marker(_MARKERS[fixture])
 
@@ -48,13 +103,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def serve_port() -> Iterator[int]:
     """The port of a running Serve's HTTP proxy on 127.0.0.1, without an application."""
+    from tests.serve_rig import running_serve
+
     with running_serve() as port:
         yield port
 
 
 @pytest.fixture(scope="session")
 def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home in which the demo is prepared and registered."""
-    folder = tmp_path_factory.mktemp("home")
-    run_cli(folder, "demo")
+    """A home in which the demo is prepared and registered, for all processes of this session."""
+    from tests.demo_server import run_cli
+
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder, is_prepared = shared / "demo-home", shared / "demo-home-is-prepared"
+    with (shared / "demo-home.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not is_prepared.exists():
+            run_cli(folder, "demo")
+            is_prepared.touch()
     return folder

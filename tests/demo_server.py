@@ -87,6 +87,16 @@ def write_config(source: Path, target: Path, **engine: object) -> str:
     return f"http://127.0.0.1:{port}"
 
 
+def home_beside(home: Path, folder: Path) -> Path:
+    """The same registry and cache; a home has one server, and the shared one is running."""
+    other = folder / "home"
+    other.mkdir()
+    for path in home.iterdir():
+        if path.name not in ("logs", "serve.lock"):
+            (other / path.name).symlink_to(path)
+    return other
+
+
 @contextmanager
 def serving(home: Path, config: Path, url: str, *options: str) -> Iterator[DemoServer]:
     """Ends it as Ctrl-C does, and sees that it went away."""

@@ -175,7 +175,7 @@ def run_mixed(runner: ModelRunner, jobs: Many[Job], num_tokens: int) -> list[lis
 
 
 def hf_greedy(model: torch.nn.Module, prompt: Many[int], num_tokens: int) -> list[int]:
-    """Without a cache: the plainest oracle there is."""
+    """Generates without a cache: the plainest oracle there is."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(num_tokens):

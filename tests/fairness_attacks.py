@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 
 from serve_app.admission.controller import AdmissionController, Reason, Refused
-from serve_app.admission.queued_request import QueuedRequest
+from serve_app.admission.fair_queue import QueuedRequest
 from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
 from serve_app.messages import RoutingRequest

@@ -56,6 +56,8 @@ class FakePool:
     blocked: set[str] = field(default_factory=set)  # never find room
     copying: set[str] = field(default_factory=set)  # until `wait_pending`
     pinned: set[str] = field(default_factory=set)
+    reserved_bytes: int = 0
+    page_bytes: int = 0
     device_bytes_used: int = 0
     host_bytes_used: int = 0
     num_copied_to_device: int = 0
@@ -138,6 +140,8 @@ class FakeStep:
     samples: tuple[Sample, ...]
     error: BaseException | None = None
 
+    def draw(self) -> None: ...
+
     def collect(self) -> tuple[Sample, ...]:
         """A lack of memory passes."""
         error = self.error
@@ -170,6 +174,7 @@ class FakeRunner:
         self.most_tokens: int | None = None  # of a step; with more it finds no memory
         self.too_large: set[str] = set()  # request ids: no step of them finds memory
         self.num_freed = 0
+        self.num_late_compilations = 0
         self._drawn: dict[Sequence, int] = {}  # by the newest step: what a device would keep
 
     def launch(self, batch: ScheduledBatch) -> FakeStep:
@@ -275,7 +280,7 @@ def draw(sequence: Sequence, token_ids: list[int], model: FakeModel) -> int:
 
 
 def solo_tokens(request: Request, choice: int, model: FakeModel) -> tuple[int, ...]:
-    """What the choice must give, from the request alone. Its seed must be set."""
+    """Returns the tokens of a choice, from the request alone. Its seed must be set."""
     assert request.params.seed is not None
     sequence = Sequence(request, choice, request.params.seed, list(request.prompt_token_ids))
     while ending(sequence, model.eos_token_ids, model.max_model_len) is None:

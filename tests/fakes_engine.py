@@ -230,7 +230,8 @@ class PacedEngine:
         due_s = time.monotonic()
         while not self._stopped.is_set():
             due_s += 1 / self.rate
-            time.sleep(max(0.0, due_s - time.monotonic()))
+            if self._stopped.wait(max(0.0, due_s - time.monotonic())):
+                return
             if self._running and self._takes_hang():
                 self._stopped.wait()
                 return

@@ -25,7 +25,9 @@ RUNS: dict[str, tuple[Run, ...]] = {
     "one row of many pages": ((2, 1),),
     "ragged": ((None, 2), (0, 1), (2, 2), (1, 3)),
     "no adapter": ((None, 3),),
+    "some slices": ((3, 2), (None, 1), (4, 2)),
 }
+LACKING = ((0, 40, 9), (24, 0, 0))  # ranks of each slice, of the last two adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,15 @@ def both_products(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y alone, y with the shrink beside it, and the case's y plus the delta of that bridge."""
     alone = linear(case.x, weight, bias)
-    beside, bridge = linear_shrink(case.x, weight, bias, case.a_pool, plan)
+    beside, bridge = linear_shrink(case.x, weight, bias, case.site, plan)
     y = case.y.clone()
-    lora_expand_(y, bridge, case.b_pools, plan)
+    lora_expand_(y, bridge, case.site, plan)
     return alone, beside, y
 
 
 def expanded(case: LoraCase, plan: LoraPlan) -> torch.Tensor:
     y = case.y.clone()
-    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    lora_expand_(y, lora_shrink(case.x, case.site, plan), case.site, plan)
     return y
 
 
@@ -68,9 +70,9 @@ def norms(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
     draw = torch.Generator().manual_seed(12)
     residual = torch.randn(case.y.shape, generator=draw).to(case.y)
     weight = torch.rand(case.y.shape[1], generator=draw).to(case.y)
-    bridge = lora_shrink(case.x, case.a_pool, plan)
+    bridge = lora_shrink(case.x, case.site, plan)
     found = lora_add_rms_norm(
-        case.y.clone(), residual.clone(), weight, EPS, bridge, case.b_pools[0], plan
+        case.y.clone(), residual.clone(), weight, EPS, bridge, case.site, plan
     )
     expected = add_rms_norm(expanded(case, plan), residual.clone(), weight, EPS)
     base = add_rms_norm(case.y.clone(), residual.clone(), weight, EPS)
@@ -79,8 +81,8 @@ def norms(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
 
 def products(case: LoraCase, plan: LoraPlan) -> Outcome:
     """Returns the outcome of two slices."""
-    bridge = lora_shrink(case.x, case.a_pool, plan)
-    found = lora_silu_mul(case.y.clone(), bridge, case.b_pools, plan)
+    bridge = lora_shrink(case.x, case.site, plan)
+    found = lora_silu_mul(case.y.clone(), bridge, case.site, plan)
     return Outcome(found, silu_mul(expanded(case, plan)), silu_mul(case.y))
 
 
@@ -92,13 +94,13 @@ def turns(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
     slots = torch.randperm(16, generator=draw)[:rows].to(device)
     slots[-1] = -1
     cos_sin = torch.rand(50, 2, size // 2, generator=draw).to(device)
-    bridge = lora_shrink(case.x, case.a_pool, plan)
+    bridge = lora_shrink(case.x, case.site, plan)
     outcomes = []
     for kind in ("found", "expected", "base"):
         k, v = (torch.zeros(16, 1, HEADS[1], size).to(case.y) for _ in "kv")
         write = RopeWrite(positions, cos_sin, k, v, slots, *HEADS)
         if kind == "found":
-            q = lora_rope_kv_write(case.y.clone(), bridge, case.b_pools, plan, write)
+            q = lora_rope_kv_write(case.y.clone(), bridge, case.site, plan, write)
         else:
             q = rope_kv_write(expanded(case, plan) if kind == "expected" else case.y.clone(), write)
         for cache in (k, v):

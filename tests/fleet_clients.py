@@ -13,12 +13,20 @@ import ray.serve.context
 from starlette.types import Message
 
 from serve_app.tally import ArmOutcome
+from serve_app.tenancy.caller import Caller, KeyPolicy
 from tests.fleet_engine import letter
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_wishes import Wish
 from tests.virtual_loop import VirtualLoop
 
 _DONE = b"data: [DONE]\n\n"
+# High limits of each kind: requests are never refused, but charged.
+_POLICY = KeyPolicy(
+    requests_per_minute=10**6,
+    tokens_per_minute=10**9,
+    max_parallel_requests=10**4,
+    tokens_per_day=10**9,
+)
 
 
 @dataclass(eq=False)
@@ -81,6 +89,11 @@ class Client:
         is_ours = self.status in (200, 503) or self.code == "adapter_unsupported"
         is_ours = is_ours and self.code not in ("overloaded", "request_quarantined")
         return "error" if is_ours else "refused"
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """The token counts that it received."""
+        return self._read()[2]
 
     @property
     def reasons(self) -> list[str]:
@@ -244,7 +257,7 @@ class Client:
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("testserver", 80),
-            "state": {},
+            "state": {"caller": Caller(self.request_id, _POLICY)},
         }
 
     def _cut_body(self) -> list[bytes]:

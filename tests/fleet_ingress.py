@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import ray.serve.context
@@ -21,25 +22,27 @@ from serve_app.admission.queue import AdmissionQueue
 from serve_app.api.ingress import (
     ConcurrencyLimitMiddleware,
     build_asgi,
+    make_accounts,
+    make_gateway,
     make_state,
 )
 from serve_app.config import FairnessArgs, IngressArgs
-from serve_app.dispatch.assembly import make_gateway
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import BaseDescription
-from serve_app.openai.engine_params import Prompt, read_prompts
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import ServedBase
 from serve_app.routing import state as routing
 from serve_app.routing.view import ReplicaView
 from serve_app.tally import OUTCOMES, ArmKey
+from serve_app.tenancy.accounts import Accounts
 from serve_app.text.base_text import BaseText
-from serve_app.text_workers.pool import TextPool
+from serve_app.text_workers.pool import INLINE_BODY_BYTES, TextPool
 from tests.fleet_actor import PROCESS, Process
 from tests.fleet_manager import Manager
 from tests.fleet_node import EngineNode
 from tests.fleet_serve import ServeRouter
+from tests.ingress_app import make_observer
 from tests.virtual_loop import VirtualLoop
 
 
@@ -70,17 +73,19 @@ def processes(clock: Callable[[], float]) -> Iterator[None]:
 
 
 class _Texts(TextPool):
-    """Reads bodies without its processes, whose time is real."""
+    """Reads long bodies without its processes, whose time is real."""
 
     async def parse(self, kind: Any, raw: bytes) -> Any:
-        await asyncio.sleep(0.02)
+        if len(raw) > INLINE_BODY_BYTES:
+            await asyncio.sleep(0.02)
         return parse_body(kind, raw)
 
-    async def prompts(
-        self, kind: Any, raw: bytes, base: str, files: Mapping[str, bytes], limits: EngineLimits
-    ) -> tuple[Prompt, ...]:
-        await asyncio.sleep(0.02)
-        return read_prompts(parse_body(kind, raw), BaseText.from_files(files), limits)
+    async def run(
+        self, function: Any, body: Any, raw: bytes, text: BaseText, description: BaseDescription
+    ) -> Any:
+        if len(raw) > INLINE_BODY_BYTES:
+            await asyncio.sleep(0.02)
+        return function(body, text, description.limits)
 
 
 class FleetIngress:
@@ -108,11 +113,14 @@ class FleetIngress:
         """Constructs the same parts as `Ingress.__init__`."""
         handle = cast("DeploymentHandle[object]", manager)
         self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
-        self.state = make_state(args, gateway, _Texts(1))
+        self._records = make_observer(self.name)
+        state = make_state(args, gateway, _Texts(1), self._records)
+        self.state = replace(state, accounts=make_accounts(gateway))
         gateway._resting[front.base.digest] = front  # else it would be looked for in Ray
         self._count_watches()
         self.app: ASGIApp = build_asgi(self.state)
         gateway.start(self.state.counts)
+        self.accounts.start()
         self._warm_ups = WarmUps(gateway)
         self._warm_ups.start()
 
@@ -125,6 +133,11 @@ class FleetIngress:
             return watch(key)
 
         self.gateway.arms.begin = counted  # type: ignore[method-assign]
+
+    @property
+    def accounts(self) -> Accounts:
+        assert self.state.accounts is not None
+        return self.state.accounts
 
     @property
     def bounded(self) -> ConcurrencyLimitMiddleware:
@@ -149,19 +162,22 @@ class FleetIngress:
         gateway, bounded, requests = self.gateway, self.bounded, self.router.requests
         counts: dict[str, object] = {
             "open HTTP requests": bounded._num_open,
+            "records without an end": self._records.num_open,
             "bodies on their way": bounded._arrivals.num_arriving,
             "bytes of bodies": bounded._arrivals.num_bytes,
             "streams": gateway.stream.num_open,
             "attempts": sum(map(len, gateway.migrations._attempts.values())),
             "suspects that wait": sum(
-                one.num_waiting for one in gateway.migrations._suspects.values()
+                len(one._turns[1:]) for one in gateway.migrations._suspects.values()
             ),
             "suspects on their turn": sum(
-                one._current is not None for one in gateway.migrations._suspects.values()
+                bool(one._turns) for one in gateway.migrations._suspects.values()
             ),
             "visits": sum(one.num_open for one in gateway.activity.report()),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
             "shadows": self.state.shadows.num_open,
+            "charges": sum(not one.is_idle for one in self.accounts.limits._leases.values()),
+            "use that is not recorded": len(self.accounts.meter._sums),
             "pending requests of Serve's router": len(requests._by_metadata),
             "requests to fulfil": sum(
                 not one.future.done() for one in requests._pending_requests_to_fulfill

@@ -5,12 +5,15 @@ requests from an ingress to the others.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 from serve_app.messages import IngressReport, ReportAnswer
 from serve_app.platform_view import PlatformView
+from serve_app.tenancy.leases import Grants, LeaseRequest, Leases
+from serve_app.tenancy.usage import Usage, UsageBatch
 
 _START_S = 2.0  # the start of a base
 
@@ -25,6 +28,12 @@ class Manager:
         self.view = _Remote(self._view)
         self.report = _Remote(self._report)
         self.wake_base = _Remote(self._wake)
+        self.lease = _Remote(self._lease)
+        self.record_usage = _Remote(self._record)
+        self.usage: defaultdict[str, Usage] = defaultdict(Usage)  # recorded, by key id
+        self._leases = Leases(burst_s=0.5)
+        self._recorded: Counter[str] = Counter()  # the last batch of each source
+        self._num_records = 0
         self._is_asleep = False
 
     def fall_asleep(self) -> None:
@@ -63,6 +72,22 @@ class Manager:
         await asyncio.sleep(0.01)
         held = [one for entries in self._quarantined.values() for one in entries]
         return ReportAnswer(self._num_ingresses, tuple(held))
+
+    async def _lease(self, request: LeaseRequest) -> dict[str, Grants]:
+        await asyncio.sleep(0.005)
+        return self._leases.grant(request, {}, {}, asyncio.get_running_loop().time())
+
+    async def _record(self, batch: UsageBatch) -> bool:
+        """Records like the ledger; every third answer is lost."""
+        await asyncio.sleep(0.005)
+        if batch.number > self._recorded[batch.source]:
+            self._recorded[batch.source] = batch.number
+            for key, usage in batch.rows:
+                self.usage[key.key_id].add(usage)
+        self._num_records += 1
+        if self._num_records % 3 == 0:
+            raise ConnectionError("the answer is lost")
+        return True
 
 
 class _Remote:

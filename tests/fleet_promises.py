@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from serve_app.tally import ArmKey
+from serve_app.tenancy.usage import Usage
 from tests.fleet_clients import Client
 from tests.fleet_ingress import FleetIngress
 from tests.fleet_node import EngineNode
@@ -103,8 +104,8 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     left = len(own) - len(stayed)
     answers = Counter(client.status for client in own if client.status is not None)
     counted: Counter[int | None] = Counter()
-    for (_, status), count in metrics._answers.items():
-        counted[status] += count
+    for (_, status, _), count in metrics._answers.items():
+        counted[int(status)] += count
     if counted != answers:
         yield f"{name}: answers are {dict(counted)}, not {dict(answers)}"
     gone = sum(one.has_begun and (not one.is_whole or one.status == 499) for one in own)
@@ -121,6 +122,27 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     shed = stats.num_turned_away + sum(one.sheds.total() for one in stats._bases.values())
     if shed > codes["overloaded"] + left:
         yield f"{name}: {shed} refusals are counted, but {codes['overloaded']} were sent"
+
+
+def wrong_usage(recorded: Mapping[str, Usage], clients: Sequence[Client]) -> Iterator[str]:
+    """Checks that each request is recorded once, with the tokens that its client received, however
+    often it moved; a request that was refused is not recorded. Each client has its own key."""
+    for client in clients:
+        name, used = f"request {client.number} ({client.wish})", recorded.get(client.request_id)
+        most = client.wish.max_tokens * client.wish.n * len(client.wish.engine_prompts)
+        if client.has_left or (client.status == 200 and not client.has_ended_well):
+            if used is not None and (used.requests > 1 or used.output_tokens > most):
+                yield f"{name}: {used} is recorded of a part"
+        elif client.has_ended_well:
+            usage = client.usage or {}
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            wanted = 1, usage["prompt_tokens"], cached, usage["completion_tokens"]
+            if used is None or wanted != (
+                *(used.requests, used.prompt_tokens, used.cached_tokens, used.output_tokens),
+            ):
+                yield f"{name}: {used} is recorded, not {wanted}"
+        elif used is not None:
+            yield f"{name}: {used} is recorded though it was refused with {client.status}"
 
 
 def _wrong_outcomes(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[str]:

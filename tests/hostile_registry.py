@@ -135,9 +135,6 @@ class Store:
     def version_files(self, name: str, version: int) -> ArtifactRepository:
         raise RegistryUnavailableError("no files are here")
 
-    def version_tags(self, name: str, version: int) -> dict[str, str]:
-        return {}
-
 
 def _model(
     name: str, tags: dict[str, str], aliases: list[RegisteredModelAlias] | None = None

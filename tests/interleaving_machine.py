@@ -1,7 +1,7 @@
 """Loads, unloads, flips, pins, requests, aborts and steps in any order, on the real engine.
 
 The machine is the only thread, so its model can predict what must hold after each rule: the
-adapters on the host, the holders of blocks and pages, the requests that may be refused. At the end
+adapters on the host, the holders of blocks, the requests that may be refused. At the end
 everything is drained and nothing may be left. Half of the runs have a pool whose copies land when a
 rule decides, as on a device.
 """
@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.device_memory import adapter_budgets
 from engine.errors import UnknownAdapterError
 from engine.runner import ModelRunner
 from lora.errors import AdapterError, HostMemoryError
@@ -34,14 +35,13 @@ from tests.interleaving_world import (
     MAX_TOKENS,
     NAMES,
     NUM_BLOCKS,
-    POOL_PAGES,
     Ledger,
     Tally,
     World,
     digest_of,
     make_request,
 )
-from tests.lora_helpers import HandSlot
+from tests.lora_helpers import HandCopier
 
 # In any hundred of them, or they show nothing.
 MUST_HAPPEN = (
@@ -92,19 +92,18 @@ wishes = st.builds(
 class HandRunner(ModelRunner):
     """A runner whose copies to the device land when the machine decides."""
 
-    slots: tuple[HandSlot, ...]
+    copier: HandCopier
 
     def _make_pool(self, config: EngineConfig, weight_bytes: int) -> AdapterPool:
-        assert config.adapter_pool_bytes is not None
-        assert config.adapter_host_bytes is not None
-        self.slots = (HandSlot(), HandSlot())
+        budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
+        self.copier = HandCopier(2)
         return AdapterPool(
             self._sites,
-            config.adapter_pool_bytes,
+            budgets.pool_bytes,
             self.dtype,
             self.device,
-            config.adapter_host_bytes,
-            slots=self.slots,
+            budgets.host_bytes,
+            copier=self.copier,
         )
 
 
@@ -168,7 +167,7 @@ class Interleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned is None)
     @rule(name=names, version=st.integers(0, 1))
     def pin(self, name: str, version: int) -> None:
-        """Pins an adapter of one page: the two pages that are left are enough for any other."""
+        """Pins an adapter of one page: the room that is left is enough for any other."""
         digest = digest_of(name, version)
         if digest in self.known:
             self.pool.pin(digest)
@@ -210,8 +209,7 @@ class Interleaving(RuleBasedStateMachine):
     @rule()
     def copies_land(self) -> None:
         if isinstance(self.runner, HandRunner):
-            for slot in self.runner.slots:
-                slot.is_over = True
+            self.runner.copier.end()
 
     @invariant()
     def memory_is_as_told(self) -> None:
@@ -221,8 +219,8 @@ class Interleaving(RuleBasedStateMachine):
         assert set(on_device) <= self.known
         assert pool.host_bytes_used == sum(self.world.sizes[digest] for digest in on_host)
         assert pool.host_bytes_used <= (self.world.config.adapter_host_bytes or 0)
-        pages = [page for digest in on_device for page in pool.pages(digest)]
-        assert len(set(pages)) == len(pages) == POOL_PAGES - pool.num_free_pages
+        held = [block for digest in on_device for block in pool._table.blocks(digest)]
+        assert len(set(held)) == len(held) == pool.num_blocks - pool.num_free_blocks
         for digest in self.world.digests:
             assert engine.has_adapter(digest) == self._takes_requests(digest)
         references = Counter(
@@ -250,7 +248,7 @@ class Interleaving(RuleBasedStateMachine):
         assert load.num_free_blocks == NUM_BLOCKS
         for digest in sorted(self.known):
             assert self.engine.retire_adapter(digest)
-        assert self.pool.num_free_pages == POOL_PAGES
+        assert self.pool.num_free_blocks == self.pool.num_blocks
         assert self.pool.host_bytes_used == 0
         assert not self.pool._table._references
         self.tally.add("interleavings")

@@ -1,7 +1,7 @@
 """A tiny real base and versions of a few adapters, the tokens of each alone, and a ledger of
 violations.
 
-The world is small: the pool on the device holds three pages, the host two to four of nine adapters,
+The world is small: the device holds two or three adapters, the host two to four of nine,
 the KV cache little more than one request. Evictions, drops, preemptions and waiting happen in any
 few dozen steps. `Ledger` holds a caller's knowledge: its requests and the outputs.
 """
@@ -21,7 +21,6 @@ from tests.engine_helpers import make_adapter, make_base, make_runner, random_pr
 NAMES = ("ada", "bob", "cy")
 MAX_TOKENS = 10
 NUM_BLOCKS = 9
-POOL_PAGES = 3
 _TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _RANKS = {0: 4, 1: 8, 2: 20}  # of the versions; the last takes two pages
 _PROMPT_LENGTHS = (4, 5, 9, 13)
@@ -76,6 +75,11 @@ def make_world(root: Path) -> World:
     }
     roomy = make_runner(base, num_threads=1)
     sizes = {digest: roomy.read_adapter(digest, path).num_bytes for digest, path in paths.items()}
+    blocks = {v: roomy.read_adapter("", paths[digest_of(NAMES[0], v)]).num_blocks for v in _RANKS}
+    # One of the largest beside one of those that are pinned.
+    pool_bytes = (blocks[1] + blocks[2]) * (
+        roomy.adapters.reserved_bytes // roomy.adapters.num_blocks
+    )
     config = EngineConfig(
         model_path=str(base),
         base_digest="base",
@@ -86,7 +90,7 @@ def make_world(root: Path) -> World:
         max_num_batched_tokens=12,
         max_num_seqs=4,
         max_adapter_overtakes=3,
-        adapter_pool_bytes=POOL_PAGES * roomy.adapters.page_bytes,
+        adapter_pool_bytes=pool_bytes,
         adapter_host_bytes=sum(sorted(sizes.values())[-2:]),  # two, or four small
         num_threads=1,
     )

@@ -17,10 +17,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # fused, apart
 
 def silu_both_ways(case: LoraCase, *, graph_rows: int | None = None, large: bool = True) -> Pair:
     plan = case.plan(large=large, graph_rows=graph_rows)
-    bridge = lora_shrink(case.x, case.a_pool, plan)
+    bridge = lora_shrink(case.x, case.site, plan)
     y = case.y.clone()
-    lora_expand_(y, bridge, case.b_pools, plan)
-    return lora_silu_mul(case.y.clone(), bridge, case.b_pools, plan), silu_mul(y)
+    lora_expand_(y, bridge, case.site, plan)
+    return lora_silu_mul(case.y.clone(), bridge, case.site, plan), silu_mul(y)
 
 
 def rope_both_ways(
@@ -49,16 +49,16 @@ def rope_both_ways(
         return k, torch.zeros_like(k)
 
     plan = case.plan(large=large, graph_rows=graph_rows)
-    bridge = lora_shrink(case.x, case.a_pool, plan)
+    bridge = lora_shrink(case.x, case.site, plan)
     heads = (num_heads, num_kv_heads, head_dim)
 
     def write(k: torch.Tensor, v: torch.Tensor) -> RopeWrite:
         return RopeWrite(positions, cos_sin, k, v, slots, *heads, norm, norm, 1e-5)
 
     k, v = caches()
-    fused = lora_rope_kv_write(case.y.clone(), bridge, case.b_pools, plan, write(k, v))
+    fused = lora_rope_kv_write(case.y.clone(), bridge, case.site, plan, write(k, v))
     y = case.y.clone()
-    lora_expand_(y, bridge, case.b_pools, plan)
+    lora_expand_(y, bridge, case.site, plan)
     k_apart, v_apart = caches()
     apart = rope_kv_write(y, write(k_apart, v_apart))
     return (fused, apart), (k, k_apart), (v, v_apart)

@@ -1,15 +1,16 @@
-"""Small sites, adapters of integers (sums are exact), pools on the CPU, and slots by hand."""
+"""Small sites, adapters of integers (sums are exact), pools on the CPU, and copies by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from lora.adapter import Adapter, ModuleWeights
-from lora.pool import PAGE_ROWS, AdapterPool
+from lora.copies import Copier, Event
+from lora.page_image import PageLayout
+from lora.pool import AdapterPool
 from lora.sites import Site, Slice
-from lora.staging import StagingSlot
 from tests.fakes import FakeRunner
 
 QKV = Site("qkv", 6, (Slice("q", 4), Slice("k", 2)))
@@ -20,7 +21,7 @@ SITES = (QKV, DOWN, HEAD, EMBEDDING)
 SHAPES = {
     part.module: (site.in_features, part.out_features) for site in SITES for part in site.slices
 }
-PAGE_BYTES = 4 * PAGE_ROWS * sum(site.num_row_elements for site in SITES)
+BLOCK_BYTES = PageLayout(SITES, torch.float32).bytes_per_block  # each adapter fits: one a page
 
 
 def make_adapter(digest: str, modules: Mapping[str, int] | None = None) -> Adapter:
@@ -37,21 +38,21 @@ def make_adapter(digest: str, modules: Mapping[str, int] | None = None) -> Adapt
 
 
 def make_pool(
-    num_pages: int = 4,
+    num_blocks: int = 4,
     host_bytes: int = 1 << 20,
     dtype: torch.dtype = torch.float32,
-    slots: Sequence[StagingSlot] | None = None,
+    copier: Copier | None = None,
 ) -> AdapterPool:
-    return AdapterPool(SITES, num_pages * PAGE_BYTES, dtype, "cpu", host_bytes, slots=slots)
+    return AdapterPool(SITES, num_blocks * BLOCK_BYTES, dtype, "cpu", host_bytes, copier=copier)
 
 
 def loaded(
     *digests: str,
-    num_pages: int = 4,
+    num_blocks: int = 4,
     host_bytes: int = 1 << 20,
-    slots: Sequence[StagingSlot] | None = None,
+    copier: Copier | None = None,
 ) -> AdapterPool:
-    pool = make_pool(num_pages, host_bytes, slots=slots)
+    pool = make_pool(num_blocks, host_bytes, copier=copier)
     for digest in digests:
         pool.add(make_adapter(digest))
     return pool
@@ -64,45 +65,75 @@ def acquire_and_release(pool: AdapterPool, digest: str) -> bool:
     return True
 
 
-ADAPTER_BYTES = 256 + 4 * PAGE_ROWS * (6 + 4 + 5 + 6)  # one page: table, q, down
+# Of rank 3 on q and down: strips of 256 bytes each, and a row of the table.
+ADAPTER_BYTES = 4 * 256 + 8 * 16
 
 
 def rows_in_pool(pool: AdapterPool, adapter: Adapter) -> bool:
-    rows = [p * PAGE_ROWS + r for p in pool.pages(adapter.digest) for r in range(PAGE_ROWS)]
-    there = pool.site_pool("qkv")
-    assert there is not None
-    return torch.equal(there.a[0, rows[: adapter.rank]], adapter.modules["q"].a)
+    """Returns True if the adapter's blocks hold its q, and no row beyond its rank."""
+    found = [
+        strip for page in pool.pages(adapter.digest) if (strip := q_strip(pool, page)) is not None
+    ]
+    return torch.equal(torch.cat(found), adapter.modules["q"].a)
 
 
-class HandSlot:
-    """A slot whose copy ends when the test says so, or when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self._image: torch.Tensor | None = None
-
-    def fill(self, image: torch.Tensor) -> None:
-        self._image = image
-        self.is_over = False
-
-    def is_filled(self) -> bool:
-        return self.is_over
-
-    def wait(self) -> None:
-        self.is_over = True
-
-    def empty(self, write: Callable[[torch.Tensor], None]) -> None:
-        assert self.is_over
-        assert self._image is not None
-        write(self._image)
+def q_strip(pool: AdapterPool, page: int) -> torch.Tensor | None:
+    return pool.site_rows("qkv").a(page, 0)
 
 
-class QuickSlot(HandSlot):
-    """A slot whose copy has ended before anybody looks."""
+class HandEvent:
+    """The end of a copy, when the test says so or when somebody waits for it. The copy itself is
+    as late as it can be."""
 
-    def fill(self, image: torch.Tensor) -> None:
-        super().fill(image)
-        self.is_over = True
+    def __init__(self, write: Callable[[], None] | None, before: HandEvent | None) -> None:
+        self._write = write
+        self._before = before  # the copy before this one, which ends first
+
+    def query(self) -> bool:
+        return self._write is None
+
+    def synchronize(self) -> None:
+        if self._before is not None:
+            self._before.synchronize()
+        if self._write is not None:
+            self._write()
+            self._write = None
+
+
+class HandCopier:
+    max_bytes = 1 << 60
+
+    def __init__(self, max_flying: int = 1) -> None:
+        self.max_flying = max_flying
+        self.last: HandEvent | None = None
+        self.after: list[Event | None] = []  # of each copy, what it waits for
+        self.marks: list[Event] = []
+
+    def mark_steps(self) -> Event:
+        self.marks.append(HandEvent(None, None))
+        return self.marks[-1]
+
+    def copy(self, write: Callable[[], None], after: Event | None) -> HandEvent:
+        self.after.append(after)
+        self.last = self.make_event(write)
+        return self.last
+
+    def make_event(self, write: Callable[[], None]) -> HandEvent:
+        return HandEvent(write, self.last)
+
+    def end(self) -> None:
+        """Ends all copies that have begun."""
+        if self.last is not None:
+            self.last.synchronize()
+
+
+class QuickCopier(HandCopier):
+    """A copier whose copies have ended before anybody looks."""
+
+    def copy(self, write: Callable[[], None], after: Event | None) -> HandEvent:
+        event = super().copy(write, after)
+        event.synchronize()
+        return event
 
 
 class RunnerWithPool(FakeRunner):

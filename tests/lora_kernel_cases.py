@@ -1,4 +1,4 @@
-"""Ragged multi-LoRA problems for the kernels' tests: pools, runs of rows, plans."""
+"""Ragged multi-LoRA problems for the kernels' tests: rank rows, runs of rows, plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from kernels.lora_plan import (
     lora_plan_size,
     write_lora_plan,
 )
+from kernels.lora_rows import SiteRows
+from tests.lora_strips import make_site_rows, pages_of
 
+Rank = int | tuple[int, ...]  # of all slices, or of the first ones; 0: the adapter lacks it
 Run = tuple[int | None, int]  # adapter (None: the base), rows
 
 
@@ -25,8 +28,8 @@ Run = tuple[int | None, int]  # adapter (None: the base), rows
 class LoraCase:
     x: torch.Tensor  # [T, K]
     y: torch.Tensor  # [T, sum of N_s], before
-    a_pool: torch.Tensor
-    b_pools: tuple[torch.Tensor, ...]
+    site: SiteRows
+    weights: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]  # A and B: adapter, slice
     adapters: tuple[tuple[int, ...], ...]  # pages
     runs: tuple[Run, ...]
     max_tokens: int
@@ -44,18 +47,28 @@ class LoraCase:
     def delta(self) -> torch.Tensor:
         """Returns the delta in float64, of the values as they are stored."""
         out = torch.zeros_like(self.y, dtype=torch.float64)
-        starts = np.cumsum([0, *(b.shape[1] for b in self.b_pools)]).tolist()
+        starts = np.cumsum([0, *self.site.sizes]).tolist()
         row = 0
         for adapter, rows in self.runs:
             here = slice(row, row + rows)
             row += rows
             if adapter is None:
                 continue
-            ids = [p * PAGE_ROWS + i for p in self.adapters[adapter] for i in range(PAGE_ROWS)]
-            for s, b in enumerate(self.b_pools):
-                h = self.x[here].double() @ self.a_pool[s, ids].double().T
-                out[here, starts[s] : starts[s + 1]] = h @ b[ids].double()
+            for s, (a, b) in enumerate(self.weights[adapter]):
+                delta = self.x[here].double() @ a.double().T @ b.double()
+                out[here, starts[s] : starts[s + 1]] = delta
         return out
+
+    def untouched(self) -> torch.Tensor:
+        """Returns [T, sum of N_s] bool: the rows without adapter, and slices that theirs lacks."""
+        found = torch.ones(self.y.shape, dtype=torch.bool, device=self.y.device)
+        starts = np.cumsum([0, *self.site.sizes]).tolist()
+        row = 0
+        for adapter, rows in self.runs:
+            for s, (a, _) in enumerate(() if adapter is None else self.weights[adapter]):
+                found[row : row + rows, starts[s] : starts[s + 1]] = len(a) == 0
+            row += rows
+        return found
 
     def base_rows(self) -> torch.Tensor:
         owners = [adapter is None for adapter, rows in self.runs for _ in range(rows)]
@@ -72,7 +85,7 @@ def write_plan(case: LoraCase, *, large: bool) -> tuple[NDArray[np.int32], LoraP
 
 
 def make_case(
-    ranks: Sequence[int],
+    ranks: Sequence[Rank],
     runs: Sequence[Run],
     *,
     in_features: int,
@@ -83,9 +96,10 @@ def make_case(
     seed: int = 0,
     max_tokens: int | None = None,
 ) -> LoraCase:
-    """Returns a case with shuffled pages; pages without an adapter are full of NaN."""
+    """Returns a case with shuffled pages; memory that no adapter has is full of NaN."""
     draw = torch.Generator().manual_seed(seed)
-    num_pages = [-(-rank // PAGE_ROWS) for rank in ranks]
+    each = [(rank,) * len(sizes) if isinstance(rank, int) else rank for rank in ranks]
+    num_pages = [-(-max(rank) // PAGE_ROWS) for rank in each]
     total = sum(num_pages) + 3
     order = torch.randperm(total, generator=draw).tolist()
     starts = np.cumsum([0, *num_pages]).tolist()
@@ -97,32 +111,34 @@ def make_case(
             return torch.randint(-1, 2, shape, generator=draw).to(dtype)
         return (torch.randn(shape, generator=draw) * scale).to(dtype)
 
-    def pool(width: int, scale: float) -> torch.Tensor:
-        rows = torch.full((total * PAGE_ROWS, width), float("nan"), dtype=dtype)
-        for rank, pages in zip(ranks, adapters, strict=True):
-            ids = [page * PAGE_ROWS + i for page in pages for i in range(PAGE_ROWS)]
-            rows[ids] = 0.0
-            rows[ids[:rank]] = numbers(rank, width, scale=scale)
-        return rows
-
-    case = LoraCase(
-        numbers(num_tokens, in_features),
-        numbers(num_tokens, sum(sizes)),
-        torch.stack([pool(in_features, in_features**-0.5) for _ in sizes]),
-        tuple(pool(size, 1.0) for size in sizes),
+    weights = tuple(
+        tuple(
+            (numbers(rank[s], in_features, scale=in_features**-0.5), numbers(rank[s], size))
+            for s, size in enumerate(sizes)
+        )
+        for rank in each
+    )
+    cut = [
+        [
+            {
+                p: m
+                for own, w in zip(adapters, weights, strict=True)
+                for p, m in pages_of(w[s][side], own).items()
+            }
+            for s in range(len(sizes))
+        ]
+        for side in (0, 1)
+    ]
+    site = make_site_rows(total, *cut, in_features, sizes, dtype, device)
+    return LoraCase(
+        numbers(num_tokens, in_features).to(device),
+        numbers(num_tokens, sum(sizes)).to(device),
+        site,
+        tuple(tuple((a.to(device), b.to(device)) for a, b in own) for own in weights),
         adapters,
         tuple(runs),
         max_tokens or num_tokens,
         total,
-    )
-    if device == "cpu":
-        return case
-    return replace(
-        case,
-        x=case.x.to(device),
-        y=case.y.to(device),
-        a_pool=case.a_pool.to(device),
-        b_pools=tuple(b.to(device) for b in case.b_pools),
     )
 
 

@@ -8,6 +8,8 @@ import struct
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from registry.client import Registry
 from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion
 
@@ -28,6 +30,16 @@ def embedded_uri(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(template_database(), folder / "mlflow.db")
     return f"sqlite:///{folder}/mlflow.db"
+
+
+def empty_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes the folder the home of commands that run in this process, with an empty registry. The
+    lines that they print are not folded."""
+    embedded_uri(folder)
+    monkeypatch.setenv("LORAPLEX_HOME", str(folder))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    return folder
 
 
 def embedded(folder: Path) -> Registry:

@@ -28,6 +28,7 @@ from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.request_quarantine import RequestQuarantine
 from serve_app.replica.engine_actor import _Call
 from serve_app.stream.server import TokenStream, _EngineConnection
+from serve_app.tenancy.limits import Limits
 from tests.fleet_actor import PROCESS
 from tests.fleet_clients import Client
 from tests.fleet_engine import StepEngine
@@ -35,7 +36,7 @@ from tests.fleet_ingress import FleetIngress, make_front, processes
 from tests.fleet_manager import Manager
 from tests.fleet_node import EngineNode, Files
 from tests.fleet_plan import BROKEN, DIGESTS, LOST, base_text, characters, draw_plan
-from tests.fleet_promises import leftovers, wrong_answers, wrong_counts
+from tests.fleet_promises import leftovers, wrong_answers, wrong_counts, wrong_usage
 from tests.fleet_wishes import Wish, draw_wish
 from tests.virtual_loop import VirtualLoop, repeatable, virtual_time
 from tests.virtual_network import Connection
@@ -47,6 +48,7 @@ _ANSWER_S = 20.0  # the time limit of an answer from an idle fleet
 _LOOKS, _LOOK_S = 12, 0.37  # warm-ups of the same adapter may follow each other each second
 _FROZEN_S = (0.5, 4.0, 15.0)
 _CUT_AT_ONCE_S = 3.0
+_CLOCKED = (Activity, RequestQuarantine, AdmissionQueue, ScalingStats, Limits)
 
 
 @dataclass
@@ -270,6 +272,7 @@ class Fleet:
             tally[f"ended: {client}"] += 1
         died_s = [node.died_s for node in self.nodes if node.died_s is not None]
         self._violate(wrong_answers(self.clients, self.seeds, self.plan, tally, died_s))
+        self._violate(wrong_usage(self.manager.usage, self.clients))
         for ingress in self.ingresses:
             self._violate(wrong_counts(ingress, self.clients))
 
@@ -329,7 +332,7 @@ def run_fleet(seed: int) -> Result:
     state, disabled = random.getstate(), logging.root.manager.disable
     random.seed(seed)
     logging.disable()  # thousands of expected warnings
-    clocked = [one.__init__ for one in (Activity, RequestQuarantine, AdmissionQueue, ScalingStats)]
+    clocked = [one.__init__ for one in _CLOCKED]
     asyncio.set_event_loop(loop)
     try:
         with (

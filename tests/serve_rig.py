@@ -30,6 +30,7 @@ from serve_app.cli.launch import SERVE_SETTINGS
 from serve_app.config import (
     ADMIN_TOKEN,
     FRONT_LIMITS,
+    KEY_PEPPER,
     WEBHOOK_SECRET,
     EngineArgs,
     IngressArgs,
@@ -38,6 +39,7 @@ from serve_app.config import (
     PlatformArgs,
     RegistryArgs,
     RouterArgs,
+    TenancyArgs,
 )
 from serve_app.platform_view import Sources
 from tests.fakes_registry import FolderRegistry
@@ -69,16 +71,21 @@ def free_port() -> int:
 def running_serve() -> Iterator[int]:
     """Ray and Serve, nothing deployed. The port of the HTTP proxy."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ[WEBHOOK_SECRET] = "of the tests"  # Ray's workers inherit it
     hook = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
     os.environ[hook] = SERVE_SETTINGS[hook]
     limits = IngressArgs(header_timeout_s=FRONT_TIMEOUT_S, body_timeout_s=FRONT_TIMEOUT_S)
-    os.environ[FRONT_LIMITS] = limits.model_dump_json()
+    # Ray's processes inherit these; other tests, and the servers that they start, must not.
+    inherited = {
+        ADMIN_TOKEN: RIG_TOKEN,
+        WEBHOOK_SECRET: "of the tests",
+        KEY_PEPPER: "the pepper of the rig, without a home",
+        FRONT_LIMITS: limits.model_dump_json(),
+    }
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     port = free_port()
-    before = os.environ.get(ADMIN_TOKEN)
-    os.environ[ADMIN_TOKEN] = RIG_TOKEN  # Ray's processes inherit it; other tests must not
+    before = {name: os.environ[name] for name in inherited if name in os.environ}
+    os.environ |= inherited
     try:
         ray.init(
             "local",
@@ -91,9 +98,9 @@ def running_serve() -> Iterator[int]:
             _node_ip_address="127.0.0.1",
         )
     finally:
-        del os.environ[ADMIN_TOKEN]
-        if before is not None:
-            os.environ[ADMIN_TOKEN] = before
+        for name in inherited:
+            del os.environ[name]
+        os.environ |= before
     try:
         serve.start(
             proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port)
@@ -159,7 +166,7 @@ def rig_sources(folder: Path) -> Sources:
     return Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
 
 
-def wait_ready(rig: Rig, timeout_s: float = 60.0) -> None:
+def wait_ready(rig: Rig, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while httpx.get(f"{rig.url}/ready").status_code != 200:
         if time.monotonic() > deadline:
@@ -179,9 +186,15 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
 
 
 @contextmanager
-def start_rig(rate: float) -> Iterator[Rig]:
+def start_rig(rate: float, *, has_keys: bool = False) -> Iterator[Rig]:
+    """`has_keys`: requests need one; RIG_TOKEN makes them."""
     with running_serve() as port, tempfile.TemporaryDirectory() as folder:
-        rig = deploy(port, rig_args(rate, RIG_BASE), Path(folder))
+        args = rig_args(rate, RIG_BASE)
+        if has_keys:
+            database = f"sqlite:///{folder}/keys.db"
+            tenancy = TenancyArgs(enabled=True, database_url=database)
+            args = args.model_copy(update={"tenancy": tenancy})
+        rig = deploy(port, args, Path(folder))
         wait_ready(rig)
         yield rig
 

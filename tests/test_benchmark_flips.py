@@ -1,4 +1,4 @@
-"""How `flips` judges answers: it has to see a stale one, a mixed one, one that came too early."""
+"""The judgement of `flips` on answers: it has to see a stale, a mixed and an early answer."""
 
 from __future__ import annotations
 

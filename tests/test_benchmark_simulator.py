@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +21,9 @@ from serve_app.routing.view import ReplicaView
 from tests.benchmarks.simulator.calibration import Calibration, h200
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.cluster import Cluster, ClusterArgs
+from tests.benchmarks.simulator.expectation import Plan, run_plan
 from tests.benchmarks.simulator.gate import GateArgs
+from tests.benchmarks.simulator.line import measured_cost
 from tests.benchmarks.simulator.pace import Pace, steps_s, steps_until
 from tests.benchmarks.simulator.records import jain
 from tests.benchmarks.simulator.scaler import Scaler
@@ -130,7 +133,7 @@ def test_many_steps_at_once_give_the_times_of_single_ones(
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_times_are_those_of_the_real_scheduler(runs_ahead: bool) -> None:
-    """Without prefixes and adapters: with blocks instead of tokens, hits would differ a little."""
+    """Has no prefixes and adapters: with blocks instead of tokens, hits would differ a little."""
     numbers = calibration(runs_ahead=runs_ahead, rows=8)
     calls = list(some_calls(120, 12.0, num_adapters=0, turns=1, base_share=1.0))
     for call in calls:
@@ -139,7 +142,8 @@ def test_times_are_those_of_the_real_scheduler(runs_ahead: bool) -> None:
     service = cluster(numbers)
     service.run(iter(calls))
     found = {call.index: call.first_s for call in calls}
-    assert found == pytest.approx(wanted, abs=1e-6)
+    # The last token of a prompt, when it is alone in its step, counts as a decode there.
+    assert found == pytest.approx(wanted, abs=5e-4)
     assert max(call.first_s - call.arrived_s for call in calls) > 0.5  # there were queues
 
 
@@ -153,7 +157,8 @@ def _real_first_tokens(numbers: Calibration, calls: Sequence[Call]) -> dict[int,
         enable_prefix_caching=False,
     )
     blocks = BlockPool(limits.max_kv_tokens // 16, 16, "base", can_share=False)
-    scheduler = Scheduler(config, blocks, FakePool(), (0,), 8192)
+    cost = measured_cost(numbers.pace, limits)
+    scheduler = Scheduler(config, blocks, FakePool(), (0,), 8192, cost=cost)
     coming = list(calls)
     first_s: dict[int, float] = {}
     now_s = end_s = 0.0
@@ -341,3 +346,12 @@ def test_the_numbers_of_the_h200_are_those_measured() -> None:
 def test_jains_index() -> None:
     assert jain([1.0, 1.0, 1.0]) == 1.0
     assert jain([1.0, 0.0, 0.0, 0.0]) == 0.25
+
+
+@pytest.mark.parametrize(("load", "worst"), [(0.2, 0.15), (0.5, 0.2), (0.8, 0.3)])
+def test_expected_first_tokens_are_near_those_that_come(load: float, worst: float) -> None:
+    """Compares most requests: more adapters than room on the device, and prompts in a queue."""
+    sent = run_plan(Plan(75 * load, int(75 * load * 8)))
+    errors = [one.error for one in sent[len(sent) // 5 :]]
+    assert len(errors) > 90
+    assert statistics.median(errors) < worst

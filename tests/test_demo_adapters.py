@@ -9,6 +9,7 @@ import pytest
 
 from engine.model_config import lora_sites, parse_model_config
 from lora.adapter import Adapter, read_adapter
+from notebooks.demo_adapters import tools as tools_data
 from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
 
 # SmolLM2-135M's shape; the weights themselves are not needed to read an adapter.
@@ -45,16 +46,17 @@ def test_our_reader_takes_it_and_it_changes_the_base(name: str) -> None:
 
 
 def test_ranks_targets_and_layers_differ() -> None:
-    pirate, sql, extract = (read(name) for name in ADAPTER_NAMES)
-    assert (pirate.rank, sql.rank, extract.rank) == (8, 8, 16)
+    pirate, sql, extract, tools = (read(name) for name in ADAPTER_NAMES)
+    assert (pirate.rank, sql.rank, extract.rank, tools.rank) == (8, 8, 16, 8)
     assert kinds(pirate) == kinds(extract) == {"q_proj", "v_proj"}
-    assert len(kinds(sql)) == 7
+    assert len(kinds(sql)) == len(kinds(tools)) == 7
     assert (len(pirate.modules), len(sql.modules), len(extract.modules)) == (60, 7 * 18, 60)
+    assert len(tools.modules) == 7 * 30
 
 
-def test_all_three_take_6_megabytes_at_most() -> None:
+def test_all_four_take_11_megabytes_at_most() -> None:
     sizes = [path.stat().st_size for path in ADAPTERS_DIR.rglob("*") if path.is_file()]
-    assert sum(sizes) <= 6_000_000
+    assert sum(sizes) <= 11_000_000
 
 
 @pytest.mark.parametrize("name", ADAPTER_NAMES)
@@ -72,3 +74,8 @@ def test_its_card_tells_data_settings_and_effect(name: str) -> None:
     card = (ADAPTERS_DIR / name / "README.md").read_text(encoding="utf-8")
     for heading in ("## Data", "## Training", "## Effect", "## Limits"):
         assert heading in card
+
+
+def test_tools_brings_the_chat_template_that_it_was_trained_with() -> None:
+    shipped = ADAPTERS_DIR / "tools" / "chat_template.jinja"
+    assert shipped.read_bytes() == tools_data.CHAT_TEMPLATE.read_bytes()

@@ -8,7 +8,7 @@ from engine.core import Engine
 from engine.errors import ContextLengthError, InvalidRequestError, UnknownAdapterError
 from engine.types import NO_MEMORY, TokenOutput
 from tests.fakes import FakeModel, FakePool, FakeRunner, make_engine, make_request, solo_tokens
-from tests.lora_helpers import QuickSlot, RunnerWithPool, loaded
+from tests.lora_helpers import QuickCopier, RunnerWithPool, loaded
 
 
 def run(engine: Engine) -> list[TokenOutput]:
@@ -289,7 +289,7 @@ def test_an_engine_whose_copy_ends_within_the_walk_takes_another_step(
     adapters: tuple[str, ...],
 ) -> None:
     """The copy begins where the adapter is refused, and the same walk sees its end."""
-    pool = loaded(*adapters, num_pages=1, slots=[QuickSlot(), QuickSlot()])
+    pool = loaded(*adapters, num_blocks=1, copier=QuickCopier(2))
     engine, _ = make_engine(RunnerWithPool(pool))
     for digest in adapters:
         engine.add_request(make_request(digest, adapter=digest, max_tokens=2))
@@ -301,7 +301,7 @@ def test_an_engine_whose_copy_ends_within_the_walk_takes_another_step(
 
 
 def test_an_engine_whose_request_finds_no_room_says_that_a_step_is_no_use() -> None:
-    pool = loaded("a", "b", num_pages=1, slots=[QuickSlot()])
+    pool = loaded("a", "b", num_blocks=1, copier=QuickCopier())
     assert not pool.acquire("b")
     pool.land_copies()
     assert pool.acquire("b")  # for good: a stranger to the engine holds the only page
@@ -347,3 +347,31 @@ def test_a_wait_is_told_once_though_the_choice_is_preempted() -> None:
     assert engine.load().num_preemptions > 0
     assert waits["r0"][0] == 0.0 < waits["r4"][0]
     assert not any(wait for queue in waits.values() for wait in queue[1:])
+
+
+def test_the_load_reports_the_step_that_the_device_has_begun() -> None:
+    now_s = [0.0]
+
+    class TimedRunner(FakeRunner):
+        def launch(self, batch):  # type: ignore[no-untyped-def]
+            now_s[0] += 0.001 + 1e-5 * batch.num_tokens
+            return super().launch(batch)
+
+    runner = TimedRunner(num_blocks=512)
+    runner.runs_ahead = True
+    engine, _ = make_engine(
+        runner,
+        clock=lambda: now_s[0],
+        enable_prefix_caching=False,
+        max_num_batched_tokens=1500,
+    )
+    for number in range(6):
+        engine.add_request(make_request(f"r{number}", 600 + 100 * number, max_tokens=3))
+        while engine.has_work:
+            load = engine.step().load
+    assert load.in_flight_s == 0.0
+    assert load.step_prompt_tokens == 1500  # nothing decodes
+    engine.add_request(make_request("long", 1000, max_tokens=2))
+    begun = engine.step().load
+    assert begun.in_flight_s == pytest.approx(0.011, rel=0.2)
+    assert 0 < begun.step_prompt_tokens < 1500

@@ -15,7 +15,7 @@ from engine.device_memory import (
 )
 from engine.errors import EngineMemoryError
 from engine.memory_plan import GIB, check_asked
-from lora.page_image import PAGE_ROWS
+from lora.page_image import PAGE_ROWS, PageLayout
 from lora.sites import Site, Slice
 
 SITES = (Site("o", 4096, (Slice("o", 4096),)),)
@@ -103,11 +103,12 @@ def test_others_are_what_is_used_beside_this_process() -> None:
 @needs_cuda
 def test_a_cuda_device_spares_whole_pages() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    # A page of 32 MB, so that the share is what decides.
+    # An adapter of 32 MB, so that the share is what decides.
     config = EngineConfig("/nowhere", "base")
     sites = [Site(f"o{i}", 4096, (Slice(f"o{i}", 4096),)) for i in range(128)]
     budgets = adapter_budgets(config, sites, torch.bfloat16, device, 0)
-    page = 128 * PAGE_ROWS * 2 * 8192
+    page = PageLayout(sites, torch.bfloat16).page_bytes
+    assert 128 * PAGE_ROWS * 2 * 8192 <= page < 1.05 * 128 * PAGE_ROWS * 2 * 8192
     assert budgets.pool_bytes % page == 0
     left = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
     assert budgets.pool_bytes <= left // 4

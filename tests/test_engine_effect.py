@@ -214,13 +214,10 @@ def test_cost_counts_pages_and_bytes(base: Path, tmp_path: Path) -> None:
     assert cost is not None
     assert (cost.device, cost.dtype, cost.num_pages) == ("cpu", "float32", 2)
     config = json.loads((base / "config.json").read_text())
-    q, kv, hidden, inner = 6 * 16, 2 * 16, config["hidden_size"], config["intermediate_size"]
-    widths = 3 * (3 * hidden + q + 2 * kv + q + hidden + 2 * (hidden + inner) + inner + hidden)
-    widths += 2 * (hidden + VOCAB)
-    assert cost.page_bytes == 16 * 4 * widths
-    assert cost.device_bytes == 2 * cost.page_bytes
-    used = 3 * (2 * hidden + q + kv)  # of each row, by this adapter
-    assert 2 * 16 * 4 * used <= cost.host_bytes <= 2 * 16 * 4 * used + 2 * 1024
+    q, kv, hidden = 6 * 16, 2 * 16, config["hidden_size"]
+    used = 20 * 4 * 3 * (2 * hidden + q + kv)  # no more rows than the rank, no other modules
+    assert used <= cost.host_bytes <= used + 16 * 1024
+    assert used <= cost.device_bytes <= used + 32 * 1024
     assert cost.read_s > 0
     assert cost.peak_host_bytes is None or cost.peak_host_bytes >= 0
 

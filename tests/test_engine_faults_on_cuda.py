@@ -18,7 +18,7 @@ import torch
 from engine.errors import EngineMemoryError
 from engine.runner import ModelRunner
 from engine.types import NO_MEMORY, Request, Sample
-from lora.pool import PAGE_ROWS
+from kernels.lora_shrink_expand import Delta
 from tests.engine_agreement import (
     LINEARS,
     NUM_TOKENS,
@@ -63,12 +63,10 @@ def test_an_adapter_that_is_not_finite_fails_its_own_requests(runner: ModelRunne
     assert broken
     kept = []
     for site in runner._sites:
-        pool = runner.adapters.site_pool(site.name)
-        for a in pool.a if pool else ():
-            for page in runner.adapters.pages("mlp"):
-                rows = a[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
-                kept.append((rows, rows.clone()))
-                rows.fill_(float("nan"))
+        for delta in runner.adapters.deltas("mlp").get(site.name, ()):
+            assert isinstance(delta, Delta)
+            kept.append((delta.a, delta.a.clone()))
+            delta.a.fill_(float("nan"))
     found = run_all(make_engine(runner), requests)
     for rows, values in kept:
         rows.copy_(values)
@@ -212,6 +210,6 @@ except EngineDeadError:
 
 
 def test_a_lost_device_is_known_whoever_meets_it() -> None:
-    """In a process of its own: nothing there can use the device afterwards."""
+    """Runs in a process of its own: nothing there can use the device afterwards."""
     done = subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True)
     assert done.stdout == "dead\n", done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Random engines with staging copies that take real time; `python -m tests.benchmarks.engine_fuzz`
+"""Random engines with copies that take real time; `python -m tests.benchmarks.engine_fuzz`
 runs thousands of them."""
 
 from __future__ import annotations

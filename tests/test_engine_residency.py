@@ -19,7 +19,7 @@ from tests.engine_helpers import make_adapter, make_base
 from tests.fakes import FakePool, FakeRunner, make_engine, make_request
 
 NUM_ADAPTERS = 6
-POOL_PAGES = 2
+POOL_BLOCKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,12 @@ async def engine(folders: list[Path]) -> AsyncIterator[AsyncEngine]:
     roomy.start()
     await roomy.load_adapter("a0", "a0", str(folders[1]))
     (one,) = await roomy.adapters()
-    page_bytes = roomy._engine._runner.adapters.page_bytes  # type: ignore[attr-defined]
+    pool = roomy._engine._runner.adapters  # type: ignore[attr-defined]
+    block_bytes = pool.reserved_bytes // pool.num_blocks  # an adapter takes one
     await asyncio.to_thread(roomy.stop)
     small = replace(
         config(folders[0]),
-        adapter_pool_bytes=POOL_PAGES * page_bytes,
+        adapter_pool_bytes=POOL_BLOCKS * block_bytes,
         adapter_host_bytes=4 * one.num_bytes,
     )
     engine = open_engine(small)
@@ -119,7 +120,7 @@ async def test_a_pin_brings_an_adapter_to_the_device(
 async def test_pins_leave_room_for_the_others(engine: AsyncEngine, folders: list[Path]) -> None:
     await load(engine, folders, 0, 1, 2)
     await engine.pin_adapter("a0")
-    with pytest.raises(PinnedMemoryError, match="2 of 2 pages"):
+    with pytest.raises(PinnedMemoryError, match="2 of 2 blocks"):
         await engine.pin_adapter("a1")
     assert len(await tokens(engine, request("r", "a2"))) == 3
     with pytest.raises(UnknownAdapterError):
@@ -176,9 +177,9 @@ async def test_memory_stays_within_its_limits_and_is_counted(
     residents = await engine.adapters()
     now = engine.load()
     assert len(residents) == 4
-    assert sum(one.is_on_device for one in residents) == POOL_PAGES
+    assert sum(one.is_on_device for one in residents) == POOL_BLOCKS
     assert now.adapter_host_bytes == sum(one.num_bytes for one in residents)
-    assert now.adapter_device_bytes == POOL_PAGES * (now.adapter_device_bytes // POOL_PAGES) > 0
+    assert now.adapter_device_bytes == POOL_BLOCKS * (now.adapter_device_bytes // POOL_BLOCKS) > 0
     used = [one.used_s for one in residents]
     assert used == sorted(used)
 

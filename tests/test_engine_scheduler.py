@@ -6,9 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.blocks import BlockPool
 from engine.core import Engine
+from engine.scheduler import Scheduler
 from engine.types import NO_MEMORY, Request, Sample, SamplingParams, TokenOutput
 from tests.fakes import (
+    EOS,
     FakeModel,
     FakePool,
     FakeRunner,
@@ -167,6 +170,25 @@ def test_a_request_waiting_for_its_adapter_is_overtaken_a_bounded_number_of_time
     assert [name for name, *_ in ranges(run_step(scheduler)[0])] == ["cold"]
 
 
+def test_the_load_shows_who_waits_for_room_for_an_adapter_and_how_long() -> None:
+    pool = FakePool(capacity=1, known={"x", "y"})
+    now_s = [0.0]
+    config = make_config()
+    blocks = BlockPool(40, config.block_size, "base", can_share=False)
+    scheduler = Scheduler(config, blocks, pool, (EOS,), 4096, lambda: now_s[0])
+    scheduler.add(make_request("blocker", 4, "x", max_tokens=9), 0)
+    scheduler.add(make_request("waiting", [7] * 12, "y"), 0)
+    run_step(scheduler)
+    load = scheduler.load()
+    assert (load.num_waiting_for_adapter, load.queued_tokens_for_adapter) == (1, 12)
+    assert (load.queued_tokens, load.adapter_room_s) == (12, 0.0)
+    while scheduler.load().num_waiting_for_adapter:
+        now_s[0] += 1.0
+        run_step(scheduler)
+    assert scheduler.load().queued_tokens_for_adapter == 0
+    assert scheduler.load().adapter_room_s == pytest.approx(0.1 * now_s[0])
+
+
 def test_an_adapter_that_never_finds_room_holds_nobody_up() -> None:
     pool = FakePool(known={"x", "y"}, blocked={"x"})
     scheduler, _ = make_scheduler(40, pool, max_adapter_overtakes=0)
@@ -267,14 +289,15 @@ def test_what_a_sequence_that_has_ended_left_under_way_is_dropped() -> None:
     assert scheduler.commit(second, [Sample(5)]) == []
 
 
-def test_a_sequence_with_penalties_waits_for_the_token_it_depends_on() -> None:
+def test_a_sequence_with_penalties_is_in_every_step() -> None:
+    """Its draw waits for the token before, not its forward pass."""
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("a", 6, presence_penalty=0.5), 0)
     scheduler.add(make_request("b", [9] * 2), 0)
     first = scheduler.schedule()
-    assert ranges(scheduler.schedule()) == [("b", 0, 2, 3)]
+    assert ranges(scheduler.schedule()) == [("a", 0, 6, 7), ("b", 0, 2, 3)]
     scheduler.commit(first, [Sample(7), Sample(7)])
-    assert ranges(scheduler.schedule()) == [("a", 0, 6, 7), ("b", 0, 3, 4)]
+    assert ranges(scheduler.schedule()) == [("a", 0, 7, 8), ("b", 0, 3, 4)]
 
 
 MODEL = FakeModel(vocab_size=6)

@@ -11,6 +11,7 @@ from engine.errors import EngineDeadError, InvalidRequestError, UnknownAdapterEr
 from engine.service import AsyncEngine, EngineInterface
 from engine.types import Request, Sample, ScheduledBatch, StepOutput
 from tests.fakes import FakeModel, FakePool, FakeRunner, make_config, make_request, solo_tokens
+from tests.waiting import until
 
 NUM_BLOCKS = 50_000
 LONG = 100_000  # never reached: an end by itself would be the threads' luck
@@ -211,6 +212,33 @@ async def test_steps_go_on_while_an_adapter_is_read(
     await engine.load_adapter("name", "new", "path")
     assert reader.reads == ["new"]
     await collect(engine, make_request("b", adapter="new"))
+
+
+async def test_files_are_read_while_a_step_runs(
+    engine: AsyncEngine, runner: GatedRunner, reader: FakeReader
+) -> None:
+    """A cold adapter does not wait for the end of a step before its files are read."""
+    await engine.submit(make_request("a"))  # its step has no permit
+    load = asyncio.create_task(engine.load_adapter("name", "new", "path"))
+    await until(lambda: reader.reads == ["new"])
+    assert not engine.has_adapter("new")
+    runner.open()
+    await load
+    assert engine.has_adapter("new")
+
+
+async def test_the_first_command_runs_before_all_others_in_the_engines_thread(
+    runner: GatedRunner, reader: FakeReader
+) -> None:
+    engine = AsyncEngine(Engine(make_config(), runner), reader)
+    seen: list[tuple[str, bool]] = []
+    engine.call_first(
+        lambda: seen.append((threading.current_thread().name, engine.has_adapter("new")))
+    )
+    engine.start()
+    await engine.load_adapter("name", "new", "path")
+    assert seen == [("engine", False)]
+    await asyncio.to_thread(engine.stop)
 
 
 async def test_a_load_error_reaches_its_caller_only(

@@ -122,6 +122,9 @@ def test_the_engine_measures_its_own_steps(runs_ahead: bool, is_host_slow: bool)
             clock.now_s += launch_s
 
             class Timed:
+                def draw(self):  # type: ignore[no-untyped-def]
+                    pass
+
                 def collect(self):  # type: ignore[no-untyped-def]
                     clock.now_s += took_s - launch_s
                     return step.collect()

@@ -15,7 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-IMPORT_NAMES = {"pyyaml": "yaml", "prometheus-client": "prometheus_client", "ray[serve]": "ray"}
+IMPORT_NAMES = {
+    "pyyaml": "yaml",
+    "prometheus-client": "prometheus_client",
+    "ray[serve]": "ray",
+    "pyjwt[crypto]": "jwt",
+}
 # Packages that come with another requirement, which cannot work without them.
 BROUGHT = {
     "starlette": "fastapi",
@@ -165,15 +170,14 @@ def test_a_machine_without_a_gpu_reads_how_to_avoid_cuda_in_one_line(
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in (ROOT / "README.md").read_text()
 
 
-def test_the_halves_and_the_quick_tests_are_chosen_by_markers_alone() -> None:
+def test_the_quick_tests_are_chosen_by_markers_alone_and_processes_share_the_tests() -> None:
     # Inside another make, this make also prints the directory that it enters.
-    lines = make("-n", "slow-half", "other-half").stdout.splitlines()
-    halves = [line for line in lines if " -m pytest " in line]
-    assert [line.partition(" -m pytest -q ")[2] for line in halves] == [
-        "-m slow -p no:cacheprovider",
-        '-m "not slow"',
-    ]
-    assert '-m "not serve and not slow and not gpu"' in make("-n", "quick").stdout
+    quick, test = (
+        [line for line in make("-n", goal, "JOBS=3").stdout.splitlines() if " -m pytest " in line]
+        for goal in ("quick", "test")
+    )
+    chosen = [line.partition(" -m pytest ")[2].partition(";")[0] for line in quick + test]
+    assert chosen == ['-n 3 -q -m "not serve and not slow and not gpu"', "-n 3"]
 
 
 def test_an_index_for_torch_is_used_for_torch_alone() -> None:
@@ -200,7 +204,7 @@ def test_every_requirement_is_imported_and_every_import_is_required() -> None:
     project = tomllib.loads(PYPROJECT)["project"]
     required = {_import_name(line) for line in project["dependencies"]}
     optional = {_import_name(line) for line in project["optional-dependencies"]["demo"]}
-    optional |= {"triton", "accelerate", "gguf", "psycopg2_binary"}
+    optional |= {"triton", "accelerate", "gguf", "psycopg2_binary", "opentelemetry"}
     imported: set[str] = set()
     for room in ("serve_app", "engine", "lora", "kernels", "registry"):
         for path in (ROOT / room).rglob("*.py"):

@@ -112,7 +112,7 @@ def test_the_reference_gives_the_delta_of_float64() -> None:
     )
     y = case.y.clone()
     plan = case.plan()
-    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    lora_expand_(y, lora_shrink(case.x, case.site, plan), case.site, plan)
     assert error_of(case, y) < 1e-5
     assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
 

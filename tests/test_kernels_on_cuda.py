@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.lora_shrink_expand import lora_add_, lora_embed_add_
+from kernels.lora_shrink_expand import Delta, EmbeddingDelta, lora_add_, lora_embed_add_
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
@@ -47,17 +47,17 @@ def attention(device: str) -> Tensors:
 def lora(device: str) -> Tensors:
     x, y = randn(4, 6, device=device), randn(4, 10, device=device)
     a, b = randn(2, 48, 6, device=device), [randn(48, n, device=device) for n in (7, 3)]
-    mapping = (
-        torch.tensor([0, -1, 1, 0], dtype=torch.int32, device=device),
-        torch.arange(16, 48, device=device),
-        torch.tensor([0] * 16 + [1] * 16, dtype=torch.int32, device=device),
-    )
-    segments = [(0, 1, 16, 32), (2, 3, 32, 48), (3, 4, 16, 32)]
-    by_segments, embedded = y.clone(), torch.zeros(4, 7, device=device)
-    lora_add_(torch.split(y, [7, 3], dim=1), x, a, b, *mapping)
-    lora_add_(torch.split(by_segments, [7, 3], dim=1), x, a, b, *mapping, segments)
-    lora_embed_add_(embedded, torch.tensor([0, 1, 5, 2], device=device), a[0], b[0], *mapping)
-    return y, by_segments, embedded
+    a_rows, b_rows = a[:, 16:32], [part[16:32] for part in b]
+    deltas = [Delta(s, a_rows[s], ((0, b_rows[s]),)) for s in range(2)]
+    tokens = torch.tensor([0, 3], device=device)
+    outputs = torch.split(y, [7, 3], dim=1)
+    lora_add_(outputs, x, tokens, deltas)
+    lora_add_(outputs, x, slice(2, 3), deltas[:1])
+    embedded, starts = torch.zeros(4, 7, device=device), torch.tensor([0, 48], device=device)
+    ids = torch.tensor([0, 1, 5, 2], device=device)
+    delta = EmbeddingDelta(a.flatten(), starts, 3, b_rows[0])
+    lora_embed_add_(embedded, ids, tokens, [delta])
+    return y, embedded
 
 
 def sampling(device: str) -> Tensors:

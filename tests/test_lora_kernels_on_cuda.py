@@ -12,6 +12,7 @@ from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from tests.lora_fused_cases import rope_both_ways, silu_both_ways
 from tests.lora_kernel_cases import (
     LoraCase,
+    Rank,
     Run,
     error_of,
     make_case,
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 QKV = (512, 128, 128)
-MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
+MIXES: dict[str, tuple[tuple[Rank, ...], tuple[Run, ...]]] = {
     "one row": ((16,), ((0, 1),)),
     "nine rows": ((16,), ((0, 9),)),
     "ragged ranks": ((8, 16, 17, 64, 512), ((None, 3), (0, 1), (1, 20), (2, 5), (3, 16), (4, 2))),
@@ -33,6 +34,11 @@ MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
     "long runs": ((16, 40), ((None, 70), (0, 130), (1, 300), (None, 1))),
     "long runs of one page": ((16, 8), ((None, 70), (0, 130), (1, 66), (None, 1))),
     "prefill and decode": ((16, 64, 8), ((None, 1), (0, 2), (1, 513), (2, 64))),
+    "some slices": (
+        ((8, 0, 20), (0, 33, 16), (0, 0, 5), (0, 8, 0)),
+        ((0, 5), (1, 12), (None, 1), (2, 70), (0, 66), (3, 130)),
+    ),
+    "some slices of one page": (((8, 0, 16), (0, 16, 1)), ((0, 5), (None, 9), (1, 70), (0, 80))),
 }
 MANY = [mix for mix in MIXES if mix != "one row"]  # few rows: test_few_rows_on_cuda.py
 
@@ -45,7 +51,7 @@ def build(mix: str, **options: object) -> LoraCase:
 
 def run(case: LoraCase, plan: LoraPlan) -> torch.Tensor:
     y = case.y.clone()
-    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    lora_expand_(y, lora_shrink(case.x, case.site, plan), case.site, plan)
     return y
 
 
@@ -58,7 +64,8 @@ def test_the_delta_is_that_of_float64(mix: str, in_features: int, sizes: tuple[i
     for plan in (case.plan(), case.plan(large=False)):
         y = run(case, plan)
         assert error_of(case, y) < 8e-3
-        assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+        untouched = case.untouched()
+        assert torch.equal(y[untouched], case.y[untouched])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -97,7 +104,7 @@ def test_one_graph_serves_any_mix() -> None:
 
     def step() -> None:
         y.copy_(first.y)
-        lora_expand_(y, lora_shrink(first.x, first.a_pool, plan), first.b_pools, plan)
+        lora_expand_(y, lora_shrink(first.x, first.site, plan), first.site, plan)
 
     step()
     torch.cuda.synchronize()
@@ -131,8 +138,11 @@ def test_nan_of_one_adapter_stays_with_its_rows() -> None:
     case = build("ragged ranks")
     clean = run(case, case.plan())
     for page in case.adapters[2]:
-        case.a_pool[:, page * 16] = float("nan")
-        case.b_pools[0][page * 16] = float("nan")
+        for s in range(len(QKV)):
+            a, b = case.site.a(page, s), case.site.b(page, s)
+            assert a is not None
+            assert b is not None
+            a[0] = b[0] = float("nan")
     broken = run(case, case.plan())
     own = torch.zeros(case.x.shape[0], dtype=torch.bool, device="cuda")
     own[24:29] = True
@@ -154,8 +164,9 @@ def test_silu_mul_is_that_of_the_sums_to_the_bit(mix: str, width: int, large: bo
 def test_rope_is_that_of_the_sums(
     mix: str, heads: int, kv_heads: int, head_dim: int, large: bool
 ) -> None:
-    """To the bit for heads of 128. Else an element may be a bfloat16 apart (seen on an H200 in 3
-    of 42 cases): the compiler contracts a turn's products and sums as the layout suggests."""
+    """The same to the bit for heads of 128. Otherwise an element may be a bfloat16 apart (seen on
+    an H200 in 3 of 42 cases): the compiler contracts a turn's products and sums as the layout
+    suggests."""
     case = build(mix, sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
     for fused, apart in rope_both_ways(case, heads, kv_heads, head_dim, large=large):
         if head_dim == 128:

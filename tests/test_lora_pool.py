@@ -19,11 +19,12 @@ from lora.errors import (
 )
 from lora.layers import apply_lora_, apply_lora_embedding_
 from lora.mapping import LoraBatch, build_lora_batch
-from lora.pool import PAGE_ROWS, AdapterPool
+from lora.pool import AdapterPool
 from tests.lora_helpers import (
     ADAPTER_BYTES,
+    BLOCK_BYTES,
+    DOWN,
     HEAD,
-    PAGE_BYTES,
     QKV,
     SITES,
     acquire_and_release,
@@ -34,51 +35,50 @@ from tests.lora_helpers import (
 )
 
 
-def test_the_budget_counts_every_site_and_rounds_down() -> None:
-    assert make_pool(3).num_pages == 3
-    assert AdapterPool(SITES, 3 * PAGE_BYTES - 1, torch.float32, "cpu", 0).num_pages == 2
-    assert AdapterPool(SITES, 3 * PAGE_BYTES, torch.bfloat16, "cpu", 0).num_pages == 6
+def test_the_budget_counts_blocks_and_rounds_down() -> None:
+    assert make_pool(3).num_blocks == 3
+    assert AdapterPool(SITES, 3 * BLOCK_BYTES - 1, torch.float32, "cpu", 0).num_blocks == 2
+    assert make_pool(3).reserved_bytes == 3 * BLOCK_BYTES
 
 
-def test_pages_hold_the_adapter_and_zeros() -> None:
+def test_strips_hold_the_rows_of_each_module_and_no_more() -> None:
     pool = make_pool()
     adapter = make_adapter("a", {"q": 3, "k": 20, "down": 16})
     pool.add(adapter)
     assert pool.acquire("a")
-    assert pool.pages("a") == (0, 1)
-    qkv = pool.site_pool("qkv")
-    assert qkv is not None
-    assert torch.equal(qkv.a[0, :3], adapter.modules["q"].a)
-    assert torch.equal(qkv.a[1, :20], adapter.modules["k"].a)
-    assert torch.equal(qkv.b[1][:20], adapter.modules["k"].b)
-    assert not qkv.a[0, 3:].any()
-    assert not qkv.b[1][20:].any()
+    first, second = pool.pages("a")
+    qkv, down = pool.site_rows("qkv"), pool.site_rows("down")
+    q, k = adapter.modules["q"], adapter.modules["k"]
+    for found, expected in (
+        (qkv.a(first, 0), q.a),
+        (qkv.a(second, 0), None),
+        (qkv.b(first, 0), q.b),
+        (qkv.a(first, 1), k.a[:16]),
+        (qkv.a(second, 1), k.a[16:]),
+        (qkv.b(second, 1), k.b[16:]),
+        (down.b(first, 0), adapter.modules["down"].b),
+        (down.b(second, 0), None),
+    ):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
 
 
 def test_a_recycled_page_holds_nothing_of_its_last_owner() -> None:
-    pool = make_pool(num_pages=1)
+    pool = make_pool(num_blocks=1)
     pool.add(make_adapter("a", {"q": 16, "k": 16, "down": 16, "lm_head": 16, "embed": 16}))
     pool.add(make_adapter("b", {"k": 2}))
     assert acquire_and_release(pool, "a")
     assert acquire_and_release(pool, "b")
-    for site in SITES:
-        there = pool.site_pool(site.name)
-        assert there is not None
-        kept = 2 if site is QKV else 0
-        assert not there.a[:, kept:].any()
-        assert not any(b[kept:].any() for b in there.b)
-
-
-def test_head_and_embedding_pools_come_with_the_first_adapter_that_needs_them() -> None:
-    pool = loaded("a")
-    assert pool.site_pool("lm_head") is None
-    pool.add(make_adapter("b", {"lm_head": 2}))
-    assert pool.site_pool("lm_head") is not None
-    assert pool.site_pool("embed_tokens") is None
+    (page,) = pool.pages("b")
+    for site in (QKV, DOWN):
+        rows = pool.site_rows(site.name)
+        found = [rows.a(page, i) is not None for i in range(len(site.slices))]
+        assert found == [part.module == "k" for part in site.slices]
+    assert set(pool.deltas("b")) == {"qkv"}
 
 
 def test_the_least_recently_used_idle_adapter_is_evicted_and_comes_back() -> None:
-    pool = loaded("a", "b", "c", num_pages=2)
+    pool = loaded("a", "b", "c", num_blocks=2)
     for digest in ("a", "b", "a"):
         assert acquire_and_release(pool, digest)
     assert pool.acquire("c")
@@ -89,7 +89,7 @@ def test_the_least_recently_used_idle_adapter_is_evicted_and_comes_back() -> Non
 
 
 def test_acquire_waits_while_all_pages_are_in_use() -> None:
-    pool = loaded("a", "b", num_pages=1)
+    pool = loaded("a", "b", num_blocks=1)
     assert pool.acquire("a")
     assert pool.acquire("a")
     assert not pool.acquire("b")
@@ -100,7 +100,7 @@ def test_acquire_waits_while_all_pages_are_in_use() -> None:
 
 
 def test_a_pinned_adapter_is_not_evicted() -> None:
-    pool = loaded("a", "b", "c", num_pages=2)
+    pool = loaded("a", "b", "c", num_blocks=2)
     pool.pin("a")
     assert acquire_and_release(pool, "a")
     assert pool.acquire("b")
@@ -122,7 +122,7 @@ def test_removal_waits_for_the_last_reference() -> None:
     assert pool.on_device() == ("a",)
     pool.release("a")
     assert pool.on_device() == ()
-    assert pool.num_free_pages == pool.num_pages
+    assert pool.num_free_blocks == pool.num_blocks
     assert pool.remove("a")
 
 
@@ -142,8 +142,11 @@ def test_an_unknown_adapter_is_an_error_with_its_name() -> None:
 
 
 def test_an_adapter_larger_than_the_pool_is_refused_at_once() -> None:
-    pool = make_pool(num_pages=1)
-    with pytest.raises(AdapterTooLargeError, match=r"rank 17 needs 2 pages .* pool has 1"):
+    pool = make_pool(num_blocks=1)
+    with pytest.raises(
+        AdapterTooLargeError,
+        match=rf"rank 17 needs {2 * BLOCK_BYTES} bytes .* pool has {BLOCK_BYTES}",
+    ):
         pool.add(make_adapter("a", {"q": 17}))
     assert not pool.has("a")
 
@@ -185,14 +188,14 @@ def test_what_is_spared_is_dropped_for_nobody() -> None:
 
 
 def test_pins_leave_room_for_the_largest_other() -> None:
-    pool = loaded("a", num_pages=3)
+    pool = loaded("a", num_blocks=3)
     pool.pin("a")
     pool.pin("a")  # again is no second pin
     pool.add(make_adapter("wide", {"q": 32}))
     pool.add(make_adapter("b"))
-    with pytest.raises(PinnedMemoryError, match="2 of 3 pages on the device would be pinned"):
+    with pytest.raises(PinnedMemoryError, match="2 of 3 blocks on the device would be pinned"):
         pool.pin("b")
-    with pytest.raises(PinnedMemoryError, match="needs 3 pages; 1 of 3 on the device are pinned"):
+    with pytest.raises(PinnedMemoryError, match="needs 3 blocks; 1 of 3 on the device are pinned"):
         pool.add(make_adapter("widest", {"q": 48}))
     pool.unpin("a")
     pool.add(make_adapter("widest", {"q": 48}))
@@ -200,7 +203,7 @@ def test_pins_leave_room_for_the_largest_other() -> None:
 
 
 def test_pins_leave_half_of_the_host() -> None:
-    pool = loaded("a", "b", "c", num_pages=9, host_bytes=3 * ADAPTER_BYTES)
+    pool = loaded("a", "b", "c", num_blocks=9, host_bytes=3 * ADAPTER_BYTES)
     pool.pin("a")
     with pytest.raises(PinnedMemoryError, match="in host memory would be pinned"):
         pool.pin("b")
@@ -215,7 +218,7 @@ def test_residents_tell_where_each_adapter_is() -> None:
     assert (b.digest, b.is_on_device, b.is_pinned, b.num_references) == ("b", False, True, 0)
     assert (a.digest, a.is_on_device, a.is_leaving, a.num_references) == ("a", True, True, 1)
     assert a.num_bytes + b.num_bytes == pool.host_bytes_used
-    assert pool.device_bytes_used == pool.page_bytes
+    assert pool.device_bytes_used == BLOCK_BYTES
     assert pool.num_copied_to_device == 1
 
 
@@ -241,7 +244,7 @@ def test_a_packed_adapter_takes_no_room_for_what_it_does_not_target() -> None:
     pool = make_pool()
     packed = pool.pack(make_adapter("a", {"k": 17}))
     assert packed.num_pages == 2
-    assert packed.num_bytes == 2 * (256 + 4 * PAGE_ROWS * (6 + 2))
+    assert packed.num_bytes == 512 + 256 + 2 * 256 + 2 * 8 * 16  # two pages of A and B, two rows
     assert pool.insert(packed) == ()
     assert pool.host_bytes_used == packed.num_bytes
 
@@ -254,7 +257,7 @@ def test_a_packed_adapter_takes_no_room_for_what_it_does_not_target() -> None:
     )
 )
 def test_random_use_leaks_no_page_and_mixes_no_weights(actions: list[tuple[str, int]]) -> None:
-    pool = make_pool(num_pages=3, host_bytes=5 * ADAPTER_BYTES)
+    pool = make_pool(num_blocks=3, host_bytes=5 * ADAPTER_BYTES)
     adapters = [make_adapter(f"x{i}", {"q": rank}) for i, rank in enumerate((1, 3, 16, 17, 20, 40))]
     references = [0] * len(adapters)
     for action, i in actions:
@@ -270,7 +273,7 @@ def test_random_use_leaks_no_page_and_mixes_no_weights(actions: list[tuple[str, 
             assert pool.remove(digest) == (references[i] == 0)
         held = [page for d in pool.on_device() for page in pool.pages(d)]
         assert len(held) == len(set(held))
-        assert len(held) + pool.num_free_pages == 3
+        assert len(held) + pool.num_free_blocks == 3
         for adapter, count in zip(adapters, references, strict=True):
             if count:
                 assert rows_in_pool(pool, adapter)
@@ -278,7 +281,7 @@ def test_random_use_leaks_no_page_and_mixes_no_weights(actions: list[tuple[str, 
         for _ in range(count):
             pool.release(adapter.digest)
         assert pool.remove(adapter.digest)
-    assert pool.num_free_pages == 3
+    assert pool.num_free_blocks == 3
     assert pool.host_bytes_used == 0
 
 
@@ -295,34 +298,32 @@ def test_a_batch_without_adapters_is_none() -> None:
     assert build_lora_batch(make_pool(), [], "cpu") is None
 
 
-def test_the_mapping_names_owners_rows_and_segments() -> None:
+def test_the_mapping_names_the_tokens_of_each_adapter() -> None:
     pool = make_pool()
     pool.add(make_adapter("a", {"q": 2}))
-    pool.add(make_adapter("b", {"q": 20}))
+    pool.add(make_adapter("b", {"q": 20, "k": 1}))
     assert pool.acquire("a")
     batch = batch_of(pool, ("b", 2), (None, 1), ("a", 1), ("b", 1))
-    assert batch.token_owner.tolist() == [0, 0, -1, 1, 0]
-    assert batch.row_ids.tolist() == [*range(16, 48), *range(16)]
-    assert batch.row_owner.tolist() == [0] * 32 + [1] * 16
-    assert batch.segments == ((0, 2, 16, 48), (3, 4, 0, 16), (4, 5, 16, 48))
-    last = batch.select([1, 2, 3])
-    assert last.token_owner.tolist() == [0, -1, 1]
-    assert last.segments == ((0, 1, 16, 48), (2, 3, 0, 16))
+    assert batch.owners == (0, 0, -1, 1, 0)
+    of_b, of_a = batch.tokens
+    assert isinstance(of_b, torch.Tensor)
+    assert of_b.tolist() == [0, 1, 4]
+    assert of_a == slice(3, 4)
+    assert batch.deltas == (pool.deltas("b"), pool.deltas("a"))
+    assert batch.targets("qkv")
+    assert not batch.targets("down")
+    last = batch.select([1, 2, 0])
+    assert last.owners == (0, -1, 0)
+    assert last.tokens[1] is None
 
 
-def test_adjacent_runs_of_one_adapter_are_one_segment() -> None:
-    batch = batch_of(loaded("a"), ("a", 1), ("a", 1), ("a", 3))
-    assert batch.segments == ((0, 5, 0, 16),)
+def test_adjacent_runs_of_one_adapter_are_one_run() -> None:
+    assert batch_of(loaded("a"), ("a", 1), ("a", 1), ("a", 3)).tokens == (slice(0, 5),)
 
 
-def test_a_scattered_batch_has_no_segments() -> None:
-    batch = batch_of(loaded("a"), *[("a", 1), (None, 1)] * 20)
-    assert batch.segments is None
-
-
-@pytest.mark.parametrize("repeats", [1, 10])  # by segments, and by masks
+@pytest.mark.parametrize("repeats", [1, 10])
 def test_every_token_gets_its_own_adapters_delta(repeats: int) -> None:
-    pool = make_pool(num_pages=6)
+    pool = make_pool(num_blocks=6)
     adapters = {
         "a": make_adapter("a", {"q": 3, "k": 20, "lm_head": 1, "embed": 5}),
         "b": make_adapter("b", {"q": 16, "down": 2, "embed": 17}),
@@ -332,7 +333,6 @@ def test_every_token_gets_its_own_adapters_delta(repeats: int) -> None:
     runs = [("a", 2), (None, 1), ("b", 1), (None, 2), ("a", 1)] * repeats
     owners = [digest for digest, count in runs for _ in range(count)]
     batch = batch_of(pool, *runs)
-    assert (batch.segments is None) == (repeats > 1)
     generator = torch.Generator().manual_seed(0)
     tokens = len(owners)
     token_ids = torch.randint(0, 9, (tokens,), generator=generator)
@@ -349,14 +349,14 @@ def test_every_token_gets_its_own_adapters_delta(repeats: int) -> None:
                 if weights is not None:
                     out += x[t] @ weights.a.T @ weights.b
         if site.kind == "embedding":
-            apply_lora_embedding_(site, y, token_ids, batch, pool)
+            apply_lora_embedding_(site, y, token_ids, batch)
         else:
-            apply_lora_(site, torch.split(y, widths, dim=1), x, batch, pool)
+            apply_lora_(site, torch.split(y, widths, dim=1), x, batch)
         assert torch.equal(y, expected), site.name
 
 
 def test_a_site_that_nobody_adapts_is_left_alone() -> None:
     pool = loaded("a")
     y = torch.ones(1, 9)
-    apply_lora_(HEAD, [y], torch.ones(1, 6), batch_of(pool, ("a", 1)), pool)
+    apply_lora_(HEAD, [y], torch.ones(1, 6), batch_of(pool, ("a", 1)))
     assert torch.equal(y, torch.ones(1, 9))

@@ -1,4 +1,4 @@
-"""The pool on a CUDA device: steps' reads while pages change owners, and that no call blocks."""
+"""The pool on a CUDA device: steps' reads while blocks change owners, and that no call blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kernels.scatter_page import plan_pages, scatter_page_, scatter_page_reference
+from kernels.lora_shrink_expand import EmbeddingDelta
 from lora.adapter import Adapter
+from lora.page_image import PageLayout
 from lora.pinned_memory import PinnedMemory
-from lora.pool import PAGE_ROWS, AdapterPool
-from tests.lora_helpers import PAGE_BYTES, SITES, make_adapter
+from lora.pool import AdapterPool
+from tests.lora_helpers import ADAPTER_BYTES, BLOCK_BYTES, SITES, make_adapter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,11 +23,11 @@ SLEEP_CYCLES = 1_000_000_000  # 500 ms: other processes may take turns on the de
 
 
 def cuda_pool(
-    num_pages: int = 3,
+    num_blocks: int = 3,
     dtype: torch.dtype = torch.float32,
     stream: torch.cuda.Stream | None = None,
 ) -> AdapterPool:
-    size = num_pages * PAGE_BYTES * dtype.itemsize // 4
+    size = num_blocks * PageLayout(SITES, dtype).bytes_per_block
     return AdapterPool(SITES, size, dtype, "cuda", 1 << 30, stream)
 
 
@@ -38,25 +39,27 @@ def bring(pool: AdapterPool, digest: str) -> None:
 
 def page_rows(pool: AdapterPool, digest: str) -> dict[str, torch.Tensor]:
     """Reads the rows as a step would: copies, launched now."""
-    rows = [p * PAGE_ROWS + r for p in pool.pages(digest) for r in range(PAGE_ROWS)]
-    index = torch.tensor(rows).pin_memory().to("cuda", non_blocking=True)
-    found = {}
+    found: dict[str, list[torch.Tensor]] = {}
+    deltas = pool.deltas(digest)
     for site in SITES:
-        there = pool.site_pool(site.name)
-        for i, part in enumerate(site.slices if there else ()):
-            assert there is not None
-            found[f"{part.module}.a"] = there.a[i].index_select(0, index)
-            found[f"{part.module}.b"] = there.b[i].index_select(0, index)
-    return found
+        for delta in deltas.get(site.name, ()):
+            if isinstance(delta, EmbeddingDelta):
+                (part,) = site.slices
+                found.setdefault(f"{part.module}.b", []).append(delta.b.clone())
+                continue
+            part = site.slices[delta.index]
+            found.setdefault(f"{part.module}.a", []).append(delta.a.clone())
+            ((_, b),) = delta.b
+            found.setdefault(f"{part.module}.b", []).append(b.clone())
+    return {name: torch.cat(some) for name, some in found.items()}
 
 
 def assert_holds(rows: dict[str, torch.Tensor], adapter: Adapter) -> None:
+    assert {name.rsplit(".", 1)[0] for name in rows} == set(adapter.modules)
     for name, tensor in rows.items():
         module, side = name.rsplit(".", 1)
-        expected = torch.zeros(tensor.shape)
-        weights = adapter.modules.get(module)
-        if weights is not None:
-            expected[: weights.rank] = weights.a if side == "a" else weights.b
+        weights = adapter.modules[module]
+        expected = weights.a if side == "a" else weights.b
         assert torch.equal(tensor.cpu().float(), expected), name
 
 
@@ -71,37 +74,15 @@ def no_synchronization() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("modules", [{"q": 3}, {"k": 20, "down": 40}, {"embed": 16, "q": 1}])
-def test_pages_hold_the_adapter_and_zeros(dtype: torch.dtype, modules: dict[str, int]) -> None:
+def test_blocks_hold_the_adapter(dtype: torch.dtype, modules: dict[str, int]) -> None:
     pool = cuda_pool(dtype=dtype)
     pool.add(make_adapter("full", {"q": 48, "k": 48, "down": 48, "lm_head": 48, "embed": 48}))
     bring(pool, "full")
-    for site in SITES:
-        there = pool.site_pool(site.name)
-        assert there is not None
-        for tensor in (there.a, *there.b):
-            tensor.fill_(torch.nan)
     pool.release("full")
     adapter = make_adapter("a", modules)
     pool.add(adapter)
     bring(pool, "a")
     assert_holds(page_rows(pool, "a"), adapter)
-
-
-def test_the_scatter_is_bit_for_bit_the_reference_at_the_sizes_of_a_real_site() -> None:
-    widths = [4096, 14336, 1024, 5]
-    ours = [torch.ones(64, width, dtype=torch.bfloat16, device="cuda") for width in widths]
-    theirs = [pool.clone() for pool in ours]
-    table, end = [], 256
-    for width in widths:
-        table.append(end // 4)
-        end += 32 * width
-    table[2] = 0
-    image = torch.randint(0, 256, (end,), dtype=torch.uint8, device="cuda")
-    image[:32] = torch.tensor(table, device="cuda").view(torch.uint8)
-    scatter_page_(image, plan_pages(ours, range(4), PAGE_ROWS), 2)
-    scatter_page_reference(image, plan_pages(theirs, range(4), PAGE_ROWS), 2)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
@@ -213,7 +194,7 @@ def test_a_copy_from_page_locked_memory_does_not_wait_for_the_work_before_it() -
 
 
 def test_a_host_tier_that_is_full_takes_no_more_memory() -> None:
-    pool = AdapterPool(SITES, 3 * PAGE_BYTES, torch.float32, "cuda", 3 * 8192)
+    pool = AdapterPool(SITES, 3 * BLOCK_BYTES, torch.float32, "cuda", 3 * ADAPTER_BYTES)
     for i in range(20):
         adapter = make_adapter(f"x{i}")
         pool.add(adapter)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("serve_app", "engine", "lora", "kernels", "registry")
+ROOMS = ("serve_app", "engine", "lora", "kernels", "registry", "notebooks", "tests")
 FRAGMENT = re.compile(
     r"(Of|To|By|In|From|With|Without|At|On|As|Until|Before|After|Where|Who|Whose|What|Whoever|How|"
     r"When|Why|Whether|Which|Between|Beside|Above|Below|Since|Among|Over|Through|If|That|Those|"
@@ -45,7 +45,7 @@ def fragments(folder: str) -> list[str]:
 
 def folders() -> list[str]:
     found = {path.parent for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+    return sorted(str(folder.relative_to(ROOT)) for folder in found)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow.exceptions import MlflowException
 
+from registry import mlflow_errors
 from registry.cache import TEXT_FILES, Cache
 from registry.client import Registry
 from registry.errors import (
@@ -254,8 +256,12 @@ def test_two_processes_register_at_once(tmp_path: Path) -> None:
         "(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.name",
     ],
 )
-def test_a_write_that_came_second_is_tried_again_but_not_for_ever(words: str) -> None:
+def test_a_write_that_came_second_is_tried_again_but_not_for_ever(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries: list[int] = []
+    pauses: list[float] = []
+    monkeypatch.setattr(mlflow_errors, "time", SimpleNamespace(sleep=pauses.append))
 
     def locked_until(success: int) -> str:
         tries.append(1)
@@ -267,6 +273,9 @@ def test_a_write_that_came_second_is_tried_again_but_not_for_ever(words: str) ->
     with pytest.raises(RegistryUnavailableError, match=r"writing: .*sqlite3"):
         call("writing", lambda: locked_until(100))
     assert len(tries) == 3 + 6
+    assert len(pauses) == 2 + 5
+    assert 0.05 <= pauses[0] <= 0.1
+    assert 0.8 <= pauses[-1] <= 1.6
 
 
 def test_unknown_version_is_not_found(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_tags_of_a_version_are_not_written_to_another_one_under_its_number(
     with monkeypatch.context() as patch:
         patch.setattr(Registry, "_write_tags", write_late)
         registry.snapshot()
-    assert registry._store.version_tags("pirate", 1) == {}
+    assert registry._store.version("pirate", 1).tags == {}
     (served,) = Registry(uri).snapshot().adapters
     (alike,) = registry.snapshot().adapters
     assert served.digest == alike.digest

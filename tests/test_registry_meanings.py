@@ -13,7 +13,7 @@ from registry.catalog import Catalog, DefaultAliases
 from registry.client import Registry
 from registry.entities import AdapterVersion, DanglingAlias
 from registry.errors import NotFoundError
-from registry.events import AliasMoved, changes
+from registry.events import Change, changes
 from registry.meanings import Meanings
 from tests.canary_factory import BASE, OTHER_BASE, adapter
 from tests.registry_helpers import adapter_folder, embedded_uri, register_adapter, register_base
@@ -136,7 +136,8 @@ def test_mlflows_alias_on_a_version_that_cannot_be_read_is_told_and_held(tmp_pat
     (dangling,) = after.dangling
     assert (dangling.alias, dangling.version) == ("champion", 3)
     assert "is not JSON" in dangling.reason
-    assert AliasMoved("pirate", "champion", 1, 3) in changes(before, after)
+    moved = Change("alias_moved", "pirate@champion moved from version 1 to 3")
+    assert moved in changes(before, after)
     assert meaning(meanings.follow(after)) == 1
     with pytest.raises(NotFoundError, match="pirate@champion is version 3"):
         after.resolve("pirate")

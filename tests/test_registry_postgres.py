@@ -18,7 +18,7 @@ from registry import mlflow_errors
 from registry.cache import Cache
 from registry.client import Registry
 from registry.errors import RegistryError, RegistryUnavailableError
-from registry.events import AliasMoved, changes
+from registry.events import Change, changes
 from tests.mlflow_server import running_server
 from tests.postgres import Postgres, binaries, running_postgres
 from tests.registry_helpers import register_adapter, register_base
@@ -66,7 +66,9 @@ def test_registered_in_the_database_comes_back_from_the_disk(
     assert before.resolve("tiny:pirate").base == base
     registry.set_alias("pirate", "champion", 1)
     after = Registry(postgres.uri, artifact_root=files).snapshot()
-    assert changes(before, after) == (AliasMoved("pirate", "champion", 2, 1),)
+    assert changes(before, after) == (
+        Change("alias_moved", "pirate@champion moved from version 2 to 1"),
+    )
     found = after.resolve("pirate").adapter
     assert found is not None
     assert (found.digest, second.version) == (first.digest, 2)

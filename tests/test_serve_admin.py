@@ -1,4 +1,4 @@
-"""Who may operate the server, and the token that `loraplex serve` keeps for its home."""
+"""The operators of a server, and the token that `loraplex serve` keeps for its home."""
 
 import stat
 from collections.abc import Iterable, Iterator
@@ -20,6 +20,7 @@ from tests.ingress_app import make_app
 
 PUBLIC = {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model:path}"),
+    *("/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/openapi.json", "/docs"),
     *("/live", "/health", "/ready", "/metrics", "/version"),
 }
@@ -33,12 +34,19 @@ ADMIN = {
         "/admin/bases",
     ),
     *(f"/admin/adapters/{{name}}/{order}" for order in ("pin", "unpin", "preload", "evict")),
+    *("/admin/audit", "/admin/usage", "/admin/series", "/admin/registry"),
+    *("/key/generate", "/key/update", "/key/regenerate", "/key/delete"),
+    *("/key/info", "/key/list"),
     *("/admin/bases/{name}", "/admin/bases/{name}/sleep", "/admin/bases/{name}/wake"),
     *("/admin/canaries", "/admin/canaries/{adapter}"),
     *(f"/admin/canaries/{{adapter}}/{order}" for order in ("promote", "abort")),
 }
 LORA_ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 WEBHOOK = {"/v1/registry/webhook"}
+CONSOLE = {
+    *("/console", "/console/assets/{path:path}"),
+    *(f"/console/{name}" for name in ("session", "login", "logout")),
+}
 
 
 @pytest.fixture
@@ -97,9 +105,9 @@ def all_routes(whole: MetricsMiddleware) -> list[APIRoute]:
 
 
 def test_every_route_is_known_as_public_or_as_guarded(whole: MetricsMiddleware) -> None:
-    """Whoever adds a route says here which of them it is."""
+    """A new route has to be listed here."""
     paths = {route.path for route in all_routes(whole)}
-    assert paths == PUBLIC | ADMIN | LORA_ADMIN | WEBHOOK
+    assert paths == PUBLIC | ADMIN | LORA_ADMIN | WEBHOOK | CONSOLE
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong"])

@@ -14,8 +14,8 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.admission.capacity import has_capacity
 from serve_app.admission.controller import AdmissionController
+from serve_app.admission.fair_queue import QueuedRequest
 from serve_app.admission.queue import AdmissionQueue
-from serve_app.admission.queued_request import QueuedRequest
 from serve_app.config import FairnessArgs
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.messages import RoutingRequest
@@ -218,9 +218,9 @@ async def test_before_a_queue_has_moved_its_pace_is_that_of_what_runs() -> None:
     world.frame(running(0))
     first = [await world.add("a") for _ in range(ROWS)]
     for queued in first:
-        queued.set_generated(16)
+        world.queue.set_generated(queued, 16)
     world.now_s = 4.0
-    first[0].close()  # a request lasts four seconds
+    world.queue.close(first[0])  # a request lasts four seconds
     world.all_are_counted()
     world.frame(FULL)
     tasks = [world.add("a") for _ in range(4)]
@@ -309,7 +309,7 @@ async def test_a_long_answer_is_charged_as_it_grows() -> None:
     world.frame(FULL)
     tasks = {name: [world.add(name) for _ in range(4)] for name in ("talks", "is brief")}
     await until(lambda: world.queue.num_waiting == 8)
-    talker.set_generated(5000)
+    world.queue.set_generated(talker, 5000)
     for _ in range(4):
         await world.let_one_go()
     await asyncio.gather(*tasks["is brief"])
@@ -322,8 +322,8 @@ async def test_metrics_tell_of_the_queue_and_of_named_tenants_only() -> None:
     world = World(max_waiting=1)
     world.frame(running(0))
     queued = await world.add("named", num_tokens=30)
-    queued.set_generated(7)
-    (await world.add("somebody", num_tokens=5)).close()
+    world.queue.set_generated(queued, 7)
+    world.queue.close(await world.add("somebody", num_tokens=5))
     world.frame(FULL)
     waiting = world.add("named")
     await until(lambda: world.queue.num_waiting == 1)

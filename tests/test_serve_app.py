@@ -30,7 +30,7 @@ from tests.serve_rig import (
     rig_args,
     wait_ready,
 )
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.serve
 
@@ -258,31 +258,54 @@ def test_a_client_that_leaves_a_stream_ends_its_request(client: httpx.Client) ->
     before = metric(client, "vllm:request_success_total", finished_reason="abort")
     body = completion(max_tokens=4000, stream=True, n=2)
     with client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-    eventually(lambda: is_idle(client), 2.0)
-    after = metric(client, "vllm:request_success_total", finished_reason="abort")
-    assert after - before == 2
+        lines = response.iter_lines()  # httpx closes the connection when nothing holds it
+        next(lines)
+    eventually(lambda: is_idle(client), 10.0)  # all of its tokens would last 20 s
+    name = "vllm:request_success_total"
+    eventually(lambda: metric(client, name, finished_reason="abort") == before + 2)
 
 
-def test_a_client_that_gives_up_waiting_ends_its_request(client: httpx.Client) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json=completion(max_tokens=4000), timeout=0.3)
-    eventually(lambda: is_idle(client), 2.0)
-    assert metric(client, "loraplex_open_engine_requests") == 0
+def give_up_waiting(rig: Rig, client: httpx.Client) -> None:
+    """Closes the connection of a request without a stream as soon as the engine runs it."""
+    content = json.dumps(completion(max_tokens=4000)).encode()
+    with socket.create_connection(("127.0.0.1", rig.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+        )
+        eventually(lambda: not is_idle(client))
 
 
-def test_too_many_requests_are_told_to_come_back(client: httpx.Client) -> None:
-    def ask(_: int) -> httpx.Response:
-        return client.post("/v1/completions", json=completion(max_tokens=400))
+def test_a_client_that_gives_up_waiting_ends_its_request(rig: Rig, client: httpx.Client) -> None:
+    give_up_waiting(rig, client)
+    eventually(lambda: is_idle(client), 10.0)  # all of its tokens would last 20 s
+    eventually(lambda: metric(client, "loraplex_open_engine_requests") == 0, 10.0)
 
-    with ThreadPoolExecutor(240) as pool:
-        answers = list(pool.map(ask, range(240)))
-    statuses = [answer.status_code for answer in answers]
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 80
-    refused = next(answer for answer in answers if answer.status_code == 429)
-    assert int(refused.headers["retry-after"]) >= 1
-    assert error_of(refused)["code"] == "overloaded"
+
+async def test_too_many_requests_are_told_to_come_back(rig: Rig, client: httpx.Client) -> None:
+    """160 may run or wait at once; none of them ends before another is refused."""
+    refused: list[httpx.Response] = []
+    body = completion(max_tokens=4000, stream=True)
+
+    async def ask(connection: httpx.AsyncClient) -> None:
+        async with connection.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code == 200:
+                await asyncio.Event().wait()
+            await response.aread()
+            refused.append(response)
+
+    limits = httpx.Limits(max_connections=300)
+    async with httpx.AsyncClient(base_url=rig.url, timeout=60, limits=limits) as connection:
+        tasks = [asyncio.create_task(ask(connection)) for _ in range(240)]
+        await until(lambda: bool(refused))
+        assert len(refused) <= 240 - 160
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    answer = refused[0]
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert error_of(answer)["code"] == "overloaded"
     eventually(lambda: is_idle(client))
 
 
@@ -336,13 +359,14 @@ def test_a_request_id_that_is_no_ascii_gives_way_to_another(client: httpx.Client
         assert len(answer.headers["x-request-id"]) <= 128
 
 
-def test_a_client_that_leaves_is_counted_however_it_leaves(client: httpx.Client) -> None:
+def test_a_client_that_leaves_is_counted_however_it_leaves(rig: Rig, client: httpx.Client) -> None:
     before = metric(client, "loraplex_client_disconnects_total")
     body = completion(max_tokens=4000)
     with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        next(response.iter_lines())
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json=body, timeout=0.3)
+        lines = response.iter_lines()  # httpx closes the connection when nothing holds it
+        next(lines)
+    eventually(lambda: is_idle(client))
+    give_up_waiting(rig, client)
     eventually(lambda: metric(client, "loraplex_client_disconnects_total") == before + 2)
     assert client.post("/v1/completions", json=completion(stream=True)).status_code == 200
     assert metric(client, "loraplex_client_disconnects_total") == before + 2
@@ -397,7 +421,7 @@ def test_an_adapter_that_the_engine_refuses_is_not_read_again_at_once(
     assert not any("retry-after" in answer.headers for answer in answers)
     assert tries.read_text() == "read\n"
     assert client.post("/v1/completions", json=completion(model="other")).status_code == 200
-    assert metric(client, "loraplex_quarantined_versions", stage="load") == 1
+    eventually(lambda: metric(client, "loraplex_quarantined_versions", stage="load") == 1)
     assert metric(client, "loraplex_quarantined_versions", stage="fetch") == 0
     tries.unlink()
 
@@ -406,7 +430,7 @@ def test_an_adapter_that_the_engine_refuses_is_not_read_again_at_once(
         return answer.status_code == 200
 
     eventually(is_taken_back)
-    assert metric(client, "loraplex_quarantined_versions", stage="load") == 0
+    eventually(lambda: metric(client, "loraplex_quarantined_versions", stage="load") == 0)
 
 
 def test_what_is_known_is_served_while_the_registry_is_down(rig: Rig, client: httpx.Client) -> None:
@@ -487,7 +511,7 @@ def test_without_migration_an_engine_that_dies_ends_the_stream_and_is_replaced(
     refused = client.post("/v1/completions", json=completion())
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
-    eventually(lambda: client.get("/ready").status_code == 200, 40.0)
+    eventually(lambda: client.get("/ready").status_code == 200, 120.0)
     assert client.post("/v1/completions", json=completion()).status_code == 200
 
 
@@ -511,6 +535,6 @@ def test_a_new_version_of_a_base_takes_over_without_a_failed_request(
             explicit.status_code == 404
         )
 
-    eventually(has_taken_over, 30.0)
+    eventually(has_taken_over, 120.0)
     assert client.post("/v1/completions", json=completion()).status_code == 200
     assert statuses == {200}

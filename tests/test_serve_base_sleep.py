@@ -160,11 +160,10 @@ def test_a_new_manager_leaves_asleep_what_slept() -> None:
 def test_an_ingress_counts_what_is_open_and_how_long_nothing_was() -> None:
     now_s = 5.0
     activity = Activity(lambda: now_s)
-    first, second = activity.enter(BASE), activity.enter(BASE)
-    first.leave()
-    first.leave()
+    end_first, end_second = activity.enter(BASE), activity.enter(BASE)
+    end_first()
     assert activity.report(lambda _: Backlog()) == (BaseActivity(BASE, 1, 0.0),)
-    second.leave()
+    end_second()
     now_s = 8.0
     assert activity.report(lambda _: Backlog()) == (BaseActivity(BASE, 0, 3.0),)
 

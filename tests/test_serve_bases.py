@@ -4,6 +4,7 @@ by an operator, asleep when idle, woken by a request.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ def admin(rig: Rig) -> Iterator[httpx.Client]:
         yield connection
 
 
-eventually = partial(waiting.eventually, timeout_s=30.0)
+eventually = partial(waiting.eventually, timeout_s=90.0)
 
 
 def ask(client: httpx.Client, model: str, **fields: object) -> httpx.Response:
@@ -202,10 +203,12 @@ def test_an_idle_base_sleeps_and_a_request_wakes_it(
         answers = list(pool.map(lambda _: ask(client, napper), range(8)))
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {"abcab"}
-    text = client.get("/metrics").text
-    assert f'loraplex_base_cold_starts_total{{base="{napper}"}} 1.0' in text
-    assert f'loraplex_base_state{{base="{RIG_BASE}",state="running"}} 1.0' in text
-    assert f'loraplex_base_start_seconds_count{{base="{napper}"}} 2.0' in text
+    samples = {
+        f'loraplex_base_cold_starts_total{{base="{napper}"}} 1.0',
+        f'loraplex_base_state{{base="{RIG_BASE}",state="running"}} 1.0',
+        f'loraplex_base_start_seconds_count{{base="{napper}"}} 2.0',
+    }
+    eventually(lambda: samples <= set(client.get("/metrics").text.splitlines()))
     eventually(lambda: state(admin, napper) == "asleep")
 
 
@@ -234,16 +237,21 @@ def test_a_base_that_refuses_cold_starts_says_when_to_come_back(
     eventually(lambda: (line(admin, napper) or {}).get("cold_start") == "wait")
 
 
+async def leave_during_its_start(rig: Rig, admin: httpx.Client, name: str) -> None:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as own:
+        asking = own.post("/v1/completions", json={"model": name, "prompt": "abc"})
+        waiting = asyncio.create_task(asking)
+        await asyncio.to_thread(eventually, lambda: state(admin, name) != "asleep")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 def test_a_waiting_client_that_leaves_is_forgotten_at_once(
     rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
     eventually(lambda: sleeps(admin, napper))
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{rig.url}/v1/completions",
-            json={"model": napper, "prompt": "abc"},
-            timeout=0.3,
-        )
+    asyncio.run(leave_during_its_start(rig, admin, napper))
     eventually(lambda: "loraplex_client_disconnects_total " in client.get("/metrics").text)
     eventually(lambda: state(admin, napper) == "running")
     eventually(lambda: state(admin, napper) == "asleep")  # no request is counted as open
@@ -276,7 +284,10 @@ def test_a_manager_that_died_knows_what_was_added_and_what_sleeps(
     assert ask(client, RIG_BASE).status_code == 200
 
     def is_back() -> bool:
-        answer = admin.get("/bases", timeout=5)
+        try:
+            answer = admin.get("/bases", timeout=5)
+        except httpx.TimeoutException:
+            return False
         return {one["name"] for one in answer.json().get("bases", ())} >= {RIG_BASE, napper}
 
     eventually(is_back)

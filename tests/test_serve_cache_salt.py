@@ -26,7 +26,7 @@ from serve_app.dispatch.shadow import _copy_request
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt, engine_requests
 from serve_app.openai.json_body import parse_body
-from serve_app.platform_view import CanaryState, PlatformView, Sources
+from serve_app.platform_view import PlatformView, Sources
 from serve_app.routing.request import make_routing_request
 from serve_app.routing.score import expected_ttft
 from tests.fakes import make_scheduler, run_step
@@ -154,7 +154,7 @@ async def test_a_restarted_manager_sends_the_same_key_and_never_shows_it(tmp_pat
         manager = Manager.__new__(Manager)
         sources = Sources(opened, "tests.fakes_engine:open_paced_engine", tmp_path / "home")
         await manager.__init__(PlatformArgs(), sources)  # type: ignore[misc]
-        await manager._publish(Catalog(()), (), (), True, None, CanaryState())
+        await manager._publish(PlatformView("", Catalog(()), (), (), True, None))
         manager._reconciling.cancel()
         view = await manager.view("", 5)
         assert view is not None

@@ -30,26 +30,25 @@ async def test_an_adapter_from_a_folder_is_checked_registered_hidden_and_shown_a
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/another/mlflow.db")
     uri = embedded_uri(home)
     register_base(Registry(uri), make_base_folder(tmp_path / "base"), "tiny")
-    reader, admin = CachedRegistry(uri, home / "cache"), AdapterAdmin()
+    reader = CachedRegistry(uri, home / "cache")
+    admin = AdapterAdmin(lambda: reader, reader.snapshot)
     bad = make_adapter_folder(tmp_path / "bad", hidden_size=16)
     with pytest.raises(RegistrationError, match=r"adapter 'x' .* is refused: .*the base has 32"):
-        await admin.change(AdapterChange("load", "x", str(bad), "tiny@1"), reader, reader.snapshot)
+        await admin.change(AdapterChange("load", "x", str(bad), "tiny@1"))
     assert reader.snapshot().setting("x", "runtime") is None
 
     folder = make_adapter_folder(tmp_path / "adapter")
-    loaded = await admin.change(
-        AdapterChange("load", "x", str(folder), "tiny@1"), reader, reader.snapshot
-    )
+    loaded = await admin.change(AdapterChange("load", "x", str(folder), "tiny@1"))
     assert loaded is not None
     assert (loaded.version, loaded.aliases) == (1, ("champion",))
     assert loaded.digest not in reader.local_digests()
     reader.release(reader.fetch(loaded))
     assert loaded.digest in reader.local_digests()
 
-    assert await admin.change(AdapterChange("unload", "x"), reader, reader.snapshot) is None
+    assert await admin.change(AdapterChange("unload", "x")) is None
     assert not reader.snapshot().adapters
     with pytest.raises(NotFoundError):
-        await admin.change(AdapterChange("pin", "x"), reader, reader.snapshot)
+        await admin.change(AdapterChange("pin", "x"))
     reader.set_setting("x", "runtime", "loaded")
     assert reader.snapshot().adapters == (loaded,)
 

@@ -21,7 +21,7 @@ from serve_app.canary.split import read_traffic
 from serve_app.canary.status import CanaryStatus
 from serve_app.config import CanaryArgs
 from serve_app.messages import CanaryChange, IngressReport
-from serve_app.platform_view import CanaryState
+from serve_app.platform_view import CanaryState, RegistryReader
 from tests.canary_factory import (
     BASE,
     CANARY,
@@ -93,11 +93,12 @@ def desk(tmp_path: Path) -> Callable[[Catalog], Desk]:
     def make(known: Catalog) -> Desk:
         registry = FolderRegistry(tmp_path)
         registry.write(known)
-        opened = Canaries(CanaryArgs())
         wakes: list[float] = []
         loop = asyncio.get_running_loop()
-        opened.open(registry, registry.snapshot, lambda: wakes.append(loop.time()))
-        made = Desk(opened, registry, wakes)
+        canaries = Canaries(
+            CanaryArgs(), lambda: registry, registry.snapshot, lambda: wakes.append(loop.time())
+        )
+        made = Desk(canaries, registry, wakes)
         made.review()
         return made
 
@@ -392,5 +393,9 @@ async def test_a_weight_that_is_none_is_logged_once(
 
 
 async def test_an_order_before_the_registry_was_read_is_refused_as_unavailable() -> None:
-    with pytest.raises(RegistryUnavailableError, match="not read yet"):
-        await Canaries(CanaryArgs()).change(CanaryChange("promote", "pirate"))
+    def unread() -> RegistryReader:
+        raise RegistryUnavailableError("it has not been read yet")
+
+    canaries = Canaries(CanaryArgs(), unread, Catalog, lambda: None)
+    with pytest.raises(RegistryUnavailableError, match="not been read yet"):
+        await canaries.change(CanaryChange("promote", "pirate"))

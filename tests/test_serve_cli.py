@@ -28,21 +28,16 @@ from serve_app.cli.commands.common import print_table
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
 from serve_app.home import cause, default_home, prepare
 from tests.openai_server import OpenAIServer, event, openai_server
-from tests.registry_helpers import embedded_uri
+from tests.registry_helpers import embedded_uri, empty_home
 from tests.serve_folders import make_adapter_folder, make_base_folder
 
 # Signature modules whose bodies are in one module of the same name; others: one a command.
-BODIES = {name: name for name in ("register", "bases", "adapters", "canary")}
+BODIES = {name: name for name in ("register", "bases", "adapters", "canary", "keys")}
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path / "home"
-    embedded_uri(home)
-    monkeypatch.setenv("LORAPLEX_HOME", str(home))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    return home
+    return empty_home(tmp_path / "home", monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from serve_app.cli.registration import register_adapter, register_base
 from serve_app.control.adapter_checks import AdapterChecks
 from serve_app.control.cached_registry import CachedRegistry
 from serve_app.text.base_text import BaseText
-from tests.registry_helpers import embedded, embedded_uri
+from tests.registry_helpers import embedded, empty_home
 from tests.serve_folders import make_adapter_folder, make_base_folder
 from tests.test_registry_server import running_server
 
@@ -38,12 +38,7 @@ MEASURED = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path / "home"
-    embedded_uri(home)
-    monkeypatch.setenv("LORAPLEX_HOME", str(home))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    return home
+    return empty_home(tmp_path / "home", monkeypatch)
 
 
 def uri(home: Path) -> str:
@@ -328,7 +323,7 @@ def test_plot_of_what_was_not_measured_says_so() -> None:
 
 
 def register_plainly(tracking_uri: str, folder: Path, name: str) -> mlflow.MlflowClient:
-    """As a pipeline that knows nothing of loraplex does it."""
+    """Registers an adapter as a pipeline without loraplex does."""
     client = mlflow.MlflowClient(tracking_uri, tracking_uri)
     experiment = client.create_experiment(
         name, artifact_location=(folder.parent / f"{name}-runs").as_uri()

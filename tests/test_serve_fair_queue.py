@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.admission.cost import token_cost
-from serve_app.admission.fair_queue import FairQueue
-from serve_app.admission.queued_request import QueuedRequest
+from serve_app.admission.fair_queue import FairQueue, QueuedRequest
 from serve_app.messages import RoutingRequest
 
 LONG = 1e9  # no tenant is ever overdue

@@ -39,7 +39,7 @@ class App:
         self.scopes.append(scope)
         if scope["path"] == "/dies":
             return
-        if scope["path"] == "/serve":
+        if scope["path"] in ("/serve", "/v1/messages/serve"):
             await send(start(429, [(b"retry-after", b"7"), (b"x-request-id", b"abc")]))
             await send({"type": "http.response.body", "body": b"Request dropped."})
             return
@@ -299,6 +299,20 @@ async def test_an_error_of_serve_itself_has_the_shape_of_all_others() -> None:
         assert headers["x-should-retry"] == "true"
         assert headers["content-type"] == "application/json"
         assert error_of(body)["code"] == "overloaded"
+
+
+async def test_an_error_at_an_endpoint_of_anthropics_has_its_shape() -> None:
+    async with serving() as server:
+        client = await server.connect()
+        raw = b"GET /v1/messages/serve HTTP/1.1\r\nhost: a\r\n\r\n"
+        status, headers, body = await client.ask(raw)
+        assert (status, headers["request-id"], headers["x-request-id"]) == (429, "abc", "abc")
+        assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        head = b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (1 << 40)
+        status, headers, body = await client.ask(head)
+        assert (status, headers["x-should-retry"]) == (413, "false")
+        assert json.loads(body)["type"] == "error"
+        assert json.loads(body)["error"]["type"] == "request_too_large"
 
 
 async def test_a_request_whose_ingress_dies_before_the_answer_may_be_sent_again() -> None:

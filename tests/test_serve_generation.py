@@ -32,6 +32,7 @@ from serve_app.errors import (
     to_api_error,
 )
 from serve_app.messages import RoutingRequest, SubmitCall
+from serve_app.observe.record import RequestRecord
 from serve_app.openai.engine_params import Prompt
 from serve_app.routing import state as routing
 from serve_app.routing.request import make_routing_request
@@ -176,6 +177,48 @@ async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
     ((_, counted),) = arms.counts()
     assert (counted.count("ok"), counted.count("left"), sum(counted.first_token)) == (1, 1, 2)
     assert (counted.num_warm_left, sum(counted.warm_first_token)) == (num_warm, 2 * num_warm)
+
+
+async def test_the_record_of_an_answer_that_moved_has_its_tokens_once(tmp_path: Path) -> None:
+    text = base_text(tmp_path)
+    record = RequestRecord("/v1/completions", time.time())
+    async with running_fleet(2) as fleet:
+        for replica in fleet.replicas.values():
+            replica.engine.pause_at = 5
+        generation = fleet.generate(make_request(PROMPT))
+        builder = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
+        made = Completion(generation, builder, record=record)
+        whole = asyncio.create_task(made.whole())
+        await until(lambda: builder.num_tokens == 5)
+        fleet.replicas[engine_of(fleet)].kill()
+        for replica in fleet.replicas.values():
+            replica.engine.pause_at = None
+        await asyncio.wait_for(whole, 20)
+        made.close()
+    record.end()
+    assert (record.outcome, record.finish_reasons) == ("ok", ("length",))
+    assert (record.prompt_tokens, record.output_tokens) == (len(PROMPT), len(WHOLE))
+    (move,) = record.moves
+    assert move.reason == "death"
+    assert record.arrival_s < record.first_token_s < move.at_s < record.end_s
+
+
+async def test_the_record_of_a_client_that_leaves_has_the_tokens_until_then(tmp_path: Path) -> None:
+    text = base_text(tmp_path)
+    record = RequestRecord("/v1/completions", time.time())
+    async with running_fleet(1) as fleet:
+        fleet.replicas["e0"].engine.pause_at = 5
+        generation = fleet.generate(make_request(PROMPT))
+        builder = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
+        made = Completion(generation, builder, record=record)
+        whole = asyncio.create_task(made.whole())
+        await until(lambda: builder.num_tokens == 5)
+        made.client_left()
+        with pytest.raises(ClientGoneError):
+            await asyncio.wait_for(whole, 20)
+        made.close()
+    record.end()
+    assert (record.outcome, record.status, record.output_tokens) == ("left", 499, 5)
 
 
 async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:

@@ -12,7 +12,14 @@ import openai
 import pytest
 import yaml
 
-from tests.demo_server import ROOT, DemoServer, open_ports, serving, write_config
+from tests.demo_server import (
+    ROOT,
+    DemoServer,
+    home_beside,
+    open_ports,
+    serving,
+    write_config,
+)
 
 pytestmark = pytest.mark.serve
 MODEL = "smollm2-135m-instruct"
@@ -21,12 +28,13 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def server(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
-    config = tmp_path_factory.mktemp("config") / "quickstart.yaml"
+    folder = tmp_path_factory.mktemp("haproxy")
+    config = folder / "quickstart.yaml"
     url = write_config(ROOT / "configs" / "quickstart.yaml", config, dtype="float32", device="cpu")
     content = yaml.safe_load(config.read_text())
     content["applications"][0]["args"]["ingress"] = {"body_timeout_s": 2}
     config.write_text(yaml.safe_dump(content))
-    with serving(demo_home, config, url, "--haproxy") as running:
+    with serving(home_beside(demo_home, folder), config, url, "--haproxy") as running:
         yield running
 
 
@@ -64,7 +72,8 @@ def test_a_client_that_leaves_frees_its_place(server: DemoServer) -> None:
         http.stream("POST", f"{server.url}/v1/completions", json=body) as answer,
     ):
         assert answer.status_code == 200
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # httpx closes the connection when nothing holds the iterator
+        next(lines)
         wait_for_running(server, 1)
     wait_for_running(server, 0)
 

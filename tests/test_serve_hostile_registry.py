@@ -22,6 +22,7 @@ from serve_app.canary.split import read_traffic
 from serve_app.config import ModelArgs
 from serve_app.control import base_plan, manager, stored_catalog
 from serve_app.control.manager import Manager
+from serve_app.messages import IngressCounts
 from serve_app.platform_view import PlatformView
 from tests.hostile_registry import TEXTS, Reader, World, follows, hostile_tags, make_world, stop
 from tests.registry_helpers import embedded, register_adapter, register_base
@@ -134,15 +135,13 @@ async def test_a_base_that_serve_refuses_fails_alone(
     stop(made)
 
 
-async def test_a_subscriber_that_fails_ends_neither_the_watch_nor_the_others(
-    world: World,
-) -> None:
+async def test_a_failure_to_publish_changes_does_not_end_the_watch(world: World) -> None:
     made = await world.start()
 
     def fail(_: object) -> None:
-        raise OverflowError("of a subscriber")
+        raise OverflowError("while it publishes")
 
-    made._watcher._subscribers.insert(0, fail)
+    made._watcher._on_changes = fail
     await follows(made, world)
     await follows(made, world)
     stop(made)
@@ -154,7 +153,8 @@ async def test_a_manager_whose_loop_ended_or_lags_is_unhealthy(
     made = await world.start()
     await follows(made, world)
     await made.check_health()
-    assert b"loraplex_reconcile_age_seconds" in made._registry_metrics.text()
+    text = await made.metrics("i0", IngressCounts(1, b"", was_taken=False), {})
+    assert b"loraplex_reconcile_age_seconds" in text
     monkeypatch.setattr(manager, "MAX_RECONCILE_AGE_S", -1.0)
     with pytest.raises(RuntimeError, match="no round of the manager has ended"):
         await made.check_health()
@@ -247,12 +247,12 @@ async def test_a_manager_starts_from_its_disk_while_the_registry_is_away_and_cat
     view = view_of(made)
     assert view.registry_error is not None
     assert view.catalog.resolve("good").adapter.version == world.store.champion  # type: ignore[union-attr]
-    assert b"loraplex_registry_up 0.0" in made._registry_metrics.text()
+    assert b"loraplex_registry_up 0.0" in made._watcher.metrics(0.0)
     await made.check_health()
     world.store.is_away = False
     await follows(made, world)
     await until(lambda: view_of(made).registry_error is None)
-    assert b"loraplex_registry_up 1.0" in made._registry_metrics.text()
+    assert b"loraplex_registry_up 1.0" in made._watcher.metrics(0.0)
     stop(made)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,8 @@ async def test_a_request_that_pauses_goes_on_when_a_replica_comes(
 def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses grow to a second, which is no reason to give up a second early."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(migration_state, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    times = SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time)
+    monkeypatch.setattr(migration_state, "time", times)
     server, args = StreamServer(), MigrationArgs(limit=3, timeout_s=3.0)
     migrating = MigrationState(Migrations(server, Router(), "i0"), parameters(server, args))
     attempt = made_attempt(None)

@@ -314,8 +314,8 @@ def test_sigterm_ends_everything_that_was_started(home: Path, tmp_path: Path) ->
 
 
 def drained(limit_s: float, *answers: object, is_impatient: bool = False) -> tuple[bool, int]:
-    """What `drain` returns, and how often it asked. `answers`: a status or an open count each, the
-    last one again and again."""
+    """Returns the result of `drain`, and how often it asked. `answers`: a status or an open count
+    each, the last one again and again."""
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

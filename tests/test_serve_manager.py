@@ -1,4 +1,4 @@
-"""What the manager decides, without Serve: which applications a list of models means."""
+"""The manager's decisions, without Serve: the applications that a list of models means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_app.control.fleet import Fleet
 from serve_app.control.manager import Manager
 from serve_app.errors import ConflictError
 from serve_app.messages import BaseChange
-from serve_app.platform_view import CanaryState, Sources
+from serve_app.platform_view import PlatformView, Sources
 from tests.fakes_registry import FolderRegistry
 
 
@@ -95,7 +95,7 @@ async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Pa
     watching = asyncio.create_task(manager._watcher.run())
     await manager._watcher.changed.wait()
     known = manager._named(manager._watcher.catalog)  # type: ignore[arg-type]
-    await manager._publish(known, (), (), True, None, CanaryState())
+    await manager._publish(PlatformView("", known, (), (), True, None))
     first = await manager.view("", 5)
     assert first is not None
     registry.set_alias("lora", "champion", 2)
@@ -116,7 +116,7 @@ async def test_what_a_bases_name_means_changes_with_the_applications_that_serve_
     for aliased in (Catalog((base(alias="champion"),)), Catalog((base(), base(version=2)))):
         known = manager._named(replace(aliased, dangling=(broken,) * (len(aliased.bases) - 1)))
     assert known.resolve("a").base.version == 1
-    await manager._publish(known, (), (), True, None, CanaryState())
+    await manager._publish(PlatformView("", known, (), (), True, None))
     manager._watcher.catalog = replace(known, dangling=(), held=())  # the alias is dropped
     manager._publish_names(())
     view = await manager.view("", 5)

@@ -19,11 +19,11 @@ from engine.types import (
 )
 from registry.cache import CacheStats
 from serve_app.api.scrape import Scrape
-from serve_app.metrics.cache import cache_text
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import join_texts
 from serve_app.metrics.histograms import GAP_SECONDS, Histogram
 from serve_app.metrics.ingress import IngressMetrics
+from serve_app.metrics.replica import cache_text
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

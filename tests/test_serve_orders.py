@@ -37,10 +37,10 @@ class Loads:
         self.aliases = DefaultAliases(alias)
         self.registry = FolderRegistry(folder)
         self.registry.write(Catalog((self.registry.add_base("b"),)))
-        self.admin = AdapterAdmin()
+        self.admin = AdapterAdmin(lambda: self.registry, self.look)
         self.outcomes: list[EngineOutcome] | Exception = [EngineOutcome("e1", True, "disk")]
         patch.setattr(lora, "change_adapter", self._change)
-        patch.setattr(lora, "preload", self._preload)
+        patch.setattr(lora, "call_engines", self._preload)
         patch.setattr(lora, "find_adapter", lambda *_: (None, self.meaning("x")))
         patch.setattr(lora, "wait_for_view", self._nothing)
 
@@ -64,7 +64,7 @@ class Loads:
         await lora._preload(gateway, "x", undo)
 
     async def _change(self, _: object, wanted: AdapterChange) -> AdapterVersion | None:
-        return await self.admin.change(wanted, self.registry, self.look)
+        return await self.admin.change(wanted)
 
     async def _preload(self, *_: object) -> list[EngineOutcome]:
         if isinstance(self.outcomes, Exception):
@@ -126,10 +126,10 @@ async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
     await loads.load("three", in_place=True)
     loads.registry.set_alias("x", "champion", 2)
     undo = AdapterChange("undo_load", "x", may_replace=True, version=3)
-    await loads.admin.change(undo, loads.registry, loads.look)
+    await loads.admin.change(undo)
     assert loads.meaning("x").version == 2
     # Another manager, which has no record of the earlier version of the name.
-    await AdapterAdmin().change(undo, loads.registry, loads.look)
+    await AdapterAdmin(lambda: loads.registry, loads.look).change(undo)
     assert loads.meaning("x").version == 2
 
 
@@ -166,7 +166,7 @@ async def test_a_load_that_is_undone_late_takes_nothing_back_from_the_load_after
     await loads.load("one")
     await loads.load("two", in_place=True)
     late = AdapterChange("undo_load", "x", may_replace=False, version=1)
-    await loads.admin.change(late, loads.registry, loads.look)
+    await loads.admin.change(late)
     assert loads.meaning("x").version == 2
     assert loads.look().setting("x", "runtime") == "loaded"
 

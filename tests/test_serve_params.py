@@ -39,18 +39,18 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import (
     Prompt,
-    chat_prompt,
     completion_prompts,
     detokenize_request,
     engine_requests,
+    read_prompts,
     sampling_params,
     tokenize_request,
 )
-from serve_app.openai.generation_defaults import NO_DEFAULTS, read_generation_defaults
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.text.base_text import BaseText
+from serve_app.text.generation_defaults import NO_DEFAULTS, read_generation_defaults
 from tests.ingress_app import make_state
 from tests.text_factory import LLAMA3, base_text
 
@@ -324,7 +324,7 @@ def test_prompt_without_tokens_is_refused(text: BaseText) -> None:
 
 
 def test_chat_has_one_beginning_of_text(text: BaseText) -> None:
-    ids = chat_prompt(chat(), text, LIMITS).token_ids
+    ids = read_prompts(chat(), text, LIMITS)[0].token_ids
     assert ids.count(0) == 1
     assert ids[0] == 0
 

@@ -105,7 +105,7 @@ def test_only_the_streams_of_a_killed_ingress_break_and_its_requests_are_aborted
     shown = num_lists(client)
     answers = kill_amid(client, INGRESS)
     assert set(answers) == {WHOLE, "cut"}
-    assert metric(client, "vllm:num_requests_running") == 0
+    eventually(lambda: metric(client, "vllm:num_requests_running") == 0)
     assert read_stream(client, 1) == WHOLE
     assert num_lists(client) == shown  # also what the killed one had counted
     eventually(lambda: len(processes(INGRESS)) == 2, 60)

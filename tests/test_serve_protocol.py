@@ -56,6 +56,19 @@ def test_null_is_accepted_for_every_optional_field(model: type[BaseModel]) -> No
     parse_body(model, json.dumps(fields).encode())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("reasoning_effort", "low"),
+        ("include_reasoning", False),
+        ("documents", [{"text": "x"}]),
+    ],
+)
+def test_a_field_of_chats_is_refused_for_completions(name: str, value: object) -> None:
+    assert refused_field(CompletionRequest, name, value).param == name
+
+
 def test_unknown_and_neutral_fields_are_ignored() -> None:
     request = chat(
         store=True,
@@ -80,22 +93,18 @@ def test_unknown_and_neutral_fields_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("logprob_token_ids", [1]),
+        ("guided_whitespace_pattern", " "),
+        ("structural_tag", "{}"),
         ("repetition_detection", {"max_pattern_size": 4}),
         ("spaces_between_special_tokens", False),
-        ("include_reasoning", False),
         ("return_prompt_text", True),
         ("vllm_xargs", {"a": 1}),
         ("truncation_side", "left"),
         ("watermarking", True),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
-        ("response_format", {"type": "json_object"}),
-        ("guided_json", {"type": "object"}),
-        ("guided_regex", "a+"),
-        ("structured_outputs", {"regex": "a"}),
         ("suffix", "x"),
         ("best_of", 3),
         ("audio", {"voice": "a"}),

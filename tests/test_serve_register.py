@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from registry.cache import Cache
 from registry.client import Registry
+from registry.entities import AdapterFacts
 from registry.errors import InvalidNameError, RegistrationError
+from serve_app.cli import effect
 from serve_app.cli.registration import register_adapter, register_base
 from tests.registry_helpers import embedded
 from tests.serve_folders import make_adapter_folder, make_base_folder
@@ -217,3 +219,78 @@ def test_a_base_registered_by_its_repository_id_has_both_names(
     assert registry.snapshot().resolve("Meta/Tiny-1B").base.digest == version.digest
     with pytest.raises(InvalidNameError, match="is not a legal model id"):
         register_base(registry, folder, "tiny", model_id="no slash")
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_the_text_files_that_an_adapter_brings_are_listed_with_it(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    files = {
+        "chat_template.jinja": "you said: {{ messages[0].content }}",
+        "generation_config.json": '{"temperature": 0.2}',
+        "tokenizer.json": (base / "tokenizer.json").read_text(),
+    }
+    folder = write_files(make_adapter_folder(tmp_path / "adapter"), files)
+    registered = register_adapter(registry, folder, "pirate", "tiny", cache=cache)
+    assert registered.effect is not None
+    assert registered.effect.brings == ("chat template", "generation defaults")
+    found = registry.snapshot().resolve("pirate").adapter
+    assert found is not None
+    assert found.text == "chat template, generation defaults"
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_an_adapter_with_its_bases_text_files_brings_none(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path, has_tokenizer: bool
+) -> None:
+    files = {"tokenizer.json": (base / "tokenizer.json").read_text()} if has_tokenizer else {}
+    folder = write_files(make_adapter_folder(tmp_path / "adapter"), files)
+    version = register_adapter(registry, folder, "pirate", "tiny", cache=cache).version
+    assert version.text == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"added_tokens.json": '{"<tool>": 256}'}, "id 256, but the base has 256 embedding rows"),
+        ({"generation_config.json": '{"num_beams": 4}'}, "num_beams is 4, which is not served"),
+        ({"chat_template.jinja": "{% if %}"}, "chat template"),
+    ],
+)
+def test_an_adapter_whose_text_files_cannot_be_served_is_refused(
+    registry: Registry,
+    cache: Cache,
+    base: Path,
+    tmp_path: Path,
+    files: dict[str, str],
+    reason: str,
+) -> None:
+    folder = write_files(make_adapter_folder(tmp_path / "adapter"), files)
+    with pytest.raises(RegistrationError, match=f"adapter 'pirate' is refused: .*{reason}"):
+        register_adapter(registry, folder, "pirate", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+
+
+def test_a_version_that_plain_mlflow_registered_is_compared_later(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    for name, files in (("bare", {}), ("templated", {"chat_template.jinja": "hi"})):
+        folder = write_files(make_adapter_folder(tmp_path / name), files)
+        version = registry.register_adapter(
+            folder, name, base="tiny", facts=AdapterFacts(2, ("q_proj", "v_proj"))
+        )
+        assert version.text == ("" if name == "bare" else "unknown")
+    adapter = registry.snapshot().resolve("templated").adapter
+    assert adapter is not None
+    found_out = effect.prove(tmp_path / "templated", adapter.digest, base, mode="never")
+    registry.attach_effect(
+        adapter, effect.record(found_out, "templated", registry.snapshot().resolve("tiny").base)
+    )
+    adapter = registry.snapshot().resolve("templated").adapter
+    assert adapter is not None
+    assert adapter.text == "chat template"

@@ -55,8 +55,7 @@ def test_every_call_of_one_http_request_goes_where_it_was_sent(url: str, is_brok
         assert misled <= 60 - 9
         # A replica may count the last call for a moment after its answer has arrived.
         eventually(lambda: all(fan_one(url, only=one) == one for one in ids))
-        calm = [fan_one(url, only=one) for one in wanted[:12]]
-        assert calm == wanted[:12]
+        eventually(lambda: [fan_one(url, only=one) for one in wanted[:12]] == wanted[:12])
 
 
 def test_calls_without_an_ask_go_anywhere(url: str, is_broken: bool) -> None:
@@ -67,11 +66,16 @@ def test_calls_without_an_ask_go_anywhere(url: str, is_broken: bool) -> None:
 def test_a_full_replica_is_passed_over(url: str, is_broken: bool) -> None:
     ids = fan(url, [{}])["replicas"]
     calls: list[dict[str, object]] = [{"only": ids[0], "hold_s": 0.6}] * (2 * MAX_ONGOING)
-    counts = Counter(told for _, told in fan(url, calls)["answers"])
-    assert sum(counts.values()) == 2 * MAX_ONGOING
-    assert max(counts.values()) <= MAX_ONGOING
-    if not is_broken:
-        assert counts[ids[0]] == MAX_ONGOING
+
+    def fills_the_wanted_replica() -> bool:
+        counts = Counter(told for _, told in fan(url, calls)["answers"])
+        assert sum(counts.values()) == 2 * MAX_ONGOING
+        assert max(counts.values()) <= MAX_ONGOING
+        return is_broken or counts[ids[0]] == MAX_ONGOING
+
+    # A replica may count the calls of an earlier request for a moment after their answers, and a
+    # replica whose queue length does not arrive within Serve's deadline is passed over as well.
+    eventually(fills_the_wanted_replica)
 
 
 def test_more_calls_than_there_is_room_for_wait(url: str, is_broken: bool) -> None:
@@ -84,14 +88,12 @@ def test_who_is_to_be_avoided_is_avoided_unless_nobody_else_is_there(
 ) -> None:
     ids = fan(url, [{}])["replicas"]
     if not is_broken:
-        told = [fan_one(url, avoid=ids[:2]) for _ in range(6)]
-        assert told == [ids[2]] * 6
+        eventually(lambda: [fan_one(url, avoid=ids[:2]) for _ in range(6)] == [ids[2]] * 6)
     assert fan_one(url, avoid=ids) in ids
 
 
 def test_an_adapter_stays_where_it_went(url: str, is_broken: bool) -> None:
-    told = {fan_one(url, adapter="pirate") for _ in range(8)}
-    assert is_broken or len(told) == 1
+    eventually(lambda: len({fan_one(url, adapter="pirate") for _ in range(8)}) == 1 or is_broken)
 
 
 def test_a_policy_that_fails_is_counted_and_costs_no_request(url: str, is_broken: bool) -> None:

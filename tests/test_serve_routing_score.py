@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.admission import EngineLimits
@@ -19,15 +21,40 @@ APPROX_S = 1e-9
     [
         (100, {}, 0.0, 0.01 + 0.01),
         (2500, {}, 0.0, 0.25 + 3 * 0.01),  # three steps of the budget of 1000
-        (100, {"queued_tokens": 400}, 0.04, 0.02),
+        # One step with the queued tokens is planned without this request.
+        (100, {"queued_tokens": 400}, 0.04 + 0.01, 0.02),
+        # The second thousand queues before it, in a step of its own.
         (100, {"queued_tokens": 2000}, 0.2 + 2 * 0.01, 0.02),
-        # Ten sequences: steps of 11 ms, half a step is under way.
-        (100, {"num_running": 10}, 0.0055, 0.01 + 0.011),
+        # Ten sequences: a step of 11 ms has just begun.
+        (100, {"num_running": 10}, 0.011, 0.01 + 0.011),
+        # The device is busy for 30 ms with a step, and the step after it is planned.
+        (100, {"num_running": 10, "in_flight_s": 0.03}, 0.03 + 0.011, 0.021),
+        # Beside ten sequences a step computes 200 prompt tokens: the first 200 are planned, 300
+        # queue, and this request's 300 share the second step with them and need a third.
+        (
+            300,
+            {"num_running": 10, "queued_tokens": 500, "step_prompt_tokens": 200},
+            0.05 + 2 * 0.011,
+            0.03 + 2 * 0.011,
+        ),
+        # Prompts that wait for room for their adapter are overtaken.
+        (
+            100,
+            {
+                "num_running": 10,
+                "num_waiting": 4,
+                "num_waiting_for_adapter": 4,
+                "queued_tokens": 900,
+                "queued_tokens_for_adapter": 900,
+            },
+            0.011,
+            0.021,
+        ),
         # All 64 rows used: 16.4 ms per step, a row becomes free every second step.
-        (100, {"num_running": 64}, 128 / 64 * 0.0164 + 0.0082, 0.01 + 0.0164),
-        (100, {"num_running": 64, "num_waiting": 9}, 10 * 128 / 64 * 0.0164 + 0.0082, 0.0264),
+        (100, {"num_running": 64}, 128 / 64 * 0.0164, 0.01 + 0.0164),
+        (100, {"num_running": 64, "num_waiting": 9}, 10 * 128 / 64 * 0.0164, 0.0264),
         # 100 KV tokens are missing, 100,000 are used: so many become free in 0.128 steps.
-        (100, {"num_running": 10, "num_free_blocks": 0}, 0.128 * 0.011 + 0.0055, 0.021),
+        (100, {"num_running": 10, "num_free_blocks": 0}, 0.011, 0.021),
     ],
 )
 def test_queue_and_prefill_follow_the_measured_steps(
@@ -59,8 +86,31 @@ def test_the_adapter_comes_from_its_fastest_tier(tiers: dict[str, str], load_s: 
 def test_an_adapter_is_loaded_while_the_queue_is_worked_off() -> None:
     view = make_view(disk="a", queued_tokens=999)
     terms = expected_ttft(make_ask(adapter="a"), view)
-    assert terms.queue_s == pytest.approx(0.0999)
-    assert terms.adapter_s == pytest.approx(0.21 - 0.0999)
+    assert terms.queue_s == pytest.approx(0.0999 + 0.01)
+    assert terms.adapter_s == pytest.approx(0.21 - 0.1099)
+
+
+def test_the_age_of_the_newest_frame_shortens_the_step_under_way() -> None:
+    request = make_ask()
+    ahead = make_view(num_running=10, in_flight_s=0.03)  # its frame arrived at 1.0
+    assert expected_ttft(request, ahead, 1.0).queue_s == pytest.approx(0.03 + 0.011)
+    assert expected_ttft(request, ahead, 1.02).queue_s == pytest.approx(0.01 + 0.011)
+    # The step after it does not begin before this one ends, however late the frame is.
+    assert expected_ttft(request, ahead, 1.2).queue_s == pytest.approx(0.011)
+    one_by_one = make_view(num_running=10)
+    assert expected_ttft(request, one_by_one, 1.004).queue_s == pytest.approx(0.007)
+    assert expected_ttft(request, one_by_one, 1.2).queue_s == 0.0
+
+
+def test_an_adapter_without_room_on_the_device_waits_as_long_as_others_did() -> None:
+    full = {"num_running": 10, "num_waiting": 1, "num_waiting_for_adapter": 1}
+    view = make_view(device="a", host="ab", adapter_room_s=0.8, **full)  # type: ignore[arg-type]
+    here, blocked = (expected_ttft(make_ask(adapter=name), view) for name in "ab")
+    assert here.adapter_s == 0.0
+    assert blocked.adapter_s == pytest.approx(0.8 - blocked.queue_s)
+    assert expected_ttft(make_ask(), view).adapter_s == 0.0
+    view.observe(replace(view.load, num_waiting_for_adapter=0), 1.0)
+    assert expected_ttft(make_ask(adapter="b"), view).adapter_s < 0.01
 
 
 def test_an_adapter_that_another_request_brings_is_half_way_here() -> None:

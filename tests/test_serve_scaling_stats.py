@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from ray import serve
 
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
@@ -110,3 +111,41 @@ async def test_engines_hear_of_a_backlog_once_a_second_and_once_of_its_end() -> 
         broadcaster.publish({"quiet": Backlog(), "busy": backlog})
     await until(lambda: len(sent) == 3)
     assert sent[1:] == [("busy", Backlog(2, 20)), ("busy", Backlog())]
+
+
+async def test_the_handle_of_a_removed_application_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[str] = []
+    sent: list[int] = []
+
+    class Handle:
+        def broadcast(self, method: str, backlog: Backlog) -> Handle:
+            sent.append(backlog.num_requests)
+            return self
+
+        async def results_async(self, **options: object) -> list[object]:
+            return [None]
+
+    def open_handle(deployment: str, app_name: str) -> Handle:
+        opened.append(app_name)
+        return Handle()
+
+    monkeypatch.setattr(serve, "get_deployment_handle", open_handle)
+    broadcaster = Broadcaster[Backlog]("backlog", "set_backlog", lambda *_: True)
+    broadcaster.publish({"app": Backlog(1)})
+    await until(lambda: sent == [1])
+    await settle()
+    broadcaster.publish({"app": Backlog(2)})
+    await until(lambda: sent == [1, 2])
+    assert opened == ["app"]
+    await settle()
+    broadcaster.publish({})
+    broadcaster.publish({"app": Backlog(3)})
+    await until(lambda: sent == [1, 2, 3])
+    assert opened == ["app", "app"]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -25,8 +25,7 @@ from serve_app.metrics.engine import EngineMetrics
 from serve_app.openai.engine_params import MAX_LOGPROB_ENTRIES
 from serve_app.replica.engine_actor import EngineHost
 from serve_app.stream import server as stream_server
-from serve_app.stream.client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink
-from serve_app.stream.links import IngressLinks
+from serve_app.stream.client import MAX_FRAME_BYTES, MIN_MERGED, IngressLink, IngressLinks
 from serve_app.stream.server import StreamServer, TokenStream
 from serve_app.stream.snapshot import EngineSnapshot
 from serve_app.stream.wire import (
@@ -44,6 +43,7 @@ from serve_app.stream.wire import (
 )
 from tests.fakes_engine import PacedEngine
 from tests.routing_factory import EngineEvents
+from tests.waiting import until
 
 
 @dataclass
@@ -94,12 +94,6 @@ def sample(rig: Rig, name: str, reason: str | None = None) -> float:
     label = "" if reason is None else f'finished_reason="{reason}"'
     (line,) = [line for line in lines if line.startswith(name + "{") and label in line]
     return float(line.rsplit(" ", 1)[1])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_tokens_arrive_in_order_and_the_call_returns_after_the_last() -> None:
@@ -576,8 +570,9 @@ class StuckTransport(asyncio.Transport):
 async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineSnapshot]:
     server = StreamServer()
     await server.listen("127.0.0.1")
-    snapshot = EngineSnapshot()
-    link = IngressLink(server.address, "e0", "key", snapshot, lambda *_: None, lambda _: None)
+    links = IngressLinks("e0", lambda *_: None, lambda _: None)
+    snapshot = links.snapshot
+    link = IngressLink(server.address, links)
     transport = StuckTransport()
     link.connection_made(transport)
     link.send_full_state()
@@ -855,7 +850,7 @@ async def test_only_the_engines_lost_most_recently_are_remembered(
     await server.listen("127.0.0.1")
     for name in ("e0", "e1", "e2", "e1"):  # e1 comes back
         links = IngressLinks(name, lambda *_: None, lambda _: None)
-        monkeypatch.setattr(links, "_engine_key", f"the key of {name}")
+        monkeypatch.setattr(links, "engine_key", f"the key of {name}")
         await links.attend(server.address)
         await until(lambda name=name: name in server.engines)  # type: ignore[misc]
         num_lost = len(events.lost)

@@ -29,7 +29,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def num_failures(name: str) -> int | None:
-    """As a scraper reads it; None: no such task was ever begun."""
+    """Returns the count as a scraper reads it; None: no such task was ever begun."""
     (family,) = text_string_to_metric_families(failures_text({"process": "test"}).decode())
     found = [sample.value for sample in family.samples if sample.labels["task"] == name]
     return int(found[0]) if found else None

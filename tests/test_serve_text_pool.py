@@ -4,9 +4,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
@@ -14,22 +14,31 @@ import pytest
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
 from engine.types import TokenLogprobs, TokenOutput
+from serve_app.dialects.responses import ResponsesRequest
 from serve_app.dispatch.completion import Completion
 from serve_app.dispatch.generation import Generation
 from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
+from serve_app.messages import BaseDescription
 from serve_app.openai.answer import ResponseBuilder
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
-from serve_app.openai.engine_params import Prompt, read_prompts
+from serve_app.openai.engine_params import (
+    Prompt,
+    detokenize_request,
+    read_prompts,
+    tokenize_request,
+)
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.logprobs import PART_ENTRIES, Lists, LogprobsPart, Render, render_part
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import TEXT_FILES, BaseText
 from serve_app.text_workers import pool as text_pool
 from serve_app.text_workers.pool import TextPool
+from serve_app.text_workers.worker import RequestBody
 from tests import answer_factory
 from tests.text_factory import LLAMA3, write_folder
 
+R = TypeVar("R")
 LIMITS = EngineLimits(max_model_len=4096, vocab_size=1000, max_kv_tokens=4096)
 BASE = "digest"
 HOT = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -50,6 +59,25 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {n: (folder / n).read_bytes() for n in TEXT_FILES if (folder / n).is_file()}
 
 
+@pytest.fixture(autouse=True)
+def _no_body_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_pool, "INLINE_BODY_BYTES", -1)
+
+
+async def run(
+    pool: TextPool,
+    function: Callable[[Any, BaseText, EngineLimits], R],
+    kind: type[RequestBody],
+    raw: bytes,
+    files: dict[str, bytes],
+    base: str = BASE,
+    limits: EngineLimits = LIMITS,
+) -> R:
+    description = BaseDescription(files, limits, base)
+    body = await pool.parse(kind, raw)
+    return await pool.run(function, body, raw, BaseText.from_files(files), description)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[TextPool]:
     pool = TextPool(2)
@@ -65,19 +93,18 @@ async def test_a_worker_reads_what_the_event_loop_reads(
     parsed = await pool.parse(ChatRequest, raw)
     assert (parsed.model, parsed.messages[0]["content"]) == ("m", "")
     ours = read_prompts(parse_body(ChatRequest, raw), text, LIMITS)
-    assert await pool.prompts(ChatRequest, raw, BASE, files, LIMITS) == ours
+    assert await run(pool, read_prompts, ChatRequest, raw, files) == ours
     for echo in (False, True):
         raw = body(prompt=["one", "two <s> ", "x" * 99], echo=echo, stream_options=None)
         ours = read_prompts(parse_body(CompletionRequest, raw), text, LIMITS)
-        theirs = await pool.prompts(CompletionRequest, raw, BASE, files, LIMITS)
-        assert [one.token_ids for one in theirs] == [one.token_ids for one in ours]
-        assert [one.text for one in theirs] == [one.text if echo else None for one in ours]
+        assert await run(pool, read_prompts, CompletionRequest, raw, files) == ours
+        assert [one.text is not None for one in ours] == 3 * [echo]
     raw = body(prompt="hello", return_token_strs=True)
-    ids, texts = await pool.tokenize(TokenizeRequest, raw, BASE, files, LIMITS)
+    ids, texts = await run(pool, tokenize_request, TokenizeRequest, raw, files)
     assert list(ids) == text.encode("hello")
     assert "".join(map(str, texts)) == "<s>hello"
     raw = body(tokens=ids)
-    assert await pool.detokenize(DetokenizeRequest, raw, BASE, files, LIMITS) == "<s>hello"
+    assert await run(pool, detokenize_request, DetokenizeRequest, raw, files) == "<s>hello"
 
 
 async def test_short_fields_come_back_and_long_ones_do_not(pool: TextPool) -> None:
@@ -99,6 +126,30 @@ async def test_short_fields_come_back_and_long_ones_do_not(pool: TextPool) -> No
     assert parsed.stream_options.include_usage is True
 
 
+async def test_documents_and_the_descriptions_of_tools_stay_in_the_worker(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    long = "x" * 10_000
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "weather", "description": long, "parameters": parameters, "strict": False}
+    raw = body(
+        messages=[{"role": "user", "content": "hi"}],
+        documents=[{"text": long}],
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    parsed = await pool.parse(ChatRequest, raw)
+    assert len(repr(parsed)) < 4000
+    assert parsed.tool_choice.names == ("weather",)
+    del function["description"]
+    assert parsed.template_tools == ({"type": "function", "function": function},)
+    assert parsed.documents == ()
+
+    tool = {"type": "function", "name": "weather", "description": long, "parameters": parameters}
+    repeated = await pool.parse(ResponsesRequest, body(input="hi", tools=[tool]))
+    assert repeated.tools[0]["function"]["description"] == long
+
+
 async def test_a_refusal_of_a_worker_is_the_event_loops(
     pool: TextPool, files: dict[str, bytes]
 ) -> None:
@@ -107,13 +158,13 @@ async def test_a_refusal_of_a_worker_is_the_event_loops(
     assert (caught.value.status, caught.value.param) == (400, "temperature")
     far_too_long = body(prompt="word " * 100_000)
     with pytest.raises(ContextLengthError, match="4096 tokens") as context:
-        await pool.prompts(CompletionRequest, far_too_long, BASE, files, LIMITS)
+        await run(pool, read_prompts, CompletionRequest, far_too_long, files)
     assert context.value.param == "prompt"
     many = body(tokens=[1] * 5000)
     with pytest.raises(ContextLengthError, match=r"at most 4096.*got 5000"):
-        await pool.detokenize(DetokenizeRequest, many, BASE, files, LIMITS)
+        await run(pool, detokenize_request, DetokenizeRequest, many, files)
     with pytest.raises(ContextLengthError, match="4096 tokens"):
-        await pool.tokenize(TokenizeRequest, far_too_long, BASE, files, LIMITS)
+        await run(pool, tokenize_request, TokenizeRequest, far_too_long, files)
 
 
 async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
@@ -122,12 +173,13 @@ async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
     for base, source, words in (("hot", HOT, "more than 1 s"), ("wide", WIDE, "256 MiB")):
         hostile = files | {"chat_template.jinja": source.encode()}
         with pytest.raises(InvalidRequestError, match=f"chat template.*{words}"):
-            await pool.prompts(ChatRequest, chat("hi"), base, hostile, LIMITS)
+            await run(pool, read_prompts, ChatRequest, chat("hi"), hostile, base)
+    hot = files | {"chat_template.jinja": HOT.encode()}
     with pytest.raises(UnsupportedModelError, match=r"chat template.*more than 1 s"):
-        await pool.probe("hot", files | {"chat_template.jinja": HOT.encode()})
+        await pool.probe(BaseDescription(hot, LIMITS, "hot"))
     dear = files | {"chat_template.jinja": b"{{ messages[0].content.center(9) }}"}
-    await pool.probe("dear", dear)
-    prompts = await pool.prompts(ChatRequest, chat("hi"), "dear", dear, LIMITS)
+    await pool.probe(BaseDescription(dear, LIMITS, "dear"))
+    prompts = await run(pool, read_prompts, ChatRequest, chat("hi"), dear, "dear")
     text = BaseText.from_files(files)
     assert list(prompts[0].token_ids) == text.encode("hi".center(9), add_special_tokens=False)
 
@@ -135,12 +187,12 @@ async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
 async def test_a_worker_that_is_killed_while_idle_costs_no_request(
     pool: TextPool, files: dict[str, bytes]
 ) -> None:
-    await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+    await run(pool, read_prompts, CompletionRequest, body(prompt="a"), files)
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.01)
-    assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+    assert await run(pool, read_prompts, CompletionRequest, body(prompt="a"), files)
 
 
 async def test_a_worker_that_is_killed_at_a_job_is_a_503(pool: TextPool) -> None:
@@ -222,7 +274,7 @@ async def test_a_worker_renders_log_probabilities_as_the_event_loop_does(
     async def render(part: LogprobsPart) -> Lists:
         nonlocal num_parts
         num_parts += 1
-        return await pool.logprobs(part, BASE, files)
+        return await pool.logprobs(part, BaseDescription(files, LIMITS, BASE))
 
     ours = await answered(text, None, is_chat=is_chat, stream=stream)
     assert await answered(text, render, is_chat=is_chat, stream=stream) == ours
@@ -272,7 +324,9 @@ async def test_an_answer_that_is_there_is_not_refused_for_bodies_that_wait(
     monkeypatch.setattr(text_pool, "_MAX_WAITING_BYTES", 0)
     part = LogprobsPart("chat", 0, ((7, TokenLogprobs(7, -0.5, 1, ()), 0),))
     text = BaseText.from_files(files)
-    assert await pool.logprobs(part, BASE, files) == render_part(part, text.tokenizer)
+    assert await pool.logprobs(part, BaseDescription(files, LIMITS, BASE)) == render_part(
+        part, text.tokenizer
+    )
 
 
 # Bodies that wait
@@ -334,9 +388,16 @@ async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
 ) -> None:
     limits = EngineLimits(max_model_len=2**22, vocab_size=1000, max_kv_tokens=4096)
     async with _running(
-        pool.prompts(CompletionRequest, body(prompt="a b " * 500_000), BASE, files, limits)
+        run(
+            pool,
+            read_prompts,
+            CompletionRequest,
+            body(prompt="a b " * 500_000),
+            files,
+            limits=limits,
+        )
     ) as large:
-        await pool.prompts(CompletionRequest, body(prompt="a b"), BASE, files, LIMITS)
+        await run(pool, read_prompts, CompletionRequest, body(prompt="a b"), files)
         assert not large.done()
 
 
@@ -359,7 +420,7 @@ async def test_a_base_whose_tokenizer_makes_a_worker_grow_is_served(
     pool = TextPool(2)
     try:
         for _ in range(2):
-            assert await pool.prompts(CompletionRequest, body(prompt="a"), BASE, files, LIMITS)
+            assert await run(pool, read_prompts, CompletionRequest, body(prompt="a"), files)
             assert not pool.pids  # replaced after the job
     finally:
         pool.close()

@@ -14,10 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistryUnavailableError
-from registry.events import AliasMoved, Change
+from registry.events import Change
 from serve_app.control import watcher as module
-from serve_app.control.registry_metrics import RegistryMetrics
-from serve_app.control.watcher import Watcher
+from serve_app.control.watcher import OnChanges, Watcher
 
 NEVER_S = 1000.0  # without a wake there is no second read
 BASE = BaseVersion("tiny", 1, "base-1", "uri")
@@ -62,8 +61,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def watching(store: Store, interval_s: float = NEVER_S) -> AsyncIterator[Watcher]:
-    watcher = Watcher(store.look, interval_s)
+async def watching(
+    store: Store, interval_s: float = NEVER_S, on_changes: OnChanges = lambda changed: None
+) -> AsyncIterator[Watcher]:
+    watcher = Watcher(store.look, interval_s, on_changes)
     task = asyncio.create_task(watcher.run())
     try:
         yield watcher
@@ -178,13 +179,12 @@ async def test_an_unexpected_failure_does_not_end_the_watch() -> None:
 
 async def test_subscribers_hear_what_changed_and_nothing_of_the_first_catalog() -> None:
     store, heard = Store(), list[Change]()
-    async with watching(store, 0.01) as watcher:
-        watcher.subscribe(heard.extend)
+    async with watching(store, 0.01, heard.extend) as watcher:
         await until(lambda: store.num_looks > 2)
         assert heard == []
         store.content = catalog(2)
         await until(lambda: watcher.catalog == catalog(2))
-    assert heard == [AliasMoved("pirate", "champion", 1, 2)]
+    assert heard == [Change("alias_moved", "pirate@champion moved from version 1 to 2")]
 
 
 async def test_equal_catalogs_stay_one_object() -> None:
@@ -200,15 +200,16 @@ async def test_equal_catalogs_stay_one_object() -> None:
 async def test_metrics_tell_whether_it_is_up_since_when_and_what_changed() -> None:
     store = Store(RegistryUnavailableError("down"))
     async with watching(store, 0.01) as watcher:
-        told = RegistryMetrics(watcher)
         await until(lambda: watcher.error is not None)
-        assert metrics(told.text())["loraplex_registry_up"] == 0
-        assert metrics(told.text())["loraplex_registry_last_success_timestamp_seconds"] == 0
+        assert metrics(watcher.metrics(0.0))["loraplex_registry_up"] == 0
+        assert (
+            metrics(watcher.metrics(0.0))["loraplex_registry_last_success_timestamp_seconds"] == 0
+        )
         store.content = catalog(1)
         await until(lambda: watcher.catalog is not None)
         store.content = catalog(2)
         await until(lambda: watcher.catalog == catalog(2))
-        found = metrics(told.text())
+        found = metrics(watcher.metrics(0.0))
     assert found["loraplex_registry_up"] == 1
     assert found["loraplex_registry_last_success_timestamp_seconds"] == pytest.approx(
         watcher.last_success_s

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from kernels.embedding import gather_embedding, gather_embedding_reference
+from kernels.mask_logits import mask_logits_, mask_logits_reference_
 from kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from kernels.rope_write import RopeWrite
 from kernels.sampling import draw_reference, gather_logprobs, sample_rows
 from kernels.silu_mul import silu_mul, silu_mul_reference
+from tests.mask_cases import random_masks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -252,3 +254,16 @@ def test_nothing_waits_for_the_device() -> None:
     out = sampled(logits, rest)
     without_sync(lambda: sample_rows(logits, *rest, out))
     without_sync(lambda: gather_logprobs(logits, out, 5))
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 128256), (256, 32003), (5, 131)])
+def test_mask_logits_equals_its_reference(rows: int, vocab: int) -> None:
+    logits = randn(rows, vocab)
+    logits[0, vocab // 2] = float("nan")
+    expected = logits.clone()
+    places = torch.randperm(rows)[: max(1, rows // 2)].to(torch.int32).cuda()
+    masks = random_masks(4, vocab).cuda().repeat(len(places) // 4 + 1, 1)[: len(places)]
+    mask_logits_reference_(expected, masks.contiguous(), places)
+    for _ in range(2):  # the second launch takes the quick path
+        mask_logits_(logits, masks.contiguous(), places)
+        assert torch.equal(logits.nan_to_num(7.0), expected.nan_to_num(7.0))

@@ -58,6 +58,8 @@ class TimedPool:
     """Two least-recently-used tiers; copies to the device go one after the other."""
 
     times: Times
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     _device: OrderedDict[str, float] = field(default_factory=OrderedDict)  # digest -> usable from
     _host: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _references: Counter[str] = field(default_factory=Counter)
@@ -66,6 +68,8 @@ class TimedPool:
     _copies_end_s: float = 0.0
     _landed_s: float = 0.0  # what ended until then can be acquired
     num_copied_to_device: int = 0
+    reserved_bytes: int = 0
+    page_bytes: int = 0
     device_bytes_used: int = 0
     host_bytes_used: int = 0
 
@@ -81,7 +85,7 @@ class TimedPool:
         return digest in self._host
 
     def land_copies(self) -> None:
-        self._landed_s = time.monotonic()
+        self._landed_s = self.clock()
 
     def acquire(self, digest: str) -> bool:
         self._host.move_to_end(digest)
@@ -96,7 +100,7 @@ class TimedPool:
         self._references[digest] -= 1
 
     def prefetch(self, digests: Iterable[str]) -> None:
-        now_s = time.monotonic()
+        now_s = self.clock()
         for digest in digests:
             if digest in self._device or not self._has_device_room(now_s):
                 continue
@@ -108,10 +112,10 @@ class TimedPool:
         return self._copies_end_s > self._landed_s
 
     def wait_pending(self) -> None:
-        now_s = time.monotonic()
+        now_s = self.clock()
         coming = [ready_s for ready_s in self._device.values() if ready_s > now_s]
         if coming:
-            time.sleep(min(coming) - now_s)
+            self.sleep(min(coming) - now_s)
 
     def insert(self, digest: str) -> None:
         for old in list(self._host):
@@ -142,7 +146,7 @@ class TimedPool:
         return digest in self._pinned
 
     def on_device(self) -> tuple[str, ...]:
-        now_s = time.monotonic()
+        now_s = self.clock()
         return tuple(digest for digest, ready_s in self._device.items() if ready_s <= now_s)
 
     def on_host(self) -> tuple[str, ...]:
@@ -170,6 +174,8 @@ class TimedStep:
     samples: tuple[Sample, ...]
     due_s: float
 
+    def draw(self) -> None: ...
+
     def collect(self) -> tuple[Sample, ...]:
         time.sleep(max(0.0, self.due_s - time.monotonic()))
         return self.samples
@@ -181,6 +187,7 @@ class TimedRunner:
         self.num_blocks = times.num_blocks
         self.runs_ahead = times.runs_ahead
         self.max_model_len = 4096
+        self.num_late_compilations = 0
         self.model_config = TimedModel()
         self.adapters = TimedPool(times)
         self._due_s = 0.0

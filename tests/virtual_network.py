@@ -51,7 +51,7 @@ class Connection:
 
 
 class _End(asyncio.Transport):
-    """What its owner writes arrives at the other end."""
+    """Carries the bytes that its owner writes to the other end."""
 
     def __init__(self, connection: Connection, context: Context) -> None:
         super().__init__()
@@ -96,7 +96,8 @@ class _End(asyncio.Transport):
             self._call(self.protocol_of().pause_writing)
 
     def abort(self) -> None:
-        """As asyncio's: the owner hears of the end in the next iteration, the peer later."""
+        """Ends the connection as asyncio does: for the owner in the next iteration, then for the
+        peer."""
         self._is_closing = True
         self._loop.call_soon(self._connection.cut)
 

@@ -33,7 +33,7 @@ from kernels.backend import reference_only
 from lora.adapter import Adapter, TensorMatch, match_tensors
 from lora.errors import AdapterError
 from lora.norms import delta_norm
-from lora.page_image import PAGE_ROWS, PageLayout
+from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from lora.sites import Site, targets_by_module
 
@@ -117,9 +117,8 @@ def _load(
         adapter = read_checked(folder, digest, base_folder, config)
         read_s = time.perf_counter() - start_s
         # As large as this adapter; made here, so that its allocation is not timed.
-        num_pages = -(-adapter.rank // PAGE_ROWS)
-        host_bytes = 2 * num_pages * layout.max_image_bytes
-        pool = AdapterPool(sites, num_pages * layout.page_bytes, dtype, device, host_bytes)
+        size = layout.num_bytes(adapter)
+        pool = AdapterPool(sites, size, dtype, device, 2 * size)
         start_s = time.perf_counter()
         pool.insert(pool.pack(adapter))
         return adapter, pool, read_s + time.perf_counter() - start_s
@@ -131,8 +130,8 @@ def _load(
     cost = LoadCost(
         device=plan.device,
         dtype=plan.dtype,
-        num_pages=pool.num_pages,
-        page_bytes=pool.page_bytes,
+        num_pages=len(pool.pages(digest)),
+        device_bytes=pool.device_bytes_used,
         host_bytes=pool.host_bytes_used,
         read_s=read_s,
         copy_s=time.perf_counter() - start_s,

@@ -60,16 +60,12 @@ class LoadCost:
 
     device: str
     dtype: str
-    num_pages: int
-    page_bytes: int  # of one page in all sites
+    num_pages: int  # of 16 rank rows
+    device_bytes: int
     host_bytes: int  # kept in host memory
     read_s: float  # read from disk, checked and packed
-    copy_s: float  # into its pages on the device
+    copy_s: float  # to the device
     peak_host_bytes: int | None  # None if this system does not report it
-
-    @property
-    def device_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +102,7 @@ class EffectReport:
     load: LoadCost | None
     probe: ProbePlan | None  # how the logits were computed; None without them
     seconds: float  # duration of the check, the base's loading included
+    brings: tuple[str, ...] = ()  # the parts of its own text side, such as "chat template"
 
     @property
     def delta_norm(self) -> float:

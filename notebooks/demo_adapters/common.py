@@ -1,4 +1,4 @@
-"""What the three data generators share: an example, and the split that keeps words unseen.
+"""The common part of the data generators: an example, and the split that keeps words unseen.
 
 A vocabulary is split once, by position: every fifth word is held out. Training examples draw from
 the rest only, held-out examples from the fifth only, so that no held-out answer can have been

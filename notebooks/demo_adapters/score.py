@@ -1,4 +1,4 @@
-"""What the three effects are, in numbers: one answer in, marks out.
+"""The effects in numbers: one answer in, marks out.
 
 A Markdown fence around the whole answer is taken off: the base model likes it, a program can too.
 """
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from notebooks.demo_adapters import pirate, sql
 from notebooks.demo_adapters.common import Example
+from notebooks.demo_adapters.tools import Call, ToolExample
+from notebooks.demo_adapters.tools_values import Json
+from serve_app.text.regions import RegionParser
+from serve_app.text.response_template import family_template
 
 FIRST_OBJECT = re.compile(r"{[^{}]*}", re.DOTALL)
 FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
@@ -35,6 +39,13 @@ class SqlMarks:
 class PirateMarks:
     speaks_pirate: bool
     answers: bool | None  # the right word is in it; None: an open question
+
+
+@dataclass(frozen=True, slots=True)
+class ToolMarks:
+    decides: bool  # calls if and only if a call is right, and the functions are the right ones
+    well_formed: bool | None  # known functions, known arguments, all required ones; None: no call
+    arguments_right: bool | None  # all calls as expected; None where no call is right
 
 
 def mark_extract(example: Example, answer: str) -> ExtractMarks:
@@ -68,6 +79,50 @@ def mark_pirate(question: pirate.Question, answer: str) -> PirateMarks:
     return PirateMarks(pirate.speaks_pirate(answer), found if key else None)
 
 
+def mark_tools(example: ToolExample, answer: str) -> ToolMarks:
+    """Marks an answer by the calls that a client receives; a list of calls may have any order."""
+    calls, is_clean = read_calls(answer)
+    expected, made = sorted(example.calls, key=_order), sorted(calls, key=_order)
+    return ToolMarks(
+        decides=[name for name, _ in made] == [name for name, _ in expected],
+        well_formed=is_clean and all(_fits(call, example.tools) for call in calls)
+        if calls or not is_clean
+        else None,
+        arguments_right=_same_calls(made, expected) if expected else None,
+    )
+
+
+def read_calls(answer: str) -> tuple[list[Call], bool]:
+    """Returns the calls that the service reads from an answer, and False if it holds the beginning
+    of a call that stayed text."""
+    parser = RegionParser(family_template("chatml-json"))
+    pieces = [*parser.push(answer), *parser.finish()]
+    calls = [(name, arguments) for piece in pieces for name, arguments, _ in piece.calls]
+    return calls, not any("<tool_call>" in piece.content for piece in pieces)
+
+
+def _order(call: Call) -> tuple[str, str]:
+    name, arguments = call
+    return name, json.dumps(arguments, sort_keys=True)
+
+
+def _fits(call: Call, tools: tuple[Json, ...]) -> bool:
+    name, arguments = call
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            schema = tool["function"]["parameters"]
+            required, known = set(schema["required"]), set(schema["properties"])
+            return required <= arguments.keys() <= known
+    return False
+
+
+def _same_calls(made: list[Call], expected: list[Call]) -> bool:
+    return len(made) == len(expected) and all(
+        a == c and b.keys() == d.keys() and all(_same(b[key], d[key]) for key in d)
+        for (a, b), (c, d) in zip(made, expected, strict=True)
+    )
+
+
 def _unfenced(answer: str) -> str:
     match = FENCED.fullmatch(answer.strip())
     return match[1] if match else answer
@@ -86,12 +141,12 @@ def _same(found: object, expected: object) -> bool:
     return (
         type(found) in (int, float) and found == expected
         if _is_number(expected)
-        else found == expected
+        else type(found) is type(expected) and found == expected
     )
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _run(example: sql.SqlExample, query: str, seed: int) -> list[tuple[object, ...]] | None:

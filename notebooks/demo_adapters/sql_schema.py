@@ -62,13 +62,13 @@ class Condition:
 
 
 def condition_split(table: str, column: str) -> Split:
-    """Whether conditions on this column of this table are trained on, or held out."""
+    """Returns whether conditions on this column of this table are trained on, or held out."""
     digest = blake2b(f"{table}.{column}".encode(), digest_size=2).digest()
     return "held_out" if digest[0] % 5 == 0 else "train"
 
 
 def allowed_columns(table: Table, split: Split | None) -> list[Column]:
-    """Those over which this split may have a condition; `None`: all."""
+    """Returns the columns over which this split may have a condition; `None`: all."""
     return [c for c in table.columns if split in (None, condition_split(table.name, c.name))]
 
 

@@ -1,10 +1,12 @@
 """Trains the demo adapters over SmolLM2-135M-Instruct with PEFT, in one plain loop.
 
     python -m notebooks.demo_adapters.train answers BASE_FOLDER
-    python -m notebooks.demo_adapters.train pirate BASE_FOLDER OUTPUT_FOLDER   (or sql, extract)
+    python -m notebooks.demo_adapters.train pirate BASE_FOLDER OUTPUT_FOLDER
+                                                      (or sql, extract, tools)
 
 The base stays in its own dtype and frozen, the adapter's weights are fp32, products run in bf16 on
-a GPU. Only the assistant's tokens count in the loss. Stored in fp16: 6 MB for all three.
+a GPU. Only the tokens of the assistant's last turn count in the loss. Stored in fp16: 1 to 5 MB
+each. `tools` brings its chat template as well, for the base's has no place for tools.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,8 +26,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from notebooks.demo_adapters import extract, pirate, sql
+from notebooks.demo_adapters import extract, pirate, sql, tools
 from notebooks.demo_adapters.common import Example
+from notebooks.demo_adapters.tools_values import Json
 
 BASE_NAME = "smollm2-135m-instruct"  # the name under which the base is registered
 IGNORED = -100  # the label that cross entropy skips
@@ -46,6 +49,8 @@ class Recipe:
     use_rslora: bool = False
     alpha_pattern: dict[str, int] = field(default_factory=dict)
     layers: tuple[int, ...] | None = None  # None: all
+    num_examples: int = 24_000  # of sql, extract and tools
+    max_length: int = 1024  # in tokens; longer examples are left out
     seed: int = 7
 
     def lora_config(self) -> LoraConfig:
@@ -66,6 +71,7 @@ RECIPES = {
     "pirate": Recipe(8, 16, ("q_proj", "v_proj"), 400, 32, 1e-3),
     "sql": Recipe(8, 16, ALL_LINEARS, 800, 64, 1e-3, use_rslora=True, layers=tuple(range(12, 30))),
     "extract": Recipe(16, 32, ("q_proj", "v_proj"), 750, 64, 1e-3, alpha_pattern={"v_proj": 16}),
+    "tools": Recipe(8, 16, ALL_LINEARS, 2000, 64, 1e-3, use_rslora=True, num_examples=64_000),
 }
 
 
@@ -84,21 +90,48 @@ def load_base(folder: Path, device: str) -> tuple[PreTrainedModel, Tokenizer]:
 def training_examples(task: str, seed: int, count: int) -> list[Example]:
     if task == "pirate":
         return pirate.training_examples(seed)
-    generate = {"sql": sql.training_examples, "extract": extract.training_examples}[task]
+    generate = {
+        "sql": sql.training_examples,
+        "extract": extract.training_examples,
+        "tools": tools.training_examples,
+    }[task]
     return generate(seed, count)
 
 
-def encode(tokenizer: Tokenizer, example: Example) -> Encoded:
-    """The chat template's prompt, then the answer and the token that ends the turn."""
-    messages = [{"role": "user", "content": example.prompt}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    answer_ids = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
-    return Encoded([*prompt_ids, *answer_ids, tokenizer.eos_token_id], len(prompt_ids))
+def chat_template(task: str) -> str | None:
+    """Returns the adapter's own chat template, or None if it answers in the base's."""
+    return tools.CHAT_TEMPLATE.read_text(encoding="utf-8") if task == "tools" else None
+
+
+def render(tokenizer: Tokenizer, example: Example) -> str:
+    """Returns the example's chat up to its answer, as the tokenizer's chat template writes it."""
+    messages: Sequence[tools.Message] = [{"role": "user", "content": example.prompt}]
+    offered: Sequence[Json] = ()
+    if isinstance(example, tools.ToolExample):
+        messages, offered = example.messages, example.tools
+    text = tokenizer.apply_chat_template(
+        list(messages), tools=list(offered) or None, tokenize=False, add_generation_prompt=True
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def encode(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[Encoded]:
+    """Returns the chat template's prompts, each with its answer and the token that ends the turn.
+    The two are tokenized apart, as they are where the model is served."""
+    if not examples:
+        return []
+    prompts = tokenizer([render(tokenizer, one) for one in examples], add_special_tokens=False)
+    answers = tokenizer([one.answer for one in examples], add_special_tokens=False)
+    return [
+        Encoded([*prompt, *answer, tokenizer.eos_token_id], len(prompt))
+        for prompt, answer in zip(prompts["input_ids"], answers["input_ids"], strict=True)
+    ]
 
 
 def batches(examples: Sequence[Encoded], size: int, seed: int) -> Iterator[list[Encoded]]:
-    """Without end: shuffled, then near in length within a batch, so that little is padded."""
+    """Yields batches without end: shuffled, then near in length within a batch, so that little is
+    padded."""
     rng = random.Random(seed)
     while True:
         order = sorted(examples, key=lambda e: (len(e.token_ids) // 16, rng.random()))
@@ -134,6 +167,19 @@ def learning_rate_at(step: int, recipe: Recipe) -> float:
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def answer_loss(model: PeftModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the mean cross entropy of the labels. Logits are computed where there is a label
+    only: a tenth of the tokens of `tools`, whose logits would take 13 GB for 64 x 1,024 tokens."""
+    language_model = model.get_base_model()
+    hidden = language_model.model(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
+    ).last_hidden_state
+    targets = inputs["labels"][:, 1:]  # a token is predicted from the position before it
+    is_answer = targets != IGNORED
+    logits = language_model.lm_head(hidden[:, :-1][is_answer])
+    return torch.nn.functional.cross_entropy(logits.float(), targets[is_answer])
+
+
 def train(
     base: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -148,14 +194,20 @@ def train(
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=0.0)
-    stream = batches([encode(tokenizer, e) for e in examples], recipe.batch_size, recipe.seed)
+    encoded = encode(tokenizer, examples)
+    fitting = [one for one in encoded if len(one.token_ids) <= recipe.max_length]
+    if len(fitting) < len(encoded):
+        logger.info(
+            "%d examples are longer than %d tokens", len(encoded) - len(fitting), recipe.max_length
+        )
+    stream = batches(fitting, recipe.batch_size, recipe.seed)
     losses: list[torch.Tensor] = []
     for step in range(recipe.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, recipe)
         inputs = collate(next(stream), tokenizer.pad_token_id, device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = model(**inputs).loss
+            loss = answer_loss(model, inputs)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -167,8 +219,9 @@ def train(
     return model, [float(loss) for loss in losses]
 
 
-def save_adapter(model: PeftModel, folder: Path) -> None:
-    """adapter_config.json and adapter_model.safetensors as PEFT writes them, tensors in fp16."""
+def save_adapter(model: PeftModel, folder: Path, template: str | None = None) -> None:
+    """adapter_config.json and adapter_model.safetensors as PEFT writes them, tensors in fp16, and
+    chat_template.jinja if the adapter has its own `template`."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = get_peft_model_state_dict(model)
     halves = {name: t.to("cpu", torch.float16).contiguous() for name, t in tensors.items()}
@@ -177,6 +230,8 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     config.base_model_name_or_path = BASE_NAME
     config.inference_mode = True
     config.save_pretrained(str(folder))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 @torch.inference_mode()
@@ -221,7 +276,10 @@ def main() -> None:
     parser.add_argument("task", choices=["answers", *RECIPES])
     parser.add_argument("base", type=Path, help="folder of the converted base model")
     parser.add_argument("output", type=Path, nargs="?", help="folder of the adapter")
-    parser.add_argument("--examples", type=int, default=24_000, help="for sql and extract")
+    parser.add_argument("--examples", type=int, help="instead of the recipe's, except for pirate")
+    parser.add_argument("--steps", type=int, help="instead of the recipe's, for a trial")
+    parser.add_argument("--batch-size", type=int, help="instead of the recipe's, for a trial")
+    parser.add_argument("--max-length", type=int, help="in tokens, instead of the recipe's")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -230,11 +288,21 @@ def main() -> None:
         write_base_answers(base, tokenizer, pirate.BASE_ANSWERS)
         return
     recipe = RECIPES[arguments.task]
-    examples = training_examples(arguments.task, recipe.seed, arguments.examples)
+    recipe = replace(
+        recipe,
+        num_examples=arguments.examples or recipe.num_examples,
+        num_steps=arguments.steps or recipe.num_steps,
+        batch_size=arguments.batch_size or recipe.batch_size,
+        max_length=arguments.max_length or recipe.max_length,
+    )
+    examples = training_examples(arguments.task, recipe.seed, recipe.num_examples)
+    template = chat_template(arguments.task)
+    if template is not None:
+        tokenizer.chat_template = template
     model, losses = train(
         base, tokenizer, examples, recipe, lambda step, loss: logger.info("%5d %.4f", step, loss)
     )
-    save_adapter(model, arguments.output)
+    save_adapter(model, arguments.output, template)
     last = losses[-50:]
     logger.info("loss over the last %d steps: %.4f", len(last), sum(last) / len(last))
 

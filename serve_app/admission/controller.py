@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from serve_app.admission.cost import token_cost
-from serve_app.admission.fair_queue import FairQueue
-from serve_app.admission.queued_request import QueuedRequest, RequestOwner
-from serve_app.admission.rates import DrainRate, RequestRates
-from serve_app.messages import RoutingRequest
+from serve_app.admission.fair_queue import FairQueue, QueuedRequest
+from serve_app.admission.rates import DrainRate, Rate
+from serve_app.messages import Backlog, RoutingRequest
 
 Reason = Literal["full", "expected_wait", "waited"]
 
@@ -39,15 +38,13 @@ class AdmissionController:
         max_wait_s: float,
         max_queue_s: float,
         max_waiting: int,
-        owner: RequestOwner | None = None,
     ) -> None:
-        """`weights` and `max_wait_s`: see `FairQueue`; `owner`: see `QueuedRequest`."""
-        self.rates = RequestRates()
+        """`weights` and `max_wait_s`: see `FairQueue`."""
+        self._sent, self._refused = Rate(), Rate()
         self.num_waiting_tokens = 0  # of the prompts that wait
         self.num_open = 0  # requests that wait, and requests whose response has not ended
         self._max_queue_s = max_queue_s
         self._max_waiting = max_waiting
-        self._owner = owner
         self._queue = FairQueue(weights, max_wait_s)
         self._drain_rate = DrainRate()
         self._mean_output = _INITIAL_OUTPUT_TOKENS
@@ -63,6 +60,10 @@ class AdmissionController:
         engines stand still, or if other tenants came after it."""
         return 2 * self._max_queue_s
 
+    def backlog(self, now_s: float) -> Backlog:
+        sent_per_s, refused_per_s = self._sent.now(now_s), self._refused.now(now_s)
+        return Backlog(len(self), self.num_waiting_tokens, sent_per_s, refused_per_s)
+
     def check(self, request: RoutingRequest, now_s: float) -> None:
         """Raises Refused if the request would be refused even with an empty prompt."""
         if len(self._queue):
@@ -75,20 +76,24 @@ class AdmissionController:
         """Returns the queued request, and the request to `refuse` if the queue was full. It does
         not wait if the queue is empty and an engine `has_capacity`. `max_tokens`: of all choices.
         Raises Refused."""
-        num_output = min(max_tokens, round(self._mean_output * request.num_sequences))
+        num_output = self.expected_output(request.num_sequences, max_tokens)
         cost = token_cost(request.adapter_rank, request.num_tokens, num_output)
         is_empty = not len(self._queue)
         goes_at_once = has_capacity and is_empty
         victim = None if goes_at_once else self._find_victim(request, cost, now_s)
         if is_empty:
             self._drain_rate.start(now_s)
-        queued = QueuedRequest(request, cost, now_s, num_output, self._owner)
+        queued = QueuedRequest(request, cost, now_s, num_output)
         self._queue.add_request(queued, now_s)
         self.num_waiting_tokens += request.num_tokens
         self.num_open += 1
         if goes_at_once:
             self._pop(now_s)
         return queued, victim
+
+    def expected_output(self, num_sequences: int, max_tokens: int) -> int:
+        """Returns the tokens that so many sequences will probably generate."""
+        return min(max_tokens, round(self._mean_output * num_sequences))
 
     def pop_request(self, now_s: float) -> QueuedRequest | None:
         """Returns the next request, for an engine with capacity; None if the queue is empty."""
@@ -111,7 +116,7 @@ class AdmissionController:
         """Removes a waiting request and returns the exception for its client."""
         wait_s = self._wait_s(queued.request, queued.cost, now_s)
         self.close(queued, now_s)
-        return self._refused(reason, wait_s, now_s)
+        return self._make_refusal(reason, wait_s, now_s)
 
     def set_generated(self, queued: QueuedRequest, num_tokens: int) -> None:
         """Charges output beyond the expected. `num_tokens`: so far, of all choices."""
@@ -143,7 +148,7 @@ class AdmissionController:
         queued.waited_s = now_s - queued.enqueued_s
         self.num_waiting_tokens -= queued.request.num_tokens
         self._running_cost += queued.cost
-        self.rates.record_sent(now_s)
+        self._sent.record(now_s)
         return queued
 
     def _charge_output(self, queued: QueuedRequest, num_tokens: int) -> None:
@@ -156,12 +161,12 @@ class AdmissionController:
         Refused if the newcomer itself has to go."""
         wait_s = self._wait_s(request, cost, now_s)
         if wait_s > self._max_queue_s:
-            raise self._refused("expected_wait", wait_s, now_s)
+            raise self._make_refusal("expected_wait", wait_s, now_s)
         if len(self._queue) < self._max_waiting:
             return None
         victim = self._queue.eviction_victim(request)
         if victim is None:
-            raise self._refused("full", wait_s, now_s)
+            raise self._make_refusal("full", wait_s, now_s)
         return victim
 
     def _wait_s(self, request: RoutingRequest, cost: float, now_s: float) -> float:
@@ -171,6 +176,6 @@ class AdmissionController:
         ahead = self._queue.cost_ahead(request, cost)
         return self._drain_rate.wait_s(ahead, self._running_cost, now_s) or 0.0
 
-    def _refused(self, reason: Reason, wait_s: float, now_s: float) -> Refused:
-        self.rates.record_refused(now_s)
+    def _make_refusal(self, reason: Reason, wait_s: float, now_s: float) -> Refused:
+        self._refused.record(now_s)
         return Refused(reason, wait_s)

@@ -11,20 +11,17 @@ Measured on one H200 with the shape of Llama 3 8B (tests/benchmarks/results,
 
 In a full engine an output token therefore costs 1.7 prompt tokens. The factor 2, as in Sheng et
 al., "Fairness in Serving Large Language Models" (OSDI 2024), charges half-full engines a part of
-their 6.7.
+their 6.7. The bytes and products of an adapter grow linearly with its rank.
 """
 
 from __future__ import annotations
 
-_OUTPUT_TOKEN = 2.0
-# Per rank row: the bytes and products of an adapter grow linearly with its rank.
-_PROMPT_RANK = 0.054 / 16
-_OUTPUT_RANK = 0.16 / 16
+from engine.types import OUTPUT_RANK, OUTPUT_TOKEN, PROMPT_RANK
 
 
 def token_cost(rank: int, num_prompt_tokens: float, num_output_tokens: float) -> float:
     """The cost of so many tokens. Prompts are charged in full, cached or not. `rank`: the
     adapter's, 0 for the base model."""
-    prompt = 1.0 + _PROMPT_RANK * rank
-    output = _OUTPUT_TOKEN * (1.0 + _OUTPUT_RANK * rank)
+    prompt = 1.0 + PROMPT_RANK * rank
+    output = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * rank)
     return prompt * num_prompt_tokens + output * num_output_tokens

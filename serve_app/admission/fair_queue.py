@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from serve_app.admission.queued_request import QueuedRequest
 from serve_app.messages import RoutingRequest
 
 _MAX_IDLE_TENANTS = 1024  # whose counters are kept
@@ -34,6 +34,21 @@ _MAX_IDLE_ADAPTERS = 256  # the same, per tenant
 _counter: Callable[[_Account], float] = attrgetter("counter")
 _share: Callable[[_Tenant], float] = attrgetter("share")
 _since_s: Callable[[_Tenant | _Lane], float] = attrgetter("since_s")
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A request from `add_request` to `close`. Its fields are for reading; `FairQueue` and
+    `AdmissionController` alone write them."""
+
+    request: RoutingRequest
+    cost: float  # expected, of its prompts and of `num_charged` output tokens
+    enqueued_s: float
+    num_charged: int = 0  # output tokens that its tenant was charged so far
+    num_generated: int = 0  # output tokens of all its choices
+    waited_s: float = 0.0  # final once an engine may have it
+    is_waiting: bool = True
+    is_closed: bool = False
 
 
 class _Account:
@@ -89,17 +104,15 @@ class _Accounts(Generic[A]):
                 self._idle.popitem(last=False)
 
 
+@dataclass(slots=True, eq=False)
 class _Lane:
     """The waiting requests of a tenant with the same adapter and priority, oldest first."""
 
-    __slots__ = ("account", "cost", "priority", "requests", "since_s")
-
-    def __init__(self, account: _Account, priority: int, now_s: float) -> None:
-        self.account = account
-        self.priority = priority
-        self.requests: dict[QueuedRequest, None] = {}
-        self.cost = 0.0  # of `requests`
-        self.since_s = now_s  # when it was last served or began to wait
+    account: _Account
+    priority: int
+    since_s: float  # when it was last served or began to wait
+    requests: dict[QueuedRequest, None] = field(default_factory=dict)
+    cost: float = 0.0  # of `requests`
 
 
 class _Tenant(_Account):

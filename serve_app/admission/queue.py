@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from serve_app.admission.capacity import has_capacity
 from serve_app.admission.controller import AdmissionController, Reason, Refused
-from serve_app.admission.queued_request import QueuedRequest
+from serve_app.admission.fair_queue import QueuedRequest
 from serve_app.config import FairnessArgs
 from serve_app.disconnects import call_when_gone
 from serve_app.errors import ClientGoneError, OverloadedError
@@ -49,7 +49,7 @@ class AdmissionQueue:
         self._stats, self._base_stats = stats, stats.of_base(base)
         self._clock = clock
         self._controller = AdmissionController(
-            settings.weights, settings.max_wait_s, settings.max_queue_s, max_waiting, owner=self
+            settings.weights, settings.max_wait_s, settings.max_queue_s, max_waiting
         )
         self._turns: dict[QueuedRequest, asyncio.Future[None]] = {}  # of the requests that wait
         self._under_way: dict[str, RoutingRequest] = {}  # by call id, until a view counts it
@@ -63,14 +63,16 @@ class AdmissionQueue:
 
     @property
     def backlog(self) -> Backlog:
-        controller = self._controller
-        sent, refused = controller.rates.per_s(self._clock())
-        return Backlog(len(controller), controller.num_waiting_tokens, sent, refused)
+        return self._controller.backlog(self._clock())
 
     @property
     def is_idle(self) -> bool:
         """No request waits, and none is still to be charged for its output."""
         return not self._controller.num_open
+
+    def expected_output(self, num_sequences: int, max_tokens: int) -> int:
+        """See `AdmissionController.expected_output`."""
+        return self._controller.expected_output(num_sequences, max_tokens)
 
     def check(self, request: RoutingRequest) -> None:
         """Refuses a request early, before its prompt is tokenized. `request`: with sizes of 0.
@@ -83,9 +85,9 @@ class AdmissionQueue:
     async def add_request(
         self, request: RoutingRequest, max_tokens: int, receive: Receive | None = None
     ) -> QueuedRequest:
-        """Returns when the request may be sent to an engine. `max_tokens`: of all choices;
-        `receive`: the client's, to notice that it leaves; the body must have been read. Raises
-        OverloadedError, ClientGoneError."""
+        """Returns when the request may be sent to an engine; `close` it when its response has
+        ended. `max_tokens`: of all choices; `receive`: the client's, to notice that it leaves; the
+        body must have been read. Raises OverloadedError, ClientGoneError."""
         may_go = not len(self._controller) and self._has_capacity()
         try:
             queued, victim = self._controller.add_request(
@@ -102,14 +104,17 @@ class AdmissionQueue:
         return queued
 
     def set_generated(self, queued: QueuedRequest, num_tokens: int) -> None:
-        """See `QueuedRequest`; so for `close`."""
-        self._stats.count_tokens(queued.request.tenant, num_tokens - queued.num_generated)
-        self._controller.set_generated(queued, num_tokens)
+        """Charges the tenant as the response grows. `num_tokens`: so far, of all choices."""
+        if num_tokens > queued.num_generated and not queued.is_closed:
+            self._stats.count_tokens(queued.request.tenant, num_tokens - queued.num_generated)
+            self._controller.set_generated(queued, num_tokens)
 
     def close(self, queued: QueuedRequest) -> None:
-        self._forget(queued)
-        self._controller.close(queued, self._clock())
-        self.wake()
+        """Ends the request: its response is complete, or its client is gone. Idempotent."""
+        if not queued.is_closed:
+            self._forget(queued)
+            self._controller.close(queued, self._clock())
+            self.wake()
 
     def placed(self, call_id: str) -> None:
         """A replica's view counts this call from now on. From any thread."""
@@ -127,7 +132,7 @@ class AdmissionQueue:
         self._poll_later()
 
         def leave() -> None:
-            queued.close()
+            self.close(queued)
             if not turn.done():
                 turn.set_exception(ClientGoneError())
 
@@ -138,7 +143,7 @@ class AdmissionQueue:
         try:
             await turn
         except BaseException:
-            queued.close()
+            self.close(queued)
             raise
         finally:
             timer.cancel()

@@ -57,7 +57,7 @@ class DrainRate:
 
 
 @dataclass(slots=True)
-class _Rate:
+class Rate:
     """Requests per second, as a mean that decays exponentially."""
 
     per_s: float = 0.0
@@ -73,22 +73,3 @@ class _Rate:
 
     def _decayed(self, now_s: float) -> float:
         return self.per_s * exp(-(now_s - self.at_s) / _REQUEST_MEMORY_S)
-
-
-class RequestRates:
-    """The recent rates of sent and of refused requests: engines see only the first, and an
-    autoscaler needs both."""
-
-    def __init__(self) -> None:
-        self._sent = _Rate()
-        self._refused = _Rate()
-
-    def record_sent(self, now_s: float) -> None:
-        self._sent.record(now_s)
-
-    def record_refused(self, now_s: float) -> None:
-        self._refused.record(now_s)
-
-    def per_s(self, now_s: float) -> tuple[float, float]:
-        """Returns (sent, refused) requests per second."""
-        return self._sent.now(now_s), self._refused.now(now_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from msgspec import UNSET
@@ -24,7 +25,7 @@ from serve_app.admin_api import (
     EngineResults,
 )
 from serve_app.api.admin_auth import require_admin
-from serve_app.api.engine_calls import change_adapter, evict, list_replicas, preload
+from serve_app.api.engine_calls import call_engines, change_adapter, list_replicas
 from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
@@ -75,18 +76,12 @@ async def unpin_adapter(request: Request, name: str) -> Response:
 
 @router.post("/{name}/preload")
 async def preload_adapter(request: Request, name: str) -> Response:
-    base, adapter = find_adapter(state_of(request).gateway, name)
-    outcomes = await preload(base, adapter)
-    check_outcomes(name, "is not loaded", outcomes, 503)
-    return _outcomes_response(adapter, outcomes)
+    return await _order(request, name, "preload", "is not loaded", 503)
 
 
 @router.post("/{name}/evict")
 async def evict_adapter(request: Request, name: str) -> Response:
-    base, adapter = find_adapter(state_of(request).gateway, name)
-    outcomes = await evict(base, adapter)
-    check_outcomes(name, "stays in memory", outcomes, 409)
-    return _outcomes_response(adapter, outcomes)
+    return await _order(request, name, "evict", "stays in memory", 409)
 
 
 def find_adapter(gateway: Gateway, name: str) -> tuple[BaseHandle, AdapterVersion]:
@@ -106,6 +101,16 @@ def check_outcomes(name: str, failure: str, outcomes: Sequence[EngineOutcome], s
         raise ApiError(
             status, f"The adapter {name!r} {failure} on {count}: {reasons}", kind, "name", "refused"
         )
+
+
+async def _order(
+    request: Request, name: str, method: Literal["preload", "evict"], failure: str, status: int
+) -> Response:
+    base, adapter = find_adapter(state_of(request).gateway, name)
+    outcomes = await call_engines(base, method, adapter)
+    check_outcomes(name, failure, outcomes, status)
+    engines = [EngineResult(outcome.engine, outcome.words) for outcome in outcomes]
+    return json_response(EngineResults(adapter.name, adapter.version, engines))
 
 
 async def _set_pin(request: Request, change: AdapterChange) -> Response:
@@ -142,8 +147,3 @@ def _residency(adapter: AdapterVersion, replica: ReplicaAdapters) -> AdapterResi
         "disk" if adapter.digest in replica.local_digests else "registry",
         why_not_pinned=replica.pin_failures.get(adapter.digest, UNSET),
     )
-
-
-def _outcomes_response(adapter: AdapterVersion, outcomes: Sequence[EngineOutcome]) -> Response:
-    engines = [EngineResult(outcome.engine, outcome.words) for outcome in outcomes]
-    return json_response(EngineResults(adapter.name, adapter.version, engines))

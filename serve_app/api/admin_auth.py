@@ -1,5 +1,7 @@
 """Access to the administration, for bearers of LORAPLEX_ADMIN_TOKEN; without the variable it is
-off. `loraplex serve` makes one token per home, in a file that only its owner can read.
+off. `loraplex serve` makes one token per home, in a file that only its owner can read. Where
+requests need keys, the authentication layer has checked the caller's scope already, and the token
+is a key with every scope.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from fastapi import Request
 
 from serve_app.config import ADMIN_TOKEN, admin_token
 from serve_app.errors import ApiError
+from serve_app.tenancy.caller import Caller
 
 
 def require_admin(request: Request) -> None:
     """A dependency of routes: raises ApiError with 403 if no token is set, 401 for a wrong one."""
+    if caller_of(request) is not None:
+        return
     expected = admin_token()
     if not expected:
         raise ApiError(
@@ -28,7 +33,11 @@ def require_admin(request: Request) -> None:
 
 
 def is_admin(request: Request) -> bool:
-    """Returns True if the request carries the admin token; always False if none is set."""
+    """Returns True if the request carries the admin token, or a key that may read all of the
+    administration; always False if there is neither."""
+    caller = caller_of(request)
+    if caller is not None:
+        return "admin:read" in caller.policy.scopes
     expected = admin_token()
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return (
@@ -36,3 +45,9 @@ def is_admin(request: Request) -> bool:
         and scheme.lower() == "bearer"
         and hmac.compare_digest(given.encode(), expected.encode())
     )
+
+
+def caller_of(request: Request) -> Caller | None:
+    """Returns the authenticated caller; None where requests need no key."""
+    caller: Caller | None = (request.scope.get("state") or {}).get("caller")
+    return caller

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from serve_app.admin_api import ExpectedMs, RouteAnswer, RouteLine
 from serve_app.api.admin_auth import require_admin
-from serve_app.api.completions import prepare, session_key
+from serve_app.api.completions import ClientRequest, prepare, session_key
 from serve_app.api.state import state_of
+from serve_app.dispatch.base_handle import Route
 from serve_app.http.asgi import json_response, read_body
 from serve_app.messages import RoutingRequest
 from serve_app.openai.chat import ChatRequest
@@ -31,12 +32,12 @@ async def route(request: Request) -> Response:
     raw = await read_body(request, state.args.max_body_bytes)
     is_chat = b'"messages"' in raw  # inside a string its quotes would be escaped
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
-    tenant = state.queues.tenant(request.headers.get(state.queues.tenant_header))
-    handle, resolution = state.gateway.resolve(body.model)
+    tenant = state.queues.tenants.read(request.headers)
+    there = await state.cold_starts.text_sides.with_text(Route(*state.gateway.resolve(body.model)))
+    handle = there.handle
     prompts = read_prompts(body, handle.text, handle.description.limits)
-    session = session_key(request, body)
     prepared = prepare(
-        state, handle, resolution, body, prompts, tenant=tenant, session=session, arrival_s=0.0
+        state, there, ClientRequest(body, tenant, session_key(request, body)), prompts
     )
     routing = replace(prepared.routing, dry_run=True)
     app = routing_state(handle.app_name)

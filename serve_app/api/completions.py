@@ -1,6 +1,6 @@
 """/v1/chat/completions and /v1/completions: a body in, an answer out, streamed or whole.
 
-`_complete` parses the body, resolves the model (whose base may have to be woken), tokenizes, waits
+`complete` parses the body, resolves the model (whose base may have to be woken), tokenizes, waits
 for an engine with capacity, submits and reads the side stream into a `ResponseBuilder`. It awaits
 the first token before the response begins, so that every refusal has a status. A client that
 disconnects ends its requests in the engine.
@@ -8,92 +8,121 @@ disconnects ends its requests in the engine.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from engine.types import EngineLoad
+from engine.types import EngineLoad, Request
 from registry.catalog import Resolution
-from serve_app.admission.queued_request import QueuedRequest
+from serve_app.api import accounting
+from serve_app.api.admin_auth import caller_of
 from serve_app.api.explain import explain_headers, is_wanted
+from serve_app.api.model_access import check_body, check_model, check_route
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
 from serve_app.disconnects import RequestScope
-from serve_app.dispatch.base_handle import BaseHandle, Route
+from serve_app.dispatch.base_handle import Route
 from serve_app.dispatch.completion import Completion, OnFirstToken, PreparedRequest
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, ClientGoneError, to_api_error
 from serve_app.http.asgi import SseResponse, error_response, read_body
+from serve_app.messages import RoutingRequest
+from serve_app.observe.record import RequestRecord
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
+from serve_app.openai.dialect import DialectRequest
 from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
 from serve_app.openai.fields import MAX_SESSION_CHARS
-from serve_app.openai.json_body import parse_body
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
-from serve_app.text.template_guard import TemplateBudgetError
 
+logger = logging.getLogger(__name__)
 router = APIRouter()
 PATHS = ("/v1/chat/completions", "/v1/completions")
 Body = ChatRequest | CompletionRequest
 
-# Shorter bodies need 20 ms at most, and mostly less than the hand-over to a worker (0.5 ms).
-INLINE_BODY_BYTES = 16 * 1024
 _SESSION_HEADER = "x-session-id"
-_VERSION = version("loraplex")
+# The second decides which tokens a grammar allows at a place.
+_VERSION = f"{version('loraplex')} {version('llguidance')}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A checked request of a client, before its prompts are read."""
+
+    body: Body
+    tenant: str
+    session: str | None  # see `session_key`
+    arrival_s: float = 0.0  # time.time()
+    max_tokens: int | None = None  # of each answer, by the client's key
 
 
 @router.post(PATHS[0])
 async def chat_completions(request: HttpRequest) -> Response:
-    return await _complete(request, ChatRequest)
+    return await complete(request, ChatRequest)
 
 
 @router.post(PATHS[1])
 async def completions(request: HttpRequest) -> Response:
-    return await _complete(request, CompletionRequest)
+    return await complete(request, CompletionRequest)
 
 
-async def _complete(
+async def complete(
     http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]
 ) -> Response:
+    """Answers a request; `kind` is the class of its body, which may be a dialect's."""
     arrival_s = time.time()
     state = state_of(http)
-    tenant = state.queues.tenant(http.headers.get(state.queues.tenant_header))
-    body, raw = await _read(http, state, kind)
-    session = session_key(http, body)
     headers: dict[str, str] = {}
+    body: Body | None = None
+    caller = caller_of(http)
+    record = state.observer.begin(http.url.path, http.headers, arrival_s, caller)
     try:
+        accounting.check(state, caller)
+        tenant = state.queues.tenants.read(http.headers, caller)
+        record.tenant = record.tenant or tenant
+        raw = await read_body(http, state.args.max_body_bytes)
+        body = await state.texts.parse(kind, raw)
+        record.set_body(body.model, is_stream=bool(body.stream))
+        check_model(state.gateway, caller, body.model)
+        check_body(caller, body)
+        session = session_key(http, body)
         with RequestScope() as scope:
-            route, visit = await state.cold_starts.admit(body.model, http.receive, session)
-            scope.callback(visit.leave)
+            scope.push(state.observer.on_exit(record))
+            route, leave = await state.cold_starts.admit(body.model, http.receive, session)
+            scope.callback(leave)
+            caller = check_route(state, caller, body.model, route)
+            check_body(caller, body)  # by the key's present policy
+            most = None if caller is None else caller.policy.max_tokens
+            client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
+            record.resolution = route.resolution
+            record.arm = "" if route.arm is None else route.arm.arm
             queue = state.queues.of(route.handle)
-            account, priority = state.queues.tenants.account(tenant, body.priority or 0)
-            adapter, limits = route.resolution.adapter, route.handle.description.limits
-            queue.check(
-                make_routing_request((), adapter, limits, tenant=account, priority=priority)
-            )
-            prompts = await _prompts(state, body, raw, route.handle)
+            queue.check(_routing_request(state, route, client, ()))
+            prepared = await _read_and_prepare(state, route, client, raw)
+            copied = await _prepare_copy(state, route, client, raw, prepared)
             del raw  # a thousand requests may wait for an engine
-            prepared = prepare(
-                state,
-                route.handle,
-                route.resolution,
-                body,
-                prompts,
-                tenant=tenant,
-                session=session,
-                arrival_s=arrival_s,
-            )
             max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
+            account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
+            if account is not None:
+                scope.callback(account.close)
             queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
-            scope.callback(queued.close)
-            completion = _make_completion(state, route, prepared, queued)
+            scope.callback(queue.close, queued)
+            record.queue_s = queued.waited_s
+            on_tokens = partial(queue.set_generated, queued)
+            completion = _make_completion(state, route, prepared, copied, on_tokens, record)
             scope.callback(completion.close)
+            if account is not None:
+                account.completion = completion
             scope.watch_client(http.receive, completion.client_left)
             content = await (completion.read() if body.stream else completion.whole())
             if is_wanted(http):
@@ -104,89 +133,126 @@ async def _complete(
                 response: Response = SseResponse(content, completion.rest(), close)
             else:
                 response = Response(content, media_type="application/json")
+    except asyncio.CancelledError as error:
+        state.observer.end(record, error)
+        raise
     except Exception as error:
-        response = error_response(error)
-    response.headers.update(headers)
+        state.observer.end(record, error)
+        response = error_response(named(error, body), http.url.path)
+    response.headers.update(headers | accounting.headers(state, caller, http.url.path))
     return response
 
 
-async def _read(
-    http: HttpRequest, state: IngressState, kind: type[ChatRequest] | type[CompletionRequest]
-) -> tuple[Body, bytes]:
-    """Returns the body, without its texts if it is long, and its bytes."""
-    raw = await read_body(http, state.args.max_body_bytes)
-    if len(raw) <= INLINE_BODY_BYTES:
-        return parse_body(kind, raw), raw
-    return await state.texts.parse(kind, raw), raw
-
-
-async def _prompts(
-    state: IngressState, body: Body, raw: bytes, handle: BaseHandle
-) -> tuple[Prompt, ...]:
-    """Tokenizes the prompts; a worker does so for a long body, or a template that needs long."""
-    limits, files = handle.description.limits, handle.description.files
-    if len(raw) <= INLINE_BODY_BYTES:
-        try:
-            return read_prompts(body, handle.text, limits)
-        except TemplateBudgetError:
-            pass
-    return await state.texts.prompts(type(body), raw, handle.base.digest, files, limits)
+def named(error: Exception, body: Body | None) -> Exception:
+    """Returns the error with the names that the fields have in the body's dialect. `body`: None
+    until it is parsed, with errors that have these names."""
+    if isinstance(body, DialectRequest) and not isinstance(error, ClientGoneError):
+        api_error = to_api_error(error)
+        return error if api_error.status == 500 else body.renamed(api_error)
+    return error
 
 
 def prepare(
-    state: IngressState,
-    handle: BaseHandle,
-    resolution: Resolution,
-    body: Body,
-    prompts: tuple[Prompt, ...],
-    *,
-    tenant: str,
-    session: str | None,
-    arrival_s: float,
+    state: IngressState, route: Route, client: ClientRequest, prompts: tuple[Prompt, ...]
 ) -> PreparedRequest:
-    """Returns the request as it goes to the engines of its base. `tenant`, `session`: of its
-    client; `arrival_s`: time.time()."""
-    adapter, limits = resolution.adapter, handle.description.limits
+    """Returns the request as it goes to the engines of its base."""
+    handle, adapter, body = route.handle, route.resolution.adapter, client.body
     requests = engine_requests(
         body,
         prompts,
         adapter,
-        limits,
-        arrival_s,
+        handle.description.limits,
+        client.arrival_s,
         defaults=handle.defaults,
-        cache_salt=state.gateway.cache_salt(tenant, body.cache_salt),
+        own_eos_token_ids=handle.text.own_eos_token_ids,
+        cache_salt=state.gateway.cache_salt(client.tenant, body.cache_salt),
+        max_tokens=client.max_tokens,
     )
-    account, priority = state.queues.tenants.account(tenant, body.priority or 0)
     return PreparedRequest(
         state.gateway.call_parameters(handle),
         handle.text,
         body,
-        _head(body, resolution),
+        _head(body, route.resolution),
         prompts,
         requests,
         adapter,
-        make_routing_request(requests, adapter, limits, session, tenant=account, priority=priority),
+        _routing_request(state, route, client, requests),
+    )
+
+
+async def _prepare_copy(
+    state: IngressState, route: Route, client: ClientRequest, raw: bytes, prepared: PreparedRequest
+) -> PreparedRequest | None:
+    """Returns the request for the route's shadow, whose text side may read it in another way. None:
+    there is no shadow, or it cannot read the request now; the client does not wait for it."""
+    shadow, adapter = route.shadow, route.resolution.adapter
+    if shadow is None:
+        return None
+    if not shadow.text and (adapter is None or not adapter.text):
+        return prepared
+    sides = state.cold_starts.text_sides
+    try:
+        base, resolution = state.gateway.resolve(f"{shadow.name}@{shadow.version}")
+        handle = sides.find(base, shadow)
+        if handle is None:
+            sides.begin(base, shadow)
+        else:
+            return await _read_and_prepare(state, Route(handle, resolution), client, raw)
+    except Exception as error:  # of the shadow alone
+        logger.info("no shadow of %s@%d: %s", shadow.name, shadow.version, error)
+    state.shadows.num_dropped += 1
+    return None
+
+
+async def _read_and_prepare(
+    state: IngressState, route: Route, client: ClientRequest, raw: bytes
+) -> PreparedRequest:
+    """Returns the request as the text side of the route reads it, with a checked grammar. Raises
+    InvalidRequestError, with the field of the body that the grammar comes from."""
+    text, description = route.handle.text, route.handle.description
+    prompts = await state.texts.run(read_prompts, client.body, raw, text, description)
+    prepared = prepare(state, route, client, prompts)
+    grammar = prepared.grammar
+    checked = await state.grammars.check(grammar, prepared.body.grammar_field or "tools")
+    return prepared if checked is grammar else prepared.with_grammar(checked)
+
+
+def _routing_request(
+    state: IngressState, route: Route, client: ClientRequest, requests: tuple[Request, ...]
+) -> RoutingRequest:
+    """`requests`: () while the prompts are not known."""
+    account, priority = state.queues.tenants.account(client.tenant, client.body.priority or 0)
+    adapter, limits = route.resolution.adapter, route.handle.description.limits
+    return make_routing_request(
+        requests, adapter, limits, client.session, tenant=account, priority=priority
     )
 
 
 def _make_completion(
-    state: IngressState, route: Route, prepared: PreparedRequest, queued: QueuedRequest
+    state: IngressState,
+    route: Route,
+    prepared: PreparedRequest,
+    copied: PreparedRequest | None,
+    on_tokens: Callable[[int], None],
+    record: RequestRecord,
 ) -> Completion:
     """Raises RequestQuarantinedError."""
     handle, gateway = route.handle, state.gateway
+    record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
+    record.call = prepared.parameters.app_name, prepared.routing.call_id
     builder = prepared.response_builder()
     generation = prepared.generation(gateway.migrations)
     on_first_token: OnFirstToken | None = None
-    if (shadow := route.shadow) is not None:
+    if (shadow := route.shadow) is not None and copied is not None:
 
         def on_first_token(load: EngineLoad | None) -> None:
             # A copy never waits in the queue: while other requests do, none is made.
             is_queueing = state.queues.of(handle).num_waiting > 0
-            state.shadows.offer(prepared, shadow, None if is_queueing else load)
+            state.shadows.offer(copied, shadow, None if is_queueing else load)
 
-    render = partial(state.texts.logprobs, base=handle.base.digest, files=handle.description.files)
+    render = partial(state.texts.logprobs, description=handle.description)
     arm_request = None if route.arm is None else gateway.arms.begin(route.arm)
-    return Completion(generation, builder, arm_request, on_first_token, queued, render)
+    return Completion(generation, builder, arm_request, on_first_token, on_tokens, render, record)
 
 
 def session_key(http: HttpRequest, body: Body) -> str | None:
@@ -208,9 +274,12 @@ def _head(body: Body, resolution: Resolution) -> ResponseHead:
     adapter = resolution.adapter
     parts = (_VERSION, resolution.base.digest, "" if adapter is None else adapter.digest)
     fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
+    prefix = "chatcmpl-" if is_chat else "cmpl-"
+    if isinstance(body, DialectRequest):
+        prefix = body.id_prefix
     return ResponseHead(
         "chat" if is_chat else "completion",
-        ("chatcmpl-" if is_chat else "cmpl-") + (body.request_id or uuid.uuid4().hex),
+        prefix + (body.request_id or uuid.uuid4().hex),
         body.model,
         int(time.time()),
         f"fp_{fingerprint}",

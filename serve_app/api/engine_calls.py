@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from typing import Literal
 
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
@@ -14,21 +12,33 @@ from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ServiceUnavailableError
 from serve_app.messages import AdapterChange, EngineOutcome, ReplicaAdapters
-from serve_app.ray_calls import ask_manager, root_cause
+from serve_app.ray_calls import RAY_ERRORS, ask_manager, root_cause
 
 _CALL_TIMEOUT_S = 110.0  # a preload may have to download first
 _LIST_TIMEOUT_S = 5.0
 _VIEW_TIMEOUT_S = 15.0
 
 
-async def preload(base: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
-    """Loads the adapter on every replica of the base; returns one outcome per replica."""
-    return await _broadcast(base, "preload", adapter)
-
-
-async def evict(base: BaseHandle, adapter: AdapterVersion) -> list[EngineOutcome]:
-    """Evicts the adapter on every replica of the base; returns one outcome per replica."""
-    return await _broadcast(base, "evict", adapter)
+async def call_engines(
+    base: BaseHandle, method: Literal["preload", "evict"], adapter: AdapterVersion
+) -> list[EngineOutcome]:
+    """Loads or evicts the adapter on every replica of the base; returns one outcome per replica."""
+    try:
+        results = await base.handle.broadcast(method, adapter).results_async(
+            timeout_s=_CALL_TIMEOUT_S, return_exceptions=True
+        )
+    except (*RAY_ERRORS, TimeoutError) as error:
+        raise ServiceUnavailableError(
+            f"The engines of {base.base.name!r} do not respond.", 5
+        ) from error
+    if not results:
+        raise ServiceUnavailableError(f"No engine of {base.base.name!r} is running.", 5)
+    return [
+        result
+        if isinstance(result, EngineOutcome)
+        else EngineOutcome("", False, _failure_text(result))
+        for result in results
+    ]
 
 
 async def list_replicas(base: BaseHandle) -> list[ReplicaAdapters]:
@@ -37,7 +47,7 @@ async def list_replicas(base: BaseHandle) -> list[ReplicaAdapters]:
         results = await base.handle.broadcast("adapters").results_async(
             timeout_s=_LIST_TIMEOUT_S, return_exceptions=True
         )
-    except (RayError, RayServeException, TimeoutError):
+    except (*RAY_ERRORS, TimeoutError):
         return []
     return [result for result in results if isinstance(result, ReplicaAdapters)]
 
@@ -67,25 +77,6 @@ def _resolved_digest(gateway: Gateway, name: str) -> str | None:
     except RegistryError:
         return None
     return None if adapter is None else adapter.digest
-
-
-async def _broadcast(base: BaseHandle, method: str, adapter: AdapterVersion) -> list[EngineOutcome]:
-    try:
-        results = await base.handle.broadcast(method, adapter).results_async(
-            timeout_s=_CALL_TIMEOUT_S, return_exceptions=True
-        )
-    except (RayError, RayServeException, TimeoutError) as error:
-        raise ServiceUnavailableError(
-            f"The engines of {base.base.name!r} do not respond.", 5
-        ) from error
-    if not results:
-        raise ServiceUnavailableError(f"No engine of {base.base.name!r} is running.", 5)
-    return [
-        result
-        if isinstance(result, EngineOutcome)
-        else EngineOutcome("", False, _failure_text(result))
-        for result in results
-    ]
 
 
 def _failure_text(result: object) -> str:

@@ -13,8 +13,6 @@ Only for clients with the admin token, because replicas, queues and cache conten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastapi import Request
 
 from serve_app.api.admin_auth import is_admin
@@ -26,42 +24,25 @@ HEADER = "x-loraplex-explain"
 _UNAUTHORIZED = {HEADER: "needs the admin token"}
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The seconds of each part; their sum is the time to first token."""
-
-    prepare: float
-    fair: float
-    route: float
-    adapter: float
-    queue: float
-    prefill: float
-    deliver: float
-
-    @property
-    def total_s(self) -> float:
-        return sum(s for _, s in self.items())
-
-    def items(self) -> tuple[tuple[str, float], ...]:
-        return tuple((name, getattr(self, name)) for name in self.__slots__)
-
-
-def measured(decision: Decision, arrival_s: float, fair_s: float, first_s: float) -> Parts:
-    """Splits the time from `arrival_s` to `first_s`, when the response had its first token.
+def measured(
+    decision: Decision, arrival_s: float, fair_s: float, first_s: float
+) -> dict[str, float]:
+    """Splits the time from `arrival_s` to `first_s`, when the response had its first token, into
+    the seconds of each part.
 
     The engine reports durations only, so that the clocks of two machines are never compared.
     """
     arrived_s = min(decision.first_token_s or first_s, first_s)
     adapter_s, queue_s = decision.adapter_wait_s, decision.engine_queue_s
-    return Parts(
-        prepare=decision.asked_s - arrival_s - fair_s,
-        fair=fair_s,
-        route=decision.chosen_s - decision.asked_s,
-        adapter=adapter_s,
-        queue=queue_s,
-        prefill=arrived_s - decision.chosen_s - adapter_s - queue_s,
-        deliver=first_s - arrived_s,
-    )
+    return {
+        "prepare": decision.asked_s - arrival_s - fair_s,
+        "fair": fair_s,
+        "route": decision.chosen_s - decision.asked_s,
+        "adapter": adapter_s,
+        "queue": queue_s,
+        "prefill": arrived_s - decision.chosen_s - adapter_s - queue_s,
+        "deliver": first_s - arrived_s,
+    }
 
 
 def is_wanted(http: Request) -> bool:
@@ -83,14 +64,10 @@ def explain_headers(
     if decision is None or not first_s:
         return {}
     parts = measured(decision, arrival_s, fair_s, first_s)
-    times = [*parts.items(), ("total", parts.total_s)]
+    times = [*parts.items(), ("total", sum(parts.values()))]
     if (expected := decision.expected) is not None:
-        times += [
-            ("expected-queue", expected.queue_s),
-            ("expected-adapter", expected.adapter_s),
-            ("expected-prefill", expected.prefill_s),
-            ("expected-way", expected.way_s),
-        ]
+        names = ("queue", "adapter", "prefill", "way")
+        times += [(f"expected-{name}", getattr(expected, f"{name}_s")) for name in names]
     return {
         "x-loraplex-replica": decision.replica_id,
         "x-loraplex-router": f"{decision.policy}; reason={decision.reason}",

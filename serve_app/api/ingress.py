@@ -6,6 +6,7 @@ Every response, including errors for malformed requests, has OpenAI's shape.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 
@@ -20,9 +21,14 @@ from serve_app.api import (
     admin_adapters,
     admin_bases,
     admin_canaries,
+    admin_keys,
+    admin_registry,
     admin_routing,
     admin_status,
+    admin_usage,
     completions,
+    console_login,
+    dialects,
     health,
     lora,
     models,
@@ -30,17 +36,28 @@ from serve_app.api import (
     tokenize,
     webhook,
 )
+from serve_app.api.figures import figures_of
 from serve_app.api.scrape import Scrape, collect
 from serve_app.api.state import IngressState
 from serve_app.autoscaling.options import ingress_scaling
-from serve_app.config import FairnessArgs, IngressArgs, log_format
+from serve_app.config import FairnessArgs, IngressArgs, TenancyArgs, admin_token, log_format
+from serve_app.console import pages
+from serve_app.console.cookie import ConsoleCookie
 from serve_app.dispatch.activity import CountsReporter
-from serve_app.dispatch.assembly import make_gateway
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.migrations import Migrations
+from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.shadow import Shadows
 from serve_app.dispatch.warm_ups import WarmUps
-from serve_app.errors import SHOULD_RETRY, OverloadedError, should_retry_of
+from serve_app.errors import (
+    SHOULD_RETRY,
+    ApiError,
+    ClientGoneError,
+    OverloadedError,
+    ServiceUnavailableError,
+    should_retry_of,
+)
 from serve_app.http.arrivals import Arrivals, check_header_size
 from serve_app.http.asgi import (
     CLIENT_CLOSED_REQUEST,
@@ -52,14 +69,29 @@ from serve_app.http.browsers import with_browser_checks
 from serve_app.logs import install_in_replica
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.queue import QueueStats
+from serve_app.observe.observer import ObserveArgs, RequestObserver, open_observer
+from serve_app.ray_calls import RAY_ERRORS
 from serve_app.ray_network import keep_to_loopback
+from serve_app.routing import state as routing
+from serve_app.routing.connections import EngineConnections
+from serve_app.routing.view_feed import ViewFeed
+from serve_app.stream.server import StreamServer
+from serve_app.tasks import spawn
+from serve_app.tenancy.accounts import Accounts
+from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
+from serve_app.tenancy.feed import follow
+from serve_app.tenancy.leases import Grants, LeaseRequest
+from serve_app.tenancy.oidc import TokenVerifier
+from serve_app.tenancy.store import Act
+from serve_app.tenancy.table import KeyTable
+from serve_app.tenancy.usage import UsageBatch
 from serve_app.text_workers.pool import TextPool
 
 logger = logging.getLogger(__name__)
 
 # Headroom for health, metrics, admin calls and 429 responses.
 _RESERVED_REQUESTS = 128
-_BOUNDED_PATHS = frozenset((*completions.PATHS, *tokenize.PATHS))
+_BOUNDED_PATHS = frozenset((*completions.PATHS, *dialects.PATHS, *tokenize.PATHS))
 
 
 class MetricsMiddleware:
@@ -84,7 +116,8 @@ class MetricsMiddleware:
                 if status >= 400:
                     _add_retry_header(message)
                 route = scope.get("route")  # the pattern, because clients' paths are unbounded
-                self._metrics.answered(getattr(route, "path", "unknown"), status)
+                path = getattr(route, "path", "unknown")
+                self._metrics.answered(path, status, scope["method"])
             elif not message.get("more_body"):
                 is_whole = True
             await send(message)
@@ -94,7 +127,7 @@ class MetricsMiddleware:
         except Exception as error:
             # Starlette re-raises an exception that its last handler answered.
             if status is None:
-                await error_response(error)(scope, receive, counting_send)
+                await error_response(error, scope["path"])(scope, receive, counting_send)
         finally:
             # Also if Serve cancels this coroutine, its way to report that the client left.
             if not is_whole or status == CLIENT_CLOSED_REQUEST:
@@ -124,22 +157,23 @@ class ConcurrencyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        check_header_size(scope["headers"], self._max_header_bytes)
         is_bounded = scope["path"] in _BOUNDED_PATHS
-        if is_bounded:
-            self._check_capacity()
-        receive = await self._arrivals.receive_body(scope, receive)
         try:
-            if not is_bounded:
-                await self._app(scope, receive, send)
-                return
-            self._check_capacity()
-            self._num_open += 1
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._num_open -= 1
+            check_header_size(scope["headers"], self._max_header_bytes)
+            if is_bounded:
+                self._check_capacity()
+            receive = await self._arrivals.receive_body(scope, receive)
+            if is_bounded:
+                self._check_capacity()
+        except (ApiError, ClientGoneError, OverloadedError) as error:
+            self._arrivals.release_body(receive)
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        self._num_open += is_bounded
+        try:
+            await self._app(scope, receive, send)
         finally:
+            self._num_open -= is_bounded
             self._arrivals.release_body(receive)
 
     def _check_capacity(self) -> None:
@@ -153,6 +187,7 @@ def build_asgi(state: IngressState) -> ASGIApp:
     app.state.ingress = state
     for routes in (
         completions,
+        dialects,
         models,
         tokenize,
         health,
@@ -162,25 +197,100 @@ def build_asgi(state: IngressState) -> ASGIApp:
         admin_adapters,
         admin_bases,
         admin_canaries,
+        admin_keys,
+        admin_registry,
+        admin_usage,
         lora,
         webhook,
+        console_login,
+        pages,
     ):
         app.include_router(routes.router)
     install_error_handlers(app)
     bounded = ConcurrencyLimitMiddleware(HeadAsGet(app), state.args, state.queues.stats)
-    return MetricsMiddleware(with_browser_checks(bounded, state.args), state.metrics)
+    layers: ASGIApp = bounded
+    if state.authenticator is not None:
+        note = partial(_note_act, state.gateway.manager)
+        layers = AuthenticationMiddleware(layers, state.authenticator, note)
+    has_keys = state.authenticator is not None
+    layers = with_browser_checks(ConsoleCookie(layers), state.args, has_keys=has_keys)
+    return MetricsMiddleware(layers, state.metrics)
 
 
-def make_state(args: IngressArgs, gateway: Gateway, texts: TextPool) -> IngressState:
+def _note_act(manager: DeploymentHandle[object], actor: str, method: str, path: str) -> None:
+    """Sends an act to the manager's audit log. The order itself does not wait for it."""
+
+    async def send() -> None:
+        try:
+            await manager.note_act.remote(Act(actor, f"{method} {path}"[:128], path[:512]))
+        except (*RAY_ERRORS, ServiceUnavailableError) as error:
+            logger.error("the audit log misses %s %s of %s: %s", method, path, actor, error)
+
+    spawn(send(), "note-act")
+
+
+def make_gateway(
+    manager: DeploymentHandle[object],
+    ingress_id: str,
+    fairness: FairnessArgs,
+    texts: TextPool | None,
+    *,
+    is_proven: bool,
+    has_keys: bool = False,
+) -> Gateway:
+    """`is_proven`, `has_keys`: see `Tenants`. `texts`: see `Gateway`."""
+    stats = QueueStats(ingress_id, fairness.weights)
+    queues = AdmissionQueues(
+        fairness, stats, routing.views_of, is_proven=is_proven, has_keys=has_keys
+    )
+    stream = StreamServer(ViewFeed(queues.wake))
+    migrations = Migrations(stream, routing, ingress_id)
+    connections = EngineConnections(stream, queues.placed, migrations.replicas_changed)
+    return Gateway(manager, ingress_id, stream, migrations, queues, connections, texts)
+
+
+def make_state(
+    args: IngressArgs,
+    gateway: Gateway,
+    texts: TextPool,
+    observer: RequestObserver,
+    authenticator: Authenticator | None = None,
+) -> IngressState:
+    """`authenticator`: None if requests need no key."""
     metrics = IngressMetrics(gateway.ingress_id)
     shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
-    render = partial(health.own_metrics, metrics, gateway, shadows)
-    counts = CountsReporter(gateway.ingress_id, render)
+    accounts = None if authenticator is None else make_accounts(gateway)
+    own = (metrics, gateway, shadows, observer, authenticator, accounts)
+    render = partial(health.own_metrics, *own)
+    figures = partial(figures_of, gateway, observer.metrics)
+    counts = CountsReporter(gateway.ingress_id, render, figures)
     scrape = Scrape(partial(collect, gateway, counts))
     cold_starts = ColdStarts(gateway)
+    queues = gateway.queues
     return IngressState(
-        args, gateway, metrics, cold_starts, shadows, gateway.queues, texts, counts, scrape
+        *(args, gateway, metrics, cold_starts, shadows, queues, texts, counts, scrape, observer),
+        authenticator,
+        accounts,
     )
+
+
+def make_accounts(gateway: Gateway) -> Accounts:
+    async def lease(request: LeaseRequest) -> dict[str, Grants]:
+        grants: dict[str, Grants] = await gateway.manager.lease.remote(request)
+        return grants
+
+    async def record(batch: UsageBatch) -> bool:
+        is_recorded: bool = await gateway.manager.record_usage.remote(batch)
+        return is_recorded
+
+    return Accounts(gateway.ingress_id, lease, record, lambda: gateway.num_ingresses)
+
+
+def make_authenticator(tenancy: TenancyArgs) -> Authenticator | None:
+    if not tenancy.enabled:
+        return None
+    tokens = None if tenancy.oidc is None else TokenVerifier(tenancy.oidc)
+    return Authenticator(KeyTable(), admin_token(), tokens)
 
 
 @serve.ingress()
@@ -188,29 +298,54 @@ class Ingress:
     """An ingress process. `ingress_application` makes the deployment."""
 
     async def __init__(  # type: ignore[misc]
-        self, args: IngressArgs, fairness: FairnessArgs, manager: DeploymentHandle[object]
+        self,
+        args: IngressArgs,
+        fairness: FairnessArgs,
+        tenancy: TenancyArgs,
+        manager: DeploymentHandle[object],
+        observe: ObserveArgs,
     ) -> None:
         install_in_replica(log_format())
         keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
         texts = TextPool(args.tokenizer_threads)
         is_proven = args.trusted_gateway is not None
-        self._gateway = make_gateway(manager, replica_id, fairness, texts, is_proven=is_proven)
-        self._state = make_state(args, self._gateway, texts)
+        self._gateway = make_gateway(
+            *(manager, replica_id, fairness, texts),
+            is_proven=is_proven,
+            has_keys=tenancy.enabled,
+        )
+        self._observer = open_observer(observe, replica_id, fairness.weights)
+        authenticator = make_authenticator(tenancy)
+        self._state = make_state(args, self._gateway, texts, self._observer, authenticator)
         self._warm_ups = WarmUps(self._gateway)
         self._gateway.start(self._state.counts)
         self._warm_ups.start()
+        if authenticator is not None:
+            follow(authenticator.table, manager.key_delta.remote)
+        if self._state.accounts is not None:
+            self._state.accounts.start()
 
     async def check_health(self) -> None:
         """Raises if this ingress no longer follows the manager, so that Serve replaces it."""
         self._gateway.check_tasks()
+        if self._state.accounts is not None:
+            self._state.accounts.check_tasks()
+
+    async def __del__(self) -> None:  # Serve awaits it, after draining
+        if hasattr(self, "_observer"):
+            await asyncio.to_thread(self._observer.close)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return build_asgi(self._state)
 
 
 def ingress_application(
-    args: IngressArgs, fairness: FairnessArgs, manager: serve.Application
+    args: IngressArgs,
+    fairness: FairnessArgs,
+    tenancy: TenancyArgs,
+    manager: serve.Application,
+    observe: ObserveArgs,
 ) -> serve.Application:
     scaling = ingress_scaling(args)
     deployment = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
@@ -225,6 +360,7 @@ def ingress_application(
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,  # an idle ingress ends after it; Serve's default is 2 s
     )
-    application: serve.Application = deployment.bind(args, fairness, manager)
+    application: serve.Application = deployment.bind(args, fairness, tenancy, manager, observe)
     return application

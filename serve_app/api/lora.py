@@ -16,14 +16,16 @@ from fastapi import APIRouter, Depends, Request, Response
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryError
 from serve_app.api.admin_adapters import check_outcomes, find_adapter
-from serve_app.api.admin_auth import require_admin
-from serve_app.api.engine_calls import change_adapter, evict, preload, wait_for_view
+from serve_app.api.admin_auth import caller_of, require_admin
+from serve_app.api.engine_calls import call_engines, change_adapter, wait_for_view
+from serve_app.api.model_access import check_adapter, check_model
 from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.http.asgi import read_body
 from serve_app.messages import AdapterChange
+from serve_app.tenancy.caller import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +61,18 @@ class UnloadBody(msgspec.Struct):
 @router.post("/load_lora_adapter")
 async def load_lora_adapter(request: Request) -> Response:
     gateway, body = state_of(request).gateway, await _parse(request, LoadBody)
-    name = body.lora_name
+    caller, name = caller_of(request), body.lora_name
     if body.is_3d_lora_weight:
         raise _bad_request("is_3d_lora_weight: only two-dimensional adapters are supported.")
+    if name and not body.lora_path:
+        check_model(gateway, caller, name)  # first: a key has one answer for all other names
     if not name or not (body.lora_path or _is_known(gateway, name)):
         raise _bad_request("Both 'lora_name' and 'lora_path' must be provided.")
     undo = None
     if body.lora_path:
-        base = _find_base(gateway, body.base_model_name).base
+        base = _find_base(gateway, caller, body.base_model_name, name).base
+        if _is_known(gateway, name):
+            check_model(gateway, caller, name)
         change = AdapterChange(
             "load", name, body.lora_path, f"{base.name}@{base.version}", body.load_inplace
         )
@@ -86,6 +92,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     name = body.lora_name
     if not name:
         raise _bad_request("'lora_name' needs to be provided to unload a LoRA adapter.")
+    check_model(gateway, caller_of(request), name)
     if not _is_known(gateway, name):
         raise _unknown(name)
     base, adapter = find_adapter(gateway, name)
@@ -96,7 +103,8 @@ async def unload_lora_adapter(request: Request) -> Response:
     if remaining is None:  # the manager's plan evicts it after its last request
         await wait_for_view(gateway, adapter.name, None)
     else:
-        await evict(base, adapter)  # fails if in use or pinned, which is no error here
+        # Fails if the adapter is in use or pinned, which is no error here.
+        await call_engines(base, "evict", adapter)
     return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
@@ -114,7 +122,7 @@ async def _preload(gateway: Gateway, name: str, undo: AdapterChange | None) -> N
     """Loads the adapter on every engine. If one fails, applies `undo`, which reverts the load."""
     try:
         base, adapter = find_adapter(gateway, name)
-        check_outcomes(name, "is not loaded", await preload(base, adapter), 400)
+        check_outcomes(name, "is not loaded", await call_engines(base, "preload", adapter), 400)
     except Exception:
         if undo is not None:
             await _undo(gateway, undo)
@@ -129,14 +137,24 @@ async def _undo(gateway: Gateway, undo: AdapterChange) -> None:
         logger.warning("the load of adapter %s could not be reverted: %s", undo.name, error)
 
 
-def _find_base(gateway: Gateway, name: str | None) -> BaseHandle:
+def _find_base(
+    gateway: Gateway, caller: Caller | None, name: str | None, adapter: str
+) -> BaseHandle:
+    """Returns the base that an adapter of this name is for, if the caller may load one for it."""
     if name is not None:
+        catalog = view_of(gateway).catalog
+        try:
+            base = catalog.resolve(catalog.registered(name)).base.name
+        except RegistryError:
+            base = name  # a key gets the same answer for it as for a base that it may not use
+        check_adapter(caller, base, adapter)
         return gateway.resolve(name)[0]
     bases = gateway.handles
     if not bases:
         raise ServiceUnavailableError("The models are loading.", 2)
     if len(bases) > 1:
         raise _bad_request("base_model_name: is required, because several bases are served.")
+    check_adapter(caller, bases[0].base.name, adapter)
     return bases[0]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from registry.errors import NotFoundError
+from serve_app.api.admin_auth import caller_of
+from serve_app.api.model_access import check_model
 from serve_app.api.model_list import entry_of
 from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import check_supported
@@ -16,7 +18,9 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    body = await state.model_list.encoded(state.gateway, view_of(state.gateway))
+    caller = caller_of(request)
+    globs = None if caller is None else caller.policy.models
+    body = await state.model_list.encoded(state.gateway, view_of(state.gateway), globs)
     return Response(body, media_type="application/json")
 
 
@@ -24,6 +28,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model: str) -> Response:
     gateway = state_of(request).gateway
     view = view_of(gateway)
+    check_model(gateway, caller_of(request), model)
     resolution = view.catalog.resolve(model)
     check_supported(resolution)  # as in the list and in completions
     digest = resolution.base.digest

@@ -8,8 +8,10 @@ the models and structs that parse them.
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from importlib.metadata import version
 
 import msgspec
@@ -19,8 +21,9 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from serve_app.api import lora
-from serve_app.api.docs_page import docs_page
+from serve_app.api.openapi_dialects import DIALECT_SCHEMAS
 from serve_app.api.state import state_of
+from serve_app.dialects import messages, responses
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -36,6 +39,11 @@ _BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+}
+_DIALECT_BODIES: Mapping[str, str] = {
+    responses.PATH: "ResponsesRequest",
+    messages.PATH: "MessagesRequest",
+    messages.COUNT_PATH: "CountTokensRequest",
 }
 _LORA_BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": lora.LoadBody,
@@ -78,7 +86,9 @@ _USAGE = _object(
         "completion_tokens": _COUNT,
         "total_tokens": _COUNT,
         "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
-    }
+        "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
+    },
+    optional=("completion_tokens_details",),
 )
 _MODEL = _object(
     {
@@ -116,11 +126,27 @@ def _generated(kind: str, content: Mapping[str, object]) -> Schema:
     )
 
 
+_CALL = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": _TEXT, "arguments": _TEXT}),
+    }
+)
 _MESSAGE = _object(
-    {"role": {"const": "assistant"}, "content": _TEXT, "refusal": _nullable("string")}
+    {
+        "role": {"const": "assistant"},
+        "content": _nullable("string"),  # null if there are only tool calls
+        "refusal": _nullable("string"),
+        "reasoning": _TEXT,
+        "reasoning_content": _TEXT,
+        "tool_calls": _list(_CALL),
+    },
+    optional=("reasoning", "reasoning_content", "tool_calls"),
 )
 _SCHEMAS: Mapping[str, Schema] = {
     "Error": _ERROR,
+    **DIALECT_SCHEMAS,
     "ChatCompletion": _generated("chat.completion", {"message": _MESSAGE}),
     "Completion": _generated("text_completion", {"text": _TEXT}),
     "Model": _MODEL,
@@ -142,6 +168,9 @@ _SCHEMAS: Mapping[str, Schema] = {
 _RESPONSES: Mapping[str, str] = {
     "/v1/chat/completions": "ChatCompletion",
     "/v1/completions": "Completion",
+    responses.PATH: "Response",
+    messages.PATH: "Message",
+    messages.COUNT_PATH: "MessageTokens",
     "/v1/models": "ModelList",
     "/v1/models/{model}": "Model",
     "/tokenize": "Tokens",
@@ -152,7 +181,7 @@ _RESPONSES: Mapping[str, str] = {
     "/ready": "Status",
     "/version": "Version",
 }
-_EVENTS = "If stream is true: server-sent events, each a JSON chunk, then [DONE]."
+_EVENTS = "If stream is true: server-sent events with JSON data, as in the API of the endpoint."
 
 
 @router.get(PATH, include_in_schema=False)
@@ -208,6 +237,8 @@ def _body(path: str, schemas: dict[str, object]) -> str | None:
             field.pop("default", None)  # some are parsed values that are not JSON of the field
         schemas[model.__name__] = schema
         return model.__name__
+    if path in _DIALECT_BODIES:
+        return _DIALECT_BODIES[path]
     if (struct := _LORA_BODIES.get(path)) is not None:
         _, components = msgspec.json.schema_components(
             (struct,), ref_template=_REFERENCES + "{name}"
@@ -230,10 +261,60 @@ def _responses(path: str) -> Schema:
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = _json(name)
-    if name in ("ChatCompletion", "Completion"):
+    if path.startswith(messages.PATH):
+        failed = {**failed, "content": _json("MessagesError")}
+    if name in ("ChatCompletion", "Completion", "Response", "Message"):
         content["text/event-stream"] = {"schema": {**_TEXT, "description": _EVENTS}}
     return {"200": {"description": "The request succeeded.", "content": content}, "default": failed}
 
 
 def _json(name: str) -> Schema:
     return {"application/json": {"schema": {"$ref": _REFERENCES + name}}}
+
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "summary{cursor:pointer;padding:.3rem 0}code,pre{font:14px/1.4 ui-monospace,monospace}"
+    "pre{background:#f4f4f4;padding:1rem;overflow:auto}b{display:inline-block;min-width:4.5rem}"
+    "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}pre{background:#222}"
+    "a{color:#8cf}}"
+)
+
+
+def docs_page(document: Mapping[str, object]) -> str:
+    """Returns `document`, the content of /openapi.json, as a page without a script.
+
+    The pages of Swagger and Redoc load scripts from a content delivery network: behind a firewall
+    they stay empty, and the scripts would run with the rights of this server's pages.
+    """
+    info = _mapping(document.get("info"))
+    title = f"{info.get('title', '')} {info.get('version', '')}"
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width'>",
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>",
+        "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a>. "
+        "Schemas are at the end of the page.</p>",
+        *_routes(_mapping(document.get("paths"))),
+        "<h2>Schemas</h2>",
+    ]
+    schemas = _mapping(_mapping(document.get("components")).get("schemas"))
+    parts += [_folded(f"<code>{escape(name)}</code>", schemas[name]) for name in sorted(schemas)]
+    return "".join(parts) + "</html>"
+
+
+def _routes(paths: Mapping[str, object]) -> Iterator[str]:
+    for path, methods in paths.items():
+        for method, operation in _mapping(methods).items():
+            summary = escape(str(_mapping(operation).get("summary", "")))
+            head = f"<b>{escape(method.upper())}</b> <code>{escape(path)}</code> {summary}"
+            yield _folded(head, operation)
+
+
+def _folded(head: str, content: object) -> str:
+    text = escape(json.dumps(content, indent=2, ensure_ascii=False))
+    return f"<details><summary>{head}</summary><pre>{text}</pre></details>"
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}

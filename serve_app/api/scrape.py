@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.gateway import Gateway
 from serve_app.metrics.exposition import join_texts
-from serve_app.tasks import share
+from serve_app.ray_calls import RAY_ERRORS
+from serve_app.tasks import has_failed, share
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +24,15 @@ _TIMEOUT_S = 2.0
 
 async def collect(gateway: Gateway, counts: CountsReporter) -> bytes:
     """Returns the metrics of the whole server as of now."""
-    engines, manager = await asyncio.gather(_engines(gateway), _manager(gateway, counts))
-    return join_texts([*engines, *manager])
+    engines = await _engines(gateway)
+    manager = await _manager(gateway, counts, engines)
+    return join_texts([*(text for texts in engines.values() for text in texts), *manager])
 
 
 class Scrape:
     """The latest collection of an ingress replica."""
 
-    def __init__(self, collect: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, collect: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
         self._collect = collect
         self._collecting: asyncio.Task[bytes] | None = None
         self._begun_s = 0.0
@@ -42,23 +42,17 @@ class Scrape:
         loop = asyncio.get_running_loop()
         known = self._collecting
         is_old = known is not None and known.done() and loop.time() - self._begun_s >= max_age_s
-        if known is None or is_old or _has_failed(known):
+        if known is None or is_old or has_failed(known):
             self._begun_s = loop.time()
-            self._collecting = known = share(self._run(), "metrics")
+            self._collecting = known = share(self._collect(), "metrics")
         return await asyncio.shield(known)
 
-    async def _run(self) -> bytes:
-        return await self._collect()
 
-
-def _has_failed(task: asyncio.Task[bytes]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-async def _engines(gateway: Gateway) -> list[bytes]:
-    """Returns the texts of every replica of every base, without replicas that do not answer in
-    time."""
-    broadcasts = [handle.handle.broadcast("metrics") for handle in gateway.handles]
+async def _engines(gateway: Gateway) -> dict[str, list[bytes]]:
+    """Returns the texts of every replica of every base, by the base's digest, without replicas that
+    do not answer in time."""
+    handles = gateway.handles
+    broadcasts = [handle.handle.broadcast("metrics") for handle in handles]
     results = await asyncio.gather(
         *(
             broadcast.results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
@@ -66,18 +60,25 @@ async def _engines(gateway: Gateway) -> list[bytes]:
         ),
         return_exceptions=True,
     )
-    texts = [text for result in results if isinstance(result, list) for text in result]
-    return [text for text in texts if isinstance(text, bytes)]
+    return {
+        handle.base.digest: [text for text in result if isinstance(text, bytes)]
+        for handle, result in zip(handles, results, strict=True)
+        if isinstance(result, list)
+    }
 
 
-async def _manager(gateway: Gateway, counts: CountsReporter) -> list[bytes]:
-    """Returns the manager's own metrics and the sums over all ingresses, with the current counts of
-    this ingress. Empty while the manager does not answer: a partial sum would look like a counter
-    that fell."""
+async def _manager(
+    gateway: Gateway, counts: CountsReporter, engines: dict[str, list[bytes]]
+) -> list[bytes]:
+    """Returns the manager's own metrics, the sums over all ingresses, with the current counts of
+    this ingress, and the last counters of engines that sleep. `engines`: of those that run. Empty
+    while the manager does not answer: a partial sum would look like a counter that fell."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            text: bytes = await gateway.manager.metrics.remote(counts.ingress_id, counts.next())
-    except (RayError, RayServeException, TimeoutError) as error:
+            text: bytes = await gateway.manager.metrics.remote(
+                counts.ingress_id, counts.next(), engines
+            )
+    except (*RAY_ERRORS, TimeoutError) as error:
         logger.warning("could not fetch the manager's metrics: %s", error)
         return []
     counts.was_taken = True

@@ -13,11 +13,15 @@ from serve_app.config import IngressArgs
 from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
+from serve_app.dispatch.grammar_checks import GrammarChecks
 from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.shadow import Shadows
 from serve_app.errors import ServiceUnavailableError
 from serve_app.metrics.ingress import IngressMetrics
+from serve_app.observe.observer import RequestObserver
 from serve_app.platform_view import PlatformView
+from serve_app.tenancy.accounts import Accounts
+from serve_app.tenancy.authentication import Authenticator
 from serve_app.text_workers.pool import TextPool
 
 
@@ -32,6 +36,10 @@ class IngressState:
     texts: TextPool  # parses and tokenizes long bodies
     counts: CountsReporter
     scrape: Scrape
+    observer: RequestObserver
+    authenticator: Authenticator | None = None  # None: requests need no key
+    accounts: Accounts | None = None  # None: requests need no key
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
     deliveries: SeenDeliveries = field(default_factory=SeenDeliveries)
     model_list: ModelList = field(default_factory=ModelList)
 

@@ -6,20 +6,19 @@ A text or a list of ids may be as long as a prompt; beyond the model's context i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from serve_app.api.completions import INLINE_BODY_BYTES
+from serve_app.api import accounting
+from serve_app.api.admin_auth import caller_of
+from serve_app.api.model_access import check_model, check_route
 from serve_app.api.state import IngressState, state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
 from serve_app.openai.engine_params import detokenize_request, tokenize_request
-from serve_app.openai.json_body import parse_body
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from serve_app.text.template_guard import TemplateBudgetError
 
 router = APIRouter()
 PATHS = ("/tokenize", "/detokenize")
@@ -35,7 +34,7 @@ async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body, raw = await _read(request, state, TokenizeRequest, MAX_TOKENIZE_BYTES)
     base = await _find_base(request, body.model)
-    ids, texts = await _tokenized(state, base, body, raw)
+    ids, texts = await state.texts.run(tokenize_request, body, raw, base.text, base.description)
     return json_response(
         {
             "count": len(ids),
@@ -51,22 +50,19 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body, raw = await _read(request, state, DetokenizeRequest, MAX_DETOKENIZE_BYTES)
     base = await _find_base(request, body.model)
-    limits, files = base.description.limits, base.description.files
-    if len(raw) <= INLINE_BODY_BYTES:
-        text = detokenize_request(body, base.text, limits)
-    else:
-        digest = base.base.digest
-        text = await state.texts.detokenize(DetokenizeRequest, raw, digest, files, limits)
+    text = await state.texts.run(detokenize_request, body, raw, base.text, base.description)
     return json_response({"prompt": text})
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     base = await _find_base(request, model)
-    files = base.description.files
+    files = {**base.description.files, **base.description.own}
     info: dict[str, object] = json.loads(files.get("tokenizer_config.json", b"{}"))
     if "chat_template.jinja" in files:
         info["chat_template"] = files["chat_template.jinja"].decode()
+    if base.text.response_spec is not None:
+        info["response_template"] = base.text.response_spec
     return json_response(info | base.text.special_tokens)
 
 
@@ -74,43 +70,24 @@ async def _read(
     request: Request, state: IngressState, kind: type[B], max_bytes: int
 ) -> tuple[B, bytes]:
     """Returns the body, without its text if it is long, and its bytes."""
-    limit = min(max_bytes, state.args.max_body_bytes)
-    try:
-        raw = await read_body(request, limit)
-    except ApiError as error:
-        if error.status != 413:
-            raise
+    accounting.check(state, caller_of(request))
+    raw = await read_body(request, state.args.max_body_bytes)
+    if len(raw) > max_bytes:
         raise ApiError(
             413,
-            f"The body is longer than {limit} bytes, the limit of {request.url.path}; the server's "
-            f"ingress.max_body_bytes is {state.args.max_body_bytes}.",
-            code=error.code,
-        ) from None
-    if len(raw) <= INLINE_BODY_BYTES:
-        return parse_body(kind, raw), raw
+            f"The body is longer than {max_bytes} bytes, the limit of {request.url.path}; the "
+            f"server's ingress.max_body_bytes is {state.args.max_body_bytes}.",
+            code="body_too_large",
+        )
     return await state.texts.parse(kind, raw), raw
-
-
-async def _tokenized(
-    state: IngressState, base: BaseHandle, body: TokenizeRequest, raw: bytes
-) -> tuple[Sequence[int], Sequence[str | None]]:
-    """Returns token ids, and their texts if the body requests them."""
-    limits, files = base.description.limits, base.description.files
-    if len(raw) <= INLINE_BODY_BYTES:
-        try:
-            ids = tokenize_request(body, base.text, limits)
-        except TemplateBudgetError:
-            pass  # a worker may spend more time on it
-        else:
-            token_text = base.text.tokenizer.token_text
-            return ids, [token_text(i) for i in ids] if body.return_token_strs else ()
-    return await state.texts.tokenize(TokenizeRequest, raw, base.base.digest, files, limits)
 
 
 async def _find_base(request: Request, model: str | None) -> BaseHandle:
     """Returns the handle of the model's base; the name may be left out if there is one base."""
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model
-    route, visit = await state.cold_starts.admit(named, request.receive)
-    visit.leave()
+    check_model(state.gateway, caller_of(request), named)
+    route, leave = await state.cold_starts.admit(named, request.receive)
+    leave()
+    check_route(state, caller_of(request), named, route)
     return route.handle

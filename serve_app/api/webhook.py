@@ -10,14 +10,13 @@ import logging
 import time
 
 from fastapi import APIRouter, Request, Response
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from registry.webhooks import DELIVERY_ID, SIGNATURE, BadDeliveryError, check_delivery
 from serve_app.api.state import state_of
 from serve_app.config import WEBHOOK_SECRET, webhook_secret
 from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.http.asgi import read_body
+from serve_app.ray_calls import RAY_ERRORS
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -48,7 +47,7 @@ async def webhook(request: Request) -> Response:
     try:
         async with asyncio.timeout(_MANAGER_TIMEOUT_S):
             await state.gateway.manager.wake.remote()
-    except (RayError, RayServeException, TimeoutError) as error:
+    except (*RAY_ERRORS, TimeoutError) as error:
         logger.warning("a webhook could not wake the manager: %s", error)
         raise ServiceUnavailableError("The manager does not respond.", 1) from error
     # Recorded only now: after a 503, MLflow sends the delivery again with the same id.

@@ -1,16 +1,18 @@
 """The counts of an ingress for each version of a split adapter.
 
-Cumulative, by adapter, arm and version. The manager judges canaries by them; /metrics shows them.
-How a request got to its arm is decided elsewhere (`split`).
+Cumulative, by adapter, arm and version. The manager judges canaries by them; /metrics shows them,
+with registered names and versions as labels only. How a request got to its arm is decided elsewhere
+(`split`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from serve_app.errors import AdapterUnsupportedError, ClientGoneError, NonFiniteError, to_api_error
+from serve_app.metrics.exposition import as_text, counter, gauge, histogram
 from serve_app.metrics.histograms import Histogram
 from serve_app.tally import ARM_SECONDS, OUTCOME_INDEX, OUTCOMES, ArmCounts, ArmKey, ArmOutcome
 
@@ -27,6 +29,35 @@ class ArmStats:
 
     def counts(self) -> tuple[tuple[ArmKey, ArmCounts], ...]:
         return tuple((key, counts.frozen()) for key, counts in self._counts.items())
+
+    def text(
+        self,
+        ingress: str,
+        num_rollbacks: Iterable[tuple[str, int]],
+        num_shadows: int,
+        num_shadows_dropped: int,
+    ) -> bytes:
+        """`num_rollbacks`: by adapter, as the manager counts them: every ingress returns the same
+        number."""
+        own, labels = {"ingress": ingress}, ("adapter", "arm", "version")
+        rows = {(key.adapter, key.arm, str(key.version)): one for key, one in self._counts.items()}
+        ends = {
+            (*arm, outcome): count
+            for arm, one in rows.items()
+            for outcome, count in zip(OUTCOMES, one.outcomes, strict=True)
+        }
+        tokens = {arm: one.output_tokens for arm, one in rows.items()}
+        first = {arm: one.first_token for arm, one in rows.items()}
+        latency = {arm: one.latency for arm, one in rows.items()}
+        return as_text(
+            counter("loraplex_arm_requests", ends, own, *labels, "outcome"),
+            counter("loraplex_arm_output_tokens", tokens, own, *labels),
+            histogram("loraplex_arm_time_to_first_token_seconds", first, own, *labels),
+            histogram("loraplex_arm_request_latency_seconds", latency, own, *labels),
+            counter("loraplex_canary_rollbacks", dict(num_rollbacks), {}, "adapter"),
+            counter("loraplex_shadows_dropped", num_shadows_dropped, own),
+            gauge("loraplex_shadows", num_shadows, own),
+        )
 
     def retain(self, versions: Collection[tuple[str, str]]) -> None:
         """Drops the counts of all versions but these, given as (name, digest)."""

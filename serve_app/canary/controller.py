@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
+from registry.errors import NotFoundError, RegistryError
 from serve_app.canary.commands import ROLLED_BACK, CanaryCommand
 from serve_app.canary.split import CANARY, Split, Traffic, read_traffic
 from serve_app.canary.status import CanaryStatus, status_of
@@ -48,28 +48,27 @@ class _Veto:
 class Canaries:
     """All methods belong to the manager's event loop."""
 
-    def __init__(self, rule: CanaryArgs) -> None:
+    def __init__(
+        self,
+        rule: CanaryArgs,
+        registry: Callable[[], RegistryReader],
+        look: Callable[[], Catalog],
+        wake: Callable[[], None],
+    ) -> None:
+        """`registry`: raises RegistryUnavailableError until it was read. `look`: blocks; returns
+        the registry's present catalog, with the default aliases that apply here. `wake`: asks for a
+        look at the registry soon; called after each written rollback."""
         self._rule = rule
+        self._registry, self._look, self._wake = registry, look, wake
         self._trials = Trials(rule)
         self._vetoes: dict[Key, _Veto] = {}
         self._num_rollbacks: Counter[str] = Counter()
-        self._registry: RegistryReader | None = None
-        self._look: Callable[[], Catalog] = Catalog
-        self._wake: Callable[[], None] = lambda: None
         self._writing = asyncio.Lock()  # held during each change of the registry
         self._catalog = Catalog()
         self._running: frozenset[str] = frozenset()
         self._served: frozenset[str] = frozenset()
         self._traffic = Traffic()
         self._problems: frozenset[tuple[str, str]] = frozenset()
-
-    def open(
-        self, registry: RegistryReader, look: Callable[[], Catalog], wake: Callable[[], None]
-    ) -> None:
-        """`look`: blocks; returns the registry's present catalog, with the default aliases that
-        apply here. `wake`: asks for a look at the registry soon; called after each written
-        rollback."""
-        self._registry, self._look, self._wake = registry, look, wake
 
     def add_report(self, report: IngressReport) -> None:
         self._trials.add_report(report, _now_s())
@@ -114,7 +113,7 @@ class Canaries:
     async def change(self, change: CanaryChange) -> CanaryStatus:
         """Returns the status after the change, as the registry has it then."""
         async with self._writing:
-            registry, vetoes = self._opened(), self._reasons()
+            registry, vetoes = self._registry(), self._reasons()
 
             def run() -> tuple[AdapterVersion | None, Catalog]:
                 command = CanaryCommand(change, registry, self._look(), vetoes)
@@ -156,7 +155,7 @@ class Canaries:
                 if self._vetoes.get((veto.name, veto.digest)) is not veto:
                     return
                 try:
-                    await asyncio.to_thread(_store, self._opened(), self._look, veto)
+                    await asyncio.to_thread(_store, self._registry(), self._look, veto)
                 except NotFoundError:  # deleted meanwhile
                     veto.written_s = _now_s()
                     return
@@ -187,11 +186,6 @@ class Canaries:
         for name, problem in sorted(problems - self._problems):
             logger.warning("adapter %s: %s", name, problem)
         self._problems = problems
-
-    def _opened(self) -> RegistryReader:
-        if self._registry is None:  # this manager has just started
-            raise RegistryUnavailableError("the registry was not read yet")
-        return self._registry
 
 
 def _store(registry: RegistryReader, look: Callable[[], Catalog], veto: _Veto) -> None:

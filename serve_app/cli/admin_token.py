@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
 from serve_app.config import admin_token
+from serve_app.home import create_secret
 
 _FILE = "admin_token"
 
@@ -26,14 +26,6 @@ def ensure_token(home: Path) -> str:
     home.mkdir(parents=True, exist_ok=True)
     token = kept_token(home)
     while token is None:
-        temporary = home / f"{_FILE}.{secrets.token_hex(4)}"
-        temporary.touch(mode=0o600)
-        temporary.write_text(secrets.token_urlsafe(32))
-        try:
-            os.link(temporary, home / _FILE)
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
+        create_secret(home / _FILE, secrets.token_urlsafe(32))
         token = kept_token(home)
     return token

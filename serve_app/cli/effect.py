@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -16,11 +17,11 @@ import msgspec
 
 from engine.checks.effect import Device, examine, plan_probe
 from engine.checks.effect_report import EffectReport, ProbePlan
-from engine.errors import InvalidRequestError
-from registry.cache import Cache
-from registry.client import Registry
-from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord
+from engine.errors import InvalidRequestError, UnsupportedModelError
+from registry.entities import BaseVersion, EffectFacts, EffectRecord
+from registry.listing import NO_TEXT
 from serve_app.cli.effect_plot import norms_svg
+from serve_app.text.adapter_text import check_adapter_text
 from serve_app.text.base_text import BaseText
 
 REPORT_FILE = "effect.json"
@@ -56,26 +57,22 @@ def prove(
     """Measures an adapter folder. Raises EngineMemoryError if `mode` is "always" and the base does
     not fit into memory."""
     plan = plan_probe(base_folder, device)
+    try:
+        brings = check_adapter_text(base_folder, folder)
+    except UnsupportedModelError as error:  # of the adapter: the base was registered
+        report = examine(folder, digest, base_folder, plan, None)
+        return report if report.verdict == "refused" else _refused(report, str(error))
     why_not = why_unprobed(plan, mode)
     if why_not is not None:
-        return examine(folder, digest, base_folder, plan, None, why_not)
-    tokens = tokenize(BaseText.from_folder(base_folder), prompts)
-    return examine(folder, digest, base_folder, plan, tokens)
+        report = examine(folder, digest, base_folder, plan, None, why_not)
+    else:
+        tokens = tokenize(BaseText.from_folder(base_folder), prompts)
+        report = examine(folder, digest, base_folder, plan, tokens)
+    return replace(report, brings=brings)
 
 
-def prove_registered(
-    registry: Registry,
-    adapter: AdapterVersion,
-    base: BaseVersion,
-    *,
-    cache: Cache,
-    prompts: Sequence[str] = PROBES,
-    device: Device = "auto",
-    mode: ProbeMode = "always",
-) -> EffectReport:
-    base_folder = registry.fetch(base, cache)
-    folder = registry.fetch(adapter, cache)
-    return prove(folder, adapter.digest, base_folder, mode=mode, prompts=prompts, device=device)
+def _refused(report: EffectReport, reason: str) -> EffectReport:
+    return replace(report, verdict="refused", reason=reason)
 
 
 def record(
@@ -95,6 +92,7 @@ def record(
         device_bytes=None if load is None else load.device_bytes,
         load_s=None if load is None else load.read_s + load.copy_s,
         reason=report.reason if report.verdict == "refused" else "",
+        text="" if report.verdict == "refused" else ", ".join(report.brings) or NO_TEXT,
     )
     title = f"{name} on {base.name}@{base.version}"
     files = (

@@ -18,20 +18,11 @@ import msgspec
 
 from serve_app.cli.commands.common import refusal
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
+from serve_app.home import api_headers
 
 _WORDS = [
-    "river",
-    "stone",
-    "cloud",
-    "paper",
-    "light",
-    "garden",
-    "winter",
-    "music",
-    "table",
-    "road",
-    "letter",
-    "ocean",
+    *("river", "stone", "cloud", "paper", "light", "garden"),
+    *("winter", "music", "table", "road", "letter", "ocean"),
 ]
 
 
@@ -93,7 +84,7 @@ async def run_load(load: LoadSpec, on_result: Callable[[RequestResult], None]) -
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.concurrency)
     timeout = httpx.Timeout(30, read=None)  # a queued request may wait long
     started_s = time.perf_counter()
-    async with httpx.AsyncClient(limits=limits, timeout=timeout) as client:
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=api_headers()) as client:
 
         async def work() -> None:
             for number in waiting:

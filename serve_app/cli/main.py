@@ -20,10 +20,16 @@ from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app import home
 from serve_app.cli.commands.failure import Failure
-from serve_app.cli.signatures import adapters, bases, canary, clients, local, register
+from serve_app.cli.signatures import adapters, bases, canary, clients, keys, local, register
 from serve_app.cli.signatures.body import Group
 
-_GROUPS = {"register": register, "bases": bases, "adapters": adapters, "canary": canary}
+_GROUPS = {
+    "register": register,
+    "bases": bases,
+    "adapters": adapters,
+    "canary": canary,
+    "keys": keys,
+}
 _COMMANDS: dict[str, Callable[..., None]] = {
     "serve": local.serve,
     "demo": local.demo,
@@ -33,6 +39,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "chat": clients.chat,
     "bench": clients.bench,
     "doctor": local.doctor,
+    "warm": local.warm,
+    "usage": clients.usage,
 }
 
 

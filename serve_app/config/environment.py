@@ -13,6 +13,7 @@ from pathlib import Path
 
 from registry.sources import check_listed
 from serve_app.config.platform import IngressArgs, RegistryArgs
+from serve_app.config.tenancy import TenancyArgs
 from serve_app.home import default_home
 
 ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"
@@ -21,6 +22,8 @@ ARTIFACT_ROOT = "LORAPLEX_ARTIFACT_ROOT"  # for commands that read no file
 ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # for commands that read no file
 WEBHOOK_SECRET = "LORAPLEX_WEBHOOK_SECRET"
 FRONT_LIMITS = "LORAPLEX_FRONT_LIMITS"  # brings args.ingress to Serve's proxies
+KEY_PEPPER = "LORAPLEX_KEY_PEPPER"
+DATABASE_URL = "LORAPLEX_DATABASE_URL"
 LOG_FORMAT = "LORAPLEX_LOG_FORMAT"
 
 
@@ -61,7 +64,7 @@ def environment_with(uri: str, root: Path | None, schemes: Iterable[str]) -> dic
     The URI travels in the environment because it may hold a password, and every user of the machine
     can read arguments. The server's own secrets are left out.
     """
-    own = {ADMIN_TOKEN, WEBHOOK_SECRET}
+    own = {ADMIN_TOKEN, WEBHOOK_SECRET, KEY_PEPPER, DATABASE_URL}
     given = {name: value for name, value in os.environ.items() if name not in own}
     if root is not None:
         given[ARTIFACT_ROOT] = str(root)
@@ -74,6 +77,17 @@ def webhook_secret() -> str | None:
 
 def admin_token() -> str | None:
     return os.environ.get(ADMIN_TOKEN) or None
+
+
+def key_pepper() -> str | None:
+    """Returns the pepper of the keys; None: the file in the home has it."""
+    return os.environ.get(KEY_PEPPER) or None
+
+
+def database_url(args: TenancyArgs) -> str:
+    """Returns the URL of the keys' database: the file's, the variable or SQLite in the home."""
+    configured = args.database_url or os.environ.get(DATABASE_URL)
+    return configured or f"sqlite:///{default_home() / 'loraplex.db'}"
 
 
 def front_limits() -> IngressArgs:

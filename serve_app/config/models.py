@@ -48,6 +48,11 @@ class EngineArgs(Args):
     KV blocks."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """The most tokens per step. By default 2048 on a CPU, 8192 on CUDA."""
+    max_decode_slowdown: float = Field(default=2.5, gt=1)
+    """While sequences decode, a step with prompt tokens lasts at most about so many times as long
+    as a step without, by the measured cost of steps. Higher values compute prompts in larger parts:
+    a little more throughput, less even streams. Above 1.5 s of waiting prompts the bound is
+    relaxed."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """The most sequences per step. By default 64 on a CPU, 256 on CUDA."""
     enable_prefix_caching: bool = True
@@ -61,12 +66,17 @@ class EngineArgs(Args):
     memory that the base leaves."""
     adapter_host_bytes: Bytes | None = None
     """The memory for adapters on the host. By default four times the pool within an eighth
-    of the host's memory, and at least 4 GiB."""
+    of the host's memory, and at least 4 GiB. On CUDA two buffers for adapters on their way come on
+    top, each of the size of an adapter of rank 16 on all linear layers."""
     max_lora_rank: int = Field(default=512, ge=1, le=512)
     """The highest LoRA rank that the engine accepts."""
     max_adapter_overtakes: int = Field(default=256, ge=0)
     """The number of younger requests that may overtake a request while it waits for room for its
     adapter."""
+    kernel_cache_dir: str | None = Field(default=None, min_length=1)
+    """CUDA: the folder of compiled kernels, which `loraplex warm` fills and an image or a shared
+    disk can carry; it must exist on every node. By default Triton's own: `TRITON_CACHE_DIR`, or
+    `~/.triton/cache`."""
     seed: int = 0
     """Seeds the random numbers of requests that bring no seed."""
     num_threads: int | None = Field(default=None, ge=1, le=4096)

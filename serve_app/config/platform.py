@@ -3,6 +3,7 @@ base models."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from registry.catalog import DEFAULT_ALIAS
 from registry.sources import check_listed
 from serve_app.config.models import ModelArgs, base_name
+from serve_app.config.tenancy import TenancyArgs
 from serve_app.config.values import (
     AliasName,
     Args,
@@ -21,6 +23,9 @@ from serve_app.config.values import (
     ScaledArgs,
 )
 from serve_app.routing.policies import PolicyError, make_policy
+
+# "module:class"; not a part of the default installation
+OTLP_EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter:OTLPSpanExporter"
 
 
 class RegistryArgs(Args):
@@ -138,6 +143,68 @@ class IngressArgs(ScaledArgs):
     """Seconds that a replica that goes waits for its longest stream."""
 
 
+class MetricsArgs(Args):
+    """The series at `/metrics` whose number grows with the registry, and copies of them."""
+
+    max_adapters: int = Field(default=50, ge=0, le=10_000)
+    """The busiest adapters that have series of their own, per ingress replica. All others share
+    `other`."""
+    max_tenants: int = Field(default=50, ge=0, le=10_000)
+    """The busiest tenants of keys that have series of their own, per ingress replica. The tenants
+    that `fairness.weights` names always have."""
+    to_ray: bool = False
+    """Whether engine replicas export their metrics through Ray, too, as `ray_vllm_*`: Ray's Serve
+    LLM dashboard reads those."""
+
+
+class RequestLogArgs(Args):
+    """The request log: one JSON line for each finished request, without prompts and answers."""
+
+    enabled: bool = False
+    """Whether it is written. Off by default: a line for each request is a use of the disk that only
+    its operator can weigh."""
+    path: Path | None = None
+    """Its file. By default `logs/requests.jsonl` in the home. A second ingress replica on the same
+    machine writes to `requests-1.jsonl`, and so on."""
+    max_bytes: Bytes = 64 * 1024**2
+    """The size at which the file is rotated: `requests.jsonl.1` is the part before it. 0: never."""
+    num_files: int = Field(default=3, ge=2, le=1000)
+    """The files of each ingress replica that are kept, the current one included."""
+
+
+class LoggingArgs(Args):
+    """Logs for operators."""
+
+    requests: RequestLogArgs = RequestLogArgs()
+
+
+class TracesArgs(Args):
+    """Traces of requests, by OpenTelemetry (extra `otel`), without prompts and answers."""
+
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
+    """The URL that receives traces by OTLP over HTTP, such as `http://collector:4318/v1/traces`. No
+    traces by default. The variable `OTEL_EXPORTER_OTLP_HEADERS` adds headers."""
+    sample_ratio: float = Field(default=0.01, ge=0, le=1)
+    """The share of requests that is traced. A request with a `traceparent` header follows the
+    decision of its caller."""
+
+    @model_validator(mode="after")
+    def _has_exporter(self) -> TracesArgs:
+        if self.otlp_endpoint is not None and not _has_module(OTLP_EXPORTER.partition(":")[0]):
+            raise ValueError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}, but OpenTelemetry's exporter is not "
+                "installed; install loraplex[otel]"
+            )
+        return self
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
 class CanaryArgs(Args):
     """The margins beyond which a canary is rolled back automatically.
 
@@ -175,6 +242,10 @@ class PlatformArgs(Args):
     ingress: IngressArgs = IngressArgs()
     canary: CanaryArgs = CanaryArgs()
     fairness: FairnessArgs = FairnessArgs()
+    tenancy: TenancyArgs = TenancyArgs()
+    metrics: MetricsArgs = MetricsArgs()
+    logging: LoggingArgs = LoggingArgs()
+    traces: TracesArgs = TracesArgs()
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> PlatformArgs:

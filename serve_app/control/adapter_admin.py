@@ -21,29 +21,29 @@ from serve_app.platform_view import RegistryReader
 RUNTIME = "runtime"
 LOADED, UNLOADED = "loaded", "unloaded"
 
-Read = Callable[[], Catalog]
-
 
 class AdapterAdmin:
-    def __init__(self) -> None:
+    def __init__(self, registry: Callable[[], RegistryReader], read: Callable[[], Catalog]) -> None:
+        """`read`: returns the registry's catalog now, with the default aliases of this server;
+        blocks."""
+        self._registry = registry
+        self._read = read
         self._registering = asyncio.Lock()  # a check uses a core and reads the base's header
         # By name: the version that the last load registered, and the (alias, version) before it.
         self._loads: dict[str, tuple[int, tuple[str, int] | None]] = {}
 
-    async def change(
-        self, change: AdapterChange, registry: RegistryReader, read: Read
-    ) -> AdapterVersion | None:
+    async def change(self, change: AdapterChange) -> AdapterVersion | None:
         """Carries out an order. Returns the version that the name means then, or None if it means
-        none. `read`: returns the registry's catalog now, with the default aliases of this server;
-        blocks. Raises NotFoundError or another RegistryError."""
+        none. Raises NotFoundError or another RegistryError."""
         check_name(change.name)
+        registry = self._registry()
         if change.kind == "load":
             async with self._registering:
-                return await self._load(change, registry, read)
+                return await self._load(change, registry)
         if change.kind == "undo_load":
             async with self._registering:
-                return await self._undo_load(change, registry, read)
-        catalog = await asyncio.to_thread(read)
+                return await self._undo_load(change, registry)
+        catalog = await asyncio.to_thread(self._read)
         adapter = _find(catalog, change.name)
         if change.kind == "unload":
             if catalog.setting(change.name, RUNTIME) != LOADED:
@@ -54,11 +54,9 @@ class AdapterAdmin:
         await asyncio.to_thread(registry.set_setting, change.name, PIN, value)
         return adapter
 
-    async def _load(
-        self, change: AdapterChange, registry: RegistryReader, read: Read
-    ) -> AdapterVersion:
+    async def _load(self, change: AdapterChange, registry: RegistryReader) -> AdapterVersion:
         name, folder = change.name, Path(change.folder)
-        catalog = await asyncio.to_thread(read)
+        catalog = await asyncio.to_thread(self._read)
         if name in catalog.default_bases():
             raise RegistrationError(f"{name!r} is a base model")
         is_loaded = catalog.setting(name, RUNTIME) == LOADED
@@ -78,18 +76,18 @@ class AdapterAdmin:
         alias = catalog.default_aliases.of_base(catalog.resolve_base(change.base).name)
         await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
-        loaded = _find(await asyncio.to_thread(read), name)
+        loaded = _find(await asyncio.to_thread(self._read), name)
         self._loads[name] = loaded.version, _default_of(catalog, name) if is_loaded else None
         return loaded
 
     async def _undo_load(
-        self, change: AdapterChange, registry: RegistryReader, read: Read
+        self, change: AdapterChange, registry: RegistryReader
     ) -> AdapterVersion | None:
         """Undoes a load that the engines could not follow: the default alias returns to its
         previous version, and a name that was new is hidden. Does nothing if the alias was moved
         since, or if another manager made the load: this one does not know the version before."""
         name = change.name
-        catalog = await asyncio.to_thread(read)
+        catalog = await asyncio.to_thread(self._read)
         adapter = _find(catalog, name)
         if adapter.version != change.version:
             return adapter
@@ -101,7 +99,7 @@ class AdapterAdmin:
             return None
         await asyncio.to_thread(registry.set_alias, name, *before)
         try:
-            return _find(await asyncio.to_thread(read), name)
+            return _find(await asyncio.to_thread(self._read), name)
         except NotFoundError:  # the alias is again on a version that cannot be served
             return None
 

@@ -28,8 +28,8 @@ class AdapterChecks:
     """All methods belong to the event loop."""
 
     def __init__(self) -> None:
-        self._tries: dict[Key, int] = {}  # of versions without a verdict
-        self._not_before_s: dict[Key, float] = {}
+        # Of versions without a verdict: the number of tries, and the time of the next.
+        self._tries: dict[Key, tuple[int, float]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def update(self, catalog: Catalog, check: Check) -> None:
@@ -42,25 +42,25 @@ class AdapterChecks:
         unmeasured = [
             one for one in catalog.adapters if not one.effect and one.base_digest in bases
         ]
-        keys = {_key(one) for one in unmeasured}
-        self._tries = {key: tries for key, tries in self._tries.items() if key in keys}
-        self._not_before_s = {k: until for k, until in self._not_before_s.items() if k in keys}
+        before, self._tries = self._tries, {}
         for one in unmeasured:
-            is_due = loop.time() >= self._not_before_s.get(_key(one), 0.0)
-            if is_due and self._tries.get(_key(one), 0) < _MAX_TRIES:
+            self._tries[_key(one)] = before.get(_key(one), (0, 0.0))
+        for one in unmeasured:
+            num_tries, next_s = self._tries[_key(one)]
+            if num_tries < _MAX_TRIES and loop.time() >= next_s:
+                # Counted first: a check whose tags are lost or never read is not repeated for ever.
+                self._tries[_key(one)] = num_tries + 1, next_s
                 self._task = spawn(self._run(one, check), "check-adapter")
                 return
 
     async def _run(self, version: AdapterVersion, check: Check) -> None:
         name = f"{version.name}@{version.version}"
-        # Counted first: a check whose tags are lost or never read is not repeated for ever.
-        self._tries[_key(version)] = self._tries.get(_key(version), 0) + 1
         try:
             await asyncio.to_thread(check, version)
             logger.info("%s was checked; the verdict is in its tags", name)
         except Exception as error:
-            now_s = asyncio.get_running_loop().time()
-            self._not_before_s[_key(version)] = now_s + _PAUSE_S
+            next_s = asyncio.get_running_loop().time() + _PAUSE_S
+            self._tries[_key(version)] = self._tries[_key(version)][0], next_s
             if isinstance(error, RegistryError | OSError):
                 logger.warning("%s could not be checked: %s", name, error)
             else:

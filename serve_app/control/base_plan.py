@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from registry.catalog import Catalog
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import parse_reference
-from serve_app.config import FRONT_SETTINGS, ModelArgs, in_words
+from serve_app.config import FRONT_SETTINGS, ModelArgs, default_aliases, in_words
 from serve_app.platform_view import BaseSource, BaseSpec
 from serve_app.routing.policies import POLICIES
 
@@ -85,6 +85,15 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
             base, model, device, app_name(base.name, base.digest, model, device), source
         )
     return Plan(tuple(specs.values()), tuple(missing), tuple(refused))
+
+
+def with_aliases(catalog: Catalog, everywhere: str, models: Sequence[ModelArgs]) -> Catalog:
+    """Returns the catalog with the aliases of bare names on a server with these models of its file.
+
+    `everywhere`: the alias of the bases without one of their own.
+    """
+    aliases = default_aliases(everywhere, configured(models, catalog))
+    return replace(catalog, default_aliases=aliases)
 
 
 def configured(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:

@@ -14,11 +14,10 @@ engine that is being stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.messages import Backlog, IngressReport, ReportAnswer, total
+from serve_app.messages import Backlog, BaseActivity, IngressReport, ReportAnswer, total
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +25,6 @@ Phase = Literal["awake", "draining", "asleep", "waking"]
 
 REPORT_MAX_AGE_S = 5.0  # then the ingress is gone, and its requests with it
 _DRAINING_MAX_S = 15.0  # then sleep is cancelled: an ingress did not report a release
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedReport:
-    report: IngressReport
-    at_s: float
 
 
 @dataclass(slots=True)
@@ -48,19 +41,18 @@ class ScaleToZero:
 
     def __init__(self) -> None:
         self._bases: dict[str, _BaseSleep] = {}
-        self._reports: dict[str, ReceivedReport] = {}  # by ingress
+        self._reports: dict[str, tuple[IngressReport, float]] = {}  # by ingress; when it came
         # By base: the end of its last request, at any ingress, which may be gone by now.
         self._last_used_s: dict[str, float] = {}
 
     def add_report(self, report: IngressReport, now_s: float) -> None:
-        self._reports[report.ingress_id] = ReceivedReport(report, now_s)
+        self._reports[report.ingress_id] = report, now_s
         for base in report.bases:
             used_s = now_s if base.num_open else now_s - base.idle_s
             if used_s > self._last_used_s.get(base.digest, float("-inf")):
                 self._last_used_s[base.digest] = used_s
-        for ingress, received in tuple(self._reports.items()):
-            if now_s - received.at_s > REPORT_MAX_AGE_S:
-                del self._reports[ingress]
+        for ingress_id in self._reports.keys() - {one.ingress_id for one in self._fresh(now_s)}:
+            del self._reports[ingress_id]
 
     @property
     def has_reports(self) -> bool:
@@ -69,16 +61,16 @@ class ScaleToZero:
     def restore(self, now_s: float) -> None:
         """Marks the bases asleep that ingresses report as asleep: they slept under the previous
         manager."""
-        for received in self._fresh(now_s):
-            for digest, _ in received.report.asleep:
+        for report in self._fresh(now_s):
+            for digest, _ in report.asleep:
                 self._bases.setdefault(digest, _BaseSleep("asleep", now_s))
 
     def is_released(self, application: str, since_s: float, now_s: float) -> bool:
         """True if every ingress reported after `since_s` that it sends the application nothing."""
         fresh = self._fresh(now_s)
         return bool(fresh) and all(
-            received.at_s > since_s and application not in received.report.applications
-            for received in fresh
+            self._reports[one.ingress_id][1] > since_s and application not in one.applications
+            for one in fresh
         )
 
     def phase(self, digest: str) -> Phase:
@@ -117,35 +109,23 @@ class ScaleToZero:
     def answer(self, ingress_id: str, now_s: float) -> ReportAnswer:
         """The answer to a report of this ingress: the reports of the others."""
         fresh = self._fresh(now_s)
-        others = [one.report for one in fresh if one.report.ingress_id != ingress_id]
-        quarantined = tuple(entry for report in others for entry in report.quarantined)
-        return ReportAnswer(len(fresh), quarantined)
+        others = (one.quarantined for one in fresh if one.ingress_id != ingress_id)
+        return ReportAnswer(len(fresh), tuple(entry for entries in others for entry in entries))
 
     def num_open(self, digest: str, now_s: float) -> int:
-        return sum(
-            base.num_open
-            for received in self._fresh(now_s)
-            for base in received.report.bases
-            if base.digest == digest
-        )
+        return sum(base.num_open for base in self._activities(digest, now_s))
 
     def num_open_when_draining(self, now_s: float) -> int | None:
         """The requests that are still open. Returns None until every ingress has reported that it
         accepts no new requests."""
         fresh = self._fresh(now_s)
-        if not fresh or not all(received.report.is_draining for received in fresh):
+        if not fresh or not all(report.is_draining for report in fresh):
             return None
-        return sum(base.num_open for received in fresh for base in received.report.bases)
+        return sum(base.num_open for report in fresh for base in report.bases)
 
     def backlog(self, digest: str, now_s: float) -> Backlog:
         """The sum over all ingresses."""
-        found = [
-            base.backlog
-            for received in self._fresh(now_s)
-            for base in received.report.bases
-            if base.digest == digest
-        ]
-        return total(found)
+        return total([base.backlog for base in self._activities(digest, now_s)])
 
     def idle_s(self, digest: str, now_s: float) -> float | None:
         """Seconds since the last request, or since the start if there was none. Returns None while
@@ -190,7 +170,7 @@ class ScaleToZero:
         fresh = self._fresh(now_s)
         if self.num_open(digest, now_s) or now_s - base.since_s > _DRAINING_MAX_S:
             self._cancel_sleep(base, now_s)
-        elif fresh and all((digest, base.sleep_epoch) in one.report.asleep for one in fresh):
+        elif fresh and all((digest, base.sleep_epoch) in report.asleep for report in fresh):
             base.phase, base.since_s = "asleep", now_s
             base.running_since_s = None
 
@@ -202,5 +182,11 @@ class ScaleToZero:
         base.phase = "awake"
         base.since_s = base.running_since_s = now_s
 
-    def _fresh(self, now_s: float) -> Sequence[ReceivedReport]:
-        return [one for one in self._reports.values() if now_s - one.at_s <= REPORT_MAX_AGE_S]
+    def _activities(self, digest: str, now_s: float) -> list[BaseActivity]:
+        """The base's activity at each ingress."""
+        bases = (base for report in self._fresh(now_s) for base in report.bases)
+        return [base for base in bases if base.digest == digest]
+
+    def _fresh(self, now_s: float) -> list[IngressReport]:
+        reports = self._reports.values()
+        return [report for report, at_s in reports if now_s - at_s <= REPORT_MAX_AGE_S]

@@ -45,37 +45,20 @@ class StartLog:
     def text(self, lines: Sequence[BaseLine]) -> bytes:
         # Two versions of a base may exist at a time, the new one starting, the old one draining.
         found = {(line.name, line.state) for line in lines}
-        states = [
-            ((name, state), float((name, state) in found))
+        states = {
+            (name, state): float((name, state) in found)
             for name in sorted({line.name for line in lines})
             for state in _STATES
-        ]
+        }
         replicas: Counter[tuple[str, str]] = Counter()
         for line in lines:
             replicas[line.name, "running"] += line.replicas
             replicas[line.name, "wanted"] += line.wanted_replicas
             replicas[line.name, "draining"] += line.draining_replicas
-        starts = [((base,), seconds) for base, seconds in sorted(self.histograms.items())]
+        cold_starts = {base: self.cold_starts[base] for base in self.histograms}
         return as_text(
-            gauge(
-                "loraplex_base_state", "1 for the state that it is in", ("base", "state"), states
-            ),
-            gauge(
-                "loraplex_replicas",
-                "Engine replicas",
-                ("model_name", "state"),
-                sorted(replicas.items()),
-            ),
-            counter(
-                "loraplex_base_cold_starts",
-                "Starts out of sleep",
-                ("base",),
-                [((base,), self.cold_starts[base]) for base in sorted(self.histograms)],
-            ),
-            histogram(
-                "loraplex_base_start_seconds",
-                "From the order to the first answer",
-                ("base",),
-                starts,
-            ),
+            gauge("loraplex_base_state", states, {}, "base", "state"),
+            gauge("loraplex_replicas", replicas, {}, "model_name", "state"),
+            counter("loraplex_base_cold_starts", cold_starts, {}, "base"),
+            histogram("loraplex_base_start_seconds", self.histograms, {}, "base"),
         )

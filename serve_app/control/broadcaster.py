@@ -53,8 +53,9 @@ class Broadcaster(Generic[T]):
         """Sends the values that are due, with at most a call per application in flight, and forgets
         applications that are not in `values`. Returns at once; called in every round."""
         now_s = asyncio.get_running_loop().time()
-        for app_name in self._sent.keys() - values.keys():
-            del self._sent[app_name]
+        for known in (self._sent, self._handles):
+            for app_name in known.keys() - values.keys():
+                del known[app_name]
         for app_name, value in values.items():
             last, sent_s = self._sent.get(app_name, (None, -inf))
             if app_name not in self._sending and self._is_due(value, last, now_s - sent_s):
@@ -66,12 +67,12 @@ class Broadcaster(Generic[T]):
         try:
             if num_failed := await self._send(app_name, value):
                 logger.warning(
-                    "%d engine replicas of %s did not receive the %s; it is sent again",
+                    "%d engine replicas of %s did not receive the %s; a later one replaces it",
                     *(num_failed, app_name, self._name),
                 )
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning(
-                "the engine replicas of %s did not receive the %s; it is sent again: %s",
+                "the engine replicas of %s did not receive the %s; a later one replaces it: %s",
                 *(app_name, self._name, str(error) or type(error).__name__),
             )
         except Exception:

@@ -302,7 +302,10 @@ class Fleet:
         counts = count_replicas(app)
         if state in ("asleep", "draining"):  # the remaining replicas receive no new requests
             counts = ReplicaCounts(draining=counts.wanted + counts.draining)
-        line = BaseLine(
+        # The settings of a base that leaves, or that an earlier manager started, are not shown.
+        model = None if spec is None or state == "draining" else spec.model
+        least, most = (0, 0) if model is None else _replica_range(model)
+        return BaseLine(
             name=base.name,
             version=base.version,
             state=state,
@@ -311,18 +314,12 @@ class Fleet:
             replicas=counts.running,
             idle_s=self.sleep.idle_s(base.digest, now_s) if state == "running" else None,
             start_s=self.starts.last_s(base.name),
+            idle_timeout_s=None if model is None else model.idle_timeout_s,
+            cold_start="" if model is None else model.cold_start,
             application=app_name,
             digest=base.digest,
             wanted_replicas=counts.wanted,
             draining_replicas=counts.draining,
-        )
-        if spec is None or state == "draining":
-            return line
-        least, most = _replica_range(spec.model)
-        return replace(
-            line,
-            idle_timeout_s=spec.model.idle_timeout_s,
-            cold_start=spec.model.cold_start,
             min_replicas=least,
             max_replicas=most,
         )

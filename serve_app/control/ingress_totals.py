@@ -1,11 +1,11 @@
 """The sums of the counts of all ingresses, kept by the manager.
 
 An ingress sends its exposition with each report and with each scrape that it answers, so every
-exported count has passed through here and sums never fall. Counters and histograms of an ingress
-that ended stay in the sums; gauges are sums over the live ingresses. The label `ingress` is
-removed. After a restart of the manager every sum begins at zero, like a counter of any restarted
-process: an ingress that reported to an earlier manager counts from its first report on. Pure: the
-time is an argument.
+exported count has passed through here and sums never fall. The sums of counters and histograms have
+every increase, also those of ingresses that ended; gauges are sums over the live ingresses. The
+label `ingress` is removed. After a restart of the manager every sum begins at zero, like a counter
+of any restarted process: an ingress that reported to an earlier manager counts from its first
+report on. Pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ Values = dict[Key, float]
 class _Ingress:
     counts: IngressCounts
     reported_s: float
-    counters: Values = field(default_factory=dict)
-    before: Values = field(default_factory=dict)  # counted before this manager's time
+    counters: Values = field(default_factory=dict)  # as of the last counts that were read
     gauges: Values = field(default_factory=dict)
     common: Values = field(default_factory=dict)  # without the label: equal at all ingresses
     is_read: bool = False
@@ -43,8 +42,7 @@ class IngressTotals:
 
     def __init__(self) -> None:
         self._ingresses: dict[str, _Ingress] = {}
-        # Sums of the ingresses and series that ended.
-        self._past: defaultdict[Key, float] = defaultdict(float)
+        self._sums: defaultdict[Key, float] = defaultdict(float)  # of the counters' increases
         self._ended: set[Key] = set()  # series that an ingress does not export any more
         self._heads: dict[bytes, list[bytes]] = {}  # by family
 
@@ -52,9 +50,9 @@ class IngressTotals:
         known = self._ingresses.get(ingress_id)
         if known is None:
             new = self._ingresses[ingress_id] = _Ingress(counts, now_s)
-            if counts.was_taken:
-                self._read(new)
-                new.before = dict(new.counters)
+            if counts.was_taken:  # only its later increases are added
+                self._parse(new)
+                self._sums.update({key: self._sums[key] for key in new.counters})
             self._forget(now_s)
         elif counts.serial > known.counts.serial:  # calls may overtake each other
             known.counts, known.reported_s, known.is_read = counts, now_s, False
@@ -69,12 +67,7 @@ class IngressTotals:
             if now_s - ingress.reported_s <= MAX_AGE_S
         ]
         self._drop_ended(living)
-        sums: defaultdict[Key, float] = defaultdict(float)
-        for ingress in self._ingresses.values():
-            for key, value in ingress.counters.items():
-                sums[key] += value - ingress.before.get(key, 0.0)
-        for key, value in self._past.items():
-            sums[key] += value
+        sums = self._sums.copy()
         for ingress in living:
             for key, value in ingress.gauges.items():
                 sums[key] += value
@@ -86,12 +79,20 @@ class IngressTotals:
         return b"".join(line + b"\n" for lines in families.values() for line in lines)
 
     def _read(self, ingress: _Ingress) -> None:
-        """Parses the last counts of an ingress. A series of its own that fell has restarted, and a
-        missing series has ended: the old values of both stay in the sums."""
+        """Adds the increases in the last counts of an ingress. A series of its own that fell has
+        restarted, and a missing series has ended: the old values of both stay in the sums."""
         if ingress.is_read:
             return
+        old = ingress.counters
+        self._parse(ingress)
+        for key, value in ingress.counters.items():
+            before = old.get(key, 0.0)
+            self._sums[key] += value - before if value >= before else value
+        self._ended |= old.keys() - ingress.counters.keys()
+
+    def _parse(self, ingress: _Ingress) -> None:
         ingress.is_read = True
-        old, ingress.counters, ingress.gauges, ingress.common = ingress.counters, {}, {}, {}
+        ingress.counters, ingress.gauges, ingress.common = {}, {}, {}
         for key, kind, is_own, value in self._samples(ingress.counts.text):
             if not is_own:
                 ingress.common[key] = value
@@ -99,12 +100,6 @@ class IngressTotals:
                 ingress.counters[key] = value
             else:
                 ingress.gauges[key] = value
-        for key, value in old.items():
-            new = ingress.counters.get(key)
-            if new is None or new < value:
-                self._past[key] += value - ingress.before.pop(key, 0.0)
-                if new is None:
-                    self._ended.add(key)
 
     def _samples(self, text: bytes) -> Iterator[tuple[Key, bytes, bool, float]]:
         """Yields key, type, whether the series has the label `ingress`, and value."""
@@ -129,14 +124,13 @@ class IngressTotals:
             key for key in self._ended if not any(key in ingress.counters for ingress in living)
         ]:
             self._ended.remove(key)
-            self._past.pop(key, None)
+            self._sums.pop(key, None)
             for ingress in self._ingresses.values():
                 ingress.counters.pop(key, None)
-                ingress.before.pop(key, None)
 
     def _forget(self, now_s: float) -> None:
-        """Merges the oldest of many ended ingresses into one sum. If such an ingress comes back,
-        its report has `was_taken` set, so that its counts are not added twice."""
+        """Forgets the oldest of many ended ingresses. If such an ingress comes back, its report has
+        `was_taken` set, so that its counts are not added twice."""
         gone = [
             name
             for name, ingress in self._ingresses.items()
@@ -144,7 +138,4 @@ class IngressTotals:
         ]
         gone.sort(key=lambda name: self._ingresses[name].reported_s)
         for name in gone[: max(0, len(gone) - MAX_GONE)]:
-            ingress = self._ingresses.pop(name)
-            self._read(ingress)
-            for key, value in ingress.counters.items():
-                self._past[key] += value - ingress.before.get(key, 0.0)
+            self._read(self._ingresses.pop(name))

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 import ray
@@ -23,6 +24,8 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryUnavailableError
 from registry.events import Change
+from registry.meanings import Meanings
+from serve_app.admin_api import SeriesAnswer
 from serve_app.cache_salt import kept_key
 from serve_app.canary.controller import Canaries
 from serve_app.canary.status import CanaryStatus
@@ -31,12 +34,14 @@ from serve_app.control.adapter_admin import AdapterAdmin
 from serve_app.control.adapter_checks import AdapterChecks
 from serve_app.control.adapter_plan import AdapterPlanner, plan_is_due
 from serve_app.control.base_admin import change_base, wait_until_planned
-from serve_app.control.base_plan import LastGood, plan
+from serve_app.control.base_plan import LastGood, plan, with_aliases
 from serve_app.control.broadcaster import Broadcaster
+from serve_app.control.engine_counters import EngineCounters, EngineTexts
 from serve_app.control.fleet import Fleet
 from serve_app.control.ingress_totals import IngressTotals
-from serve_app.control.named_catalogs import NamedCatalogs
-from serve_app.control.registry_metrics import RegistryMetrics, log_changes
+from serve_app.control.key_calls import KeyCalls, open_keys
+from serve_app.control.limit_calls import LimitCalls, open_limits
+from serve_app.control.series import Series
 from serve_app.control.stored_catalog import StoredCatalog
 from serve_app.control.watcher import Watcher, register_webhook
 from serve_app.logs import install_in_replica
@@ -54,7 +59,6 @@ from serve_app.platform_view import (
     CanaryState,
     PlatformView,
     RegistryReader,
-    ServedBase,
     Sources,
 )
 from serve_app.ray_calls import refusing
@@ -65,10 +69,11 @@ logger = logging.getLogger(__name__)
 
 _STATUS_POLL_S = 0.25  # of Serve, not of the registry; costs its controller 2 ms
 MAX_RECONCILE_AGE_S = 30.0  # then the health check fails
+_UNREAD = "the registry has not been read yet; try again"
 _HANDOVER_S = 5.0  # from a view that no longer means a version until engines may unload it
 
 
-class Manager:
+class Manager(KeyCalls, LimitCalls):
     """Wrapped by `manager_application`. There is one replica; while it is down, ingresses continue
     with their last view."""
 
@@ -79,13 +84,12 @@ class Manager:
             logger.warning(warning)
         self._sources = sources
         self._cache_salt_key = kept_key(sources.home)
+        self._keys = open_keys(args.tenancy, sources.home)
+        self._limits = open_limits(args.tenancy, self._keys)
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # None until it could be opened
-        self._watcher = Watcher(self._read, args.registry.poll_interval_s)
-        self._watcher.subscribe(log_changes)
-        self._watcher.subscribe(self._publish_names)
-        self._registry_metrics = RegistryMetrics(self._watcher, self._reconcile_age_s)
-        self._names = NamedCatalogs(args.registry.alias)
+        self._watcher = Watcher(self._read, args.registry.poll_interval_s, self._publish_names)
+        self._meanings = Meanings()
         self._models: tuple[ModelArgs, ...] = ()
         self._is_configured = asyncio.Event()  # Serve calls `reconfigure` after this constructor
         self._epoch = secrets.token_hex(4)
@@ -94,9 +98,9 @@ class Manager:
         self._is_draining = False
         self._planner = AdapterPlanner(self._epoch, _HANDOVER_S)
         self._plans = Broadcaster("plan", "arrange", plan_is_due)
-        self._adapter_admin = AdapterAdmin()
+        self._adapter_admin = AdapterAdmin(self._opened, self._read_now)
         self._checks = AdapterChecks()
-        self._canaries = Canaries(args.canary)
+        self._canaries = Canaries(args.canary, self._opened, self._read_now, self._watcher.wake)
         self._fleet = Fleet(sources)
         self._last_good = LastGood()
         self._planned: Catalog | None = None  # the catalog that the last round followed
@@ -104,6 +108,8 @@ class Manager:
         self._stored = StoredCatalog(self._watcher)
         self._errors: dict[str, str] = {}  # by step of a round: the last error logged
         self._totals = IngressTotals()
+        self._series = Series()
+        self._engine_counters = EngineCounters()
         self._changed = asyncio.Condition()
         loop = asyncio.get_running_loop()
         self._round_s = loop.time()  # when a round last ended, by success or failure
@@ -144,9 +150,13 @@ class Manager:
         self._canaries.add_report(report)
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.add_report(report, now_s)
+        self._series.add(report.ingress_id, report.figures, time.time())
         if report.counts is not None:
             self._totals.add(report.ingress_id, report.counts, now_s)
         return self._fleet.sleep.answer(report.ingress_id, now_s)
+
+    async def series(self) -> SeriesAnswer:
+        return self._series.answer(time.time())
 
     async def wake_base(self, digest: str) -> None:
         """Wakes a base for which a request waits."""
@@ -169,14 +179,14 @@ class Manager:
     @refusing
     async def change_base(self, change: BaseChange) -> None:
         """Carries out an operator's order about a base; see `base_admin`."""
-        catalog = self._names.latest
-        if self._registry is None or catalog is None:
-            raise RegistryUnavailableError("the registry has not been read yet; try again")
+        registry, catalog = self._opened(), self._meanings.latest
+        if catalog is None:
+            raise RegistryUnavailableError(_UNREAD)
         writes = change.kind in ("add", "remove")
         try:
             if writes:  # the watcher's catalog may be a poll interval old
                 catalog = await asyncio.to_thread(self._read_now)
-            await change_base(change, self._models, catalog, self._registry, self._fleet)
+            await change_base(change, self._models, catalog, registry, self._fleet)
         finally:
             self._watcher.wake()
             self._watcher.changed.set()
@@ -198,14 +208,20 @@ class Manager:
         """Reads the registry now: something in it changed."""
         self._watcher.wake()
 
-    async def metrics(self, ingress_id: str, counts: IngressCounts) -> bytes:
-        """The metrics of the manager and the sums over all ingresses. `counts`: of the ingress that
-        calls."""
+    async def metrics(self, ingress_id: str, counts: IngressCounts, engines: EngineTexts) -> bytes:
+        """The metrics of the manager, the sums over all ingresses, and the last counters of engines
+        that sleep. `counts`: of the ingress that calls; `engines`: as it found them."""
         now_s = asyncio.get_running_loop().time()
         self._totals.add(ingress_id, counts, now_s)
+        registry = self._watcher.metrics(self._reconcile_age_s())
         bases = self._fleet.starts.text(self._fleet.lines)
         tasks = failures_text({"process": "manager"})
-        return join_texts([self._registry_metrics.text(), bases, self._totals.text(now_s), tasks])
+        self._engine_counters.add(engines)
+        lines = self._fleet.lines
+        asleep = {one.digest for one in lines if one.state != "running"} - engines.keys()
+        sleeping = self._engine_counters.text(asleep, {one.digest for one in lines})
+        budgets = b"" if self._limits is None else self._limits.text()
+        return join_texts([registry, bases, self._totals.text(now_s), sleeping, tasks, budgets])
 
     def _read(self) -> Catalog:
         """Reads the registry, and opens it at first. Blocks: the watcher calls it in a thread."""
@@ -216,10 +232,8 @@ class Manager:
     @refusing
     async def change_adapter(self, change: AdapterChange) -> AdapterVersion | None:
         """Carries out an operator's order about an adapter; see `adapter_admin`."""
-        if self._registry is None:
-            raise RegistryUnavailableError("the registry has not been read yet; try again")
         try:
-            return await self._adapter_admin.change(change, self._registry, self._read_now)
+            return await self._adapter_admin.change(change)
         finally:  # part of it may have been written
             self._watcher.wake()
 
@@ -234,23 +248,16 @@ class Manager:
             if self._registry is not None:
                 with self._log_error("starting without the registry"):
                     await self._stored.start(self._registry)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_STATUS_POLL_S):
-                    await watcher.changed.wait()
-            watcher.changed.clear()
+            await watcher.wait_for_change(_STATUS_POLL_S)
         await self._fleet.restore_sleep()
-        self._canaries.open(self._registry, self._read_now, watcher.wake)
         if (url := self._registry_args.webhook_url) is not None:
             spawn(register_webhook(self._registry, url), "announce-webhook")
         while True:
-            watcher.changed.clear()
             with self._log_error("reconciling"):  # e.g. while Serve's controller restarts
                 await self._reconcile(self._named(watcher.catalog), watcher.error)
             self._round_s = loop.time()
             self._stored.keep(self._registry)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_STATUS_POLL_S):
-                    await watcher.changed.wait()
+            await watcher.wait_for_change(_STATUS_POLL_S)
 
     @contextmanager
     def _log_error(self, step: str) -> Iterator[None]:
@@ -267,13 +274,22 @@ class Manager:
             self._errors.pop(step, None)
 
     def _named(self, catalog: Catalog) -> Catalog:
-        """The catalog with the default aliases of this server."""
-        return self._names.follow(catalog, self._models)
+        """The watcher's catalog with the meaning of bare names on this server."""
+        return self._meanings.follow(self._with_aliases(catalog))
 
     def _read_now(self) -> Catalog:
         """The registry's catalog now, with the default aliases of this server. Blocks."""
-        assert self._registry is not None
-        return self._names.named(self._registry.snapshot(), self._models)
+        return self._meanings.hold(self._with_aliases(self._opened().snapshot()))
+
+    def _opened(self) -> RegistryReader:
+        """Raises RegistryUnavailableError until the registry could be opened."""
+        if self._registry is None:
+            raise RegistryUnavailableError(_UNREAD)
+        return self._registry
+
+    def _with_aliases(self, catalog: Catalog) -> Catalog:
+        """The catalog with the default aliases of this server's configuration."""
+        return with_aliases(catalog, self._registry_args.alias, self._models)
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:
         """Publishes new meanings of adapters' names at once: a flip does not wait for Serve's
@@ -315,13 +331,15 @@ class Manager:
             served = {base.base.digest for base in bases}
             read_s = self._watcher.read_began_s
             canary = self._canaries.review(latest, running.keys(), read_s, served)
-        await self._publish(latest, bases, wanted.missing, is_one_node, registry_error, canary)
+        await self._publish(
+            PlatformView("", latest, bases, wanted.missing, is_one_node, registry_error, canary)
+        )
         with self._log_error("planning adapters"):
             self._plans.publish(self._planner.plans(latest, running, now_s))
         checks = self._registry_args.check_adapters and registry_error is None and running
-        if checks and self._registry is not None:
+        if checks:
             with self._log_error("checking adapters"):
-                self._checks.update(latest, self._registry.check_adapter)
+                self._checks.update(latest, self._opened().check_adapter)
 
     def _log_missing(self, missing: tuple[str, ...]) -> None:
         for name in sorted(set(missing) - set(self._missing)):
@@ -333,34 +351,12 @@ class Manager:
             )
         self._missing = missing
 
-    async def _publish(
-        self,
-        catalog: Catalog,
-        bases: tuple[ServedBase, ...],
-        missing: tuple[str, ...],
-        is_one_node: bool,
-        registry_error: str | None,
-        canary: CanaryState,
-    ) -> None:
-        old = self._view
-        if old is not None and old.catalog.revision == catalog.revision:
-            known = (old.bases, old.missing, old.is_one_node, old.registry_error, old.canary)
-            if known == (bases, missing, is_one_node, registry_error, canary):
-                return
-        self._set_view(
-            PlatformView(
-                "",
-                catalog,
-                bases,
-                missing,
-                is_one_node,
-                registry_error,
-                canary,
-                self._cache_salt_key,
-                self._is_draining,
-            )
-        )
-        await self._notify()
+    async def _publish(self, view: PlatformView) -> None:
+        """Publishes a view, completed by the parts that no round changes, if it is new."""
+        view = replace(view, cache_salt_key=self._cache_salt_key, is_draining=self._is_draining)
+        if self._view is None or replace(self._view, revision="") != view:
+            self._set_view(view)
+            await self._notify()
 
 
 def manager_application(args: PlatformArgs, sources: Sources) -> serve.Application:

@@ -2,8 +2,8 @@
 
 Keeps the last good catalog. A single read runs at a time; a wake during a read leads to exactly one
 more. However often it is woken, reading uses at most half of the time, unless a read lasts longer
-than 30 s. Ignorant of how the registry is read (by a function that blocks) and of the use that
-subscribers make of changes. `register_webhook` has the registry send wakes.
+than 30 s. Logs and counts the changes. Ignorant of how the registry is read (by a function that
+blocks) and of the use that is made of changes. `register_webhook` has the registry send wakes.
 """
 
 from __future__ import annotations
@@ -12,45 +12,51 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
 from registry.catalog import Catalog
 from registry.errors import RegistryError
-from registry.events import Change, changes
+from registry.events import KINDS, Change, changes
 from serve_app.config import WEBHOOK_SECRET, webhook_secret
+from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.platform_view import RegistryReader
 
 logger = logging.getLogger(__name__)
 
-Subscriber = Callable[[tuple[Change, ...]], None]
+OnChanges = Callable[[tuple[Change, ...]], None]
 
 MIN_PAUSE_S = 0.1  # between two reads, however often it is woken
 _MAX_BACKOFF = 10  # intervals
 _MAX_BACKOFF_S = 30.0
 _WEBHOOK_RETRY_S = 60.0
+_SHOWN_CHANGES = 20  # logged of one snapshot
 
 
 class Watcher:
     """All methods belong to the event loop."""
 
-    def __init__(self, read: Callable[[], Catalog], interval_s: float) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Catalog],
+        interval_s: float,
+        on_changes: OnChanges = lambda changed: None,
+    ) -> None:
+        """`on_changes`: called with the changes after each new catalog but the first."""
         self.catalog: Catalog | None = None  # the last good catalog
         self.error: str | None = None  # why the registry cannot be read; a single text per outage
         self.last_success_s = 0.0  # Unix time; 0: never
         self.read_duration_s = 0.0  # duration of the last good read
         self.read_began_s = 0.0  # when the last good read began, the loop's clock; 0: none yet
-        self.changed = asyncio.Event()  # set when catalog or error changed; the manager clears it
+        self.changed = asyncio.Event()  # set when catalog or error changed, or a round is due
         self._read = read
         self._interval_s = interval_s
-        self._subscribers: list[Subscriber] = []
+        self._on_changes = on_changes
+        self._num_changes: Counter[str] = Counter()  # by kind
         self._woken = asyncio.Event()
         self._num_failures = 0  # since the last success
         self._failing_since_s = 0.0
-
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Has `subscriber` called with the changes after each new catalog but the first."""
-        self._subscribers.append(subscriber)
 
     def start_with(self, stored: Catalog) -> None:
         """Uses the catalog of an earlier run until the registry answers, unless it has answered
@@ -64,6 +70,25 @@ class Watcher:
     def wake(self) -> None:
         """Reads the registry now: something in it changed."""
         self._woken.set()
+
+    def metrics(self, reconcile_age_s: float) -> bytes:
+        """There is a single manager, so no label names a process."""
+        is_up = self.error is None and self.catalog is not None
+        num_changes = {kind: self._num_changes[kind] for kind in KINDS}
+        return as_text(
+            gauge("loraplex_registry_up", float(is_up)),
+            gauge("loraplex_registry_last_success_timestamp_seconds", self.last_success_s),
+            gauge("loraplex_registry_snapshot_seconds", self.read_duration_s),
+            gauge("loraplex_reconcile_age_seconds", reconcile_age_s),
+            counter("loraplex_registry_changes", num_changes, {}, "kind"),
+        )
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Returns when catalog or error changed since the last call, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
+        self.changed.clear()
 
     async def run(self) -> None:
         while True:
@@ -121,11 +146,12 @@ class Watcher:
         self.catalog = fresh
         self.changed.set()
         if known is not None and (found := changes(known, fresh)):
-            for subscriber in self._subscribers:
-                try:
-                    subscriber(found)
-                except Exception:  # the other subscribers are still called
-                    logger.exception("a subscriber of the registry's changes failed")
+            self._num_changes.update(change.kind for change in found)
+            for change in found[:_SHOWN_CHANGES]:
+                logger.info("registry: %s", change)
+            if len(found) > _SHOWN_CHANGES:
+                logger.info("registry: and %d more changes", len(found) - _SHOWN_CHANGES)
+            self._on_changes(found)
 
     async def _pause(self, duration_s: float) -> None:
         # Bounded: after a read that hung for minutes the next must not wait for minutes.

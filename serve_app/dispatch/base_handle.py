@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 
 from ray import serve
@@ -13,14 +14,15 @@ from registry.catalog import Resolution
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.messages import ENGINE, BaseDescription
-from serve_app.openai.generation_defaults import (
+from serve_app.platform_view import ServedBase
+from serve_app.tally import ArmKey
+from serve_app.text.adapter_text import GENERATION
+from serve_app.text.base_text import BaseText
+from serve_app.text.generation_defaults import (
     NO_DEFAULTS,
     GenerationDefaults,
     read_generation_defaults,
 )
-from serve_app.platform_view import ServedBase
-from serve_app.tally import ArmKey
-from serve_app.text.base_text import BaseText
 from serve_app.text_workers.pool import TextPool, open_text
 
 _UNKNOWN_START_S = 10.0  # the start of a base that this manager has not started yet
@@ -42,6 +44,14 @@ class BaseHandle:
     def serves(self, base: ServedBase) -> bool:
         """True unless the base was deployed again since."""
         return (self.app_name, self.deployed_s) == (base.app_name, base.deployed_s)
+
+    def with_adapter(self, text: BaseText, own: Mapping[str, bytes]) -> BaseHandle:
+        """Returns this handle with an adapter's `text` side and defaults. `own`: its files."""
+        defaults = self.defaults
+        if GENERATION in own and self.description.generation_config != "vllm":
+            defaults = read_generation_defaults(own, self.base.name).over(defaults)
+        description = replace(self.description, own=own)
+        return replace(self, text=text, description=description, defaults=defaults)
 
 
 class BaseAsleepError(ServiceUnavailableError):
@@ -73,7 +83,7 @@ class Route:
 async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
     description: BaseDescription = await handle.describe.remote()
-    text = await open_text(description.files, base.base.digest, texts)
+    text = await open_text(description, texts)
     is_off = description.generation_config == "vllm"
     defaults = read_generation_defaults({} if is_off else description.files, base.base.name)
     return BaseHandle(

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from math import ceil
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from starlette.types import Receive
 
 from serve_app.disconnects import RequestScope
-from serve_app.dispatch.activity import Visit
+from serve_app.dispatch.adapter_texts import TextSides
 from serve_app.dispatch.base_handle import BaseAsleepError, Route
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ClientGoneError, OverloadedError, ServiceUnavailableError
 from serve_app.platform_view import ServedBase
+from serve_app.ray_calls import RAY_ERRORS
 from serve_app.tasks import share, spawn
 
 logger = logging.getLogger(__name__)
@@ -33,17 +33,19 @@ class ColdStarts:
     """The requests of an ingress replica that wait for a base."""
 
     def __init__(self, gateway: Gateway) -> None:
+        self.text_sides = TextSides()
         self._gateway = gateway
         self._num_waiting: Counter[str] = Counter()  # by base digest
         self._wakes: dict[str, asyncio.Task[None]] = {}  # by base digest
 
     async def admit(
         self, model: str, receive: Receive, key: str | None = None
-    ) -> tuple[Route, Visit]:
-        """Returns the route of a request, and the visit that keeps its base awake until `leave`.
+    ) -> tuple[Route, Callable[[], None]]:
+        """Returns the route of a request, with the text side of its adapter, and a function that
+        ends its hold on its base, which does not fall asleep before.
 
-        `key`: see `Gateway.route`. Raises what that raises, and ClientGoneError. The body must have
-        been read.
+        `key`: see `Gateway.route`. Raises what that and `TextSides.with_text` raise, and
+        ClientGoneError. The body must have been read.
         """
         while True:
             try:
@@ -53,7 +55,12 @@ class ColdStarts:
                 continue
             if route.asleep is not None:
                 self._wake(route.asleep.base.digest)
-            return route, self._gateway.activity.enter(route.handle.base.digest)
+            leave = self._gateway.activity.enter(route.handle.base.digest)
+            try:
+                return await self.text_sides.with_text(route), leave
+            except BaseException:
+                leave()
+                raise
 
     async def _wait(self, base: ServedBase, retry_after_s: int, receive: Receive) -> None:
         digest, name, model = base.base.digest, base.base.name, base.model
@@ -66,26 +73,20 @@ class ColdStarts:
         if self._num_waiting[digest] >= model.max_queued_requests:
             raise OverloadedError("Too many requests wait for this model.", retry_after_s)
         timeout_s = model.cold_start_timeout_s
-        is_gone = False
-
-        def leave() -> None:
-            nonlocal is_gone
-            is_gone = True
-            wait.cancel()
-
         with RequestScope() as scope:
-            scope.callback(self._gateway.activity.enter(digest).leave)
+            scope.callback(self._gateway.activity.enter(digest))
             self._num_waiting[digest] += 1
             scope.callback(self._num_waiting.subtract, (digest,))
             wait = share(self._wait_until_awake(digest, timeout_s), "wait-for-base")
             scope.callback(wait.cancel)
-            scope.watch_client(receive, leave)
+            scope.watch_client(receive, wait.cancel)
             try:
                 await wait
             except asyncio.CancelledError:
-                if is_gone:
-                    raise ClientGoneError from None
-                raise
+                this = asyncio.current_task()
+                if this is None or this.cancelling():
+                    raise
+                raise ClientGoneError from None  # not this task was cancelled, but its wait
             except TimeoutError:
                 raise ServiceUnavailableError(
                     f"The base model {name!r} did not start within {ceil(timeout_s)} s.",
@@ -112,5 +113,5 @@ class ColdStarts:
     async def _call_manager(self, digest: str) -> None:
         try:
             await self._gateway.manager.wake_base.remote(digest)
-        except (RayError, RayServeException) as error:  # retried as long as a request waits
+        except RAY_ERRORS as error:  # retried as long as a request waits
             logger.warning("could not ask the manager to wake a base: %s", error)

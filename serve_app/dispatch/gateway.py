@@ -16,8 +16,6 @@ from functools import partial
 from itertools import count
 
 import ray
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
@@ -42,6 +40,7 @@ from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.messages import REPORT_INTERVAL_S, Backlog, IngressReport
 from serve_app.platform_view import PlatformView, ServedBase
+from serve_app.ray_calls import RAY_ERRORS
 from serve_app.routing.connections import EngineConnections
 from serve_app.stream.server import StreamServer
 from serve_app.tally import ArmKey
@@ -258,11 +257,8 @@ class Gateway:
         while True:
             try:
                 await self._follow_once()
-            except (RayError, RayServeException) as error:
-                logger.warning("the manager did not answer, retrying: %s", error)
-                await asyncio.sleep(_RETRY_S)
-            except Exception:  # caused by this view; the ingress follows the next
-                logger.exception("could not apply a view of the platform")
+            except Exception as error:  # no answer, or of this view: the ingress follows the next
+                _log_failure("could not follow the manager", error)
                 await asyncio.sleep(_RETRY_S)
 
     async def _follow_once(self) -> None:
@@ -287,16 +283,15 @@ class Gateway:
                 self.migrations.quarantine.export(),
                 self.view is not None and self.view.is_draining,
                 None if number % _COUNTS_EVERY else counts.next(),
+                counts.figures(),
             )
             try:
                 answer = await self.manager.report.remote(report)
                 counts.was_taken |= report.counts is not None
                 self.num_ingresses = answer.num_ingresses
                 self.migrations.quarantine.merge(answer.quarantined)
-            except (RayError, RayServeException) as error:  # retried with the next report
-                logger.warning("could not report to the manager: %s", error)
-            except Exception:
-                logger.exception("could not report to the manager")
+            except Exception as error:  # retried with the next report
+                _log_failure("could not report to the manager", error)
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _backlog(self, digest: str) -> Backlog:
@@ -351,16 +346,12 @@ class Gateway:
             while self._wants(base):
                 try:
                     handle = await open_base(base, self._texts)
-                except (RayError, RayServeException) as error:
-                    logger.warning("%s does not answer yet, retrying: %s", base.app_name, error)
-                    await asyncio.sleep(_RETRY_S)
-                    continue
                 except UnsupportedModelError as error:  # registered without the checks
                     logger.error("%s cannot be served: %s", base.app_name, error)
                     self._unusable[base.base.digest] = str(error)
                     return
-                except Exception:  # such as a worker that was killed while it tried the template
-                    logger.exception("could not open %s, retrying", base.app_name)
+                except Exception as error:  # such as no answer yet, or a killed text worker
+                    _log_failure(f"could not open {base.app_name}, retrying", error)
                     await asyncio.sleep(_RETRY_S)
                     continue
                 if self._wants(base):
@@ -376,6 +367,13 @@ class Gateway:
             b.is_running and (b.app_name, b.deployed_s) == (base.app_name, base.deployed_s)
             for b in self.view.bases
         )
+
+
+def _log_failure(words: str, error: Exception) -> None:
+    """Logs a failure after which the work is tried again: with a traceback unless a call failed."""
+    is_call = isinstance(error, RAY_ERRORS)
+    level = logging.WARNING if is_call else logging.ERROR
+    logger.log(level, "%s: %s", words, error, exc_info=None if is_call else error)
 
 
 @contextmanager

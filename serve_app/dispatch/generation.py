@@ -3,8 +3,9 @@
 When its engine dies, falls silent or is drained, the prompt and the tokens so far are sent to
 another replica, with the same seed and the same adapter; the reader sees a pause. A request whose
 engine died before it sent a token for it is a suspect and goes to the next engine alone (see
-`suspects`); if that engine dies too, the request is quarantined. So a request that crashes engines
-during prefill can take down two of them; one that crashes later, three. Ignorant of HTTP and text.
+`SuspectQueue`); if that engine dies too, the request is quarantined. So a request that crashes
+engines during prefill can take down two of them; one that crashes later, three. Ignorant of HTTP
+and text.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from registry.entities import AdapterVersion
 from serve_app.config import MigrationArgs
 from serve_app.dispatch.attempt import Attempt, CallCancelledError, CallParameters
 from serve_app.dispatch.migration_state import MigrationState, NotAcceptedError
-from serve_app.dispatch.migrations import Migrations
+from serve_app.dispatch.migrations import Migrations, SuspectTurn
 from serve_app.dispatch.progress import Progress
-from serve_app.dispatch.suspects import SuspectTurn
 from serve_app.errors import NoMemoryError, RequestQuarantinedError
 from serve_app.messages import RoutingRequest, SubmitCall
+from serve_app.observe.record import Move
 from serve_app.routing.request import make_routing_request
 
 NO_MIGRATION = MigrationArgs(limit=0)
@@ -67,6 +68,16 @@ class Generation:
     def is_warm(self) -> bool:
         """True if an engine accepted the request and had its adapter on the device."""
         return self._attempt is not None and self._attempt.stream.found_in == "device"
+
+    @property
+    def is_accepted(self) -> bool:
+        """True if the present engine has accepted the request."""
+        return self._attempt is not None and self._attempt.stream.engine_id is not None
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The migrations so far, those that failed included."""
+        return tuple(self._state.moves)
 
     @property
     def is_done(self) -> bool:

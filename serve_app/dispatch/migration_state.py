@@ -31,6 +31,7 @@ from serve_app.errors import (
     RequestQuarantinedError,
 )
 from serve_app.metrics.migration import Reason
+from serve_app.observe.record import Move
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class MigrationState:
         self._parameters = parameters
         self._limit = parameters.migration.limit
         self._reason: Reason | None = None  # of the current migration; None: there is none
+        self.moves: list[Move] = []
         self._pause_s = _FIRST_PAUSE_S  # before its next retry
         self._last_token_s: float | None = None
 
@@ -79,12 +81,10 @@ class MigrationState:
     def on_tokens(self) -> None:
         """Notes that tokens came from the present engine, which ends a migration."""
         now_s = time.monotonic()
-        if self._reason is not None:
-            metrics, model = self._migrations.metrics, self._parameters.model_name
-            metrics.moved(model, self._reason, is_ok=True)
+        if self._record_end(is_ok=True):
             if self._last_token_s is not None:
-                metrics.gap(model, now_s - self._last_token_s)
-            self._reason = None
+                gap_s = now_s - self._last_token_s
+                self._migrations.metrics.gap(self._parameters.model_name, gap_s)
             self.is_suspect = False
         self._last_token_s = now_s
 
@@ -100,7 +100,10 @@ class MigrationState:
             raise error
         if isinstance(error, ReplicaLeavesError):
             self._begin("drain")
-        elif _is_loss(error) and not self._was_lost_before(attempt, engine_id):
+        elif _is_loss(error) and not (
+            # Serve may send requests to a dead replica for some time: that is no second death.
+            engine_id is not None and self._migrations.was_lost_before(attempt, engine_id)
+        ):
             self._begin(_reason(error))
             self._suspect(error, attempt, engine_id, is_on_trial)
             self._count_death(error)
@@ -118,26 +121,28 @@ class MigrationState:
         return 0.0
 
     def _begin(self, reason: Reason) -> None:
-        if self._reason is not None:
-            metrics = self._migrations.metrics
-            metrics.moved(self._parameters.model_name, self._reason, is_ok=False)
+        self._record_end(is_ok=False)
         self._reason = reason
+        self.moves.append(Move(time.time(), reason))
         self._pause_s = _FIRST_PAUSE_S
         self.deadline_s = time.monotonic() + self._parameters.migration.timeout_s
 
+    def _record_end(self, *, is_ok: bool) -> bool:
+        """Counts the end of the current migration; returns False if there was none."""
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            self._migrations.metrics.moved(self._parameters.model_name, reason, is_ok=is_ok)
+        return reason is not None
+
     def _end(self, error: Exception) -> None:
         """Counts a request that ends without its last token."""
-        metrics, model, reason = self._migrations.metrics, self._parameters.model_name, self._reason
-        self._reason = None
-        if reason is not None:
-            metrics.moved(model, reason, is_ok=False)
+        metrics, model = self._migrations.metrics, self._parameters.model_name
+        was_migrating = self._record_end(is_ok=False)
         if isinstance(error, AdapterUnsupportedError):
             return  # no engine would have answered it
         if isinstance(error, RequestQuarantinedError):
             metrics.quarantined(model)
-        elif self._parameters.has_client and (
-            reason is not None or isinstance(error, EngineDeadError)
-        ):
+        elif self._parameters.has_client and (was_migrating or isinstance(error, EngineDeadError)):
             metrics.lost(model)
 
     def _count_death(self, error: BaseException) -> None:
@@ -167,10 +172,6 @@ class MigrationState:
             and self._migrations.was_alone(attempt, engine_id)
         ):
             raise RequestQuarantinedError from error
-
-    def _was_lost_before(self, attempt: Attempt, engine_id: str | None) -> bool:
-        """Serve may send requests to a dead replica for some time: that is no second death."""
-        return engine_id is not None and self._migrations.was_lost_before(attempt, engine_id)
 
 
 def _reason(error: BaseException) -> Reason:

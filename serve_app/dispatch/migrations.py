@@ -16,7 +16,6 @@ from typing import Protocol
 
 from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.request_quarantine import RequestQuarantine
-from serve_app.dispatch.suspects import SuspectQueue
 from serve_app.errors import EngineGoneError
 from serve_app.metrics.migration import MigrationMetrics
 from serve_app.stream.server import StreamServer
@@ -50,6 +49,56 @@ class RouterView(Protocol):
     def deprioritise(self, engine_id: str) -> None:
         """Makes the engine the last choice until a frame comes from it."""
         ...
+
+
+class SuspectQueue:
+    """Requests that may have killed their engine go to the next engine in turn, so that another
+    death shows which of them is guilty and no innocent request is convicted with it.
+
+    A request is a suspect if its engine died before it sent a token for it. The next suspect's turn
+    begins when the suspect before it got a token, failed or left. The turn of a suspect that saw
+    two or more deaths is exclusive: other requests that want an engine meanwhile wait, for a
+    bounded time. There is a queue for each base in each ingress replica.
+    """
+
+    def __init__(self) -> None:
+        self._turns: list[SuspectTurn] = []  # the first has begun
+
+    @property
+    def exclusive(self) -> SuspectTurn | None:
+        """The turn whose end all other requests have to await, or None."""
+        return self._turns[0] if self._turns and self._turns[0].is_exclusive else None
+
+    def join(self, *, is_exclusive: bool) -> SuspectTurn:
+        turn = SuspectTurn(self, is_exclusive)
+        self._turns.append(turn)
+        self._begin_first()
+        return turn
+
+    def end(self, turn: SuspectTurn) -> None:
+        if turn in self._turns:
+            self._turns.remove(turn)
+            turn.is_over.set_result(None)
+            self._begin_first()
+
+    def _begin_first(self) -> None:
+        if self._turns and not self._turns[0].has_begun.done():
+            self._turns[0].has_begun.set_result(None)
+
+
+class SuspectTurn:
+    """The turn of a suspect: `has_begun` is done when it may go, `is_over` when the next may."""
+
+    def __init__(self, queue: SuspectQueue, is_exclusive: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.has_begun: asyncio.Future[None] = loop.create_future()
+        self.is_over: asyncio.Future[None] = loop.create_future()
+        self.is_exclusive = is_exclusive
+        self._queue = queue
+
+    def end(self) -> None:
+        """Lets the next suspect go. May be called again."""
+        self._queue.end(self)
 
 
 class Migrations:

@@ -1,8 +1,4 @@
-"""The admission queues of an ingress replica, one for each running base.
-
-The tenant of a request is named by a header that a gateway in front sets; `admission.tenants` has
-the rule for names that no trusted gateway proves.
-"""
+"""The admission queues of an ingress replica, one for each running base."""
 
 from __future__ import annotations
 
@@ -12,12 +8,9 @@ from serve_app.admission.queue import AdmissionQueue
 from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
 from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.errors import ApiError, shown
 from serve_app.messages import Backlog
 from serve_app.metrics.queue import QueueStats
 from serve_app.routing.view import ReplicaViews
-
-_MAX_TENANT_CHARS = 128
 
 ViewsOf = Callable[[str], ReplicaViews | None]  # by application
 
@@ -30,11 +23,12 @@ class AdmissionQueues:
         views_of: ViewsOf,
         *,
         is_proven: bool,
+        has_keys: bool = False,
     ) -> None:
-        """`views_of`: returns the replica views of an application; `is_proven`: a trusted gateway
-        sets the tenant header."""
+        """`views_of`: returns the replica views of an application; `is_proven`,
+        `has_keys`: see `Tenants`."""
         self.stats = stats
-        self.tenants = Tenants(settings, is_proven=is_proven)
+        self.tenants = Tenants(settings, is_proven=is_proven, has_keys=has_keys)
         self._settings = settings
         self._views_of = views_of
         self._app_names: Collection[str] = ()  # applications that can be called now
@@ -65,23 +59,6 @@ class AdmissionQueues:
         """A replica's view counts this call from now on. From any thread."""
         if (queue := self._queues.get(app_name)) is not None:
             queue.placed(call_id)
-
-    def tenant(self, header: str | None) -> str:
-        """Returns the tenant that the header names; "" without the header. Raises ApiError."""
-        name = (header or "").strip()
-        if len(name) > _MAX_TENANT_CHARS or not name.isprintable():
-            field = self._settings.tenant_header
-            raise ApiError(
-                400,
-                f"{field}: at most {_MAX_TENANT_CHARS} printable characters, got {shown(name)}.",
-                param=field,
-                code="invalid_value",
-            )
-        return name
-
-    @property
-    def tenant_header(self) -> str:
-        return self._settings.tenant_header
 
     def _create(self, base: BaseHandle) -> AdmissionQueue:
         app_name = base.app_name  # the queue must not keep the base's text files in memory

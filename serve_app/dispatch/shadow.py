@@ -107,6 +107,7 @@ def _copy_request(request: Request, version: AdapterVersion) -> Request:
         request,
         request_id=uuid.uuid4().hex,
         adapter=version.digest,
+        adapter_rank=version.rank,
         arrival_s=time.time(),
         params=replace(request.params, logprobs=None, prompt_logprobs=None),
     )

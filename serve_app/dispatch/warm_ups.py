@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
-from registry.entities import AdapterVersion
 from serve_app.dispatch.base_handle import BaseHandle
+from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import EngineOutcome, RoutingRequest
-from serve_app.ray_calls import root_cause
+from serve_app.ray_calls import RAY_ERRORS, root_cause
 from serve_app.routing.lru import LruDict
 from serve_app.routing.state import routing_state
-from serve_app.tasks import keep, spawn
+from serve_app.tasks import keep_polling, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -27,49 +22,31 @@ _PAUSES_S = (1.0, 60.0)  # the first and the longest pause after a failed warm-u
 _MAX_FAILURES = 1024  # failed warm-ups that are remembered
 
 
-class ServedModels(Protocol):
-    """The part of the `Gateway` that warm-ups need."""
-
-    @property
-    def handles(self) -> Sequence[BaseHandle]: ...
-    @property
-    def num_ingresses(self) -> int: ...
-    def find_adapter(self, digest: str) -> AdapterVersion | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The last failure of a warm-up that failed once or more often in a row."""
+    """The last failure of a warm-up; without words it has succeeded since."""
 
-    words: str
-    pause_s: float
-    due_s: float  # when it may be tried again, on the event loop's clock
+    words: str = ""
+    pause_s: float = 0.0
+    due_s: float = 0.0  # when it may be tried again, on the event loop's clock
 
 
 class WarmUps:
-    def __init__(self, models: ServedModels) -> None:
-        self._models = models
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # (application, adapter)
         # (application, adapter, replica)
         self._failures: LruDict[tuple[str, str, str], _Failure] = LruDict(_MAX_FAILURES)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = keep(self._run, "warm-ups")
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(_POLL_S)
-            try:
-                self._poll()
-            except Exception:  # the next poll tries again
-                logger.exception("the adapters to load ahead of requests could not be determined")
+        self._task = keep_polling(self._poll, _POLL_S, "warm-ups")
 
     def _poll(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        for base in self._models.handles:
+        for base in self._gateway.handles:
             app_name = base.app_name
-            wanted = routing_state(app_name).warm_ups(self._models.num_ingresses)
+            wanted = routing_state(app_name).warm_ups(self._gateway.num_ingresses)
             for digest, replica_id in wanted:
                 failure = self._failures.get((app_name, digest, replica_id))
                 is_due = failure is None or now_s >= failure.due_s
@@ -81,7 +58,7 @@ class WarmUps:
         """Loads the adapter at a replica. After a failure a request waits for the load, as it
         does without warm-ups."""
         try:
-            adapter = self._models.find_adapter(digest)
+            adapter = self._gateway.find_adapter(digest)
             if adapter is None:
                 return
             request = RoutingRequest(f"warm-{digest}", 0, 0, digest, adapter.rank, only=replica_id)
@@ -91,7 +68,7 @@ class WarmUps:
                     outcome = await base.handle.warm.remote(adapter, request)
                 if isinstance(outcome, EngineOutcome) and not outcome.is_done:
                     words = outcome.words or "no reason is given"
-            except (RayError, RayServeException, TimeoutError) as error:
+            except (*RAY_ERRORS, TimeoutError) as error:
                 words = str(root_cause(error)) or type(error).__name__
             self._record(adapter.name, (base.app_name, digest, replica_id), words)
             await asyncio.sleep(_POLL_S)  # the view shows the result with the next frame
@@ -101,16 +78,14 @@ class WarmUps:
     def _record(self, name: str, key: tuple[str, str, str], words: str) -> None:
         """Records why a warm-up failed, or with empty `words` that it succeeded. Each cause is
         logged once, because a failure is tried again for as long as the adapter has requests."""
-        failure, (first_s, longest_s) = self._failures.get(key), _PAUSES_S
+        last = self._failures.get(key) or _Failure()
         if not words:
-            if failure is not None:
-                self._failures.put(key, _Failure("", 0.0, 0.0))
+            if last.words:
+                self._failures.put(key, _Failure())
             return
-        last_words, last_pause_s = "", 0.0
-        if failure is not None:
-            last_words, last_pause_s = failure.words, failure.pause_s
-        if words != last_words:
+        if words != last.words:
             logger.warning("could not load %s at %s ahead of requests: %s", name, key[2], words)
-        pause_s = min(longest_s, max(first_s, 2 * last_pause_s))
+        first_s, longest_s = _PAUSES_S
+        pause_s = min(longest_s, max(first_s, 2 * last.pause_s))
         due_s = asyncio.get_running_loop().time() + pause_s
         self._failures.put(key, _Failure(words, pause_s, due_s))

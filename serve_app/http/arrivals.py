@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope
 
 from serve_app.config import IngressArgs
 from serve_app.errors import ApiError, ClientGoneError
+from serve_app.http.asgi import too_long
 
 MIN_BYTES_PER_S = 16 * 1024
 # Not charged to the byte budget, which is for large bodies; small bodies are bounded in number.
@@ -23,33 +24,19 @@ MAX_HEADERS = 100
 Headers = list[tuple[bytes, bytes]]
 
 
-class _Arrival:
-    """A body being received, and its share of the byte budget."""
-
-    __slots__ = ("charge", "is_dropped", "timeout")
-
-    def __init__(self, timeout: asyncio.Timeout) -> None:
-        self.timeout = timeout
-        self.charge = 0
-        self.is_dropped = False
-
-
 class Arrivals:
     """The request bodies that this process is receiving."""
 
     def __init__(self, args: IngressArgs) -> None:
         self._args = args
-        self._arriving: dict[_Arrival, None] = {}  # the oldest first
-        self._num_bytes = 0
+        # The share of the byte budget of each body, by its time-out; the oldest first. A body that
+        # is dropped is removed here, and its time-out expires.
+        self._arriving: dict[asyncio.Timeout, int] = {}
+        self.num_bytes = 0  # charged, including complete bodies that have not been read
 
     @property
     def num_arriving(self) -> int:
         return len(self._arriving)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes charged to the budget, including complete bodies that have not been read."""
-        return self._num_bytes
 
     async def receive_body(self, scope: Scope, receive: Receive) -> Receive:
         """Waits for the whole body and returns a `receive` that begins with it, in one message.
@@ -62,126 +49,93 @@ class Arrivals:
         if declared == 0:
             return receive
         if declared is not None and declared > self._args.max_body_bytes:
-            raise self._too_long()
+            raise too_long(self._args.max_body_bytes)
         return await self._receive_all(receive)
 
     def release_body(self, receive: Receive) -> None:
         """Releases the body behind the result of `receive_body`; call it after the response."""
-        if isinstance(receive, _Body):
+        if isinstance(receive, _WholeBody):
             receive.release()
 
     async def _receive_all(self, receive: Receive) -> Receive:
-        loop = asyncio.get_running_loop()
-        start_s, arrival = loop.time(), None
+        max_bytes, timeout_s = self._args.max_body_bytes, self._args.body_timeout_s
+        start_s = asyncio.get_running_loop().time()
         body = bytearray()
+        timeout = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(self._args.body_timeout_s) as timeout:
-                arrival = self._add(timeout)
+            async with timeout:
+                self._add(timeout)
                 while True:
                     message = await receive()
-                    if arrival.is_dropped:
+                    if timeout not in self._arriving:
                         raise _too_many()
                     if message["type"] != "http.request":
                         raise ClientGoneError
                     part = message.get("body", b"")
                     is_whole = not message.get("more_body", False)
-                    self._check_size(len(body) + len(part))
+                    if len(body) + len(part) > max_bytes:
+                        raise too_long(max_bytes)
                     if is_whole and not body and len(part) <= FREE_BYTES:
-                        return _Replay(message, receive)  # almost every request
+                        return _WholeBody(self, message, 0, receive)  # almost every request
                     body += part
-                    self._charge(arrival, max(0, len(body) - FREE_BYTES))
+                    self._charge(timeout, max(0, len(body) - FREE_BYTES))
                     if is_whole:
-                        charge, arrival.charge = arrival.charge, 0
-                        return _Body(self, bytes(body), charge, receive)
-                    timeout.reschedule(
-                        start_s + self._args.body_timeout_s + len(body) / MIN_BYTES_PER_S
-                    )
+                        message = {"type": "http.request", "body": bytes(body), "more_body": False}
+                        return _WholeBody(self, message, self._arriving.pop(timeout), receive)
+                    timeout.reschedule(start_s + timeout_s + len(body) / MIN_BYTES_PER_S)
         except TimeoutError:
-            if arrival is not None and arrival.is_dropped:
+            if timeout not in self._arriving:
                 raise _too_many() from None
             raise ApiError(
                 408, "The request body did not arrive in time.", code="body_timeout"
             ) from None
         finally:
-            if arrival is not None:
-                self._arriving.pop(arrival, None)
-                self.release(arrival.charge)
+            self.release(self._arriving.pop(timeout, 0))
 
-    def _add(self, timeout: asyncio.Timeout) -> _Arrival:
+    def _add(self, timeout: asyncio.Timeout) -> None:
         if len(self._arriving) >= self._args.max_arriving_requests:
             self._drop(next(iter(self._arriving)))
-        arrival = _Arrival(timeout)
-        self._arriving[arrival] = None
-        return arrival
+        self._arriving[timeout] = 0
 
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._args.max_body_bytes:
-            raise self._too_long()
-
-    def _charge(self, arrival: _Arrival, charge: int) -> None:
-        self._num_bytes += charge - arrival.charge
-        arrival.charge = charge
-        while charge and self._num_bytes > self._args.max_arriving_bytes:
-            victim = next(
-                (other for other in self._arriving if other.charge and other is not arrival), None
-            )
+    def _charge(self, timeout: asyncio.Timeout, charge: int) -> None:
+        self.num_bytes += charge - self._arriving[timeout]
+        self._arriving[timeout] = charge
+        while charge and self.num_bytes > self._args.max_arriving_bytes:
+            others = (one for one, its in self._arriving.items() if its and one is not timeout)
+            victim = next(others, None)
             if victim is None:  # all other bodies are complete and being read
                 raise _too_many()
             self._drop(victim)
 
-    def _drop(self, arrival: _Arrival) -> None:
-        del self._arriving[arrival]
-        arrival.is_dropped = True
-        self.release(arrival.charge)
-        arrival.charge = 0
-        if not arrival.timeout.expired():
-            arrival.timeout.reschedule(asyncio.get_running_loop().time())
+    def _drop(self, timeout: asyncio.Timeout) -> None:
+        self.release(self._arriving.pop(timeout))
+        if not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time())
 
     def release(self, charge: int) -> None:
-        self._num_bytes -= charge
-
-    def _too_long(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The body is longer than the limit of {self._args.max_body_bytes} bytes.",
-            code="body_too_large",
-        )
+        self.num_bytes -= charge
 
 
-class _Replay:
-    """A `receive` that begins with a message that has been received already."""
+class _WholeBody:
+    """A `receive` that begins with a whole body, which is charged to the budget until released."""
 
-    __slots__ = ("_message", "_receive")
+    __slots__ = ("_arrivals", "_charge", "_message", "_receive")
 
-    def __init__(self, message: Message, receive: Receive) -> None:
-        self._message: Message | None = message
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        message, self._message = self._message, None
-        return await self._receive() if message is None else message
-
-
-class _Body:
-    """A `receive` that begins with a long body, which is charged to the budget until released."""
-
-    __slots__ = ("_arrivals", "_body", "_charge", "_receive")
-
-    def __init__(self, arrivals: Arrivals, body: bytes, charge: int, receive: Receive) -> None:
+    def __init__(self, arrivals: Arrivals, message: Message, charge: int, receive: Receive) -> None:
         self._arrivals = arrivals
-        self._body: bytes | None = body
+        self._message: Message | None = message
         self._charge = charge
         self._receive = receive
 
     async def __call__(self) -> Message:
-        body, self._body = self._body, None
-        if body is not None:
-            return {"type": "http.request", "body": body, "more_body": False}
+        message, self._message = self._message, None
+        if message is not None:
+            return message
         self.release()
         return await self._receive()
 
     def release(self) -> None:
-        charge, self._charge, self._body = self._charge, 0, None
+        charge, self._charge, self._message = self._charge, 0, None
         self._arrivals.release(charge)
 
 

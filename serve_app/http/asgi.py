@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -19,13 +19,13 @@ from serve_app.errors import ApiError, ClientGoneError, to_api_error
 logger = logging.getLogger(__name__)
 
 _JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
-
-
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_OVERLOADED = 529
 CLIENT_CLOSED_REQUEST = 499  # as in nginx; for the metrics only, since the client is gone
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the raw body. Raises ApiError: 415 unless it is JSON, 413 as soon as it is too long.
+    """Returns the raw body. Raises ApiError: 415 unless it is JSON, 413 if it is too long.
 
     A request with neither a content type nor an authorization is refused with 415, too: a web page
     of another origin can send such a request without a CORS preflight.
@@ -41,19 +41,17 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             "The body must be JSON; send the header content-type: application/json.",
             code="unsupported_media_type",
         )
-    declared = request.headers.get("content-length", "0")
-    body = bytearray()
-    if not declared.isdecimal() or int(declared) <= max_bytes:
-        try:
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    break
-            else:
-                return bytes(body)
-        except ClientDisconnect:
-            raise ClientGoneError from None
-    raise ApiError(
+    try:  # the body is complete, see `Arrivals`; Starlette's `body` would keep it
+        body = b"".join([part async for part in request.stream()])
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    if len(body) > max_bytes:
+        raise too_long(max_bytes)
+    return body
+
+
+def too_long(max_bytes: int) -> ApiError:
+    return ApiError(
         413, f"The body is longer than the limit of {max_bytes} bytes.", code="body_too_large"
     )
 
@@ -117,12 +115,19 @@ class HeadAsGet:
         await self._app(as_get, receive, send_head)
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, path: str = "") -> Response:
+    """Returns the response to an exception, in the shape of the API that `path` belongs to."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     api_error = to_api_error(error)
     if api_error.status == 500:
         logger.error("request failed", exc_info=error)
+    if path.startswith(_ANTHROPIC_PATH):
+        status = api_error.status
+        if status == 503 and api_error.should_retry:
+            status = _ANTHROPIC_OVERLOADED
+        body = api_error.anthropic_body()
+        return Response(body, status, api_error.headers(), "application/json")
     return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
 
 
@@ -130,22 +135,18 @@ def install_error_handlers(app: FastAPI) -> None:
     """Makes every exception of a route a response in OpenAI's shape."""
 
     async def respond(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def respond_to_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        method, path = request.method, request.url.path[:128]
-        messages = {
-            404: f"No such endpoint: {method} {path}.",
-            405: f"The method {method} is not allowed for {path}.",
-        }
-        codes = {404: "not_found", 405: "method_not_allowed"}
-        status = error.status_code
-        message = messages.get(status, "The request cannot be answered.")
-        response = error_response(ApiError(status, message, code=codes.get(status)))
+        method, path, status = request.method, request.url.path[:128], error.status_code
+        message, code = {
+            404: (f"No such endpoint: {method} {path}.", "not_found"),
+            405: (f"The method {method} is not allowed for {path}.", "method_not_allowed"),
+        }.get(status, ("The request cannot be answered.", None))
+        response = error_response(ApiError(status, message, code=code), request.url.path)
         response.headers.update(error.headers or {})
         return response
 
-    handler: Callable[[Request, Exception], Awaitable[Response]] = respond
     app.add_exception_handler(HTTPException, respond_to_http_error)
-    app.add_exception_handler(Exception, handler)
+    app.add_exception_handler(Exception, respond)

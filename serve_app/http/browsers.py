@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.config import IngressArgs
 from serve_app.errors import ApiError, shown
@@ -23,13 +23,27 @@ _SCRAPED = frozenset({"/metrics"})
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+?)\.?(?::\d{1,5})?")
 _METHODS = ("GET", "HEAD", "POST")
 _PREFLIGHT_S = 600
-_EXPOSED = ("x-request-id", "x-should-retry", "retry-after", "x-loraplex-version", "x-loraplex-arm")
+_EXPOSED = (
+    "x-request-id",
+    "request-id",
+    "x-should-retry",
+    "retry-after",
+    "retry-after-ms",
+    *(
+        f"x-ratelimit-{part}-{name}"
+        for name in ("requests", "tokens")
+        for part in ("limit", "remaining", "reset")
+    ),
+    "x-loraplex-version",
+    "x-loraplex-arm",
+)
 
 
-def with_browser_checks(app: ASGIApp, args: IngressArgs) -> ASGIApp:
-    """Wraps the application in the CORS and Host checks that the configuration requires."""
+def with_browser_checks(app: ASGIApp, args: IngressArgs, *, has_keys: bool = False) -> ASGIApp:
+    """Wraps the application in the CORS and Host checks that the configuration requires. It has to
+    answer its own errors: a page of another origin reads them only with CORS headers. `has_keys`:
+    requests need a key, which no page has that rebinds its name."""
     if args.cors_origins:
-        app = _ErrorMiddleware(app)
         # Without credentials, in the sense of CORS: an API key in a header is not one.
         app = CORSMiddleware(
             app,
@@ -39,36 +53,14 @@ def with_browser_checks(app: ASGIApp, args: IngressArgs) -> ASGIApp:
             expose_headers=_EXPOSED,
             max_age=_PREFLIGHT_S,
         )
-    is_behind_gateway = args.trusted_gateway is not None
+    is_behind_gateway = args.trusted_gateway is not None or has_keys
     if "*" in args.allowed_hosts or (is_behind_gateway and not args.allowed_hosts):
         return app
-    # Without a gateway the server listens on this machine only. Scrapers use a local name then, and
-    # /metrics, with the names of tenants and models, stays closed to a page that rebinds its name.
+    # Without a gateway or keys the server listens on this machine only. Scrapers use a local name
+    # then, and /metrics, with the names of tenants and models, stays closed to a page that rebinds
+    # its name.
     open_paths = _PROBED | _SCRAPED if is_behind_gateway else _PROBED
     return _HostCheck(app, frozenset(args.allowed_hosts), open_paths)
-
-
-class _ErrorMiddleware:
-    """Answers exceptions inside of the CORS middleware, whose headers a page of another origin
-    needs to read the response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_started = False
-
-        async def tracking_send(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, tracking_send)
-        except Exception as error:
-            if is_started or scope["type"] != "http":
-                raise
-            await error_response(error)(scope, receive, send)
 
 
 class _HostCheck:
@@ -84,7 +76,7 @@ class _HostCheck:
         if scope["type"] in ("http", "websocket") and not self._is_open(scope):
             for name, value in scope["headers"]:
                 if name == b"host" and not self._is_allowed(value.decode("latin-1")):
-                    await self._refuse(value)(scope, receive, send)
+                    await self._refuse(value, scope["path"])(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -99,12 +91,13 @@ class _HostCheck:
         return scope["path"] in self._open_paths and scope.get("method") in ("GET", "HEAD")
 
     @staticmethod
-    def _refuse(value: bytes) -> ASGIApp:
+    def _refuse(value: bytes, path: str) -> ASGIApp:
         return error_response(
             ApiError(
                 403,
                 f"The host name {shown(value.decode('latin-1'))} is not allowed; add it to "
                 "args.ingress.allowed_hosts.",
                 code="host_not_allowed",
-            )
+            ),
+            path,
         )

@@ -23,6 +23,7 @@ from serve_app.http.connection import install
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = b"x-request-id"
+_ANTHROPIC_PATH = "/v1/messages"
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # Instructions to Serve: to keep a request after its client disconnects, to choose a replica.
 _DROPPED = frozenset(
@@ -67,7 +68,7 @@ class FrontMiddleware:
         except ClientGoneError:
             return
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
             await self._respond(scope, receive, send)
@@ -82,6 +83,8 @@ class FrontMiddleware:
             nonlocal is_started, serve_error
             if not is_started:
                 is_started = True
+                if message["type"] == "http.response.start":
+                    _add_anthropic_id(scope, message)
                 if message["type"] == "http.response.start" and _is_from_serve(scope, message):
                     serve_error = message
                     return
@@ -95,11 +98,11 @@ class FrontMiddleware:
                 raise
             logger.exception("Serve failed on a request")
         if serve_error is not None:
-            await _openai_error(serve_error)(scope, receive, send)
+            await _client_error(serve_error, scope["path"])(scope, receive, send)
         elif not is_started:
             # The ingress answers every exception, so its process must have ended.
             error = ApiError(503, _MESSAGES[503], SERVER_ERROR, None, "unavailable", _RETRY_AFTER_S)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
 
 def sanitize(headers: Headers) -> Headers:
@@ -136,7 +139,7 @@ def _is_from_serve(scope: Scope, message: Message) -> bool:
     )
 
 
-def _openai_error(start: Message) -> ASGIApp:
+def _client_error(start: Message, path: str) -> ASGIApp:
     """Returns the response that replaces an error of Serve's, given the start of that error."""
     status = start["status"]
     headers = {bytes(name).lower(): bytes(value) for name, value in start["headers"]}
@@ -150,7 +153,16 @@ def _openai_error(start: Message) -> ASGIApp:
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     message = _MESSAGES.get(status, "The request cannot be answered.")
     code = {429: "overloaded", 503: "unavailable", 500: "internal"}.get(status, code)
-    response = error_response(ApiError(status, message, kind, None, code, wait_s))
+    response = error_response(ApiError(status, message, kind, None, code, wait_s), path)
     if (request_id := headers.get(_REQUEST_ID)) is not None:
         response.headers["x-request-id"] = request_id.decode()
+        if path.startswith(_ANTHROPIC_PATH):
+            response.headers["request-id"] = request_id.decode()
     return response
+
+
+def _add_anthropic_id(scope: Scope, start: Message) -> None:
+    """Adds the request's id under the name that Anthropic's clients read."""
+    if scope["path"].startswith(_ANTHROPIC_PATH):
+        ids = [value for name, value in start["headers"] if bytes(name).lower() == _REQUEST_ID]
+        start["headers"] = [*start["headers"], *((b"request-id", value) for value in ids[:1])]

@@ -7,18 +7,20 @@ integers, rendered only at a scrape. Independent of Ray and HTTP.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from engine.admission import EngineLimits
 from engine.host_memory import resident_bytes
-from engine.types import EngineLoad, Request, StepOutput, TokenOutput
+from engine.types import NOT_FINITE, EngineLoad, Request, StepOutput, TokenOutput
 from serve_app.metrics.exposition import as_text, counter, gauge, histogram
-from serve_app.metrics.histograms import ALIASES, HISTOGRAMS, Histogram
+from serve_app.metrics.histograms import ALIASES, HISTOGRAMS, Histogram, bounded
 
-_LABELS = ("model_name", "engine")
 _REASONS = ("stop", "length", "abort", "error")
 _TIERS = ("device", "host", "disk", "registry")
 _MAX_ADAPTERS_LISTED = 100
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+_NO_LIMITS = EngineLimits(200_000, 0, 0)
 
 
 @dataclass(slots=True)
@@ -32,26 +34,37 @@ class _Live:
     first_token_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)
     num_tokens: Counter[int] = field(default_factory=Counter)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class EngineMetrics:
     """The counts of an engine actor. Every method belongs to the actor's event loop."""
 
-    def __init__(self, model_name: str, engine: str, block_size: int, max_adapters: int) -> None:
-        self._values = (model_name, engine)  # of _LABELS
+    def __init__(
+        self,
+        model_name: str,
+        engine: str,
+        block_size: int,
+        max_adapters: int,
+        limits: EngineLimits = _NO_LIMITS,
+    ) -> None:
+        self._own = {"model_name": model_name, "engine": engine}
         self._block_size = block_size
         self._max_adapters = max_adapters
+        self._limits = limits
         self._load = EngineLoad()
         self._live: dict[str, _Live] = {}
         self._histograms = {
-            name: Histogram(buckets)
-            for name, (_, buckets) in HISTOGRAMS.items()
+            name: Histogram(bounded(name, limits.max_model_len))
+            for name in HISTOGRAMS
             if name not in ALIASES
         }
         self._finished: Counter[str] = Counter()
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generated = 0
+        self._num_corrupted = 0
         self._tier_hits: Counter[str] = Counter()
         self._updated_s = 0.0
 
@@ -72,14 +85,18 @@ class EngineMetrics:
     def observe_step(self, step: StepOutput, now_s: float) -> None:
         self._load = step.load
         self._updated_s = now_s
-        num_tokens = 0
+        num_generated, num_prompt = 0, self._num_prompt_tokens
+        for request_id in step.preempted:
+            if (live := self._live.get(request_id)) is not None:
+                live.num_preemptions += 1
         for output in step.outputs:
-            num_tokens += len(output.token_ids)
+            num_generated += len(output.token_ids)
             live = self._live.get(output.request_id)
             if live is not None:
                 self._observe_output(live, output, now_s)
-        self._num_generated += num_tokens
-        if num_tokens:
+        self._num_generated += num_generated
+        if num_generated:  # as in vLLM a prompt counts in the step that ends it
+            num_tokens = num_generated + self._num_prompt_tokens - num_prompt
             self._histograms["vllm:iteration_tokens_total"].observe(num_tokens)
 
     def end_choice(self, request_id: str, choice: int, reason: str, now_s: float) -> None:
@@ -106,13 +123,14 @@ class EngineMetrics:
         if output.token_ids:
             last_s = live.last_token_s.get(output.choice)
             if last_s is not None:
-                self._histograms["vllm:inter_token_latency_seconds"].observe(now_s - last_s)
+                self._histograms["loraplex_inter_token_latency_seconds"].observe(now_s - last_s)
             live.last_token_s[output.choice] = now_s
             live.num_tokens[output.choice] += len(output.token_ids)
             if live.first_token_s is None:
                 live.first_token_s = now_s
                 self._observe_first_token(live, output, now_s)
         if output.finish_reason is not None:
+            self._num_corrupted += output.error == NOT_FINITE
             self.end_choice(output.request_id, output.choice, output.finish_reason, now_s)
 
     def _observe_first_token(self, live: _Live, output: TokenOutput, now_s: float) -> None:
@@ -122,6 +140,7 @@ class EngineMetrics:
         self._histograms["vllm:request_prefill_time_seconds"].observe(now_s - live.admitted_s)
         self._num_prompt_tokens += len(live.request.prompt_token_ids)
         self._num_cached_tokens += output.num_cached_tokens
+        live.num_cached_tokens = output.num_cached_tokens
 
     def _observe_end(self, live: _Live, now_s: float) -> None:
         request, histograms = live.request, self._histograms
@@ -131,7 +150,14 @@ class EngineMetrics:
             histograms["vllm:request_queue_time_seconds"].observe(live.admitted_s - arrival_s)
         histograms["vllm:request_inference_time_seconds"].observe(now_s - live.admitted_s)
         if live.first_token_s is not None:
-            histograms["vllm:request_decode_time_seconds"].observe(now_s - live.first_token_s)
+            decode_s = now_s - live.first_token_s
+            histograms["vllm:request_decode_time_seconds"].observe(decode_s)
+            longest = max(live.num_tokens.values())
+            mean_s = decode_s / (longest - 1) if longest > 1 else 0.0
+            histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
+            num_computed = request.num_tokens - live.num_cached_tokens
+            histograms["vllm:request_prefill_kv_computed_tokens"].observe(max(num_computed, 0))
+        histograms["vllm:request_num_preemptions"].observe(live.num_preemptions)
         histograms["vllm:request_prompt_tokens"].observe(len(request.prompt_token_ids))
         histograms["vllm:request_generation_tokens"].observe(live.num_tokens.total())
         longest = max(live.num_tokens.values(), default=0)
@@ -140,23 +166,20 @@ class EngineMetrics:
         histograms["vllm:request_params_max_tokens"].observe(request.params.max_tokens)
 
     def _load_families(self) -> Iterator[str]:
-        load = self._load
+        load, own = self._load, self._own
         usage, deferred = load.kv_usage, load.num_waiting_for_adapter
-        yield self._gauge("vllm:num_requests_running", "Sequences in the batch", load.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences not begun", load.num_waiting)
-        yield gauge(
-            "vllm:num_requests_waiting_by_reason",
-            "Sequences not begun; deferred: their adapter has no room",
-            (*_LABELS, "reason"),
-            self._rows({"capacity": load.num_waiting - deferred, "deferred": deferred}),
-        )
-        yield self._gauge("vllm:kv_cache_usage_perc", "Used KV blocks, 1 = all", usage)
-        yield self._gauge("vllm:gpu_cache_usage_perc", "Old name of kv_cache_usage_perc", usage)
+        waiting = {"capacity": load.num_waiting - deferred, "deferred": deferred}
         config = {"block_size": str(self._block_size), "num_gpu_blocks": str(load.num_blocks)}
-        yield self._info("vllm:cache_config_info", "KV cache", config, 1.0)
-        yield self._info(
-            "vllm:lora_requests_info", "Adapters in use", self._adapters(), self._updated_s
-        )
+        yield gauge("vllm:num_requests_running", load.num_running, own)
+        yield gauge("vllm:num_requests_waiting", load.num_waiting, own)
+        yield gauge("vllm:num_requests_waiting_by_reason", waiting, own, "reason")
+        yield gauge("vllm:kv_cache_usage_perc", usage, own)
+        yield gauge("vllm:gpu_cache_usage_perc", usage, own)
+        yield gauge("vllm:cache_config_info", 1.0, own | config)
+        yield gauge("vllm:lora_requests_info", self._updated_s, own | self._adapters())
+        # An engine that sleeps is a process that ended: the manager reports it.
+        awake = {state: float(state == "awake") for state in _SLEEP_STATES}
+        yield gauge("vllm:engine_sleep_state", awake, own, "sleep_state")
 
     def _adapters(self) -> dict[str, str]:
         running, waiting = set[str](), set[str]()
@@ -170,73 +193,55 @@ class EngineMetrics:
         }
 
     def _counter_families(self) -> Iterator[str]:
-        load = self._load
-        for name, words, value in (
-            ("vllm:prompt_tokens", "Prompt tokens of begun requests", self._num_prompt_tokens),
-            ("vllm:generation_tokens", "Generated tokens", self._num_generated),
-            ("vllm:prompt_tokens_cached", "Prompt tokens from cache", self._num_cached_tokens),
-            ("vllm:prefix_cache_queries", "Tokens looked up", load.prefix_queries),
-            ("vllm:prefix_cache_hits", "Tokens found", load.prefix_hits),
-            ("vllm:num_preemptions", "Sequences put back to recompute", load.num_preemptions),
-        ):
-            yield counter(name, words, _LABELS, [(self._values, value)])
-        yield counter(
-            "vllm:request_success",
-            "Choices that ended, by reason",
-            (*_LABELS, "finished_reason"),
-            self._rows({reason: self._finished[reason] for reason in _REASONS}),
-        )
+        load, own = self._load, self._own
+        finished = {reason: self._finished[reason] for reason in _REASONS}
+        yield counter("vllm:prompt_tokens", self._num_prompt_tokens, own)
+        sources = {
+            "local_compute": self._num_prompt_tokens - self._num_cached_tokens,
+            "local_cache_hit": self._num_cached_tokens,
+            "external_kv_transfer": 0,
+        }
+        yield counter("vllm:prompt_tokens_by_source", sources, own, "source")
+        yield counter("vllm:generation_tokens", self._num_generated, own)
+        yield counter("vllm:prompt_tokens_cached", self._num_cached_tokens, own)
+        yield counter("vllm:prefix_cache_queries", load.prefix_queries, own)
+        yield counter("vllm:prefix_cache_hits", load.prefix_hits, own)
+        yield counter("vllm:num_preemptions", load.num_preemptions, own)
+        yield counter("vllm:request_success", finished, own, "finished_reason")
+        yield counter("vllm:corrupted_requests", self._num_corrupted, own)
 
     def _adapter_families(self) -> Iterator[str]:
-        load, by_tier = self._load, (*_LABELS, "tier")
-        yield counter(
-            "loraplex_adapter_tier_hits",
-            "Requests by the tier that held their adapter when they came",
-            by_tier,
-            self._rows({tier: self._tier_hits[tier] for tier in _TIERS}),
-        )
-        num_adapters = {
-            "device": len(load.adapters_on_device),
-            "host": len(load.adapters_on_host),
-        }
-        yield gauge(
-            "loraplex_adapters_in_memory",
-            "Adapters; those on the device lie on the host, too",
-            by_tier,
-            self._rows(num_adapters),
-        )
+        load, own = self._load, self._own
+        hits = {tier: self._tier_hits[tier] for tier in _TIERS}
+        counts = {"device": len(load.adapters_on_device), "host": len(load.adapters_on_host)}
         num_bytes = {"device": load.adapter_device_bytes, "host": load.adapter_host_bytes}
-        yield gauge(
-            "loraplex_adapter_memory_bytes", "Taken by adapters", by_tier, self._rows(num_bytes)
-        )
+        yield gauge("vllm:num_gpu_loaded_lora_adapters", counts["device"], own)
+        yield gauge("vllm:max_gpu_lora_adapters", self._max_on_device(), own)
+        yield counter("loraplex_adapter_tier_hits", hits, own, "tier")
+        yield gauge("loraplex_adapters_in_memory", counts, own, "tier")
+        yield gauge("loraplex_adapter_memory_bytes", num_bytes, own, "tier")
         if (resident := resident_bytes()) is not None:
-            yield self._gauge("loraplex_engine_resident_bytes", "The process's memory", resident)
-        yield self._gauge("loraplex_adapters_pinned", "In memory", load.num_pinned_adapters)
-        for name, words, value in (
-            ("loraplex_adapter_device_copies", "Host to device", load.num_adapter_copies),
-            (
-                "loraplex_engine_missed_wakeups",
-                "Times that the engine slept beside requests that it could run: always a fault",
-                load.num_missed_wakeups,
-            ),
-        ):
-            yield counter(name, words, _LABELS, [(self._values, value)])
+            yield gauge("loraplex_engine_resident_bytes", resident, own)
+        yield gauge("loraplex_adapters_pinned", load.num_pinned_adapters, own)
+        yield counter("loraplex_adapter_device_copies", load.num_adapter_copies, own)
+        yield counter("loraplex_engine_late_compilations", load.num_late_compilations, own)
+        yield counter("loraplex_engine_missed_wakeups", load.num_missed_wakeups, own)
+
+    def _max_on_device(self) -> int:
+        """Returns how many adapters the device holds if the others are as large as those there
+        now, or as a rank of 16 at all sites if there are none: its room is bytes, not slots."""
+        load, limits = self._load, self._limits
+        num, used = len(load.adapters_on_device), load.adapter_device_bytes
+        mean = used / num if num else limits.adapter_page_bytes
+        free = limits.adapter_pool_bytes - used
+        return num + (int(free / mean) if mean and free > 0 else 0)
 
     def _histogram_families(self) -> Iterator[str]:
-        for name, (words, _) in HISTOGRAMS.items():
-            found = self._histograms[ALIASES.get(name, name)]
-            yield histogram(name, words, _LABELS, [(self._values, found)])
-
-    def _gauge(self, name: str, words: str, value: float) -> str:
-        return gauge(name, words, _LABELS, [(self._values, value)])
-
-    def _info(self, name: str, words: str, labels: Mapping[str, str], value: float) -> str:
-        row = ((*self._values, *labels.values()), value)
-        return gauge(name, words, (*_LABELS, *labels), [row])
-
-    def _rows(self, counts: Mapping[str, float]) -> list[tuple[tuple[str, ...], float]]:
-        """Returns a row for each value of a third label."""
-        return [((*self._values, value), count) for value, count in counts.items()]
+        for name, buckets in HISTOGRAMS.items():
+            values = self._histograms.get(name)
+            if values is None:
+                values = self._histograms[ALIASES[name]].coarser(buckets)
+            yield histogram(name, values, self._own)
 
 
 def _join(names: set[str]) -> str:

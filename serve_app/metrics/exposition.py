@@ -3,36 +3,45 @@
 A family is the text of its HELP and TYPE lines and its samples. The output equals that of
 prometheus_client's `generate_latest`, in a fraction of its time: an ingress renders its counts
 every few seconds between requests.
+
+Each function takes a family's name, its numbers and its labels: `own` are the process's, with their
+values, and `labels` the names of the others. The numbers are by the values of `labels`: a string
+for a single label, a tuple for several, and a plain number without any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client.utils import floatToGoString
 
+from serve_app.metrics.families import HELP
 from serve_app.metrics.histograms import Histogram
 
-Labels = Sequence[str]  # names
-Values = Sequence[str]  # in the order of the labels
-Rows = Iterable[tuple[Values, float]]
+T = TypeVar("T")
+
+K = TypeVar("K", bound=str | tuple[str, ...])
+Own = Mapping[str, str]
+_Pairs = list[tuple[str, str]]  # each label with its text `label="value"`, sorted by label
+
+_NONE: Own = {}
 
 
-def counter(name: str, words: str, labels: Labels, rows: Rows) -> str:
+def counter(name: str, numbers: float | Mapping[K, float], own: Own = _NONE, *labels: str) -> str:
     """`name` comes without `_total`, which the text has."""
-    return _plain_family(f"{name}_total", "counter", words, labels, rows)
+    return _plain_family(name, "_total", "counter", _samples(numbers, own, labels))
 
 
-def gauge(name: str, words: str, labels: Labels, rows: Rows) -> str:
-    return _plain_family(name, "gauge", words, labels, rows)
+def gauge(name: str, numbers: float | Mapping[K, float], own: Own = _NONE, *labels: str) -> str:
+    return _plain_family(name, "", "gauge", _samples(numbers, own, labels))
 
 
 def histogram(
-    name: str, words: str, labels: Labels, rows: Iterable[tuple[Values, Histogram]]
+    name: str, histograms: Histogram | Mapping[K, Histogram], own: Own = _NONE, *labels: str
 ) -> str:
-    lines = _head(name, "histogram", words)
-    for values, counts in rows:
-        pairs = _pairs(labels, values)
+    lines = _head(name, "", "histogram")
+    for pairs, counts in _samples(histograms, own, labels):
         before = "".join(f"{pair}," for label, pair in pairs if label < "le")
         after = "".join(f",{pair}" for label, pair in pairs if label > "le")
         total = 0
@@ -67,24 +76,29 @@ def join_texts(texts: Iterable[bytes]) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-def _plain_family(name: str, kind: str, words: str, labels: Labels, rows: Rows) -> str:
-    lines = _head(name, kind, words)
-    lines += (f"{name}{_braces(_pairs(labels, values))} {_number(n)}" for values, n in rows)
+def _plain_family(
+    name: str, suffix: str, kind: str, samples: Iterable[tuple[_Pairs, float]]
+) -> str:
+    lines = _head(name, suffix, kind)
+    lines += (f"{name}{suffix}{_braces(pairs)} {_number(number)}" for pairs, number in samples)
     return "\n".join((*lines, ""))
 
 
-def _head(name: str, kind: str, words: str) -> list[str]:
-    words = words.replace("\\", "\\\\").replace("\n", "\\n")
-    return [f"# HELP {name} {words}", f"# TYPE {name} {kind}"]
+def _head(name: str, suffix: str, kind: str) -> list[str]:
+    words = HELP[name].replace("\\", "\\\\").replace("\n", "\\n")
+    return [f"# HELP {name}{suffix} {words}", f"# TYPE {name}{suffix} {kind}"]
 
 
-def _pairs(labels: Labels, values: Values) -> list[tuple[str, str]]:
-    """Returns each label with its text `label="value"`, sorted by label."""
-    pairs = sorted(zip(labels, values, strict=True))
-    return [(label, f'{label}="{_escaped(value)}"') for label, value in pairs]
+def _samples(
+    found: T | Mapping[Any, T], own: Own, labels: Sequence[str]
+) -> Iterator[tuple[_Pairs, T]]:
+    for key, number in found.items() if isinstance(found, Mapping) else [((), found)]:
+        values = (key,) if isinstance(key, str) else key
+        pairs = sorted(zip((*own, *labels), (*own.values(), *values), strict=True))
+        yield [(label, f'{label}="{_escaped(value)}"') for label, value in pairs], number
 
 
-def _braces(pairs: Sequence[tuple[str, str]]) -> str:
+def _braces(pairs: _Pairs) -> str:
     return f"{{{','.join(pair for _, pair in pairs)}}}" if pairs else ""
 
 

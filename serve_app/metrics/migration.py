@@ -13,21 +13,19 @@ from serve_app.metrics.histograms import GAP_SECONDS, Histogram
 
 Reason = Literal["death", "drain", "silence", "memory"]
 
-_LABELS = ("ingress", "model_name")
-
 
 class MigrationMetrics:
     """`model`: the base's registered name."""
 
     def __init__(self, ingress: str) -> None:
-        self._ingress = ingress
-        self._moves: Counter[tuple[str, Reason, bool]] = Counter()
+        self._own = {"ingress": ingress}
+        self._moves: Counter[tuple[str, str, str]] = Counter()  # model, reason, result
         self._lost: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._gaps: dict[str, Histogram] = {}
 
     def moved(self, model: str, reason: Reason, *, is_ok: bool) -> None:
-        self._moves[model, reason, is_ok] += 1
+        self._moves[model, reason, "ok" if is_ok else "failed"] += 1
 
     def gap(self, model: str, seconds: float) -> None:
         """Observes the time of a choice that had output: from its last token on an engine to its
@@ -42,35 +40,10 @@ class MigrationMetrics:
         self._quarantined[model] += 1
 
     def text(self) -> bytes:
+        own, model = self._own, "model_name"
         return as_text(
-            counter(
-                "loraplex_requests_migrated",
-                "Requests that left their engine for another one",
-                (*_LABELS, "reason", "result"),
-                [
-                    ((self._ingress, model, reason, "ok" if is_ok else "failed"), count)
-                    for (model, reason, is_ok), count in sorted(self._moves.items())
-                ],
-            ),
-            counter(
-                "loraplex_requests_lost",
-                "Requests that failed because their engine went",
-                _LABELS,
-                self._by_model(self._lost),
-            ),
-            counter(
-                "loraplex_requests_quarantined",
-                "Requests that killed their engines",
-                _LABELS,
-                self._by_model(self._quarantined),
-            ),
-            histogram(
-                "loraplex_migration_gap_seconds",
-                "Last token on one engine to the first on the next",
-                _LABELS,
-                [((self._ingress, model), gaps) for model, gaps in sorted(self._gaps.items())],
-            ),
+            counter("loraplex_requests_migrated", self._moves, own, model, "reason", "result"),
+            counter("loraplex_requests_lost", self._lost, own, model),
+            counter("loraplex_requests_quarantined", self._quarantined, own, model),
+            histogram("loraplex_migration_gap_seconds", self._gaps, own, model),
         )
-
-    def _by_model(self, counts: Counter[str]) -> list[tuple[tuple[str, str], int]]:
-        return [((self._ingress, model), count) for model, count in sorted(counts.items())]

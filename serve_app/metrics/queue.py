@@ -14,8 +14,6 @@ from serve_app.metrics.histograms import SECONDS, Histogram
 
 OTHER_TENANTS = "other"
 
-_LABELS = ("ingress", "model_name")
-
 
 @dataclass(slots=True)
 class BaseQueueStats:
@@ -32,7 +30,7 @@ class QueueStats:
     def __init__(self, ingress: str, named_tenants: Collection[str]) -> None:
         # Requests refused because too many were open, before their model or tenant was read.
         self.num_turned_away = 0
-        self._ingress = ingress
+        self._own = {"ingress": ingress}
         self._named_tenants = frozenset(named_tenants)
         self._bases: dict[str, BaseQueueStats] = {}  # by name
         self._tokens: Counter[str] = Counter()
@@ -44,35 +42,18 @@ class QueueStats:
         self._tokens[tenant if tenant in self._named_tenants else OTHER_TENANTS] += count
 
     def text(self) -> bytes:
-        ingress, bases = self._ingress, self._bases.items()
-        sheds = [
-            ((ingress, name, reason), count)
-            for name, stats in bases
+        own, model, bases = self._own, "model_name", self._bases
+        sheds = {
+            (name, reason): count
+            for name, stats in bases.items()
             for reason, count in stats.sheds.items()
-        ]
+        }
+        sheds["", "open"] = self.num_turned_away
+        waiting = {name: stats.num_waiting for name, stats in bases.items()}
+        waits = {name: stats.waits for name, stats in bases.items()}
         return as_text(
-            gauge(
-                "loraplex_queue_waiting",
-                "Requests that wait in front of the engines",
-                _LABELS,
-                [((ingress, name), stats.num_waiting) for name, stats in bases],
-            ),
-            histogram(
-                "loraplex_queue_wait_seconds",
-                "What they waited until they went",
-                _LABELS,
-                [((ingress, name), stats.waits) for name, stats in bases],
-            ),
-            counter(
-                "loraplex_shed",
-                "Refused with Retry-After",
-                (*_LABELS, "reason"),
-                [*sheds, ((ingress, "", "open"), self.num_turned_away)],
-            ),
-            counter(
-                "loraplex_tenant_tokens",
-                "Prompt and output tokens of the tenants that have weights",
-                ("ingress", "tenant"),
-                [((ingress, tenant), count) for tenant, count in self._tokens.items()],
-            ),
+            gauge("loraplex_queue_waiting", waiting, own, model),
+            histogram("loraplex_queue_wait_seconds", waits, own, model),
+            counter("loraplex_shed", sheds, own, model, "reason"),
+            counter("loraplex_tenant_tokens", self._tokens, own, "tenant"),
         )

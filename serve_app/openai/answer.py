@@ -11,38 +11,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from msgspec import Raw
+
 from engine.types import TokenLogprobs, TokenOutput
+from serve_app.errors import ApiError
 from serve_app.openai.chat import ChatRequest
-from serve_app.openai.choice import ChoiceDelta, ChoiceRules, ChoiceState
+from serve_app.openai.choice import ChoiceDelta, ChoiceRules, ChoiceState, RegionRules
 from serve_app.openai.completions import CompletionRequest
-from serve_app.openai.engine_params import GenerationRequest, Prompt
+from serve_app.openai.dialect import DialectRequest, rendered_chunk
+from serve_app.openai.engine_params import GenerationRequest, Prompt, uses_regions
 from serve_app.openai.logprobs import (
     PAUSE,
     Position,
     Rendering,
     batched,
     chat_logprobs,
-    chat_rendering,
     completion_logprobs,
-    completion_rendering,
-    prompt_rendering,
+    list_rendering,
 )
 from serve_app.openai.responses import (
     DONE,
-    ChoiceBody,
     ChunkWriter,
     Json,
+    PromptTokensDetails,
     ResponseHead,
     UsageInfo,
+    choice_body,
     encode,
+    error_event,
     full_body,
+    message_fields,
     usage_chunk,
 )
+from serve_app.openai.tools import schemas
 from serve_app.text.base_text import BaseText
 from serve_app.text.detokenize import build_stop_table
 from serve_app.text.tokenizer import TextTokenizer
 
 _LONG_CHUNK_ENTRIES = 512  # log-probabilities: 0.6 ms; a hundred such chunks may arrive together
+_SLICE_EVENTS = 1024  # events of a dialect between two turns of the event loop: about 3 ms
 _SLICE_DELTAS = 16 * 1024  # joined between two turns of the event loop: about 2 ms
 
 
@@ -83,6 +90,7 @@ class ResponseBuilder:
         self._text = text
         self._head = head
         self._is_chat = isinstance(request, ChatRequest)
+        self._writer = request.new_writer(head) if isinstance(request, DialectRequest) else None
         self._echoes = isinstance(request, CompletionRequest) and bool(request.echo)
         self._num_logprobs = request.output_logprobs
         options = request.stream_options
@@ -94,23 +102,22 @@ class ResponseBuilder:
         self._has_text_chunks = not (
             self._continuous_usage or self._num_logprobs is not None or request.return_token_ids
         )
+        self._regions = self._region_rules()
+        if self._regions is not None:
+            self._has_text_chunks = False
         self._cached_tokens = [0] * len(prompts)
         self._prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
-        self._num_tokens = 0
+        self.num_tokens = 0  # generated so far, in all choices
         # Whether any choice has visible text; a request for no tokens is never counted as empty.
         self.has_text = request.requested_tokens == 0
         self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
         self._choices = self._make_choices()
         self._num_open = len(self._choices)
+        self.finish_reasons: tuple[str, ...] = ()  # of the choices that have ended, in that order
 
     @property
     def is_done(self) -> bool:
         return self._num_open == 0
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens generated so far, in all choices."""
-        return self._num_tokens
 
     def feed(self, prompt: int, output: TokenOutput) -> FeedResult:
         """Adds an output of the engine request of `prompt`, an index.
@@ -122,7 +129,7 @@ class ResponseBuilder:
         state = choice.state
         num_before = state.num_tokens
         delta = state.feed(output)
-        self._num_tokens += state.num_tokens - num_before
+        self.num_tokens += state.num_tokens - num_before
         if output.choice == 0:  # the other choices always find the prompt of this one in the cache
             self._cached_tokens[prompt] = output.num_cached_tokens
         if output.prompt_logprobs:
@@ -130,42 +137,66 @@ class ResponseBuilder:
         if delta is None:
             return NOTHING
         if not self.has_text:
-            self.has_text = bool(delta.text) and not delta.text.isspace()
+            is_visible = bool(delta.text) and not delta.text.isspace()
+            self.has_text = is_visible or bool(delta.reasoning or delta.tool_calls)
         if delta.finish_reason is not None:
             self._num_open -= 1
+            self.finish_reasons += (delta.finish_reason,)
         if not self._request.stream:
             choice.deltas.append(delta)
             return FeedResult(b"", state.stopped_by_text)
         is_first, choice.is_started = not choice.is_started, True
+        if self._writer is not None:
+            opening = self._writer.start(self.usage()) if is_first else b""
+            if self._num_logprobs is None:
+                return FeedResult(opening + self._writer.chunk(delta), state.stopped_by_text)
+            logprobs = self._logprobs(choice, [delta], with_prompt=False)
+            rendering = rendered_chunk(self._writer, opening, delta, logprobs)
+            return FeedResult(b"", state.stopped_by_text, rendering)
         if self._is_long(choice, delta, is_first):
             return FeedResult(b"", state.stopped_by_text, self._long_chunk(choice, delta, is_first))
         return FeedResult(self._chunk(choice, delta, is_first), state.stopped_by_text)
 
     def usage(self) -> UsageInfo:
-        return UsageInfo(
-            sum(len(prompt.token_ids) for prompt in self._prompts),
-            self._num_tokens,
-            sum(self._cached_tokens),
-        )
+        num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
+        details = PromptTokensDetails(sum(self._cached_tokens))
+        usage = UsageInfo(num_prompt, self.num_tokens, num_prompt + self.num_tokens, details)
+        if self._regions is None:
+            return usage
+        return usage.with_reasoning(self._num_reasoning_tokens())
 
     def stream_end(self) -> bytes:
         """Returns the bytes that follow the last chunk of the last choice."""
         assert self.is_done
+        if self._writer is not None:
+            return self._writer.end(self.usage(), self._num_reasoning_tokens())
         return (usage_chunk(self._head, self.usage()) if self._shows_usage else b"") + DONE
 
     def rendering(self) -> Rendering[bytes]:
         """Renders the whole body. Run inline, many log-probabilities block for seconds."""
         assert self.is_done
+        if self._writer is not None:
+            choice = self._choices[0]
+            self._writer.start(self.usage())
+            for deltas in batched(choice.deltas, _SLICE_EVENTS):
+                for delta in deltas:
+                    logprobs = self._logprobs(choice, [delta], with_prompt=False)
+                    yield from rendered_chunk(self._writer, b"", delta, logprobs)
+                yield PAUSE
+            return self._writer.body(self.usage(), self._num_reasoning_tokens())
         extras: Json = {}
         if self._is_chat:
             extras = yield from self._prompt_extras(self._choices[0])
         choices = []
         for choice in self._choices:
-            body = yield from self._choice_body(choice)
-            choices.append(body.encode(self._head.kind))
-            if self._num_tokens > _SLICE_DELTAS:
+            choices.append((yield from self._choice_body(choice)))
+            if self.num_tokens > _SLICE_DELTAS:
                 yield PAUSE
         return full_body(self._head, choices, self.usage(), extras)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the end of a stream that failed."""
+        return error_event(error) if self._writer is None else self._writer.failure(error)
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -179,6 +210,7 @@ class ResponseBuilder:
             min_tokens=request.min_tokens or 0,
             eos_token_ids=frozenset() if request.ignore_eos else self._text.eos_token_ids,
             has_no_output=request.requested_tokens == 0,
+            regions=self._regions,
         )
         skip = request.skip_special_tokens is not False
         # A completion continues its prompt, and so does a chat whose last message the client
@@ -193,19 +225,34 @@ class ResponseBuilder:
                 _ChoiceOutput(
                     index,
                     index // request.num_choices,
-                    ChoiceState(rules, detokenizer),
+                    rules.new_state(detokenizer),
                     ChunkWriter(self._head, index, shows_usage=self._shows_usage),
                     [],
                 )
             )
         return choices
 
+    def _region_rules(self) -> RegionRules | None:
+        request, template = self._request, self._text.response_template
+        if not isinstance(request, ChatRequest) or not uses_regions(request, self._text):
+            return None
+        assert template is not None
+        special = self._text.tokenizer.special_ids()
+        tools = request.template_tools
+        return RegionRules(
+            template if tools else template.without_calls(),
+            self._prompts[0].turn_start,
+            schemas(tools),
+            {token_id: text for text, token_id in special.items() if template.is_marker(text)},
+            request.tool_choice.is_named,
+            request.include_reasoning is not False,
+            request.grammar is not None,
+        )
+
     def _echo_text(self, prompt: Prompt) -> str:
         if not self._echoes:
             return ""
-        if prompt.text is not None:
-            return prompt.text
-        return self._text.tokenizer.decode(prompt.token_ids)
+        return self._text.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
     def _is_long(self, choice: _ChoiceOutput, delta: ChoiceDelta, is_first: bool) -> bool:
         """Returns True for a chunk with many log-probabilities, usually of an echoed prompt."""
@@ -215,6 +262,10 @@ class ResponseBuilder:
         if is_first and self._echoes:
             num_positions += len(self._prompts[choice.prompt].token_ids)
         return num_positions * (self._num_logprobs + 1) > _LONG_CHUNK_ENTRIES
+
+    def _num_reasoning_tokens(self) -> int:
+        states = [choice.state for choice in self._choices]
+        return sum(min(one.num_reasoning_tokens, one.num_tokens) for one in states)
 
     def _chunk(self, choice: _ChoiceOutput, delta: ChoiceDelta, is_first: bool) -> bytes:
         if self._has_text_chunks and delta.finish_reason is None:
@@ -250,9 +301,10 @@ class ResponseBuilder:
             if is_first:
                 extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
         usage = self.usage() if self._continuous_usage else None
-        return choice.writer.split_chunk(text, delta.finish_reason, extras, usage)
+        additions = message_fields(delta.reasoning, delta.tool_calls, is_chunk=True)
+        return choice.writer.split_chunk(text, delta.finish_reason, extras, usage, additions)
 
-    def _choice_body(self, choice: _ChoiceOutput) -> Rendering[ChoiceBody]:
+    def _choice_body(self, choice: _ChoiceOutput) -> Rendering[Raw]:
         last = choice.deltas[-1]
         assert last.finish_reason is not None
         texts = [self._echo_texts[choice.prompt]]
@@ -263,16 +315,24 @@ class ResponseBuilder:
                 token_ids += chain.from_iterable([delta.token_ids for delta in deltas])
             if len(deltas) == _SLICE_DELTAS:
                 yield PAUSE
+        additions: Json | None = None
+        if self._regions is not None:
+            reasoning = "".join([delta.reasoning for delta in choice.deltas])
+            additions = message_fields(
+                reasoning, chain.from_iterable(delta.tool_calls for delta in choice.deltas)
+            )
         extras: Json = {"token_ids": token_ids} if self._request.return_token_ids else {}
         if not self._is_chat:
             extras.update((yield from self._prompt_extras(choice)))
-        return ChoiceBody(
+        return choice_body(
+            self._head.kind,
             choice.index,
             "".join(texts),
             (yield from self._logprobs(choice, choice.deltas, with_prompt=True)),
             last.finish_reason,
             last.stop_reason,
             extras,
+            additions,
         )
 
     def _prompt_extras(self, choice: _ChoiceOutput) -> Rendering[Json]:
@@ -281,8 +341,9 @@ class ResponseBuilder:
             extras["prompt_token_ids"] = self._prompts[choice.prompt].token_ids
         num_top = self._request.prompt_logprobs
         if num_top is not None:
-            entries = self._prompt_logprobs[choice.prompt]
-            extras["prompt_logprobs"] = yield from prompt_rendering(entries, num_top)
+            positions = ((0, entry, 0) for entry in self._prompt_logprobs[choice.prompt])
+            lists = yield from list_rendering("prompt", positions, num_top)
+            extras["prompt_logprobs"] = lists["entries"]
         return extras
 
     def _chunk_logprobs(
@@ -305,8 +366,10 @@ class ResponseBuilder:
         if num_top is None:
             return None
         positions = self._positions(choice, deltas, with_prompt=with_prompt)
-        render = chat_rendering if self._is_chat else completion_rendering
-        return (yield from render(positions, num_top))
+        if self._is_chat:
+            content = yield from list_rendering("chat", positions, num_top)
+            return {**content, "refusal": None}
+        return (yield from list_rendering("completion", positions, num_top))
 
     def _positions(
         self, choice: _ChoiceOutput, deltas: Sequence[ChoiceDelta], *, with_prompt: bool

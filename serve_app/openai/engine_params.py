@@ -13,13 +13,15 @@ from typing import TypeVar
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.types import Request, SamplingParams
+from engine.types import Grammar, Request, SamplingParams
 from registry.entities import AdapterVersion
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
-from serve_app.openai.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.openai.tool_grammars import NO_THINKING, Thinking, answer_grammar
 from serve_app.text.base_text import BaseText
+from serve_app.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from serve_app.text.regions import RegionParser
 from serve_app.text.template import ChatMessage
 
 N = TypeVar("N", int, float)
@@ -32,14 +34,16 @@ MAX_PROMPT_TOKENS = 1 << 20  # in all prompts of a request: 40 MB as Python inte
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    text: str | None  # as the client wrote it; None for token ids
+    text: str | None  # as the client wrote it if it is echoed; None for token ids
+    turn_start: str = ""  # of a chat with regions: the part of the answer that the prompt begins
+    grammar: Grammar | None = None  # of a chat's answer
 
 
 def read_prompts(
     body: GenerationRequest, text: BaseText, limits: EngineLimits
 ) -> tuple[Prompt, ...]:
     if isinstance(body, ChatRequest):
-        return (chat_prompt(body, text, limits),)
+        return (_chat_prompt(body, text, limits),)
     return completion_prompts(body, text, limits)
 
 
@@ -51,10 +55,13 @@ def engine_requests(
     arrival_s: float = 0.0,
     *,
     defaults: GenerationDefaults = NO_DEFAULTS,
+    own_eos_token_ids: tuple[int, ...] = (),
     cache_salt: str,
+    max_tokens: int | None = None,
 ) -> tuple[Request, ...]:
     """Returns one engine request per prompt, all for one submit call. `cache_salt` separates the
-    prefix caches of tenants and clients, see `Tenants`.
+    prefix caches of tenants and clients, see `Tenants`; `own_eos_token_ids` are the adapter's, of
+    which the engine has no list; `max_tokens` cuts each answer.
 
     Raises InvalidRequestError, or its subclass ContextLengthError, if a limit is exceeded.
     """
@@ -63,17 +70,16 @@ def engine_requests(
         Request(
             uuid.uuid4().hex,
             prompt.token_ids,
-            sampling_params(body, prompt, limits, defaults, len(prompts)),
+            sampling_params(
+                body, prompt, limits, defaults, len(prompts), own_eos_token_ids, max_tokens
+            ),
             None if adapter is None else adapter.digest,
             cache_salt,
             arrival_s,
+            0 if adapter is None else adapter.rank,
         )
         for prompt in prompts
     )
-
-
-def chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:
-    return Prompt(_chat_token_ids(request, request.messages, text, limits), None)
 
 
 def completion_prompts(
@@ -85,7 +91,7 @@ def completion_prompts(
     for prompt in request.prompt:
         if isinstance(prompt, str):
             ids = _encode(prompt, add_special_tokens, text, limits, "prompt")
-            prompts.append(Prompt(ids, prompt))
+            prompts.append(Prompt(ids, prompt if request.echo else None))
         else:
             _check_vocabulary(prompt, limits.vocab_size, "prompt")
             prompts.append(Prompt(prompt, None))
@@ -103,12 +109,17 @@ def completion_prompts(
 
 def tokenize_request(
     request: TokenizeRequest, text: BaseText, limits: EngineLimits
-) -> tuple[int, ...]:
-    """Returns the token ids for /tokenize; the context length is the limit, as for a prompt."""
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the token ids for /tokenize, and their texts if the body requests them; the context
+    length is the limit, as for a prompt."""
     if request.messages is not None:
-        return _chat_token_ids(request, request.messages, text, limits)
-    assert request.prompt is not None
-    return _encode(request.prompt, request.add_special_tokens is not False, text, limits, "prompt")
+        rendered = _render_chat(request, request.messages, text)
+        ids = _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+    else:
+        assert request.prompt is not None
+        adds_special = request.add_special_tokens is not False
+        ids = _encode(request.prompt, adds_special, text, limits, "prompt")
+    return ids, tuple(map(text.tokenizer.token_text, ids)) if request.return_token_strs else ()
 
 
 def detokenize_request(request: DetokenizeRequest, text: BaseText, limits: EngineLimits) -> str:
@@ -129,13 +140,18 @@ def sampling_params(
     limits: EngineLimits,
     defaults: GenerationDefaults = NO_DEFAULTS,
     num_prompts: int = 1,
+    own_eos_token_ids: tuple[int, ...] = (),
+    most_tokens: int | None = None,
 ) -> SamplingParams:
     """Returns the parameters of a prompt, whose length bounds the output. `defaults` are the
-    model's, for fields that the request leaves out; `num_prompts` is the request's number."""
+    model's, for fields that the request leaves out; `num_prompts` is the request's number;
+    `most_tokens` cuts the answer."""
+    own_eos = () if request.ignore_eos else own_eos_token_ids
     max_tokens = _max_tokens(request, len(prompt.token_ids), limits, defaults)
+    if most_tokens is not None:
+        max_tokens = min(max_tokens, most_tokens)
     _check_vocabulary([i for i, _ in request.logit_bias], limits.vocab_size, "logit_bias")
     _check_vocabulary(request.stop_token_ids, limits.vocab_size, "stop_token_ids")
-    echo = isinstance(request, CompletionRequest) and bool(request.echo)
     return SamplingParams(
         max_tokens=_bounded_by_logprobs(request, max_tokens, num_prompts),
         min_tokens=request.min_tokens or 0,
@@ -149,10 +165,11 @@ def sampling_params(
         logit_bias=request.logit_bias,
         seed=None if request.seed is None else request.seed % 2**64,
         n=request.num_choices,
-        stop_token_ids=request.stop_token_ids,
+        stop_token_ids=request.stop_token_ids + own_eos,
         ignore_eos=bool(request.ignore_eos),
         logprobs=request.output_logprobs,
-        prompt_logprobs=_prompt_logprobs(request, echo),
+        prompt_logprobs=max(_prompt_lists(request), default=None),
+        grammar=prompt.grammar if isinstance(request, ChatRequest) else request.grammar,
     )
 
 
@@ -162,18 +179,18 @@ def _given(value: N | None, default: N | None, otherwise: N) -> N:
     return otherwise if default is None else default
 
 
-def _prompt_logprobs(request: GenerationRequest, echo: bool) -> int | None:
-    wanted = [request.prompt_logprobs, request.output_logprobs if echo else None]
-    return max((k for k in wanted if k is not None), default=None)
+def _prompt_lists(request: GenerationRequest) -> list[int]:
+    """Returns the number of alternatives of each list of the prompt's log-probabilities."""
+    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
+    lists = [request.prompt_logprobs, request.output_logprobs if echoed else None]
+    return [num_top for num_top in lists if num_top is not None]
 
 
 def _check_prompt_logprobs(request: GenerationRequest, num_tokens: int) -> None:
     """Checks the number of prompt log-probabilities, which all exist at once: in one engine output
     per prompt, and in the response, where every choice of a completion repeats them. `num_tokens`
     counts all prompts."""
-    echoed = isinstance(request, CompletionRequest) and bool(request.echo)
-    lists = [request.prompt_logprobs, request.output_logprobs if echoed else None]
-    each = sum(k + 1 for k in lists if k is not None)
+    each = sum(num_top + 1 for num_top in _prompt_lists(request))
     copies = 1 if isinstance(request, ChatRequest) else request.num_choices
     if num_tokens * copies * each <= MAX_LOGPROB_ENTRIES:
         return
@@ -216,6 +233,8 @@ def _max_tokens(
 ) -> int:
     num_left = limits.max_request_tokens - num_prompt_tokens
     requested = request.requested_tokens
+    if requested is not None and num_left >= 1 and request.cuts_max_tokens:
+        requested = min(requested, num_left)
     if num_left < 1 or (requested or 0) > num_left:
         output = f" and {requested} for the output" if requested else ""
         raise ContextLengthError(
@@ -229,20 +248,60 @@ def _max_tokens(
     return max(1, requested)
 
 
-def _chat_token_ids(
-    request: ChatRequest | TokenizeRequest,
-    messages: Sequence[ChatMessage],
-    text: BaseText,
-    limits: EngineLimits,
-) -> tuple[int, ...]:
-    rendered = text.render_chat(
+def uses_regions(request: ChatRequest, text: BaseText) -> bool:
+    """Returns True if the answer may have reasoning or tool calls beside its content."""
+    template = text.response_template
+    if template is None:
+        return False
+    return template.thinks or (template.reads_calls and bool(request.template_tools))
+
+
+def _chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:
+    rendered = _render_chat(request, request.messages, text)
+    # The template writes the special tokens itself, so the tokenizer must not add its own.
+    ids = _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
+    template, turn_start = text.response_template, ""
+    if template is not None and uses_regions(request, text):
+        turn_start = template.turn_start(rendered)
+    return Prompt(ids, None, turn_start, _answer_grammar(request, text, rendered, turn_start))
+
+
+def _answer_grammar(
+    request: ChatRequest, text: BaseText, rendered: str, turn_start: str
+) -> Grammar | None:
+    tools, template = request.template_tools, text.response_template
+    if not tools and (request.grammar is None or template is None or not template.thinks):
+        return request.grammar
+    thinking = NO_THINKING
+    if template is not None:
+        start = turn_start or template.turn_start(rendered)
+        is_open = RegionParser(template, start).is_reasoning
+        end = template.reasoning.close if template.reasoning is not None else None
+        end_id = text.tokenizer.token_id(end.literal or "") if is_open and end else None
+        wants = request.template_variables.get("enable_thinking") is not False
+        thinking = Thinking(is_open, end_id, template.thinks and wants and not start)
+    return answer_grammar(
+        request.tool_choice,
+        tools,
+        template,
+        text.tokenizer.special_ids(),
+        content=request.grammar,
+        is_parallel=request.parallel_tool_calls is not False,
+        thinking=thinking,
+    )
+
+
+def _render_chat(
+    request: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage], text: BaseText
+) -> str:
+    return text.render_chat(
         messages,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
-        variables=request.chat_template_kwargs,
+        variables=request.template_variables,
+        tools=request.template_tools,
+        documents=request.documents,
     )
-    # The template writes the special tokens itself, so the tokenizer must not add its own.
-    return _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
 
 
 def _encode(

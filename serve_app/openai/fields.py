@@ -13,8 +13,17 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from engine.admission import MIN_REPETITION_PENALTY
+from engine.types import Grammar
 from serve_app.errors import shown
 from serve_app.openai.json_body import FieldError
+from serve_app.openai.structured import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    StructuredOutputs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +38,14 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_SESSION_CHARS = 256  # of a field that names a user or a conversation
 MAX_UNKNOWN_NAMES = 64
+CONSTRAINT_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def check_token_ids(value: object, name: str) -> list[int]:
@@ -93,15 +110,15 @@ def _is_empty(value: object) -> bool:
     return value is None or value == [] or value == {} or value == ""
 
 
+def _is_off(value: object) -> bool:
+    return _is_empty(value) or value is False
+
+
 def _is(*neutral: object) -> Callable[[object], bool]:
     # The types must match too: True == 1 in Python.
     return lambda value: (
         value is None or any(type(value) is type(item) and value == item for item in neutral)
     )
-
-
-def _is_text_format(value: object) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
 
 
 # Unsupported field -> predicate of the values that are equal to leaving the field out.
@@ -110,8 +127,6 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "tool_choice": _is("none", "auto"),  # tools are refused, and without any both call no tool
     "functions": _is_empty,
     "function_call": _is("none"),
-    "response_format": _is_text_format,
-    "structured_outputs": _is_empty,
     "suffix": _is_empty,
     "audio": _is_empty,
     "modalities": _is(["text"], []),
@@ -138,9 +153,10 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "spaces_between_special_tokens": _is(True),
     "truncation_side": _is_empty,
     "vllm_xargs": _is_empty,
+    "guided_whitespace_pattern": _is_empty,
+    "structural_tag": _is_empty,
     "watermarking": _is(False),
 }
-_UNSUPPORTED_PREFIX = "guided_"
 # Other servers select the adapter by a separate field: SGLang, LoRAX and TGI, llama.cpp.
 _OTHER_MODEL_FIELDS = frozenset(
     ("lora_path", "adapter_id", "adapter_source", "adapters", "merged_adapters", "lora")
@@ -179,6 +195,7 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     refused: ClassVar[frozenset[str]] = frozenset()  # if truthy, at this endpoint only
+    cuts_max_tokens: ClassVar[bool] = False  # to what fits, instead of a refusal
 
     model: str = Field(min_length=1, max_length=256)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -218,6 +235,12 @@ class GenerationFields(BaseModel):
     safety_identifier: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     metadata: dict[str, object] | None = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedRegex = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedGrammar = None
     # The response id is derived from it; it need not be unique.
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
 
@@ -235,22 +258,18 @@ class GenerationFields(BaseModel):
     def _check_other(cls, name: str, value: object) -> None:
         """Refuses, accepts or logs a field that is not in this model."""
         is_neutral = UNSUPPORTED.get(name)
-        if is_neutral is None:
-            if name in _OTHER_MODEL_FIELDS:
-                if not _is_empty(value):
-                    raise FieldError(
-                        f"{name}: is not supported, got {shown(value)}. Name the adapter in the "
-                        'field model: "model": "<base>:<adapter>".',
-                        name,
-                    )
-                return
-            if not (name.startswith(_UNSUPPORTED_PREFIX) or name in cls.refused):
-                unknown_fields.log(name)
-                return
-            if _is_empty(value):
-                return
-            is_neutral = _is(False)
-        if not is_neutral(value):
+        if name in cls.refused:
+            is_neutral = _is_off
+        if name in _OTHER_MODEL_FIELDS:
+            if not _is_empty(value):
+                raise FieldError(
+                    f"{name}: is not supported, got {shown(value)}. Name the adapter in the "
+                    'field model: "model": "<base>:<adapter>".',
+                    name,
+                )
+        elif is_neutral is None:
+            unknown_fields.log(name)
+        elif not is_neutral(value):
             short = shown(name)[1:-1]
             raise FieldError(f"{short}: is not supported, got {shown(value)}.", short)
 
@@ -265,6 +284,7 @@ class GenerationFields(BaseModel):
             raise FieldError(
                 f"min_tokens: {self.min_tokens} is more than max_tokens, {limit}.", "min_tokens"
             )
+        self._check_constraints()
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options: is allowed only if stream is true.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -272,6 +292,34 @@ class GenerationFields(BaseModel):
                 "prompt_logprobs: is not allowed if stream is true.", "prompt_logprobs"
             )
         return self
+
+    def _check_constraints(self) -> None:
+        given = [name for name in CONSTRAINT_FIELDS if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise FieldError(
+                f"{given[1]}: only one field may constrain the answer, and {given[0]} does.",
+                given[1],
+            )
+        # A complete answer could not end: no token would be left to draw.
+        for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+            if value:
+                raise FieldError(
+                    f"{name}: is not supported together with {given[0]}, got {value}.", name
+                )
+
+    @property
+    def grammar_field(self) -> str | None:
+        """The name of the field that constrains the answer."""
+        return next((name for name in CONSTRAINT_FIELDS if getattr(self, name) is not None), None)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The language of the answer; None for free text."""
+        name = self.grammar_field
+        found: Grammar | None = None if name is None else getattr(self, name)
+        return found
 
     @property
     def num_choices(self) -> int:

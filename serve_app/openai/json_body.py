@@ -2,7 +2,7 @@
 
 Strict JSON: UTF-8, no duplicate keys, no NaN or Infinity, no lone surrogates, bounded depth and
 object size. FastAPI's own validation is never used, and a body is checked before any object of its
-size is built. The models are in chat, completions and tokenize.
+size is built. The models are in chat, completions, tokenize and the dialects.
 """
 
 from __future__ import annotations
@@ -40,16 +40,50 @@ class FieldError(ValueError):
         return self.message
 
 
+class TranslatedBody(BaseModel):
+    """A body that is written in other fields than the model's."""
+
+    @classmethod
+    def read(cls, body: dict[str, object]) -> dict[str, object]:
+        """Returns the fields of the model. Raises FieldError, `where` being the body's field."""
+        raise NotImplementedError
+
+    @classmethod
+    def renamed(cls, error: ApiError) -> ApiError:
+        """Returns the error with the body's name of the field."""
+        raise NotImplementedError
+
+
 def parse_body(model: type[Model], raw: bytes) -> Model:
+    return check_fields(model, parse_fields(model, raw))
+
+
+def parse_fields(model: type[BaseModel], raw: bytes) -> dict[str, object]:
+    """Returns the fields of the model that a body gives, unchecked."""
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise ApiError(
             400, f"The body must be a JSON object, not {_type_name(body)}.", code="invalid_json"
         )
+    if not issubclass(model, TranslatedBody):
+        return body
     try:
-        return model.model_validate(body)
+        return model.read(body)
+    except FieldError as error:
+        raise ApiError(
+            400, error.message, param=error.where or None, code="invalid_value"
+        ) from None
+
+
+def check_fields(model: type[Model], fields: dict[str, object]) -> Model:
+    try:
+        return model.model_validate(fields)
     except ValidationError as error:
-        raise _to_api_error(error) from None
+        raise _named(_to_api_error(error), model) from None
+
+
+def _named(error: ApiError, model: type[BaseModel]) -> ApiError:
+    return model.renamed(error) if issubclass(model, TranslatedBody) else error
 
 
 def parse_json(raw: bytes) -> object:

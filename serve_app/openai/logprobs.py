@@ -12,7 +12,7 @@ where a part is rendered. This module is independent of requests and of processe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Literal, TypeVar
 
@@ -36,6 +36,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of /v1/completions
+_LISTS: Mapping[Shape, tuple[str, ...]] = {
+    "chat": ("content",),
+    "completion": _COLUMNS,
+    "prompt": ("entries",),
+}
 
 
 class LogprobsPart(msgspec.Struct, frozen=True, array_like=True):
@@ -116,24 +121,6 @@ def render_part(part: LogprobsPart, tokenizer: TextTokenizer) -> Lists:
     return {name: msgspec.json.encode(items)[1:-1] for name, items in lists.items()}
 
 
-def chat_rendering(positions: Iterable[Position], num_top: int) -> Rendering[Json]:
-    lists = yield from _joined_lists("chat", ("content",), positions, num_top)
-    return {**lists, "refusal": None}
-
-
-def completion_rendering(positions: Iterable[Position], num_top: int) -> Rendering[Json]:
-    lists = yield from _joined_lists("completion", _COLUMNS, positions, num_top)
-    return {**lists}
-
-
-def prompt_rendering(
-    entries: Sequence[TokenLogprobs | None], num_top: int
-) -> Rendering[msgspec.Raw]:
-    positions = ((0, entry, 0) for entry in entries)
-    lists = yield from _joined_lists("prompt", ("entries",), positions, num_top)
-    return lists["entries"]
-
-
 class PartsRenderer:
     """Drives the renderings of one read: the first PART_ENTRIES entries inline, later parts through
     `render_elsewhere` if it is given."""
@@ -174,11 +161,9 @@ def batched(values: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
         yield batch
 
 
-def _joined_lists(
-    shape: Shape, names: Sequence[str], positions: Iterable[Position], num_top: int
-) -> Rendering[dict[str, msgspec.Raw]]:
-    """Returns every list whole, as JSON."""
-    items: dict[str, list[bytes]] = {name: [] for name in names}
+def list_rendering(shape: Shape, positions: Iterable[Position], num_top: int) -> Rendering[Json]:
+    """Returns every list of the shape whole, as JSON."""
+    items: dict[str, list[bytes]] = {name: [] for name in _LISTS[shape]}
     for batch in batched(positions, max(1, PART_ENTRIES // (num_top + 1))):
         for name, data in (yield LogprobsPart(shape, num_top, batch)).items():
             items[name].append(data)

@@ -7,13 +7,14 @@ the text was made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from serve_app.errors import ApiError
+from serve_app.openai.choice import ToolCallDelta
 
 Json = dict[str, object]
 Kind = Literal["chat", "completion"]
@@ -46,49 +47,77 @@ class ResponseHead:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class UsageInfo:
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class UsageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """The token counts of a response."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    # Only where the model's text may have reasoning beside its content.
+    completion_tokens_details: CompletionTokensDetails | None = None
 
-    def to_json(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    def with_reasoning(self, num_tokens: int) -> UsageInfo:
+        details = CompletionTokensDetails(num_tokens)
+        return msgspec.structs.replace(self, completion_tokens_details=details)
 
 
-@dataclass(slots=True)
-class ChoiceBody:
-    """A choice of a whole response. `extras` are vLLM's additions, left out when empty."""
+def choice_body(
+    kind: Kind,
+    index: int,
+    text: str,
+    logprobs: Json | None,
+    finish_reason: str,
+    stop_reason: str | int | None,
+    extras: Json,
+    additions: Json | None = None,
+) -> msgspec.Raw:
+    """Returns a choice of a whole response. `extras` are vLLM's additions, left out when empty;
+    `additions` are fields of the message beside its content, see `message_fields`."""
+    message: Json = {"role": "assistant", "content": text, "refusal": None}
+    if additions:
+        message |= {"content": text or None} | additions
+    body = {
+        "index": index,
+        **({"message": message} if kind == "chat" else {"text": text}),
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+        **extras,
+    }
+    return msgspec.Raw(encode(body))
 
-    index: int
-    text: str
-    logprobs: Json | None
-    finish_reason: str
-    stop_reason: str | int | None
-    extras: Json = field(default_factory=dict)
 
-    def encode(self, kind: Kind) -> msgspec.Raw:
-        content: Json = (
-            {"message": {"role": "assistant", "content": self.text, "refusal": None}}
-            if kind == "chat"
-            else {"text": self.text}
-        )
-        body = {
-            "index": self.index,
-            **content,
-            "logprobs": self.logprobs,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            **self.extras,
-        }
-        return msgspec.Raw(encode(body))
+def message_fields(
+    reasoning: str, calls: Iterable[ToolCallDelta], *, is_chunk: bool = False
+) -> Json:
+    """Returns the reasoning and the tool calls of a message or a delta. Clients read the reasoning
+    from `reasoning`, as vLLM names it, or from `reasoning_content`."""
+    fields: Json = {}
+    if reasoning:
+        fields |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    listed = [_call_body(call, is_chunk) for call in calls]
+    if listed:
+        fields["tool_calls"] = listed
+    return fields
+
+
+def _call_body(call: ToolCallDelta, is_chunk: bool) -> Json:
+    function: Json = {"arguments": call.arguments}
+    if call.name is not None:
+        function = {"name": call.name, **function}
+    body: Json = {"index": call.index} if is_chunk else {}
+    if call.id is not None:
+        body |= {"id": call.id, "type": "function"}
+    return body | {"function": function}
 
 
 def full_body(
@@ -97,27 +126,22 @@ def full_body(
     usage: UsageInfo,
     extras: Mapping[str, object],
 ) -> bytes:
-    """Returns a whole response. `choices` are encoded already, see `ChoiceBody.encode`."""
-    return encode(
-        {
-            **head.to_json(is_chunk=False),
-            "choices": choices,
-            "usage": usage.to_json(),
-            **extras,
-        }
-    )
+    """Returns a whole response. `choices` are encoded already, see `choice_body`."""
+    body = {**head.to_json(is_chunk=False), "choices": choices, "usage": usage, **extras}
+    return encode(body)
 
 
 class ChunkWriter:
     """Writes the chunks of a choice. The first carries the role next to the content; no client
     gets a chunk with the role alone."""
 
-    __slots__ = ("_first_prefix", "_prefix", "_suffix", "_text_suffix")
+    __slots__ = ("_first_prefix", "_prefix", "_start", "_suffix", "_text_suffix")
 
     def __init__(self, head: ResponseHead, index: int, *, shows_usage: bool) -> None:
         opening = encode(head.to_json(is_chunk=True))[:-1]
         start = b"data: " + opening + b',"choices":[{"index":%d,' % index
         is_chat = head.kind == "chat"
+        self._start = start
         self._prefix = start + (b'"delta":{"content":' if is_chat else b'"text":')
         self._first_prefix = (
             start + b'"delta":{"role":"assistant","content":' if is_chat else self._prefix
@@ -138,23 +162,32 @@ class ChunkWriter:
         finish_reason: str | None,
         extras: Mapping[str, object],
         usage: UsageInfo | None,
+        additions: Json | None = None,
     ) -> tuple[bytes, bytes]:
-        """Returns a chunk without its log-probabilities: the bytes before and after them."""
-        prefix, self._first_prefix = self._first_prefix, self._prefix
+        """Returns a chunk without its log-probabilities: the bytes before and after them. With
+        `additions`, see `message_fields`, the delta has these and the text only if there is any."""
+        prefix, is_first = self._first_prefix, self._first_prefix is not self._prefix
+        self._first_prefix = self._prefix
         parts = [b',"finish_reason":', encode(finish_reason)]
         if extras:
             parts += [b",", encode(extras)[1:-1]]
         if usage is None:
             parts.append(self._text_suffix[self._text_suffix.rindex(b"}]") :])
         else:
-            parts += [b'}],"usage":', encode(usage.to_json()), b"}\n\n"]
+            parts += [b'}],"usage":', encode(usage), b"}\n\n"]
+        if additions:
+            role: Json = {"role": "assistant", "content": None} if is_first else {}
+            delta = role | ({"content": text} if text else {}) | additions
+            return b"".join((self._start, b'"delta":', encode(delta), self._suffix[1:])), b"".join(
+                parts
+            )
         return b"".join((prefix, encode(text), self._suffix)), b"".join(parts)
 
 
 def usage_chunk(head: ResponseHead, usage: UsageInfo) -> bytes:
     """Returns a chunk with usage and an empty list of choices: some clients read only one of the
     two fields of a chunk."""
-    body = {**head.to_json(is_chunk=True), "choices": [], "usage": usage.to_json()}
+    body = {**head.to_json(is_chunk=True), "choices": [], "usage": usage}
     return b"data: " + encode(body) + b"\n\n"
 
 

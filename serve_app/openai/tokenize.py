@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from serve_app.openai.chat import check_messages, check_template_variables
+from serve_app.openai.chat import ChatTemplateFields, check_messages
 from serve_app.openai.fields import check_token_ids
 from serve_app.openai.json_body import FieldError
-from serve_app.text.template import ChatMessage, TemplateValue
+from serve_app.text.template import ChatMessage
 
 
 def _check_optional_messages(value: object) -> tuple[ChatMessage, ...] | None:
@@ -21,7 +20,7 @@ def _check_tokens(value: object) -> tuple[int, ...]:
     return tuple(check_token_ids(value, "tokens"))
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ChatTemplateFields):
     """Holds either `prompt` or `messages`. `model` may be left out if the server has one base."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -35,23 +34,12 @@ class TokenizeRequest(BaseModel):
         ),
     ] = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: Annotated[
-        Mapping[str, TemplateValue],
-        PlainValidator(check_template_variables, json_schema_input_type=dict[str, object] | None),
-    ] = {}
 
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt: send either prompt or messages.", "prompt")
-        if self.continue_final_message and self.add_generation_prompt is not False:
-            raise FieldError(
-                "continue_final_message: is allowed only if add_generation_prompt is false.",
-                "continue_final_message",
-            )
         return self
 
 

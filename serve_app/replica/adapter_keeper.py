@@ -16,7 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from engine.errors import EngineDeadError, UnknownAdapterError
+from engine.errors import EngineDeadError
 from registry.entities import AdapterVersion
 from serve_app.messages import AdapterPlan
 from serve_app.ray_calls import root_cause
@@ -26,7 +26,6 @@ from serve_app.tasks import spawn
 logger = logging.getLogger(__name__)
 
 _NUM_LOADS = 2  # at a time, in addition to the loads of requests
-_NUM_TRIES = 3  # the engine may evict an adapter between its load and its pin
 
 
 class AdapterKeeper:
@@ -72,7 +71,12 @@ class AdapterKeeper:
     async def _pin(self, adapter: AdapterVersion) -> None:
         try:
             async with self._loading:
-                await self._load_and_pin(adapter)
+                await self._loads.use(
+                    adapter, lambda _: self._actor.pin_adapter.remote(adapter.digest)
+                )
+                if all(pin.digest != adapter.digest for pin in self._plan.pins):
+                    # A newer plan arrived meanwhile.
+                    await self._actor.unpin_adapter.remote(adapter.digest)
         except Exception as error:  # reported with the next `adapters`; requests go on
             why = str(root_cause(error))
             if self.failures.get(adapter.digest) != why:
@@ -84,19 +88,6 @@ class AdapterKeeper:
             self.failures.pop(adapter.digest, None)
         finally:
             del self._pinning[adapter.digest]
-
-    async def _load_and_pin(self, adapter: AdapterVersion) -> None:
-        for tries_left in reversed(range(_NUM_TRIES)):
-            loaded = await self._loads.ensure(adapter)
-            try:
-                await self._actor.pin_adapter.remote(adapter.digest)
-                break
-            except Exception as error:
-                if not tries_left or not isinstance(root_cause(error), UnknownAdapterError):
-                    raise
-            self._loads.forget(adapter.digest, loaded)
-        if all(pin.digest != adapter.digest for pin in self._plan.pins):
-            await self._actor.unpin_adapter.remote(adapter.digest)  # a newer plan arrived meanwhile
 
     async def _unload(self, digest: str) -> None:
         """Returns when the adapter's last request has ended, or a load has cancelled this."""

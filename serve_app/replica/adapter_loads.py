@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,20 +21,25 @@ from typing import Literal
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from engine.errors import UnknownAdapterError, UnsupportedModelError
 from engine.refusals import NO_ROOM, REFUSALS
+from engine.types import Resident
 from registry.entities import AdapterVersion
 from registry.errors import ArtifactError, QuarantinedError
 from registry.quarantine import Quarantine
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
-from serve_app.metrics.adapter_loads import LoadTimes
+from serve_app.metrics.replica import LoadTimes
 from serve_app.platform_view import RegistryReader
 from serve_app.ray_calls import root_cause
 from serve_app.tasks import share
+from serve_app.text.adapter_text import own_files, read_adapter_files
+from serve_app.text.base_text import read_files
 
 logger = logging.getLogger(__name__)
 
 Source = Literal["disk", "registry"]
 
+_NUM_TRIES = 3  # of a use of an adapter that is evicted between its load and its use
 _NUM_DOWNLOADS = 4  # at a time; each may wait for a slow store
 _NUM_LOCAL = 2  # threads that only read local copies
 _FIRST_RETRY_S = 5  # later retries: as the quarantine returns
@@ -62,6 +67,7 @@ class AdapterLoads:
     def __init__(self, registry: RegistryReader, load: Load) -> None:
         """`load`: the engine's; called once per digest, by any number of waiting callers."""
         self.times = LoadTimes()
+        self._versions: dict[str, AdapterVersion] = {}  # the newest of each digest that was used
         self._has_loaded = asyncio.Event()  # set after each load; cleared by `publish`
         self._registry = registry
         self._load_into_engine = load
@@ -71,10 +77,6 @@ class AdapterLoads:
         self._local = ThreadPoolExecutor(_NUM_LOCAL, thread_name_prefix="local-copy")
 
     @property
-    def num_refused(self) -> int:
-        return len(self.refused)
-
-    @property
     def refused(self) -> dict[str, str]:
         """The reasons why the engine refuses files, by digest."""
         return {digest: entry.reason for digest, entry in self._refused.verdicts().items()}
@@ -82,6 +84,7 @@ class AdapterLoads:
     async def ensure(self, adapter: AdapterVersion) -> LoadResult:
         """Returns once the adapter was loaded. All waiting callers share a load per digest; a
         failure fails them all, and the next call tries again."""
+        self._versions[adapter.digest] = adapter
         task = self._tasks.get(adapter.digest)
         if task is not None and _has_succeeded(task):
             return LoadResult(task, None)
@@ -91,12 +94,58 @@ class AdapterLoads:
             self._tasks[adapter.digest] = task
         return LoadResult(task, await asyncio.shield(task))  # a cancelled caller does not stop it
 
+    async def use(
+        self, adapter: AdapterVersion, call: Callable[[LoadResult], Awaitable[object]]
+    ) -> None:
+        """Loads the adapter and awaits `call`, again if the engine evicted the adapter meanwhile,
+        from the device or from host memory."""
+        for tries_left in reversed(range(_NUM_TRIES)):
+            loaded = await self.ensure(adapter)
+            try:
+                await call(loaded)
+                return
+            except Exception as error:
+                if not tries_left or not isinstance(root_cause(error), UnknownAdapterError):
+                    raise
+            self.forget(adapter.digest, loaded)
+
     def forget(self, digest: str, loaded: LoadResult | None = None) -> None:
         """Has the next `ensure` load the adapter again: the engine no longer has it. With `loaded`,
         only if no other load has begun since."""
         task = self._tasks.get(digest)
         if task is not None and task.done() and (loaded is None or loaded.task is task):
             del self._tasks[digest]
+
+    def versions(self, residents: Iterable[Resident]) -> Mapping[str, AdapterVersion]:
+        """Returns the versions of the adapters in the engine's memory, by digest, and forgets those
+        of all others that are not being loaded."""
+        kept = {one.digest for one in residents}
+        kept |= {digest for digest, task in self._tasks.items() if not task.done()}
+        self._versions = {d: version for d, version in self._versions.items() if d in kept}
+        return self._versions
+
+    async def own_text(self, adapter: AdapterVersion, base_folder: Path) -> dict[str, bytes]:
+        """Returns the text files that the adapter brings, see `adapter_text.own_files`. Raises
+        AdapterUnsupportedError, ServiceUnavailableError or a RegistryError."""
+        local = await self.local_digests()
+        threads = self._local if adapter.digest in local else self._downloads
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                threads, self._read_own_text, adapter, base_folder
+            )
+        except UnsupportedModelError as error:
+            raise _unsupported(adapter, error) from None
+        except QuarantinedError as error:
+            raise _unavailable(adapter, error, error.retry_after_s) from None
+        except ArtifactError as error:
+            raise _unavailable(adapter, error, _FIRST_RETRY_S) from None
+
+    def _read_own_text(self, adapter: AdapterVersion, base_folder: Path) -> dict[str, bytes]:
+        folder = self._registry.fetch(adapter)
+        try:
+            return own_files(read_files(base_folder), read_adapter_files(folder))
+        finally:
+            self._registry.release(folder)
 
     async def local_digests(self) -> frozenset[str]:
         loop = asyncio.get_running_loop()

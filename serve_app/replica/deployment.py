@@ -20,6 +20,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine.errors import EngineDeadError, UnknownAdapterError
+from engine.types import Resident
 from registry.entities import AdapterVersion
 from serve_app.autoscaling.stats import ScalingStats
 from serve_app.config import log_format
@@ -35,22 +36,23 @@ from serve_app.messages import (
     StreamAddress,
     SubmitCall,
 )
-from serve_app.metrics.cache import cache_text
 from serve_app.metrics.exposition import join_texts
+from serve_app.metrics.replica import cache_text, residents_text
 from serve_app.platform_view import BaseSpec, RegistryReader, Sources
 from serve_app.ray_calls import root_cause
 from serve_app.ray_network import keep_to_loopback
 from serve_app.replica.adapter_keeper import AdapterKeeper
-from serve_app.replica.adapter_loads import AdapterLoads
+from serve_app.replica.adapter_loads import AdapterLoads, LoadResult
 from serve_app.replica.background import in_background
 from serve_app.replica.engine_actor import EngineActor
+from serve_app.replica.ray_metrics import UPDATE_S, RayExport
 from serve_app.tasks import check_running, failures_text, keep
-from serve_app.text.base_text import TEXT_FILES
+from serve_app.text.base_text import read_files
 
 logger = logging.getLogger(__name__)
 
 _ACTOR_ANSWER_S = 5.0  # the actor's event loop never blocks long: without an answer it is stuck
-_NUM_TRIES = 3  # of a request whose adapter is evicted before the request is submitted
+_RESIDENTS_S = 1.0  # a scrape does not wait longer for the list of adapters in memory
 _EXIT_DELAY_S = 0.5  # so that the failures of running calls reach the ingresses first
 
 
@@ -88,6 +90,8 @@ class EngineReplica:
         self._keeper = AdapterKeeper(self._loads, self._actor)
         self._scaling = ScalingStats(self._limits)
         keep(partial(self._loads.publish, self._actor.note_disk.remote), "disk-reports")
+        if sources.metrics_to_ray:
+            keep(self._export_to_ray, "ray-metrics")
         self._watch = keep(self._exit_with_the_actor, "watch-engine")
 
     async def submit(self, call: SubmitCall) -> AdapterUnsupportedError | None:
@@ -97,10 +101,7 @@ class EngineReplica:
             raise EngineGoneError(self._death_message, self._engine_id, was_dead=True)
         self._scaling.arrived(call.requests)
         try:
-            if call.adapter is None:
-                await self._actor.submit.remote(call.requests, call.reply_to, None, None, 0.0)
-            else:
-                await self._submit_with(call, call.adapter)
+            await self._submit(call)
         except asyncio.CancelledError:
             self._actor.abort_all.remote(tuple(request.request_id for request in call.requests))
             raise
@@ -164,16 +165,31 @@ class EngineReplica:
         )
 
     async def describe(self) -> BaseDescription:
-        files = await asyncio.to_thread(_read_texts, self._folder)
-        return BaseDescription(files, self._limits, self._spec.model.generation_config)
+        files = await asyncio.to_thread(read_files, self._folder)
+        spec = self._spec
+        return BaseDescription(files, self._limits, spec.base.digest, spec.model.generation_config)
+
+    async def adapter_text(
+        self, adapter: AdapterVersion
+    ) -> dict[str, bytes] | AdapterUnsupportedError:
+        """Returns the text files that the adapter brings. A refusal is returned, as by `submit`."""
+        try:
+            return await self._loads.own_text(adapter, self._folder)
+        except AdapterUnsupportedError as refusal:
+            return refusal.with_traceback(None)
 
     async def metrics(self) -> bytes:
         engine: bytes = await self._actor.metrics.remote()
         stats = await asyncio.to_thread(self._registry.cache_stats)
         labels = {"model_name": self._spec.base.name, "engine": self._engine_id}
-        cache = cache_text(stats, self._loads.num_refused, labels)
+        cache = cache_text(stats, len(self._loads.refused), labels)
         tasks = failures_text({"process": "replica", **labels})
-        return join_texts([engine, cache, self._loads.times.text(labels), tasks])
+        texts = [engine, cache, self._loads.times.text(labels), tasks]
+        with suppress(TimeoutError):  # a long step: the engine answers between two steps
+            async with asyncio.timeout(_RESIDENTS_S):
+                residents: tuple[Resident, ...] = await self._actor.adapters.remote()
+            texts.append(residents_text(residents, self._loads.versions(residents), labels))
+        return join_texts(texts)
 
     async def check_health(self) -> None:
         """Raises if steps have stopped while there is work; Serve then replaces this replica."""
@@ -197,21 +213,25 @@ class EngineReplica:
         if hasattr(self, "_actor"):
             ray.kill(self._actor)
 
-    async def _submit_with(self, call: SubmitCall, adapter: AdapterVersion) -> None:
+    async def _submit(self, call: SubmitCall) -> None:
+        submit, adapter = self._actor.submit.remote, call.adapter
+        if adapter is None:
+            await submit(call.requests, call.reply_to, None)
+            return
         arrived_s = time.monotonic()
-        for tries_left in reversed(range(_NUM_TRIES)):
-            loaded = await self._loads.ensure(adapter)
+
+        async def submit_with(loaded: LoadResult) -> None:
             wait_s = time.monotonic() - arrived_s
-            try:
-                await self._actor.submit.remote(
-                    call.requests, call.reply_to, adapter.name, loaded.found_in, wait_s
-                )
-                return
-            except RayTaskError as error:
-                if not tries_left or not isinstance(root_cause(error), UnknownAdapterError):
-                    raise
-            # Evicted or retired, from the device or from host memory.
-            self._loads.forget(adapter.digest, loaded)
+            await submit(call.requests, call.reply_to, adapter.name, loaded.found_in, wait_s)
+
+        await self._loads.use(adapter, submit_with)
+
+    async def _export_to_ray(self) -> None:
+        export = RayExport()
+        with suppress(RayActorError):  # the engine died
+            while True:
+                await asyncio.to_thread(export.update, await self._actor.metrics.remote())
+                await asyncio.sleep(UPDATE_S)
 
     async def _exit_with_the_actor(self) -> None:
         """Ends this process when the engine died or hangs, so that Serve starts a new replica: it
@@ -224,7 +244,3 @@ class EngineReplica:
             await asyncio.sleep(_EXIT_DELAY_S)
             ray.kill(self._actor)  # it still runs if a step hangs
             os._exit(1)
-
-
-def _read_texts(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}

@@ -14,6 +14,7 @@ import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import ray
 
@@ -28,8 +29,7 @@ from serve_app.messages import StreamAddress
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import join_texts
 from serve_app.replica.background import in_background
-from serve_app.stream.client import IngressLink
-from serve_app.stream.links import IngressLinks
+from serve_app.stream.client import IngressLink, IngressLinks
 from serve_app.stream.snapshot import Digests
 from serve_app.stream.wire import HEARTBEAT_S, SILENCE_S, Abort, AbortReason, Accepted, StreamError
 from serve_app.tasks import failures_text, keep
@@ -321,8 +321,8 @@ class EngineActor(EngineHost):
         self._factory = factory
         self._labels = {"process": "engine", "model_name": model_name, "engine": engine_id}
         # max_lora is 0: the pool is limited by bytes, not by a number of adapters.
-        metrics = EngineMetrics(model_name, engine_id, config.block_size, 0)
-        self._host_arguments = (engine_id, metrics, stall_timeout_s)
+        self._new_metrics = partial(EngineMetrics, model_name, engine_id, config.block_size, 0)
+        self._engine_id, self._stall_timeout_s = engine_id, stall_timeout_s
 
     async def open(self) -> EngineLimits:
         """Loads the model (minutes for a large model), becomes its host and begins to serve. Raises
@@ -330,7 +330,8 @@ class EngineActor(EngineHost):
         # A GPU's driver starts threads that stay, and they would keep a lower priority.
         is_on_cpu = self._config.device == "cpu"
         engine = await (in_background if is_on_cpu else asyncio.to_thread)(self._open)
-        super().__init__(engine, *self._host_arguments)
+        metrics = self._new_metrics(engine.model_limits)
+        super().__init__(engine, self._engine_id, metrics, self._stall_timeout_s)
         self.start()
         return engine.model_limits
 

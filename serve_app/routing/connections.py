@@ -5,7 +5,6 @@ not connected to dial, and reports changes of the replicas. Runs in the ingress'
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,9 +18,7 @@ from engine.admission import EngineLimits
 from serve_app.metrics.ingress import RoutingCounts
 from serve_app.routing.state import RoutingListener, RoutingState, routing_state
 from serve_app.stream.server import StreamServer
-from serve_app.tasks import keep, spawn
-
-logger = logging.getLogger(__name__)
+from serve_app.tasks import keep_polling, spawn
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 5.0  # between two calls to engines that do not dial
@@ -57,7 +54,7 @@ class EngineConnections:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = keep(self._run, "engine-connections")
+        self._task = keep_polling(self.poll, _POLL_S, "engine-connections")
 
     def add_base(
         self, app_name: str, name: str, handle: DeploymentHandle[object], limits: EngineLimits
@@ -97,7 +94,8 @@ class EngineConnections:
             decisions = base.state.decisions
             reasons = Counter(before.reasons) + decisions.reasons
             hits = before.affinity_hits + decisions.affinity_hits
-            counts[base.name] = RoutingCounts(base.name, reasons, hits)
+            before.expected_ratio.include(decisions.expected_ratio)
+            counts[base.name] = RoutingCounts(base.name, reasons, hits, before.expected_ratio)
         return list(counts.values())
 
     def poll(self) -> None:
@@ -120,14 +118,6 @@ class EngineConnections:
         self.poll()
         ids = frozenset(view.replica_id for view in base.state.views.replicas)
         self._replicas_changed(app_name, ids)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(_POLL_S)
-            try:
-                self.poll()
-            except Exception:  # the next poll tries again
-                logger.exception("a poll of the engine connections failed")
 
     async def _ask_to_dial(self, base: _Base) -> None:
         """Calls all replicas of the base; a replica whose engine is connected ignores the call."""

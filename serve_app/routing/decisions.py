@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.messages import RoutingRequest
+from serve_app.metrics.histograms import RATIOS, Histogram
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import Terms
 
@@ -53,6 +54,8 @@ class Decisions:
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
         self.affinity_hits = 0  # requests whose adapter was in memory where they went
+        # The expected over the measured time to the first token, of each request
+        self.expected_ratio = Histogram(RATIOS)
         self._newest: dict[str, Decision] = {}  # by call id
         self._lock = threading.Lock()
 
@@ -114,4 +117,6 @@ class Decisions:
         if decision is None or decision.first_token_s:
             return None
         decision.engine_queue_s, decision.first_token_s = queued_s, now_s
+        if decision.expected is not None and decision.answer_s > 0:
+            self.expected_ratio.observe(decision.expected.total_s / decision.answer_s)
         return decision

@@ -69,7 +69,7 @@ class ExpectedTtft(BasePolicy):
         # A home without the adapter is being warmed up, and does not count as a place until then.
         is_somewhere = any(replica.has_adapter(request.adapter) for replica in candidates)
         places = () if is_somewhere else homes
-        scored = [self._score(request, replica, places) for replica in candidates]
+        scored = [self._score(request, replica, places, now_s) for replica in candidates]
         fit = [line.cost_s for line in scored if not unfitness(request, line.replica)]
         best_s = min(fit or [line.cost_s for line in scored])
         near_s = best_s + max(self._tie_s, self._tie_share * best_s)
@@ -94,9 +94,9 @@ class ExpectedTtft(BasePolicy):
         return ranked
 
     def _score(
-        self, request: RoutingRequest, replica: ReplicaView, places: Sequence[str]
+        self, request: RoutingRequest, replica: ReplicaView, places: Sequence[str], now_s: float
     ) -> _Scored:
-        terms = expected_ttft(request, replica)
+        terms = expected_ttft(request, replica, now_s)
         if replica.replica_id in places or replica.has_adapter(request.adapter):
             return _Scored(terms.there_s, terms, True, replica)
         whole_load_s = terms.there_s - terms.adapter_s + adapter_load_s(request.adapter, replica)

@@ -46,7 +46,7 @@ class RoundRobin(BasePolicy):
             self._next = first + 1
         count = min(len(replicas), 16)
         turn = [replicas[(first + i) % len(replicas)] for i in range(count)]
-        return [Ranked(replica, expected_ttft(request, replica), "turn") for replica in turn]
+        return [Ranked(replica, expected_ttft(request, replica, now_s), "turn") for replica in turn]
 
 
 class PowerOfTwo(BasePolicy):
@@ -55,7 +55,9 @@ class PowerOfTwo(BasePolicy):
     def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
         drawn = self._sampler.sample(2)
         drawn.sort(key=lambda replica: (replica.num_sequences, replica.queued_tokens))
-        return [Ranked(replica, expected_ttft(request, replica), "fewer") for replica in drawn]
+        return [
+            Ranked(replica, expected_ttft(request, replica, now_s), "fewer") for replica in drawn
+        ]
 
 
 class AdapterAffinity(BasePolicy):
@@ -79,7 +81,7 @@ class AdapterAffinity(BasePolicy):
             scored.append((cost, self._draw.random(), replica, reason))
         scored.sort(key=lambda line: line[:2])
         return [
-            Ranked(replica, expected_ttft(request, replica), reason)
+            Ranked(replica, expected_ttft(request, replica, now_s), reason)
             for *_, replica, reason in scored
         ]
 
@@ -115,7 +117,7 @@ class PrefixAffinity(BasePolicy):
             scored.append((key, replica, "affinity" if is_match else "fewer"))
         scored.sort(key=lambda line: line[0])
         return [
-            Ranked(replica, expected_ttft(request, replica), reason)
+            Ranked(replica, expected_ttft(request, replica, now_s), reason)
             for _, replica, reason in scored
         ]
 

@@ -54,11 +54,11 @@ class BasePolicy:
         if self._sampler.set_replicas(replicas):
             self.changed(self._sampler.replica_ids)
         if request.only is not None and (wanted := self._sampler.get(request.only)) is not None:
-            return [Ranked(wanted, expected_ttft(request, wanted), "only")]
+            return [Ranked(wanted, expected_ttft(request, wanted, now_s), "only")]
         ranked = self._order(request, now_s)
         if any(unfitness(request, line.replica) for line in ranked):
             if all(unfitness(request, line.replica) for line in ranked):
-                fittest = self._fittest(request)
+                fittest = self._fittest(request, now_s)
                 others = (line for line in ranked if line.replica is not fittest.replica)
                 ranked = [fittest, *others]
             ranked.sort(key=lambda line: unfitness(request, line.replica))
@@ -77,7 +77,7 @@ class BasePolicy:
         """Is called with the replica that was ranked first."""
         self._sampler.record(request, replica.replica_id)
 
-    def _fittest(self, request: RoutingRequest) -> Ranked:
+    def _fittest(self, request: RoutingRequest, now_s: float) -> Ranked:
         """Returns the first of the fittest replicas, for when all candidates are unfit."""
         found, lowest = self._sampler.all[0], 99
         for replica in self._sampler.all:
@@ -85,7 +85,7 @@ class BasePolicy:
                 found, lowest = replica, its
                 if not its:
                     break
-        return Ranked(found, expected_ttft(request, found), "resort")
+        return Ranked(found, expected_ttft(request, found, now_s), "resort")
 
 
 def unfitness(request: RoutingRequest, replica: ReplicaView) -> int:

@@ -1,16 +1,18 @@
 """The expected time to the first token of a request on a replica, term by term. Pure.
 
-    queue:   half of the step under way, then the longest of three waits: for the queued prompt
-             tokens, for a row of the batch, for space in the KV cache. Rows and space come back
-             when running sequences end
-    adapter: the load from the tier that holds it; runs while the request queues, so only the rest
-             counts
+    queue:   the rest of the step that the device had begun when the newest frame was sent; the step
+             that was planned then, without this request; and the steps of the prompt tokens before
+             this request's; or longer, until a row of the batch and space in the KV cache are free.
+             Rows and space come back when running sequences end. Sequences that wait for room for
+             their adapter are overtaken and do not count
+    adapter: the load from the tier that holds it, and the usual wait for room on the device while
+             others wait for room; runs while the request queues, so only the rest counts
     prefill: the tokens that the replica's prefix cache lacks
     way:     the overhead, mostly of the network: the time that recent first tokens needed beyond
              the other terms, about the median; equal for all replicas, so it decides no choice
 
 A step lasts `step_fixed_s + step_token_s * prompt tokens + step_sequence_s * decoding sequences`
-(`EngineLoad`), so n tokens need ceil(n / budget) such steps.
+(`EngineLoad`), so n tokens need ceil(n / step_prompt_tokens) such steps while sequences decode.
 """
 
 from __future__ import annotations
@@ -46,27 +48,47 @@ class Terms:
         return self.there_s + self.way_s
 
 
-def expected_ttft(request: RoutingRequest, replica: ReplicaView) -> Terms:
-    limits, (_, token_s, _) = replica.limits, _steps(replica)
-    num_sequences, queued = replica.num_sequences, replica.queued_tokens
+def expected_ttft(
+    request: RoutingRequest, replica: ReplicaView, now_s: float | None = None
+) -> Terms:
+    """Returns the terms in about 2 us. `now_s`: on the clock of `replica.updated_s`; without it
+    the newest frame counts as new."""
+    limits, load, (_, token_s, _) = replica.limits, replica.load, _steps(replica)
     decode_s = decode_step_s(replica)
-    budget = max(1, limits.max_num_batched_tokens)
-    queue_s = queued * token_s + queued // budget * decode_s
-    num_steps = _steps_until_free(request, replica, queued, num_sequences)
-    if num_steps:
-        queue_s = max(queue_s, num_steps * decode_s)
-    if num_sequences:
-        queue_s += decode_s / 2  # a step is under way, on average half of it is left
+    most = load.step_prompt_tokens or max(1, limits.max_num_batched_tokens)
+    is_blocked = _is_blocked(request, replica)
+    queued = load.queued_tokens - (0 if is_blocked else load.queued_tokens_for_adapter)
+    passed_s = 0.0 if now_s is None else max(0.0, now_s - replica.updated_s)
+    queue_s = max(0.0, load.in_flight_s - passed_s)
+    if load.num_running or queued:
+        # The step that was planned when the frame was sent: this request is not in it.
+        planned = min(queued, most)
+        queued -= planned
+        planned_s = planned * token_s + decode_s
+        queue_s += planned_s if load.in_flight_s else max(0.0, planned_s - passed_s)
+    queued += replica.placed_tokens
+    num_steps = queued // most
+    queue_s += queued * token_s + num_steps * decode_s
+    until_free = _steps_until_free(request, replica, queued)
+    if until_free:
+        queue_s = max(queue_s, until_free * decode_s)
     missing = max(1, request.num_tokens - replica.num_cached_tokens(request.prefixes))
-    prefill_s = missing * token_s + ceil(missing / budget) * decode_s
+    prefill_s = missing * token_s + (ceil((queued + missing) / most) - num_steps) * decode_s
     adapter_s = max(0.0, adapter_load_s(request.adapter, replica) - queue_s)
+    if is_blocked:
+        adapter_s = max(adapter_s, load.adapter_room_s - queue_s)
     return Terms(queue_s, adapter_s, prefill_s, replica.estimates.overhead_s)
 
 
 def decode_step_s(replica: ReplicaView) -> float:
     """Returns the seconds of a step with the present sequences and no prompt tokens."""
     fixed_s, _, sequence_s = _steps(replica)
-    return fixed_s + sequence_s * min(replica.num_sequences, replica.limits.max_num_seqs)
+    return fixed_s + sequence_s * min(_num_ahead(replica), replica.limits.max_num_seqs)
+
+
+def _num_ahead(replica: ReplicaView) -> int:
+    """Returns the sequences that run or will before a new request, adapters permitting."""
+    return replica.num_sequences - replica.load.num_waiting_for_adapter
 
 
 def prompt_token_s(replica: ReplicaView) -> float:
@@ -107,13 +129,22 @@ def _steps(replica: ReplicaView) -> tuple[float, float, float]:
     return _UNKNOWN_STEP_S, _UNKNOWN_TOKEN_S, 0.0
 
 
-def _steps_until_free(
-    request: RoutingRequest, replica: ReplicaView, queued: int, num_sequences: int
-) -> float:
+def _is_blocked(request: RoutingRequest, replica: ReplicaView) -> bool:
+    """Returns True if the adapter is probably refused room on the device: it is not there, and
+    others wait for room."""
+    adapter = request.adapter
+    return (
+        adapter is not None
+        and replica.load.num_waiting_for_adapter > 0
+        and adapter not in replica.on_device
+    )
+
+
+def _steps_until_free(request: RoutingRequest, replica: ReplicaView, queued: int) -> float:
     """Returns the decoding steps until a row and enough KV blocks are free, if the running
     sequences end evenly over their length."""
     limits, steps = replica.limits, 0.0
-    rows_lacking = num_sequences + 1 - limits.max_num_seqs
+    rows_lacking = _num_ahead(replica) + 1 - limits.max_num_seqs
     if rows_lacking > 0:
         steps = rows_lacking * replica.output_tokens / max(1, limits.max_num_seqs)
     free = replica.free_kv_tokens

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from msgspec import Raw
 
-from engine.types import TokenOutput
+from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.messages import StreamAddress
 from serve_app.network import client_tls
-from serve_app.stream.snapshot import Digests, EngineSnapshot, Output
+from serve_app.stream.snapshot import Digests, EngineSnapshot, Output, Same
 from serve_app.stream.wire import (
     MAX_CONTROL_BYTES,
     Abort,
@@ -34,6 +36,7 @@ from serve_app.stream.wire import (
     encode_frame,
     encode_output,
 )
+from serve_app.tasks import has_failed, share
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +57,11 @@ _DEAD_PEER_MS = 10_000
 class IngressLink(asyncio.Protocol):
     """A link to an ingress, opened by `dial`. All methods run in the same event loop."""
 
-    def __init__(
-        self,
-        address: StreamAddress,
-        engine_id: str,
-        engine_key: str,
-        snapshot: EngineSnapshot,
-        on_abort: Callable[[IngressLink, Abort], None],
-        on_lost: Callable[[IngressLink], None],
-    ) -> None:
+    def __init__(self, address: StreamAddress, links: IngressLinks) -> None:
         self.address = address
         self.is_open = False
-        self._engine_id = engine_id
-        self._engine_key = engine_key
-        self._snapshot = snapshot
-        self._on_abort = on_abort
-        self._on_lost = on_lost
+        self._links = links
+        self._snapshot = links.snapshot
         self._splitter = FrameSplitter(MAX_CONTROL_BYTES)
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
@@ -123,10 +115,8 @@ class IngressLink(asyncio.Protocol):
             if self._waiting_bytes > MAX_WAITING_BYTES:
                 self._cut()
         elif self._transport is not None and self.is_open:
-            same_adapters = self._sent_adapters is snapshot.adapters
-            same_disk = self._sent_disk is snapshot.on_disk
+            frame = snapshot.shared_frame(self._same)
             self._sent_adapters, self._sent_disk = snapshot.adapters, snapshot.on_disk
-            frame = snapshot.shared_frame(same_adapters=same_adapters, same_disk=same_disk)
             self._transport.write(frame)
 
     def close(self) -> None:
@@ -141,9 +131,8 @@ class IngressLink(asyncio.Protocol):
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
-        self._transport.write(
-            encode_frame(Hello(self.address.token, self._engine_id, self._engine_key))
-        )
+        hello = Hello(self.address.token, self._links.engine_id, self._links.engine_key)
+        self._transport.write(encode_frame(hello))
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
@@ -152,7 +141,7 @@ class IngressLink(asyncio.Protocol):
                 frame = decode_frame(payload)
                 if not isinstance(frame, Abort):
                     raise StreamError(f"unexpected {type(frame).__name__} frame")
-                self._on_abort(self, frame)
+                self._links.on_abort(self, frame)
         except StreamError as error:
             logger.warning("link to ingress %s closed: %s", self.address.ingress_id, error)
             assert self._transport is not None
@@ -165,7 +154,7 @@ class IngressLink(asyncio.Protocol):
         self._accepted.clear()
         self._counted.clear()
         self._changes = None
-        self._on_lost(self)
+        self._links.forget(self)
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -217,15 +206,13 @@ class IngressLink(asyncio.Protocol):
         else:
             self._write(frame)
 
-    def _frame(self, outputs: Sequence[Output]) -> bytes:
+    @property
+    def _same(self) -> Same:
         snapshot = self._snapshot
-        return snapshot.frame_for(
-            outputs,
-            self._counted,
-            self._changes,
-            same_adapters=self._sent_adapters is snapshot.adapters,
-            same_disk=self._sent_disk is snapshot.on_disk,
-        )
+        return self._sent_adapters is snapshot.adapters, self._sent_disk is snapshot.on_disk
+
+    def _frame(self, outputs: Sequence[Output]) -> bytes:
+        return self._snapshot.frame_for(outputs, self._counted, self._changes, self._same)
 
     def _write(self, frame: bytes) -> None:
         """Sends a frame that brings the ingress up to date."""
@@ -234,3 +221,87 @@ class IngressLink(asyncio.Protocol):
         self._counted, self._changes = [], {}
         self._sent_adapters, self._sent_disk = self._snapshot.adapters, self._snapshot.on_disk
         self._transport.write(frame)
+
+
+class IngressLinks:
+    """All ingresses that an engine is connected to: dials each once and sends it every step.
+
+    The first submit or attend that names an ingress dials its link, which lives until the
+    connection ends; then its requests are aborted (`on_lost`), and only the next submit or attend
+    dials again.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        on_abort: Callable[[IngressLink, Abort], None],
+        on_lost: Callable[[IngressLink], None],
+    ) -> None:
+        self.snapshot = EngineSnapshot()
+        self.engine_id = engine_id
+        self.engine_key = secrets.token_urlsafe(32)
+        self.on_abort = on_abort
+        self._on_lost = on_lost
+        self._links: dict[str, IngressLink] = {}  # by ingress id
+        self._dialling: dict[str, asyncio.Task[IngressLink]] = {}
+        self._is_closed = False
+
+    async def open(self, address: StreamAddress) -> IngressLink:
+        """Returns an open link; concurrent callers share the dialling. Raises StreamError if the
+        ingress cannot be reached, or closed the link before this caller resumed."""
+        link = self._links.get(address.ingress_id)
+        if link is not None and link.is_open:
+            return link
+        task = self._dialling.get(address.ingress_id)
+        if task is None:
+            task = share(self._dial(address), "dial-ingress")
+            self._dialling[address.ingress_id] = task
+            task.add_done_callback(partial(self._dialled, address.ingress_id))
+        link = await asyncio.shield(task)
+        if not link.is_open:  # its end was reported before the caller had a request there
+            raise StreamError(f"ingress {address.ingress_id} closed the connection at once")
+        return link
+
+    async def attend(self, address: StreamAddress) -> None:
+        """Sends the ingress the full state now, and every step from now on."""
+        link = self._links.get(address.ingress_id)
+        if link is not None and link.is_open:
+            link.send_full_state()
+        else:
+            await self.open(address)
+
+    def send(self, step: StepOutput, outputs: Mapping[IngressLink, list[TokenOutput]]) -> None:
+        """Sends a step to every ingress. `outputs`: the step's outputs by their link."""
+        self.snapshot.observe(step)
+        for link in tuple(self._links.values()):
+            link.send(outputs.get(link, ()))
+
+    def heartbeat(self, load: EngineLoad, stall: float = 0.0) -> None:
+        """Sends the load after the newest step to every ingress. `stall`: see `Step.stall`."""
+        self.snapshot.observe(StepOutput((), load), stall)
+        for link in tuple(self._links.values()):
+            link.send(is_step=False)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for link in tuple(self._links.values()):
+            link.close()
+
+    async def _dial(self, address: StreamAddress) -> IngressLink:
+        link = IngressLink(address, self)
+        await link.dial()
+        if self._is_closed:
+            link.close()
+            raise StreamError("the engine was stopped")
+        self._links[address.ingress_id] = link
+        link.send_full_state()
+        return link
+
+    def _dialled(self, ingress_id: str, task: asyncio.Task[IngressLink]) -> None:
+        self._dialling.pop(ingress_id, None)
+        has_failed(task)  # reads the error: all awaiters may have left
+
+    def forget(self, link: IngressLink) -> None:
+        if self._links.get(link.address.ingress_id) is link:
+            del self._links[link.address.ingress_id]
+        self._on_lost(link)

@@ -16,6 +16,7 @@ from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.stream.wire import Accepted, Step, encode_frame
 
 Digests = tuple[str, ...]
+Same = tuple[bool, bool]  # the link has received these adapters in memory, and these on disk
 Output = TokenOutput | Raw  # Raw: encoded by `encode_output`
 
 
@@ -32,7 +33,7 @@ class EngineSnapshot:
         self.cached: tuple[int, ...] = ()  # in the newest step
         self.evicted: tuple[int, ...] = ()
         self._bare_load = EngineLoad()
-        self._frames: dict[tuple[bool, bool], bytes] = {}
+        self._frames: dict[Same, bytes] = {}
 
     def observe(self, step: StepOutput, stall: float = 0.0) -> None:
         self.stall = stall
@@ -53,24 +54,13 @@ class EngineSnapshot:
             self.on_disk = on_disk
         self.load_s = (self.load_s[0], disk_s, registry_s)
 
-    def shared_frame(self, *, same_adapters: bool, same_disk: bool) -> bytes:
+    def shared_frame(self, same: Same) -> bytes:
         """Returns the frame for links without outputs that received the last frame."""
-        key = (same_adapters, same_disk)
-        frame = self._frames.get(key)
+        frame = self._frames.get(same)
         if frame is None:
-            step = Step(
-                (),
-                self._bare_load if same_adapters else self.load,
-                same_adapters,
-                (),
-                self.cached,
-                self.evicted,
-                False,
-                None if same_disk else self.on_disk,
-                self.load_s,
-                self.stall,
+            frame = self._frames[same] = self._encode(
+                (), (), self.cached, self.evicted, False, same
             )
-            frame = self._frames[key] = encode_frame(step)
         return frame
 
     def frame_for(
@@ -78,18 +68,26 @@ class EngineSnapshot:
         outputs: Sequence[Output],
         accepted: Sequence[Accepted],
         changes: dict[int, bool] | None,
-        *,
-        same_adapters: bool,
-        same_disk: bool,
+        same: Same,
     ) -> bytes:
         """Returns the frame for a single link. `changes`: the prefix digests cached (True) or
         evicted since the link's last frame; None: the frame has all prefixes."""
         if changes is None:
-            cached = tuple(self.prefixes)
-            evicted: tuple[int, ...] = ()
-        else:
-            cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
-            evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
+            return self._encode(outputs, accepted, tuple(self.prefixes), (), True, same)
+        cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
+        evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
+        return self._encode(outputs, accepted, cached, evicted, False, same)
+
+    def _encode(
+        self,
+        outputs: Sequence[Output],
+        accepted: Sequence[Accepted],
+        cached: tuple[int, ...],
+        evicted: tuple[int, ...],
+        is_whole: bool,
+        same: Same,
+    ) -> bytes:
+        same_adapters, same_disk = same
         step = Step(
             cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as its content
             self._bare_load if same_adapters else self.load,
@@ -97,7 +95,7 @@ class EngineSnapshot:
             tuple(accepted),
             cached,
             evicted,
-            changes is None,
+            is_whole,
             None if same_disk else self.on_disk,
             self.load_s,
             self.stall,

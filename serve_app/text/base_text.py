@@ -1,22 +1,29 @@
-"""The text side of a base model: tokenizer, chat template and end-of-text token ids.
+"""The text side of a model: tokenizer, chat template, response template and end-of-text token ids.
 
 Built from the model's small files, which may come from a folder or over the network, so an ingress
-needs neither the weights nor transformers. Stateless after loading; encode long texts off the event
-loop.
+needs neither the weights nor transformers. An adapter's own files change its base's text side
+(`with_adapter`). Stateless after loading; encode long texts off the event loop.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self, Unpack
 
+import msgspec
 from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
-from serve_app.text.template import ChatMessage, ChatTemplate, TemplateValue
+from serve_app.text.added_tokens import AddedToken
+from serve_app.text.response_template import ResponseTemplate, choose_template
+from serve_app.text.template import ChatMessage, ChatOptions, ChatTemplate
 from serve_app.text.template_guard import TemplateBudgetError
 from serve_app.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 TEXT_FILES = (
     "tokenizer.json",
@@ -26,6 +33,11 @@ TEXT_FILES = (
     "config.json",
     "generation_config.json",
 )
+
+# The names of an adapter's own files where they differ from the files of training libraries.
+SPECIAL_TOKENS = "special_tokens_map.json"
+RESPONSE_TEMPLATE = "response_template.json"
+ADDED_TOKENS = "added_tokens.json"
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
@@ -37,17 +49,27 @@ class BaseText:
         template: ChatTemplate | None,
         special_tokens: Mapping[str, str],
         eos_token_ids: frozenset[int],
+        *,
+        response_spec: object = None,
+        source: str | None = None,
+        base: BaseText | None = None,
     ) -> None:
+        """`response_spec`: see `choose_template`, whose errors it raises; `source`: of
+        `template`; `base`: of which this is an adapter's text side."""
         self.tokenizer = tokenizer
         self.template = template
         self.special_tokens = dict(special_tokens)
         self.eos_token_ids = eos_token_ids
+        self.response_spec = response_spec
+        self.response_template = _response_template(response_spec, source, is_base=base is None)
+        self._source = source
+        # The engine ends sequences at the base's ids by itself.
+        own = frozenset() if base is None else eos_token_ids - base.eos_token_ids
+        self.own_eos_token_ids = tuple(sorted(own))
 
     @classmethod
     def from_folder(cls, folder: Path) -> BaseText:
-        return cls.from_files(
-            {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
-        )
+        return cls.from_files(read_files(folder))
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], *, is_guarded: bool = True) -> BaseText:
@@ -57,17 +79,60 @@ class BaseText:
             raise UnsupportedModelError(
                 "tokenizer.json is missing: the base needs a fast tokenizer"
             )
-        config = _read_object(files, "tokenizer_config.json")
-        special = _special_tokens({**_read_object(files, "special_tokens_map.json"), **config})
+        config = read_object(files, "tokenizer_config.json")
+        special = special_tokens({**read_object(files, "special_tokens_map.json"), **config})
         try:
             library = Tokenizer.from_buffer(files["tokenizer.json"])
         # The library raises a bare Exception for a file that it cannot read.
         except Exception as error:
             raise UnsupportedModelError(f"tokenizer.json: {error}") from error
         tokenizer = TextTokenizer(library, special.get("bos_token"))
-        source = _template_source(files, config)
+        source = template_source(files)
         template = None if source is None else ChatTemplate(source, special, is_guarded=is_guarded)
-        return cls(tokenizer, template, special, _eos_token_ids(files, tokenizer, special))
+        return cls(
+            tokenizer,
+            template,
+            special,
+            _eos_token_ids(files, tokenizer, special),
+            response_spec=response_spec(files),
+            source=source,
+        )
+
+    def with_adapter(
+        self,
+        own: Mapping[str, bytes],
+        tokenizer: TextTokenizer | None = None,
+        *,
+        is_guarded: bool = True,
+    ) -> Self:
+        """Returns the text side of an adapter of this base. `own`: see `adapter_text.own_files`;
+        `tokenizer`: the result of `adapter_tokenizer`, if it is known. Blocks: use a thread."""
+        if tokenizer is None:
+            tokenizer = self.adapter_tokenizer(own)
+        special = {**self.special_tokens, **special_tokens(read_object(own, SPECIAL_TOKENS))}
+        source = template_source(own)
+        template = self.template
+        if source is not None:
+            template = _untrusted_template(source, special, is_guarded=is_guarded)
+        elif self._source is not None and special != self.special_tokens:
+            template = ChatTemplate(self._source, special, is_guarded=is_guarded)
+        spec = response_spec(own)
+        return type(self)(
+            tokenizer,
+            template,
+            special,
+            self.eos_token_ids | _eos_token_ids(own, tokenizer, special),
+            response_spec=self.response_spec if spec is None else spec,
+            source=self._source if source is None else source,
+            base=self,
+        )
+
+    def adapter_tokenizer(self, own: Mapping[str, bytes]) -> TextTokenizer:
+        """Returns this base's tokenizer, or a copy with the adapter's added tokens."""
+        if ADDED_TOKENS not in own:
+            return self.tokenizer
+        added = msgspec.json.decode(own[ADDED_TOKENS], type=tuple[AddedToken, ...])
+        return self.tokenizer.with_tokens(added)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -83,28 +148,21 @@ class BaseText:
         except InvalidRequestError:
             return  # the template requires another form of chat
 
-    def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, TemplateValue] | None = None,
-    ) -> str:
+    def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> str:
         if self.template is None:
             raise InvalidRequestError(
                 "This model has no chat template; send the prompt to /v1/completions instead.",
                 "messages",
             )
-        return self.template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
+        return self.template.render(messages, **options)
 
 
-def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Returns the text files of a base's folder."""
+    return {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+
+
+def read_object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
     if name not in files:
         return {}
     try:
@@ -116,7 +174,7 @@ def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
     return value
 
 
-def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     tokens = {}
     for name in _SPECIAL_TOKEN_NAMES:
         value = config.get(name)
@@ -127,15 +185,51 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     return tokens
 
 
-def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str | None:
+def template_source(files: Mapping[str, bytes]) -> str | None:
     """Returns the template of the file, or of the configuration: the "default" one of several."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode("utf-8")
-    source = config.get("chat_template")
+        try:
+            return files["chat_template.jinja"].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UnsupportedModelError(f"chat_template.jinja: {error}") from error
+    source = read_object(files, "tokenizer_config.json").get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")
     return source if isinstance(source, str) else None
+
+
+def response_spec(files: Mapping[str, bytes]) -> object:
+    """Returns the template for parsing answers, or the name of a family of templates: of an
+    adapter's own file, or of the configuration; None if there is none."""
+    if RESPONSE_TEMPLATE in files:
+        return read_object(files, RESPONSE_TEMPLATE)
+    return read_object(files, "tokenizer_config.json").get("response_template")
+
+
+def _response_template(
+    spec: object, source: str | None, *, is_base: bool
+) -> ResponseTemplate | None:
+    """Returns the template by which answers are read. A base whose own is invalid, or of a later
+    version of the format, answers in text; an adapter is refused."""
+    try:
+        return choose_template(spec, source)
+    except UnsupportedModelError as error:
+        if not is_base:
+            raise
+        logger.warning("tool calls and reasoning of this base stay text: %s", error)
+        return None
+
+
+def _untrusted_template(
+    source: str, special_tokens: Mapping[str, str], *, is_guarded: bool
+) -> ChatTemplate:
+    """Compiles an adapter's template. Jinja compiles to Python, whose compiler has limits of its
+    own, of nesting for instance."""
+    try:
+        return ChatTemplate(source, special_tokens, is_guarded=is_guarded)
+    except (SyntaxError, MemoryError, OverflowError, ValueError) as error:
+        raise UnsupportedModelError(f"chat template: {error}") from error
 
 
 def _eos_token_ids(
@@ -143,7 +237,7 @@ def _eos_token_ids(
 ) -> frozenset[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        value = _read_object(files, name).get("eos_token_id")
+        value = read_object(files, name).get("eos_token_id")
         values = value if isinstance(value, list) else [value]
         ids.update(i for i in values if isinstance(i, int))
     token_id = tokenizer.token_id(special["eos_token"]) if "eos_token" in special else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 # A run of byte tokens is decoded as a whole (one bad byte invalidates all of it, as in the
 # library), but a text of byte tokens only must not be held back until its end: beyond this many
@@ -18,17 +17,6 @@ from typing import Protocol
 MAX_HELD_BYTES = 16
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
-
-class Detokenizer(Protocol):
-    def push(self, token_id: int) -> str:
-        """Returns the text that this token completes: often its own, sometimes none."""
-        ...
-
-    def finish(self) -> str:
-        """Returns the text that was held back, with U+FFFD for incomplete characters. Call once, at
-        the end."""
-        ...
 
 
 class ByteDetokenizer:
@@ -42,12 +30,15 @@ class ByteDetokenizer:
         self._decoder = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
+        """Returns the text that this token completes: often its own, sometimes none."""
         try:
             return self._decoder.decode(self._token_bytes[token_id])
         except IndexError:  # a model may have more rows than its tokenizer has tokens
             return ""
 
     def finish(self) -> str:
+        """Returns the text that was held back, with U+FFFD for incomplete characters. Call once, at
+        the end."""
         return self._decoder.decode(b"", True)
 
 
@@ -111,6 +102,9 @@ class PieceDetokenizer:
             text = text[1:]
             self._strip -= 1
         return text
+
+
+Detokenizer = ByteDetokenizer | PieceDetokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -31,7 +31,8 @@ from serve_app.text.template_guard import (
     refuse,
 )
 
-ChatMessage: TypeAlias = dict[str, str]
+ChatMessage: TypeAlias = dict[str, Any]  # nested JSON: tool calls and their arguments
+JsonObject: TypeAlias = dict[str, Any]
 TemplateValue: TypeAlias = str | int | float | bool
 T = TypeVar("T")
 
@@ -44,6 +45,16 @@ _TEMPLATE_FAILURES = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
     *(AttributeError, RecursionError),
 )
+
+
+class ChatOptions(TypedDict, total=False):
+    """The options of a rendering, as in transformers' apply_chat_template."""
+
+    add_generation_prompt: bool  # True if it is left out
+    continue_final_message: bool  # the last message is open, and the answer continues it
+    variables: Mapping[str, TemplateValue]  # for the template, from the client
+    tools: Sequence[JsonObject]  # as OpenAI writes them; none if it is left out
+    documents: Sequence[JsonObject]
 
 
 class ChatTemplate:
@@ -63,36 +74,32 @@ class ChatTemplate:
         except (TemplateSyntaxError, RecursionError) as error:
             raise UnsupportedModelError(f"chat template: {error}") from error
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, TemplateValue] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> str:
         if self._is_guarded and len(self._source) > MAX_SOURCE_CHARS:
             refuse(f"it has more than {MAX_SOURCE_CHARS} characters")
         # Copies: the template may write into them, and the tag below does.
-        chat = [dict(message) for message in messages]
-        final = ""
-        if continue_final_message:
+        counter = _Counter()
+        chat = [counter.copy(message) for message in messages]
+        tools = [counter.copy(tool) for tool in options.get("tools") or ()]
+        documents = [counter.copy(document) for document in options.get("documents") or ()]
+        final: str | None = None
+        if options.get("continue_final_message"):
             final = chat[-1]["content"]
             chat[-1]["content"] = final + _CONTINUE_TAG
-        num_chars = sum(len(part) for message in chat for part in message.values())
+        num_chars = counter.num_chars
         BUDGET.left = FREE_WORK + WORK_PER_CHARACTER * num_chars
         text = self._run(
             {
                 **self._special_tokens,
-                **(variables or {}),
+                **options.get("variables", {}),
                 "messages": chat,
-                "tools": None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
+                "tools": tools or None,
+                "documents": documents or None,
+                "add_generation_prompt": options.get("add_generation_prompt", True),
             },
             FREE_OUTPUT_CHARS + 2 * num_chars,
         )
-        return _cut_at_tag(text, final) if continue_final_message else text
+        return text if final is None else _cut_at_tag(text, final)
 
     def _run(self, context: dict[str, object], max_chars: int) -> str:
         parts: list[str] = []
@@ -107,6 +114,28 @@ class ChatTemplate:
         except _TEMPLATE_FAILURES as error:
             raise _refusal(str(error)) from error
         return "".join(parts)
+
+
+class _Counter:
+    """Copies nested JSON and counts the characters of its texts, keys included."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def copy(self, value: Any) -> Any:
+        if isinstance(value, str):
+            self.num_chars += len(value)
+            return value
+        if isinstance(value, dict):
+            return {self._key(key): self.copy(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.copy(item) for item in value]
+        self.num_chars += 8
+        return value
+
+    def _key(self, key: str) -> str:
+        self.num_chars += len(key)
+        return key
 
 
 def _cut_at_tag(text: str, final: str) -> str:

@@ -13,9 +13,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from engine.errors import UnsupportedModelError
+from serve_app.text.added_tokens import AddedToken, extend
 from serve_app.text.detokenize import ByteDetokenizer, Detokenizer, PieceDetokenizer
 
 _SHORT_CHARS = 16 * 1024
@@ -58,6 +59,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._bos_token = bos_token
         bos = None if bos_token is None else self.token_id(bos_token)
         added: list[int] = tokenizer.encode("", add_special_tokens=True).ids
         # A text that begins with it must not get a second one; None if the tokenizer adds none.
@@ -72,9 +74,12 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:  # computes no offsets, which halves the time, and releases the interpreter's lock
-            ids = self._encode_batch(text, add_special_tokens=add_special_tokens).ids
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        ids: list[int] = encoding.ids
         if add_special_tokens and self._own_bos and text.startswith(self._own_bos):
             return ids[1:]
         return ids
@@ -94,6 +99,15 @@ class TextTokenizer:
         assert pieces is not None
         return PieceDetokenizer(pieces, self._table.num_strip if at_start else 0)
 
+    def with_tokens(self, added: tuple[AddedToken, ...]) -> TextTokenizer:
+        """Returns a tokenizer with these tokens, too. Raises UnsupportedModelError."""
+        return TextTokenizer(extend(self._tokenizer, added), self._bos_token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of every token, added tokens included."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
@@ -101,6 +115,10 @@ class TextTokenizer:
     def is_special(self, token_id: int) -> bool:
         """Returns True for control tokens, which `decode` leaves out by default."""
         return token_id in self._table.special
+
+    def special_ids(self) -> dict[str, int]:
+        """Returns the ids of the control tokens by their text."""
+        return {self.token_text(token_id): token_id for token_id in sorted(self._table.special)}
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the token's bytes, which need not be whole characters; empty beyond the table."""
@@ -136,12 +154,6 @@ class TextTokenizer:
                 return num_whole - 4 * self.max_token_chars
             size *= 2
         return 0
-
-    def _encode_batch(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        batch: list[Encoding] = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return batch[0]
 
     def _check_table(self) -> None:
         draw = random.Random(0)

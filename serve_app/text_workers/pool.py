@@ -15,29 +15,30 @@ import signal
 import subprocess
 import sys
 import threading
-from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import BufferedIOBase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
 from engine.admission import EngineLimits
-from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
-from serve_app.errors import ApiError, OverloadedError, ServiceUnavailableError
-from serve_app.openai.engine_params import Prompt
-from serve_app.openai.json_body import parse_body
+from engine.errors import InvalidRequestError, UnsupportedModelError
+from serve_app.errors import OverloadedError, ServiceUnavailableError
+from serve_app.messages import BaseDescription
+from serve_app.openai.json_body import check_fields, parse_body
 from serve_app.openai.logprobs import Lists, LogprobsPart
 from serve_app.text.base_text import BaseText
 from serve_app.text.template_guard import TemplateBudgetError
 from serve_app.text_workers.worker import (
+    FAILURES,
     JOB_CPU_S,
     JOB_SIGNAL,
     RENDER_CPU_S,
     RENDER_SIGNAL,
+    TEXT_JOBS,
     Job,
     JobFailure,
     JobResult,
@@ -49,6 +50,8 @@ from serve_app.text_workers.worker import (
 
 logger = logging.getLogger(__name__)
 
+# Shorter bodies need 20 ms at most, and mostly less than the hand-over to a worker (0.5 ms).
+INLINE_BODY_BYTES = 16 * 1024
 _LARGE_BYTES = 1024**2  # all larger bodies share one worker
 _MAX_WAITING_BYTES = 256 * 1024**2
 _MAX_RESIDENT_BYTES = 512 * 1024**2  # a worker above it after a job is replaced
@@ -60,16 +63,17 @@ _COMMAND = (
 )
 
 # Replace the texts, which only the workers parse.
-_PLACEHOLDERS: Mapping[str, object] = {
+_PLACEHOLDERS: Mapping[str, dict[str, object]] = {
     "ChatRequest": {"messages": [{"role": "user", "content": ""}]},
     "CompletionRequest": {"prompt": ""},
     "TokenizeRequest": {"prompt": ""},
     "DetokenizeRequest": {"tokens": []},
 }
+_RESULT_TYPES = {name: get_type_hints(job)["return"] for name, job in TEXT_JOBS.items()}
 _decode = msgspec.msgpack.Decoder(JobResult | JobFailure).decode
 
 B = TypeVar("B", bound=RequestBody)
-Files = Mapping[str, bytes]
+R = TypeVar("R")
 
 
 class TextPool:
@@ -87,45 +91,48 @@ class TextPool:
         return tuple(worker.pid for worker in self._workers if worker.pid is not None)
 
     async def parse(self, kind: type[B], raw: bytes) -> B:
-        """Returns a checked body with placeholders in place of its texts."""
-        result = await self._run(Job("parse", kind.__name__), raw)
-        short_fields = msgspec.json.decode(result.body, type=dict[str, object])
-        placeholders = _PLACEHOLDERS[kind.__name__]
-        assert isinstance(placeholders, dict)
-        return parse_body(kind, msgspec.json.encode(short_fields | placeholders))
-
-    async def prompts(
-        self, kind: type[RequestBody], raw: bytes, base: str, files: Files, limits: EngineLimits
-    ) -> tuple[Prompt, ...]:
-        """Returns the same as `read_prompts`, but keeps a prompt's text only if the response echoes
-        it. `base` is the digest of the base, `files` are its text files."""
-        result = await self._run(Job("prompts", kind.__name__, base, limits), raw, files)
-        return tuple(
-            Prompt(_ids(ids), text) for ids, text in zip(result.ids, result.texts, strict=True)
+        """Returns a checked body; of a long one with placeholders in place of its texts."""
+        if len(raw) <= INLINE_BODY_BYTES:
+            return parse_body(kind, raw)
+        fields = await self._run(Job("parse", kind.__name__), raw, None, bytes)
+        short_fields = msgspec.json.decode(fields, type=dict[str, object])
+        placeholders = next(
+            _PLACEHOLDERS[base.__name__] for base in kind.__mro__ if base.__name__ in _PLACEHOLDERS
         )
+        return check_fields(kind, short_fields | placeholders)
 
-    async def tokenize(
-        self, kind: type[RequestBody], raw: bytes, base: str, files: Files, limits: EngineLimits
-    ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Returns token ids, and their texts if the body requests them."""
-        result = await self._run(Job("tokenize", kind.__name__, base, limits), raw, files)
-        return _ids(result.ids[0]), result.texts
+    async def run(
+        self,
+        function: Callable[[B, BaseText, EngineLimits], R],
+        body: B,
+        raw: bytes,
+        text: BaseText,
+        description: BaseDescription,
+    ) -> R:
+        """Returns the result of one of TEXT_JOBS for a `body` that `parse` returned for `raw`: a
+        worker computes it for a long body, or if the template needs long."""
+        limits = description.limits
+        if len(raw) <= INLINE_BODY_BYTES:
+            try:
+                return function(body, text, limits)
+            except TemplateBudgetError:
+                pass
+        name = function.__name__
+        job = Job(name, type(body).__name__, description.digest, limits, description.own)
+        result: R = await self._run(job, raw, description, _RESULT_TYPES[name])
+        return result
 
-    async def detokenize(
-        self, kind: type[RequestBody], raw: bytes, base: str, files: Files, limits: EngineLimits
-    ) -> str:
-        result = await self._run(Job("detokenize", kind.__name__, base, limits), raw, files)
-        return result.texts[0] or ""
-
-    async def logprobs(self, part: LogprobsPart, base: str, files: Files) -> Lists:
+    async def logprobs(self, part: LogprobsPart, description: BaseDescription) -> Lists:
         """Renders a part. Never refused for a full queue: the tokens are generated already."""
-        raw = msgspec.msgpack.encode(part)
-        return (await self._run(Job("logprobs", "", base), raw, files)).lists
+        own = description.own
+        raw, job = msgspec.msgpack.encode(part), Job("logprobs", "", description.digest, None, own)
+        lists: Lists = await self._run(job, raw, description, Lists)
+        return lists
 
-    async def probe(self, base: str, files: Files) -> None:
+    async def probe(self, description: BaseDescription) -> None:
         """Raises UnsupportedModelError if the shortest chat exceeds a worker's limits."""
         try:
-            await self._run(Job("probe", "", base), b"", files)
+            await self._run(Job("probe", "", description.digest), b"", description, type(None))
         except InvalidRequestError as error:
             raise UnsupportedModelError(error.message) from None
 
@@ -133,9 +140,13 @@ class TextPool:
         for worker in self._workers:
             worker.close()
 
-    async def _run(self, job: Job, raw: bytes, files: Files | None = None) -> JobResult:
-        """Runs a job in the least busy worker. The body is counted while the pool holds it: until
-        the job ends, even if the caller was cancelled, or until a job in the queue is cancelled."""
+    async def _run(
+        self, job: Job, raw: bytes, description: BaseDescription | None, kind: Any
+    ) -> Any:
+        """Returns the value, of the type `kind`, of a job that the least busy worker runs.
+        `description`: of the job's base, if it has one. The body is counted while the pool holds
+        it: until the job ends, even if the caller was cancelled, or until a job in the queue is
+        cancelled."""
         size, body = len(raw), [raw]
         workers = self._workers[:1] if size > _LARGE_BYTES else self._workers[1:]
         worker = min(workers, key=lambda worker: worker.num_jobs)
@@ -153,24 +164,25 @@ class TextPool:
                 worker.num_jobs -= 1
 
         try:
-            future = worker.executor.submit(worker.run, job, body, files)
+            future = worker.executor.submit(worker.run, job, body, description)
         except BaseException:  # the pool is closed
             release()
             raise
         future.add_done_callback(release)
-        return await asyncio.wrap_future(future)
+        value = await asyncio.wrap_future(future)
+        return msgspec.msgpack.decode(value, type=kind)
 
 
-async def open_text(files: Files, base: str, texts: TextPool | None) -> BaseText:
+async def open_text(description: BaseDescription, texts: TextPool | None) -> BaseText:
     """Returns the text side of a base after rendering one short chat: inline, or in a worker if the
     template exceeds the event loop's budget. Raises UnsupportedModelError."""
-    text = await asyncio.to_thread(BaseText.from_files, files)
+    text = await asyncio.to_thread(BaseText.from_files, description.files)
     try:
         await asyncio.to_thread(text.probe)
     except TemplateBudgetError as error:
         if texts is None:
             raise UnsupportedModelError(str(error)) from None
-        await texts.probe(base, files)
+        await texts.probe(description)
     return text
 
 
@@ -187,18 +199,19 @@ class _WorkerProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def run(self, job: Job, body: list[bytes], files: Files | None) -> JobResult:
-        """Runs a job and blocks until its end. Pops the body, the only item of the list. Raises the
-        error that the worker returned, or that its death stands for."""
+    def run(self, job: Job, body: list[bytes], description: BaseDescription | None) -> msgspec.Raw:
+        """Blocks until the end of a job and returns its value as msgpack. Pops the body, the only
+        item of the list. Raises the error that the worker returned, or that its death stands for.
+        """
         raw = body.pop()
         if self._process is not None and self._process.poll() is not None:
             # No request is to blame: the kernel was out of memory, or an operator killed it.
             status = self._end()
             logger.warning("an idle text worker ended with status %d; starting another", status)
-        if job.base and job.base not in self._bases:
+        if description is not None and job.base not in self._bases:
             if len(self._bases) >= _MAX_BASES:
                 self._end()
-            self._exchange(Job("load", "", job.base), msgspec.msgpack.encode(files))
+            self._exchange(Job("load", "", job.base), msgspec.msgpack.encode(description.files))
             self._bases.add(job.base)
         return self._exchange(job, raw)
 
@@ -210,7 +223,7 @@ class _WorkerProcess:
         self.executor.shutdown(cancel_futures=True)
         self._end()
 
-    def _exchange(self, job: Job, raw: bytes) -> JobResult:
+    def _exchange(self, job: Job, raw: bytes) -> msgspec.Raw:
         try:
             process = self._process or self._start()
         except OSError as error:
@@ -226,11 +239,11 @@ class _WorkerProcess:
         except (OSError, EOFError, ValueError):
             raise _error_of_exit(self._end(), job) from None
         if isinstance(result, JobFailure):
-            raise _error_of(result)
+            raise FAILURES.get(result.kind, RuntimeError)(*result.args)
         # After a load the size is not checked: the job that follows needs the loaded tokenizer.
         if job.kind != "load" and result.resident_bytes > _MAX_RESIDENT_BYTES:
             self._end()
-        return result
+        return result.value
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", _COMMAND]
@@ -253,21 +266,6 @@ class _WorkerProcess:
             process.kill()
             status = process.wait()
         return status
-
-
-def _ids(data: bytes) -> tuple[int, ...]:
-    ids = array("I")
-    ids.frombytes(data)
-    return tuple(ids)
-
-
-def _error_of(failure: JobFailure) -> Exception:
-    if failure.kind == "api":
-        return ApiError(failure.status, failure.message, param=failure.param, code=failure.code)
-    if failure.kind == "unsupported":
-        return UnsupportedModelError(failure.message)
-    kind = ContextLengthError if failure.kind == "context" else InvalidRequestError
-    return kind(failure.message, failure.param)
 
 
 def _error_of_exit(status: int, job: Job) -> Exception:

@@ -10,28 +10,32 @@ request. This module is independent of HTTP, Ray and engines.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import signal
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedIOBase
-from typing import Literal
+from typing import Any, Unpack
 
 import msgspec
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError, UnsupportedModelError
+from serve_app.dialects.messages import CountTokensRequest, MessagesRequest
+from serve_app.dialects.responses import ResponsesRequest
 from serve_app.errors import ApiError
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import detokenize_request, read_prompts, tokenize_request
-from serve_app.openai.json_body import parse_body, parse_json
+from serve_app.openai.json_body import check_fields, parse_fields
 from serve_app.openai.logprobs import LogprobsPart, render_part
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from serve_app.openai.tools import Tool
+from serve_app.text.adapter_text import AdapterTexts, key_of
 from serve_app.text.base_text import BaseText
-from serve_app.text.template import ChatMessage, TemplateValue
+from serve_app.text.template import ChatMessage, ChatOptions
 from serve_app.text.template_guard import refuse
 
 NICENESS = 5  # where cores are scarce, streams go first
@@ -44,21 +48,35 @@ RENDER_SIGNAL, JOB_SIGNAL = signal.SIGVTALRM, signal.SIGPROF  # of the two time 
 RequestBody = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
 BODIES: Mapping[str, type[RequestBody]] = {
     kind.__name__: kind
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    for kind in (
+        *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+        *(ResponsesRequest, MessagesRequest, CountTokensRequest),
+    )
+}
+logger = logging.getLogger(__name__)
+
+# The functions that the ingress itself calls for short bodies.
+TEXT_JOBS: Mapping[str, Callable[[Any, BaseText, EngineLimits], object]] = {
+    function.__name__: function for function in (read_prompts, tokenize_request, detokenize_request)
+}
+FAILURES: Mapping[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ApiError, ContextLengthError, InvalidRequestError, UnsupportedModelError)
 }
 _decode_part = msgspec.msgpack.Decoder(LogprobsPart).decode
 # Not returned to the ingress, because they are long and only the worker needs them.
-_TEXT_FIELDS = ("prompt", "messages", "tokens", "chat_template_kwargs", "metadata")
+_TEXT_FIELDS = ("prompt", "messages", "documents", "tokens", "chat_template_kwargs", "metadata")
 
 
 class Job(msgspec.Struct, frozen=True):
     """A job, followed by bytes: the request body, the base's text files for `load`, or the part for
     `logprobs`."""
 
-    kind: Literal["load", "probe", "parse", "prompts", "tokenize", "detokenize", "logprobs"]
+    kind: str  # load, probe, parse, logprobs, or the name of one of TEXT_JOBS
     body: str = ""  # one of BODIES
     base: str = ""  # digest of the base, whose files an earlier `load` brought
     limits: EngineLimits | None = None
+    own: Mapping[str, bytes] = {}  # files of the base's adapter; small, so they come with each job
 
     @property
     def subject(self) -> str:
@@ -67,23 +85,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class JobFailure(msgspec.Struct, frozen=True, tag="failure"):
-    """An exception as data; `kind` stands for its class."""
+    """An exception as data."""
 
-    kind: Literal["api", "invalid", "context", "unsupported"]
-    message: str
-    param: str | None = None
-    code: str | None = None
-    status: int = 400
+    kind: str  # one of FAILURES, or RuntimeError
+    args: tuple[str | int | bool | None, ...]
 
 
 class JobResult(msgspec.Struct, frozen=True, tag="done"):
-    """The result of a job; the fields that its kind does not set stay empty."""
-
-    ids: tuple[bytes, ...] = ()  # token ids of each prompt, as native unsigned 32-bit integers
-    texts: tuple[str | None, ...] = ()  # echoed prompts, texts of tokens, or the detokenized text
-    body: bytes = b""  # the short fields of a checked body, as JSON
-    lists: dict[str, bytes] = {}  # a rendered part of log-probabilities
-    resident_bytes: int = 0  # of this process, after the job
+    value: msgspec.Raw  # what the job returns, as msgpack
+    resident_bytes: int  # of this process, after the job
 
 
 def send(stream: BufferedIOBase, *parts: bytes) -> None:
@@ -106,22 +116,10 @@ def receive(stream: BufferedIOBase, num_parts: int) -> list[bytes]:
 class _LimitedText(BaseText):
     """A BaseText that renders under the kernel's limits, without counting the work."""
 
-    def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, TemplateValue] | None = None,
-    ) -> str:
+    def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> str:
         try:
             with _limited(signal.ITIMER_VIRTUAL, RENDER_CPU_S, RENDER_BYTES):
-                return super().render_chat(
-                    messages,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    variables=variables,
-                )
+                return super().render_chat(messages, **options)
         except MemoryError:
             refuse(f"it needs more than {RENDER_BYTES >> 20} MiB of memory")
 
@@ -131,84 +129,65 @@ class Worker:
 
     def __init__(self) -> None:
         self._texts: dict[str, BaseText] = {}  # by the base's digest
+        self._adapter_texts = AdapterTexts(max_tokenizers=1, is_guarded=False)
 
-    def run(self, job: Job, raw: bytes) -> JobResult | JobFailure:
+    def run(self, job: Job, raw: bytes) -> object:
+        """Returns the job's value, or a JobFailure."""
         try:
             with _limited(signal.ITIMER_PROF, JOB_CPU_S, JOB_BYTES):
                 return self._run(job, raw)
-        except ApiError as error:
-            return JobFailure("api", error.message, error.param, error.code, error.status)
-        except ContextLengthError as error:
-            return JobFailure("context", error.message, error.param)
-        except InvalidRequestError as error:
-            return JobFailure("invalid", error.message, error.param)
-        except UnsupportedModelError as error:
-            return JobFailure("unsupported", str(error))
+        except tuple(FAILURES.values()) as error:
+            kinds = (kind.__name__ for kind in type(error).__mro__)
+            return JobFailure(next(kind for kind in kinds if kind in FAILURES), error.args)
         except MemoryError:
-            return JobFailure("invalid", out_of_memory(job))
+            return JobFailure("InvalidRequestError", (out_of_memory(job),))
+        except Exception:  # a fault of this program: the worker and its texts stay
+            logger.exception("a text job of the kind %s failed", job.kind)
+            return JobFailure("RuntimeError", ("A text worker failed; its log has the reason.",))
 
-    def _run(self, job: Job, raw: bytes) -> JobResult:
+    def _run(self, job: Job, raw: bytes) -> object:
         if job.kind == "load":
             files = msgspec.msgpack.decode(raw, type=dict[str, bytes])
             self._texts[job.base] = _LimitedText.from_files(files, is_guarded=False)
-            return JobResult()
+            return None
         if job.kind == "probe":
             self._texts[job.base].probe()
-            return JobResult()
+            return None
         if job.kind == "logprobs":
-            part = _decode_part(raw)
-            return JobResult(lists=render_part(part, self._texts[job.base].tokenizer))
-        kind = BODIES[job.body]
+            return render_part(_decode_part(raw), self._text(job).tokenizer)
+        fields = parse_fields(BODIES[job.body], raw)
+        body = check_fields(BODIES[job.body], fields)
         if job.kind == "parse":
-            return JobResult(body=_short_fields(kind, raw))
+            return _short_fields(body, fields)
         assert job.limits is not None
-        return _TEXT_JOBS[job.kind](parse_body(kind, raw), self._texts[job.base], job.limits)
+        return TEXT_JOBS[job.kind](body, self._text(job), job.limits)
+
+    def _text(self, job: Job) -> BaseText:
+        base = self._texts[job.base]
+        return self._adapter_texts.open(key_of(job.base, job.own), base) if job.own else base
 
 
 def out_of_memory(job: Job) -> str:
     return f"{job.subject} needs more than {JOB_BYTES >> 30} GiB of memory to be read."
 
 
-def _short_fields(kind: type[RequestBody], raw: bytes) -> bytes:
-    """Checks the whole body and returns its short fields as JSON, a few kilobytes."""
-    checked = parse_body(kind, raw)
-    given = parse_json(raw)
-    assert isinstance(given, dict)
-    names = kind.model_fields.keys() - set(_TEXT_FIELDS)
+def _short_fields(checked: RequestBody, given: Mapping[str, object]) -> bytes:
+    """Returns the short fields of a checked body as JSON, a few kilobytes."""
+    names = type(checked).model_fields.keys() - set(_TEXT_FIELDS)
     short = {name: given[name] for name in names if name in given}
+    if isinstance(checked, ChatRequest) and not isinstance(checked, ResponsesRequest):
+        short["tools"] = [_without_description(tool) for tool in checked.tools]
     options = getattr(checked, "stream_options", None)
     if options is not None:
         short["stream_options"] = options.model_dump()
     return msgspec.json.encode(short)
 
 
-def _prompts(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
-    assert isinstance(body, ChatRequest | CompletionRequest)
-    prompts = read_prompts(body, text, limits)
-    is_echoed = isinstance(body, CompletionRequest) and bool(body.echo)
-    return JobResult(
-        tuple(array("I", prompt.token_ids).tobytes() for prompt in prompts),
-        tuple(prompt.text if is_echoed else None for prompt in prompts),
-    )
-
-
-def _tokenize(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
-    assert isinstance(body, TokenizeRequest)
-    ids = tokenize_request(body, text, limits)
-    names = map(text.tokenizer.token_text, ids) if body.return_token_strs else ()
-    return JobResult((array("I", ids).tobytes(),), tuple(names))
-
-
-def _detokenize(body: RequestBody, text: BaseText, limits: EngineLimits) -> JobResult:
-    assert isinstance(body, DetokenizeRequest)
-    return JobResult(texts=(detokenize_request(body, text, limits),))
-
-
-_TEXT_JOBS: Mapping[str, Callable[[RequestBody, BaseText, EngineLimits], JobResult]] = {
-    "prompts": _prompts,
-    "tokenize": _tokenize,
-    "detokenize": _detokenize,
-}
+def _without_description(tool: Tool) -> Tool:
+    """Returns a tool as the ingress needs it: to read calls and, only for /v1/responses, to repeat
+    the tool in the response."""
+    function = {key: value for key, value in tool["function"].items() if key != "description"}
+    return {**tool, "function": function}
 
 
 @contextmanager
@@ -251,9 +230,10 @@ def main() -> None:
             header, raw = receive(jobs, 2)
         except EOFError:
             return
-        result = worker.run(msgspec.msgpack.decode(header, type=Job), raw)
+        value = worker.run(msgspec.msgpack.decode(header, type=Job), raw)
         del raw
         libc.malloc_trim(0)
-        if isinstance(result, JobResult):
-            result = msgspec.structs.replace(result, resident_bytes=_status("VmRSS"))
-        send(results, msgspec.msgpack.encode(result))
+        if not isinstance(value, JobFailure):
+            encoded = msgspec.Raw(msgspec.msgpack.encode(value))
+            value = JobResult(encoded, _status("VmRSS"))
+        send(results, msgspec.msgpack.encode(value))

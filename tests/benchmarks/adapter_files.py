@@ -1,42 +1,56 @@
-"""Random PEFT folders for a shape: one file of numbers, linked into a folder for each adapter.
+"""Random PEFT folders for a shape: one file of numbers for all adapters of a rank and its targets,
+linked into a folder for each.
 
 The folders differ in `lora_alpha`, so that their content digests differ: they are different
-adapters to whoever reads them, and only the disk holds the numbers once.
+adapters to every reader, and only the disk holds the numbers once.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from tests.benchmarks.shapes import ModelShape
+from tests.benchmarks.cases import AdapterSpec
+from tests.benchmarks.shapes import LINEARS, ModelShape
+
+_LETTERS = {name: letter for letter, name in LINEARS.items()}
 
 
-def write_adapters(root: Path, shape: ModelShape, rank: int, count: int, device: str) -> list[Path]:
-    """Folders that are there already are kept."""
-    source = root / f"r{rank}.safetensors"
+def write_adapters(
+    root: Path, shape: ModelShape, adapters: Sequence[AdapterSpec], device: str
+) -> list[Path]:
+    """Returns a folder for each adapter, named by its digest. Folders that are there are kept.
+    Raises ValueError for an adapter of some layers only, which PEFT's settings here do not name."""
     root.mkdir(parents=True, exist_ok=True)
-    if not source.exists():
-        save_file(_tensors(shape, rank, device), source, metadata={"format": "pt"})
     folders = []
-    for index in range(count):
-        folder = root / f"r{rank}-{index}"
+    for spec in adapters:
+        if spec.every != 1:
+            raise ValueError(f"{spec.digest} adapts every {spec.every}th layer: not as files")
+        folder = root / spec.digest
         folder.mkdir(exist_ok=True)
         weights = folder / "adapter_model.safetensors"
         if not weights.exists():
-            os.link(source, weights)
-        config = shape.adapter_config(rank, 2 * rank + index)
+            os.link(_numbers(root, shape, spec, device), weights)
+        config = shape.adapter_config(spec.rank, 2 * spec.rank + spec.index, spec.targets)
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         folders.append(folder)
     return folders
 
 
-def _tensors(shape: ModelShape, rank: int, device: str) -> dict[str, torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(rank)
+def _numbers(root: Path, shape: ModelShape, spec: AdapterSpec, device: str) -> Path:
+    path = root / f"r{spec.rank}-{spec.targets}.safetensors"
+    if not path.exists():
+        save_file(_tensors(shape, spec, device), path, metadata={"format": "pt"})
+    return path
+
+
+def _tensors(shape: ModelShape, spec: AdapterSpec, device: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(spec.rank)
 
     def draw(rows: int, columns: int) -> torch.Tensor:
         drawn = torch.randn(rows, columns, generator=generator, device=device) * 0.01
@@ -45,7 +59,9 @@ def _tensors(shape: ModelShape, rank: int, device: str) -> dict[str, torch.Tenso
     tensors = {}
     for layer in range(shape.num_layers):
         for module, (in_features, out_features) in shape.linears.items():
+            if _LETTERS[module.split(".")[1]] not in spec.targets:
+                continue
             prefix = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{prefix}.lora_A.weight"] = draw(rank, in_features)
-            tensors[f"{prefix}.lora_B.weight"] = draw(out_features, rank)
+            tensors[f"{prefix}.lora_A.weight"] = draw(spec.rank, in_features)
+            tensors[f"{prefix}.lora_B.weight"] = draw(out_features, spec.rank)
     return tensors

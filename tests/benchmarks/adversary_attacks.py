@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(slots=True)
 class Damage:
-    """What an attack saw and broke."""
+    """The outcomes of one attack, and the promises that it broke."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)  # promises

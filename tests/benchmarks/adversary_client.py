@@ -17,17 +17,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from tests.benchmarks.children import module
+from tests.benchmarks.keyed import key_of
 from tests.benchmarks.report import percentile
 from tests.benchmarks.serve_client import ERROR, EVENT, HOST, LAST
 
-TENANT = "honest"
+TENANT, ATTACKER = "honest", "attacker"
 _BACK_OFF_S = 0.2
 _LATE_S = 30.0
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came on one connection until it closed."""
+    """The answer of one connection, until it closed."""
 
     status: int = 0  # 0: no status line came
     headers: dict[str, str] = field(default_factory=dict)
@@ -52,6 +53,10 @@ def post(path: str, body: bytes | Mapping[str, object], **headers: str) -> bytes
     """One POST on a connection of its own. Underscores of header names become hyphens."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"content-type": "application/json", "content-length": str(len(data))}
+    # Without keys a client is the tenant that it says; with keys, an attacker has one.
+    key = key_of(TENANT if headers.get("x_tenant_id") == TENANT else ATTACKER)
+    if key is not None and "authorization" not in headers:
+        given["authorization"] = f"Bearer {key}"
     return _head("POST", path, given | headers) + data
 
 
@@ -139,7 +144,7 @@ class HonestLoad:
 
 @dataclass(slots=True)
 class Seen:
-    """By the honest clients, in one window."""
+    """The observations of the honest clients in one window."""
 
     seconds: float = 0.0
     longest_gap_s: float = 0.0  # between two reads of one stream, or since its last one
@@ -168,7 +173,7 @@ class Honest:
         self.window()  # its loop runs
 
     def window(self) -> Seen:
-        """What they saw since the last call."""
+        """Returns their observations since the last call."""
         return self._ask("")
 
     def stop(self) -> Seen:
@@ -272,7 +277,7 @@ class _Clients:
         self._window.outcomes[outcome] += 1
 
     async def _read(self, fields: dict[str, object], number: int | None) -> tuple[bool, str]:
-        """Whether the answer came whole, and its status or the connection's error."""
+        """Returns True if the answer came whole, and its status or the connection's error."""
         request = post("/v1/chat/completions", fields, x_tenant_id=TENANT)
         tail, status, is_whole, has_failed, sent_s = b"", "", False, False, time.monotonic()
         has_begun = False

@@ -88,7 +88,7 @@ def _random_tags(number: int) -> list[tuple[str, str]]:
 
 
 def _write(client: MlflowClient, name: str, key: str, value: str) -> None:
-    """What the registry itself refuses is no attack."""
+    """Writes a tag. A value that the registry itself refuses is no attack."""
     try:
         client.set_registered_model_tag(name, PREFIX + key, value)
     except MlflowException:

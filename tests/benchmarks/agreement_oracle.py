@@ -1,6 +1,6 @@
-"""What Hugging Face + PEFT answers to 100 prompts: the file that `agreement` compares with.
+"""The answers of Hugging Face + PEFT to 100 prompts: the file that `agreement` compares with.
 
-Greedy, fp32 on the CPU, one prompt at a time, the demo's base and its three adapters, past any
+Greedy, fp32 on the CPU, one prompt at a time, the demo's base and three of its adapters, past any
 end-of-text. Beside each token stand the next best ones and how far their logits lie below: a
 device that rounds differently may differ where that is little, and nowhere else.
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from notebooks.demo_adapters import extract, pirate, sql
-from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, convert_base
+from serve_app.cli.demo.prepare import ADAPTERS_DIR, convert_base
 from serve_app.config import default_home
-from tests.benchmarks.agreement import Answer, NextBest, write_answers
+from tests.benchmarks.agreement import ADAPTERS, Answer, NextBest, write_answers
 from tests.benchmarks.workload import make_jobs
 from tests.hf_reference import HuggingFaceReference
 
-TARGETS: tuple[str | None, ...] = (None, *ADAPTER_NAMES)
+TARGETS: tuple[str | None, ...] = (None, *ADAPTERS)
 SEED = 41
 NUM_NEXT_BEST = 2
 
@@ -50,7 +50,7 @@ def make_prompts(oracle: HuggingFaceReference, count: int) -> list[tuple[str | N
 
 
 def answer(oracle: HuggingFaceReference, prompt: Sequence[int], num_tokens: int) -> Answer:
-    """Of the adapter that is set, with the model's own KV cache."""
+    """Returns the answer of the adapter that is set, with the model's own KV cache."""
     tokens: list[int] = []
     next_best: list[tuple[NextBest, ...]] = []
     cache = None
@@ -76,12 +76,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=32)
     arguments = parser.parse_args()
-    adapters = {name: ADAPTERS_DIR / name for name in ADAPTER_NAMES}
+    adapters = {name: ADAPTERS_DIR / name for name in ADAPTERS}
     oracle = HuggingFaceReference(convert_base(default_home()), adapters)
     prompts = make_prompts(oracle, arguments.prompts)
     answers: dict[int, Answer] = {}
     with torch.inference_mode():
-        for target in ADAPTER_NAMES:
+        for target in ADAPTERS:
             oracle.model.set_adapter(target)
             for i, (owner, prompt) in enumerate(prompts):
                 if owner == target:

@@ -106,7 +106,7 @@ class Streams:
         self._thread.join()
 
     def gaps_ms(self, spans: Sequence[tuple[float, float]]) -> list[float]:
-        """Between two tokens of one stream, of which the second falls into a span."""
+        """Returns the gaps between two tokens of one stream, of which the second is in a span."""
         return [
             1000 * (after - before)
             for stream in tuple(self._seen)
@@ -175,7 +175,7 @@ class Admin:
             time.sleep(0.1)
 
     def first_token_s(self) -> float:
-        """Of a request of the second base, which must be answered whole."""
+        """Returns the time of a request to the second base, which must be answered whole."""
         body = {"model": NEWCOMER.name, "prompt": "abc", "max_tokens": 16, "stream": True}
         began_s, first_s = time.monotonic(), None
         with self._client.stream("POST", "/v1/completions", json=body) as answer:
@@ -221,13 +221,13 @@ class Phase:
 
 
 def busy_seconds() -> float:
-    """Of the whole machine since its start; the kernel's first line: user, nice, system, idle..."""
+    """Returns those of the machine since its start. The file begins: user, nice, system, idle."""
     fields = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def engine_process(server: DemoServer) -> Path:
-    """Of the only base that runs yet."""
+    """Returns the folder of /proc of the only engine that runs yet."""
     found = [
         child.pid
         for child in psutil.Process(server.process.pid).children(recursive=True)
@@ -238,13 +238,13 @@ def engine_process(server: DemoServer) -> Path:
 
 
 def waited_seconds(process: Path) -> float:
-    """Of all its threads, from the kernel's count of nanoseconds on a run queue."""
+    """Returns the sum over its threads, from the kernel's count of nanoseconds on a queue."""
     counts = [path.read_text().split() for path in process.glob("task/*/schedstat")]
     return sum(int(count[1]) for count in counts) / 1e9
 
 
 def import_elsewhere(niceness: int) -> None:
-    """What an engine's process and its replica's import, in a process of nobody."""
+    """Imports the packages of an engine's process in a process that does nothing else."""
     command = ["nice", "-n", str(niceness), sys.executable, "-c"]
     subprocess.run([*command, "import ray.serve, mlflow, torch, engine.factory"], check=True)
 

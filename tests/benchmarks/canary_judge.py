@@ -1,4 +1,4 @@
-"""How often a canary that equals the stable version is rolled back, and how soon a bad one is.
+"""The share of good canaries that are rolled back, and the time until a bad one is.
 
 Simulated hours: requests of both arms second by second, judged each second by the product's own
 `Trial`, and beside it by the rule before (`before`): fixed thresholds on the measured rates of the

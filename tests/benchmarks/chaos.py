@@ -1,17 +1,21 @@
 """Processes of a running server are killed, or stopped, while judges read every token of a mixed
 load: streams, whole answers, several choices, stop strings, seeds, penalties, log-probabilities,
-five adapters and their base.
+schemas, expressions, given choices and demanded tool calls, five adapters and their base.
 
     python -m tests.benchmarks.chaos --out FILE [--kills 10] [--minutes 5]
-        [--target engine | ingress | controller | sigstop | node | silent_node]
-        [--base demo | tiny] [--replicas 3]
+        [--target engine | ingress | controller | manager | sigstop | node | silent_node]
+        [--base demo | tiny] [--replicas 3] [--keys] [--free]
 
 Every answer is compared, token by token, with the one that the same request had before the first
 kill. `engine`: nothing but `ok`, for prompt and tokens so far go to another replica. `ingress`:
-answers that the killed one was writing are cut or fail, and say so. `controller`: nothing but `ok`.
+answers that the killed one was writing are cut or fail, and say so. `controller`, `manager`:
+nothing but `ok`.
 `sigstop`: an engine's process stands still until Serve replaces it, or for a minute. `node`: all
 processes of one of three Ray nodes are killed; `silent_node`: they stand still until Ray gives the
 node up, as where the power or the network fails. Nothing but `ok`.
+
+With `--keys` the requests have a key, and the use that the manager has recorded for it is compared
+with the sums of what the clients received.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,21 +38,25 @@ from registry.cache import Cache
 from serve_app.cli.commands.store import open_registry
 from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR, BASE_NAME
 from serve_app.cli.registration import register_adapter
+from serve_app.config import ADMIN_TOKEN
 from tests.benchmarks import flips
 from tests.benchmarks.chaos_faults import PROCESSES, num_engines, process_platform, wait
+from tests.benchmarks.chaos_judge import VERDICTS
 from tests.benchmarks.chaos_nodes import NODES, node_platform
 from tests.benchmarks.children import module
+from tests.benchmarks.keyed import TENANCY, admin_headers, make_key, recorded
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve_base import BASE as TINY
 from tests.demo_server import run_cli
 from tests.serve_rig import free_port
 
 NUM_ADAPTERS = 5
+LEDGER_S = 30.0
 COUNTERS = ("loraplex_requests_migrated", "loraplex_requests_lost", "loraplex_requests_quarantined")
 
 
 def prepare_demo(home: Path) -> list[str]:
-    """The demo's three adapters and two louder copies."""
+    """The demo's adapters and a louder copy."""
     os.environ["LORAPLEX_HOME"] = str(home)
     run_cli(home, "demo")
     registry, cache, names = open_registry(None), Cache(home / "cache"), list(ADAPTER_NAMES)
@@ -81,7 +91,8 @@ def arguments(args: argparse.Namespace) -> dict[str, object]:
         "replicas": args.replicas,
         "engine": engine,
     }
-    return {"ingress": {"replicas": args.ingresses}, "models": [model]}
+    found: dict[str, object] = {"ingress": {"replicas": args.ingresses}, "models": [model]}
+    return found | ({"tenancy": TENANCY} if args.keys else {})
 
 
 def prepare(home: Path, args: argparse.Namespace) -> list[str]:
@@ -118,13 +129,26 @@ class Judges:
 
 
 def counters(url: str) -> dict[str, float]:
-    """Of the ingress that answers; with several of them, a part."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
+    """Returns those of the ingress that answers; with several of them, a part."""
+    text = httpx.get(f"{url}/metrics", headers=admin_headers(), timeout=30).text
     return {
         line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
         if line.startswith(COUNTERS) and "_total{" in line
     }
+
+
+def ledger(url: str, key_id: str, received: dict[str, int]) -> dict[str, object]:
+    """Returns the use that is recorded beside the use that the clients received. They are equal
+    within a report's interval and the manager's start, unless a part was lost or counted twice."""
+    deadline_s = time.monotonic() + LEDGER_S
+    while True:
+        found = recorded(url, key_id)
+        sums = {name: int(found.get(name, 0)) for name in received}
+        is_equal = sums == received
+        if is_equal or time.monotonic() > deadline_s:
+            return {"recorded": sums, "received": received, "is_equal": is_equal}
+        time.sleep(0.5)
 
 
 def parse_args() -> argparse.Namespace:
@@ -138,6 +162,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ingresses", type=int, help="1, or 2 where ingresses are killed")
     parser.add_argument("--clients", type=int, default=6, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=48, help="the longest answer")
+    parser.add_argument("--keys", action="store_true", help="requests need a key; see the ledger")
+    parser.add_argument("--free", action="store_true", help="no answer has a constraint")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     is_node = args.target in NODES
@@ -154,6 +180,7 @@ def main() -> None:
     args = parse_args()
     report = Report(args.out)
     report.emit_machine("chaos", arguments=sys.argv[1:])
+    os.environ.setdefault(ADMIN_TOKEN, secrets.token_hex())
     with ExitStack() as stack:
         home, port = Path(stack.enter_context(tempfile.TemporaryDirectory())), free_port()
         url = f"http://127.0.0.1:{port}"
@@ -161,7 +188,10 @@ def main() -> None:
         start = process_platform if args.target in PROCESSES else node_platform
         faults = stack.enter_context(start(args, arguments(args), home, port, report))
         wait(lambda: num_engines(url) == args.replicas)
+        key_id, key = make_key(url) if args.keys else ("", "")
         wish = {
+            "key": key,
+            "is_free": args.free,
             "models": models,
             "tokens": args.tokens,
             "clients": args.clients,
@@ -174,6 +204,10 @@ def main() -> None:
             result = judges.finish()
         finally:
             judges.kill()
+        received = result.pop("received")
+        if args.keys:
+            assert isinstance(received, dict)
+            report.emit(ledger=ledger(url, key_id, received))
         line = {
             "target": args.target,
             "kills": args.kills,
@@ -186,7 +220,7 @@ def main() -> None:
             **result,
         }
         report.emit(**line)
-    names = ("submitted", "ok", "failed", "cut", "truncated", "lost", "doubled", "different")
+    names = ("submitted", *VERDICTS)
     print_table(("target", "kills", *names), [(args.target, args.kills, *(line[n] for n in names))])
 
 

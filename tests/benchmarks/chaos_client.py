@@ -13,11 +13,20 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from tests.benchmarks.chaos_http import Exchange, post
-from tests.benchmarks.chaos_judge import Told, judge, make_cases, path_and_body, read_answer
+from tests.benchmarks.chaos_judge import (
+    VERDICTS,
+    Told,
+    is_constrained,
+    judge,
+    make_cases,
+    path_and_body,
+    problem_of_constraint,
+    read_answer,
+)
 from tests.benchmarks.report import percentile
 
 TIMEOUT_S = 180.0
@@ -31,6 +40,26 @@ class Wish:
     clients: int
     can_chat: bool = True  # the base has a template
     seed: int = 0
+    key: str = ""  # the API key; "": none
+    is_free: bool = False  # no answer has a constraint
+
+
+@dataclass(slots=True)
+class Received:
+    """All answers that had a usage, undisturbed ones included: the client's side of the ledger."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, told: Told) -> None:
+        if told.usage_tokens is not None:
+            self.requests += 1
+            self.prompt_tokens += told.prompt_tokens
+            self.output_tokens += told.usage_tokens
+
+
+RECEIVED = Received()
 
 
 @dataclass(slots=True)
@@ -43,13 +72,17 @@ class Tally:
     by_kind: Counter[str] = field(default_factory=Counter)
 
 
-async def ask(port: int, case: dict[str, object]) -> tuple[Exchange, Told]:
+async def ask(port: int, case: dict[str, object], key: str) -> tuple[Exchange, Told]:
     path, body = path_and_body(case)
-    exchange = await post(port, path, body, TIMEOUT_S)
-    return exchange, read_answer(exchange)
+    exchange = await post(port, path, body, TIMEOUT_S, key)
+    told = read_answer(exchange)
+    RECEIVED.add(told)
+    return exchange, told
 
 
-async def take_references(port: int, cases: list[dict[str, object]], clients: int) -> list[Told]:
+async def take_references(
+    port: int, cases: list[dict[str, object]], clients: int, key: str
+) -> list[Told]:
     """Twice each, in different company: a case that is not the same twice proves nothing."""
     slots = asyncio.Semaphore(clients)
 
@@ -57,12 +90,14 @@ async def take_references(port: int, cases: list[dict[str, object]], clients: in
         async with slots:
             if case.get("stop"):
                 del case["stop"]
-                _, told = await ask(port, case)
+                _, told = await ask(port, case, key)
                 middle = len(told.texts[0]) // 2
                 case["stop"] = told.texts[0][middle : middle + _STOP_CHARS]
-            _, told = await ask(port, case)
+            _, told = await ask(port, case, key)
             if told.error:
                 raise RuntimeError(f"an undisturbed answer failed: {told.error}")
+            if problem := problem_of_constraint(case, told):
+                raise RuntimeError(f"an undisturbed answer of {case} is not valid: {problem}")
             return told
 
     first = await asyncio.gather(*(one(case) for case in cases))
@@ -83,8 +118,8 @@ async def run_load(
     async def client() -> None:
         while not until.is_set():
             index = draw.randrange(len(cases))
-            exchange, told = await ask(port, cases[index])
-            verdict, details = judge(told, exchange, right[index])
+            exchange, told = await ask(port, cases[index], wish.key)
+            verdict, details = judge(told, exchange, right[index], cases[index])
             count(tally, cases[index], exchange, verdict, details)
 
     await asyncio.gather(*(client() for _ in range(wish.clients)))
@@ -96,6 +131,7 @@ def count(
 ) -> None:
     tally.verdicts[verdict] += 1
     tally.by_kind["stream" if case["stream"] else "whole"] += 1
+    tally.by_kind["constrained" if is_constrained(case) else "free"] += 1
     tally.seconds.append(exchange.done_s - exchange.sent_s)
     gaps_s = [after - before for (before, _), (after, _) in pairwise(exchange.events)]
     if gaps_s:
@@ -117,21 +153,21 @@ def summary(tally: Tally) -> dict[str, object]:
             "max": round(max(values), 3),
         }
 
-    names = ("ok", "failed", "cut", "truncated", "lost", "doubled", "different")
     return {
         "submitted": tally.verdicts.total(),
-        **{name: tally.verdicts[name] for name in names},
+        **{name: tally.verdicts[name] for name in VERDICTS},
         **tally.by_kind,
         "gap_s": of(tally.gaps_s),
         "longest_gap_of_a_stream_s": of(tally.longest_gaps_s),
         "request_s": of(tally.seconds),
+        "received": asdict(RECEIVED),
         "problems": tally.problems[:20],
     }
 
 
 async def run(port: int, wish: Wish) -> None:
-    cases = make_cases(wish.models, wish.tokens, can_chat=wish.can_chat)
-    right = await take_references(port, cases, wish.clients)
+    cases = make_cases(wish.models, wish.tokens, can_chat=wish.can_chat, is_free=wish.is_free)
+    right = await take_references(port, cases, wish.clients, wish.key)
     print_line({"reference": len(right), "tokens": sum(one.num_tokens for one in right)})
     until = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What `chaos` does to a running server: processes or nodes are killed or stopped at even times."""
+"""The faults of `chaos`: processes or nodes are killed or stopped at even times."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.benchmarks.keyed import admin_headers
 from tests.benchmarks.report import Report
 from tests.benchmarks.serve_home import write_serve_file
 from tests.demo_server import serving
 from tests.serve_rig import processes
 
 ENGINE, INGRESS, CONTROLLER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "ServeController"
-PROCESSES = {"engine": ENGINE, "ingress": INGRESS, "controller": CONTROLLER, "sigstop": ENGINE}
+PROCESSES = {
+    "engine": ENGINE,
+    "ingress": INGRESS,
+    "controller": CONTROLLER,
+    "manager": "ray::ServeReplica:api:manager",
+    "sigstop": ENGINE,
+}
 STOPPED_S = 60.0
 REPLACED_LIMIT_S = 120.0
 
 
 def num_engines(url: str) -> int:
-    """That answer an ingress."""
+    """Returns the number of engines that answer an ingress."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=5).text
+        text = httpx.get(f"{url}/metrics", headers=admin_headers(), timeout=5).text
     except httpx.HTTPError:
         return 0
     return sum(line.startswith("vllm:num_requests_running{") for line in text.splitlines())

@@ -22,13 +22,16 @@ class Exchange:
     error: str = ""  # of the connection
 
 
-async def post(port: int, path: str, fields: dict[str, object], timeout_s: float) -> Exchange:
+async def post(
+    port: int, path: str, fields: dict[str, object], timeout_s: float, key: str = ""
+) -> Exchange:
+    """`key`: the API key; "": none."""
     exchange = Exchange(sent_s=time.monotonic())
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(HOST, port, limit=1 << 24)
             try:
-                writer.write(_request(path, json.dumps(fields).encode()))
+                writer.write(_request(path, json.dumps(fields).encode(), key))
                 await _read(reader, exchange)
             finally:
                 writer.close()
@@ -38,9 +41,10 @@ async def post(port: int, path: str, fields: dict[str, object], timeout_s: float
     return exchange
 
 
-def _request(path: str, body: bytes) -> bytes:
+def _request(path: str, body: bytes, key: str) -> bytes:
+    bearer = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n{bearer}"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -60,7 +60,7 @@ class NodeFaults(Faults):
         return {"engines_lost": lost, "silent_s": round(silent_s, 2)}
 
     def _victims(self) -> list[Any]:
-        """With engines, and without the ingress."""
+        """Returns the nodes with engines and without the ingress."""
         nodes = [
             node for node in self._cluster.worker_nodes if not processes(INGRESS, _raylet(node))
         ]
@@ -86,7 +86,7 @@ def node_platform(
     port: int,
     report: Report,
 ) -> Iterator[Faults]:
-    """As `serve run` on a cluster; `arguments`: of its application."""
+    """Runs the server as `serve run` on a cluster. `arguments`: of its application."""
     # Short: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")
     os.environ |= SERVE_SETTINGS | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}

@@ -11,6 +11,13 @@ from pathlib import Path
 
 from tests.benchmarks.report import Report
 
+# Of every process of vLLM's.
+VLLM_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at the first request
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
 
 def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"tests.benchmarks.{name}", *arguments]
@@ -24,8 +31,8 @@ def relay(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> list[dict[str, object]]:
-    """The child's JSON lines become ours, and are returned; what else it prints goes to standard
-    error. A child that fails, or is ended because it takes too long, is a line with an error."""
+    """Repeats the child's JSON lines and returns them; its other output goes to standard error.
+    A child that fails, or is ended because it takes too long, is a line with an error."""
     child = subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
     )

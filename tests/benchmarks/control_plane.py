@@ -30,7 +30,7 @@ _PART = 10  # orders that a process is given at a time
 
 
 def run_part(seeds: range) -> list[Outcome]:
-    """In a process of its own, with a store of its own."""
+    """Runs the seeds in a process of its own, with a store of its own."""
     return [run(_database(), seed, draw(seed)) for seed in seeds]
 
 

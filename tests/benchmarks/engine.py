@@ -1,11 +1,13 @@
 """Offline throughput of our engine, with and without adapters, beside vLLM on the same GPU.
 
-Prompts of 256 random tokens, 128 tokens out, greedy, all requests at once; median of up to three
-runs after a warm-up. Ours is the engine with its own loop and no server; vLLM, where its packages
-are, runs first in processes of its own and leaves. Every case is a line as soon as it is measured;
-the table at the end, with its ratios, counts all lines of the `--out` file: a run can be split.
+Prompts of 256 random tokens, 128 tokens out, greedy, all requests at once. The cases of equal
+requests run in turns, the base first: the ratio to the own base is the median over the rounds, so
+that a clock that moves moves both sides. Ours is the engine with its own loop and no server; vLLM,
+where its packages are, runs first in processes of its own and leaves. Every case is a line as soon
+as it is measured; the table at the end counts all lines of the `--out` file: a run can be split.
 
-    python -m tests.benchmarks.engine --out FILE [--vllm SITE_PACKAGES] [--cases 'off-*,on-r16*']
+    python -m tests.benchmarks.engine --out FILE [--set cost] [--cases 'off-*,on-r16*']
+    python -m tests.benchmarks.engine --rank 8 --targets q_proj,v_proj --distinct 32 --requests 32
 """
 
 from __future__ import annotations
@@ -15,57 +17,67 @@ import asyncio
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.arrival import measure_arrivals
-from tests.benchmarks.cases import Case, EngineKind, select, standard_cases, tiny
-from tests.benchmarks.children import module, relay
-from tests.benchmarks.our_engine import OurEngine, Settings, figures
+from tests.benchmarks.cases import (
+    CASE_SETS,
+    Case,
+    EngineKind,
+    cases_as_json,
+    groups_of,
+    select,
+    tiny,
+)
+from tests.benchmarks.children import VLLM_ENVIRONMENT, module, relay
+from tests.benchmarks.our_engine import (
+    PAGES,
+    OurEngine,
+    PoolCost,
+    Run,
+    Settings,
+    figures,
+    to_base,
+)
 from tests.benchmarks.report import Report, print_table
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import LINEARS, SHAPES, targets_argument
 
 KINDS: tuple[EngineKind, ...] = ("off", "on", "small")
 WARM_UP_TOKENS = 8
-VLLM_ENVIRONMENT = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at the first request
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) -> None:
-    """One process an engine: without LoRA, with it, and with it for a higher rank."""
+    """Runs one process for each engine: without LoRA, with it, and with it for higher ranks."""
     groups: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         if case.engine != "small":  # vLLM's own 32 slots are in the others
             lora = case.engine == "on" or args.vllm_one_engine
-            rank = case.rank if case.engine == "on" else 16
+            rank = max(16, case.max_rank) if case.engine == "on" else 16
             groups.setdefault((int(lora), rank), []).append(case)
     for (lora, rank), group in groups.items():
         if rank > 16 and not args.vllm_rank64:
             continue
         command = module("vllm_engine", "--shape", args.shape)
         command += ["--lora", str(lora), "--max-rank", str(rank)]
-        command += ["--cases", ",".join(case.name for case in group)]
+        command += ["--cases", cases_as_json(group)]
         command += ["--repeats", str(args.repeats), "--work", str(args.work)]
         command += ["--seconds-per-case", str(args.seconds_per_case)]
-        environment = VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": args.vllm}
+        environment = VLLM_ENVIRONMENT | _IN_PROCESS | os.environ | {"PYTHONPATH": args.vllm}
         relay(
             command,
             report,
             timeout_s=args.vllm_timeout,
             environment=environment,
-            folder=_folder_of_tests(args.work / "beside-vllm"),
+            folder=folder_of_tests(args.work / "beside-vllm"),
         )
 
 
-def _folder_of_tests(folder: Path) -> Path:
-    """Where `tests` can be imported and none of our rooms: a library that theirs uses looks for a
-    package called `kernels` and would find ours."""
+def folder_of_tests(folder: Path) -> Path:
+    """Makes a folder from which `tests` can be imported and none of our packages: a library that
+    theirs uses looks for a package called `kernels` and would find ours."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "tests"
     if not link.is_symlink():
@@ -87,63 +99,140 @@ async def run_ours(
             shape=args.shape,
             engine=kind,
             start_s=round(ours.start_s, 2),
-            adapter_pages=ours.num_pages,
+            adapter_pages=PAGES[kind],
+            adapter_pool_bytes=ours.config.adapter_pool_bytes,
             num_blocks=ours.engine.load().num_blocks,
         )
-        for case in group:
-            try:
-                report.emit(**await _measure(args, ours, case))
-            except (RuntimeError, TimeoutError, AssertionError) as error:
-                report.emit(side="ours", shape=args.shape, case=case.name, error=repr(error))
+        for cases_in_turns in groups_of(group):
+            await _measure(args, ours, cases_in_turns, report)
         if wants_arrival:
             result = await measure_arrivals(ours, args.arrivals, is_tiny=args.tiny)
             report.emit(side="ours", shape=args.shape, case="arrival", **result)
         ours.close()
 
 
-async def _measure(args: argparse.Namespace, ours: OurEngine, case: Case) -> dict[str, object]:
-    small = tiny(case) if args.tiny else case
-    load_s = await ours.load_adapters(small)
-    await ours.run(small, salt=-1, output=min(WARM_UP_TOKENS, small.output))
-    runs = [await ours.run(small, salt=0)]
-    while len(runs) < args.repeats and sum(r.seconds for r in runs) < args.seconds_per_case:
-        runs.append(await ours.run(small, salt=len(runs)))
-    line = {"side": "ours", "shape": args.shape, "case": case.name} | figures(small, runs)
-    return line | ({"load_adapters_s": round(load_s, 2)} if case.distinct else {})
+async def _measure(
+    args: argparse.Namespace, ours: OurEngine, group: Sequence[Case], report: Report
+) -> None:
+    """Measures cases of equal requests in turns; the first is their base. A case that fails is a
+    line with its error, and the others go on."""
+    shown: dict[str, dict[str, object]] = {}
+    runs: dict[str, list[Run]] = {}
+    cases = {case.name: tiny(case) if args.tiny else case for case in group}
+    await ours.unload_adapters()
+
+    def fail(name: str, error: Exception) -> None:
+        report.emit(side="ours", shape=args.shape, case=name, error=repr(error))
+        runs.pop(name, None)
+
+    for name, case in cases.items():
+        try:
+            load_s = await ours.load_adapters(case.adapters)
+            cost = await ours.warm_up(case, min(WARM_UP_TOKENS, case.output))
+        except (RuntimeError, TimeoutError, AssertionError) as error:
+            fail(name, error)
+            continue
+        runs[name] = []
+        shown[name] = _cost_fields(case, cost, load_s)
+    began_s = time.perf_counter()
+    limit_s = args.seconds_per_case * len(group)
+    for number in range(args.repeats):
+        if number and time.perf_counter() - began_s > limit_s:
+            break
+        for name in tuple(runs):
+            try:
+                runs[name].append(await ours.run(cases[name], salt=number))
+            except (RuntimeError, TimeoutError, AssertionError) as error:
+                fail(name, error)
+    base_runs = runs.get(group[0].name, [])
+    for name, of_case in runs.items():
+        line = figures(cases[name], of_case) | shown[name]
+        if cases[name].distinct and base_runs:
+            line |= to_base(of_case, base_runs)
+        report.emit(side="ours", shape=args.shape, case=name, **line)
+
+
+def _cost_fields(case: Case, cost: PoolCost, load_s: float) -> dict[str, object]:
+    if not case.distinct:
+        return {}
+    fields: dict[str, object] = {"load_adapters_s": round(load_s, 2)}
+    if cost.ratio is not None and cost.num_adapters:
+        fields |= {
+            "new_adapters": cost.num_adapters,
+            "pool_bytes": cost.pool_bytes,
+            "tensor_bytes": cost.tensor_bytes,
+            "pool_to_tensor_bytes": round(cost.ratio, 3),
+        }
+    return fields
 
 
 def summarise(report: Report, shape: str) -> None:
-    """The newest figure of each side and case; ratios to vLLM and to our own base."""
-    rates: dict[str, dict[str, float]] = {"ours": {}, "vllm": {}}
+    """Prints the newest figure of each side and case, with the ratios to vLLM and to the base of
+    the same run."""
+    newest: dict[str, dict[str, dict[str, object]]] = {}
     for line in report.lines():
-        rate = line.get("output_tokens_per_s")
-        if line.get("shape") == shape and "case" in line and isinstance(rate, float):
-            rates[str(line["side"])][str(line["case"])] = rate
+        if line.get("shape") == shape and "output_tokens_per_s" in line and "case" in line:
+            newest.setdefault(str(line["case"]), {})[str(line["side"])] = line
     rows, ratios = [], []
-    for case in standard_cases():
-        ours, theirs = rates["ours"].get(case.name), rates["vllm"].get(case.name)
-        base = rates["ours"].get(replace(case, engine="off", distinct=0, rank=16).name)
-        if case.engine == "small":
-            base = rates["ours"].get(replace(case, engine="on").name)
-        if case.output == 1:
-            base = rates["ours"].get(replace(case, distinct=0).name)
-        to_vllm = round(ours / theirs, 3) if ours and theirs else None
-        to_base = round(ours / base, 3) if ours and base else None
-        if ours or theirs:
-            rows.append((case.name, ours, theirs, to_vllm, to_base))
-            ratios.append(
-                {"case": case.name, "ours": ours, "vllm": theirs}
-                | {"ours_to_vllm": to_vllm, "ours_to_own_base": to_base}
-            )
+    for name, sides in newest.items():
+        ours, theirs = sides.get("ours", {}), sides.get("vllm", {})
+        rate, their_rate = ours.get("output_tokens_per_s"), theirs.get("output_tokens_per_s")
+        to_vllm = None
+        if isinstance(rate, float) and isinstance(their_rate, float):
+            to_vllm = round(rate / their_rate, 3)
+        line = {
+            "case": name,
+            "ours": rate,
+            "vllm": their_rate,
+            "ours_to_vllm": to_vllm,
+            "ours_to_own_base": ours.get("to_base"),
+            "vllm_to_own_base": theirs.get("to_base"),
+            "pool_to_tensor_bytes": ours.get("pool_to_tensor_bytes"),
+        }
+        rows.append(tuple(line.values()))
+        ratios.append(line)
     report.emit(benchmark="engine", shape=shape, ratios=ratios)
-    print_table(("case", "ours tok/s", "vllm tok/s", "ours/vllm", "ours/own base"), rows)
+    header = ("case", "ours tok/s", "vllm tok/s", "ours/vllm", "ours/base", "vllm/base", "pool/B")
+    print_table(header, rows)
+
+
+def chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    """Returns the cases of `--distinct` and its options, or those of a set that match `--cases`."""
+    if args.distinct is None:
+        if not args.cases:
+            return ()  # the arrivals alone
+        return select(CASE_SETS[args.set](), args.cases)
+    targets, ranks = args.targets, _numbers(args.ranks) if args.ranks else ()
+    return tuple(
+        Case("on", count, distinct, args.rank, args.prompt, args.output, targets, ranks)
+        if distinct
+        else Case("on", count, 0, prompt=args.prompt, output=args.output)
+        for count in _numbers(args.requests)
+        for distinct in _numbers(args.distinct)
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--set", choices=CASE_SETS, default="standard", help="named cases")
     parser.add_argument("--cases", default="*", help="shell patterns of case names, by comma")
+    own = parser.add_argument_group("cases of your own, instead of a set")
+    own.add_argument("--distinct", help="numbers of adapters in use, by comma (0: the base alone)")
+    own.add_argument("--requests", default="32", help="numbers of requests at once, by comma")
+    own.add_argument("--rank", type=int, default=16)
+    own.add_argument("--ranks", help="by comma, of the adapters in turn, instead of --rank")
+    names = ",".join(LINEARS.values())
+    own.add_argument(
+        "--targets", type=targets_argument, default="all", help=f"all, or by comma: {names}"
+    )
+    own.add_argument("--prompt", type=int, default=256, help="tokens")
+    own.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--list", action="store_true", help="show the cases' names and leave")
     parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")
     parser.add_argument("--vllm-rank64", action="store_true", help="a third engine of theirs")
@@ -174,7 +263,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    cases = select(standard_cases(), args.cases) if args.cases else ()
+    cases = chosen_cases(args)
     if args.list:
         sys.stdout.write("\n".join(case.name for case in cases) + "\n")
         return

@@ -1,10 +1,10 @@
-"""Random engines with real staging times: each keeps every promise, or the run says which seed did
+"""Random engines with real copy times: each keeps every promise, or the run says which seed did
 not.
 
     python -m tests.benchmarks.engine_fuzz [--engines 1000] [--seed 0] [--device cuda] [--out FILE]
 
 On a CPU, copies of adapters take between 0 and 2 ms by the clock; on a CUDA device they are the
-real ones, through the staging slots. See tests/engine_fuzz.py for what is random and what is
+real ones. See tests/engine_fuzz.py for what is random and what is
 checked. A broken promise is printed with its seed (`--engines 1 --seed N` runs it again), the run
 goes on, and the exit code is 1.
 """

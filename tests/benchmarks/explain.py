@@ -1,5 +1,5 @@
-"""Why a first token came when it did: what the server tells of each request, beside its client's
-clock, and what the router had expected, beside what came of it.
+"""The parts of a time to first token: the server's figures of each request beside its client's
+clock, and the router's expectation beside the result.
 
 One server; prompts of three lengths for some adapters, more than its memory holds, arrive open loop
 at parts of what it can do. `parts`: the terms that were measured, their sum against the client's
@@ -24,8 +24,8 @@ from tests.benchmarks import overload_server
 from tests.benchmarks.overload_client import Clients, Flow, Load, Outcome, send
 from tests.benchmarks.overload_server import Served, Setting
 from tests.benchmarks.report import Report, print_table, spread
-from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_base import BASE, prepare_home, write_config
+from tests.benchmarks.serve_sides import serving
 from tests.benchmarks.shapes import SHAPES
 from tests.serve_rig import free_port
 

@@ -108,7 +108,7 @@ class Expected:
         assert len(everything) == 2 * len(names) * len(prompts), "two adapters answer alike"
 
     def version(self, answer: Answer) -> int | None:
-        """None: of neither version, so of a mixture."""
+        """Returns the version of the answer, or None if it is of neither: of a mixture."""
         return self._versions[answer.adapter, answer.prompt].get(answer.text)
 
 
@@ -147,7 +147,7 @@ class Load:
         self._is_stopping = True
 
     def answers_since(self, began_s: float, adapter: str) -> list[Answer]:
-        """In the order of sending."""
+        """Returns the answers in the order of sending."""
         recent = takewhile(lambda answer: answer.done_s > began_s, reversed(self.answers))
         found = [one for one in recent if one.adapter == adapter and one.sent_s > began_s]
         return sorted(found, key=lambda answer: answer.sent_s)
@@ -170,7 +170,7 @@ async def wait_for_effect(load: Load, expected: Expected, flip: Flip, limit_s: f
 
 
 def judge(answers: Sequence[Answer], flips: Sequence[Flip], expected: Expected) -> dict[str, int]:
-    """What was wrong with all answers, once it is known when each flip took effect."""
+    """Counts the faults of all answers, when the time of each flip's effect is known."""
     by_adapter: dict[str, list[Flip]] = {}
     for flip in flips:
         by_adapter.setdefault(flip.adapter, []).append(flip)

@@ -89,7 +89,7 @@ def make_cases(root: Path, templates: list[Path], count: int, seed: int) -> Iter
 
 
 def fault_of_reason(reason: str, folder: Path, words: str) -> str | None:
-    """None: it can be shown to anyone, and says what is wrong."""
+    """Returns None for a reason that can be shown to anyone and names the fault."""
     if not reason.isprintable() or not reason.isascii():
         return "the reason has characters that cannot be shown"
     if len(reason) > MAX_REASON:

@@ -240,7 +240,7 @@ def evil_layers_pattern(files: AdapterFiles, rng: random.Random) -> Expectation:
 
 
 def many_names(files: AdapterFiles, rng: random.Random) -> Expectation:
-    """As many as a megabyte holds: each module is compared with all of them."""
+    """Adds as many names as a megabyte holds: each module is compared with all of them."""
     count = rng.choice((1000, 20_000, 60_000))
     field = rng.choice(("target_modules", "exclude_modules", "rank_pattern", "layers_to_transform"))
     names = [f"m{i}.x" for i in range(count)]

@@ -20,7 +20,7 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What must come of a mutated folder. PEFT is the oracle of what is accepted ("accepted" or
+    """The right verdict on a mutated folder. PEFT is the oracle of what is accepted ("accepted" or
     "either"); "unchanged" is the adapter that the template is, though PEFT could not say so, and
     "unchanged or refused" the same where a refusal is right too."""
 

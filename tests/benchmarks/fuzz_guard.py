@@ -67,7 +67,7 @@ class Guard:
         return [i async for output in self.engine.generate(request) for i in output.token_ids]
 
     async def load(self, digest: str, folder: Path) -> str | None:
-        """None: loaded. Else the refusal; any other error is the caller's."""
+        """Returns None, or the refusal; any other error is raised."""
         try:
             await self.engine.load_adapter(digest, digest, str(folder))
         except AdapterError as error:

@@ -1,7 +1,7 @@
-"""Who judges a fuzzed folder: a process of its own that reads it, and PEFT as the oracle.
+"""The judge of a fuzzed folder: a process of its own that reads it, and PEFT as the oracle.
 
 The process can hang, grow or die without harm; it measures its own time and memory. The oracle
-compares factors exactly, not answers: what PEFT has loaded is what was to be accepted.
+compares factors exactly, not answers: an adapter is right if it is what PEFT has loaded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Oracle:
         return model
 
     def greedy(self, model: PeftModel, prompt: list[int], num_tokens: int) -> list[int] | None:
-        """None: it has no clear answer, numbers overflow or two tokens are nearly equal."""
+        """Returns None without a clear answer: numbers overflow, or two tokens are nearly equal."""
         tokens = hf_greedy(model, prompt, num_tokens)
         logits = hf_logits(model, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
         best = logits.topk(2).values
@@ -139,7 +139,7 @@ def read(folder: Path, base: Path) -> Adapter:
 def difference(
     ours: Adapter, wanted: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> str | None:
-    """None: the same modules, the same numbers."""
+    """Returns None for the same modules with the same numbers."""
     if set(ours.modules) != set(wanted):
         return f"modules differ: {sorted(set(ours.modules) ^ set(wanted))}"
     for module, (a, b) in wanted.items():

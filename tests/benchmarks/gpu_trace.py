@@ -1,7 +1,7 @@
-"""What the device did in a stretch of time: kernels out of torch's profiler, put into classes.
+"""The work of the device in a stretch of time: kernels out of torch's profiler, put into classes.
 
-A Triton kernel belongs to the file of `kernels/` that defines it, all others are told by their
-names. Knows no engine.
+A Triton kernel belongs to the file of `kernels/` that defines it, all others are recognised by
+their names. Free of engines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 TRITON_CLASSES = (
     ("lora", "LoRA"),
     ("linear", "GEMM"),  # of few rows, the shrink included
-    ("scatter_page", "adapter loading"),
     ("attention", "attention"),
     ("sampl", "sampling"),
     ("rms_norm", "norm, RoPE, SiLU"),
@@ -73,7 +72,7 @@ class DeviceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Of one step, on average."""
+    """The parts of one step, on average."""
 
     steps: int
     step_us: float
@@ -102,7 +101,7 @@ class GpuTrace:
 
 
 def warm_up_profiler() -> None:
-    """Before graphs are captured: the tracing library hooks into what is made after its start."""
+    """Starts the tracing library, which sees only the graphs that are captured after it."""
     trace = GpuTrace()
     trace.start()
     torch.zeros(8, device="cuda").add_(1)
@@ -125,7 +124,7 @@ def parse_events(trace: dict[str, list[dict[str, object]]]) -> list[DeviceEvent]
 
 
 def graph_starts_us(events: Sequence[DeviceEvent]) -> list[float]:
-    """When each graph began that is as large as the largest: one a decode step."""
+    """Returns the starts of the graphs as large as the largest: one a decode step."""
     sizes: dict[int, int] = defaultdict(int)
     first: dict[int, float] = {}
     for event in events:
@@ -138,7 +137,7 @@ def graph_starts_us(events: Sequence[DeviceEvent]) -> list[float]:
 
 
 def break_down(events: Sequence[DeviceEvent], steps: int) -> Breakdown:
-    """Over whole decode steps if they are graphs, else over all, which were `steps`."""
+    """Averages over whole decode steps if they are graphs, else over all `steps`."""
     starts = graph_starts_us(events)
     if len(starts) > 2:
         steps = len(starts) - 1
@@ -184,7 +183,7 @@ def triton_classes(folder: Path = KERNELS) -> dict[str, str]:
 
 
 def _advances_us(events: Sequence[DeviceEvent]) -> list[float]:
-    """How long each event, in order of their starts, was what the device was waiting for: a kernel
+    """Returns for how long the device waited for each event, in order of their starts: a kernel
     that was launched early, beside the end of the one before it, counts from that end."""
     advances, reached = [], 0.0
     for event in events:

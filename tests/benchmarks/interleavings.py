@@ -44,7 +44,7 @@ LEVELS: dict[str, Callable[[World, Tally, int, int], None]] = {
 
 
 def run(count: int, seed: int, report: Report) -> bool:
-    """Of each level `count`. True: no violation."""
+    """Runs `count` orders of each level. Returns True without a violation."""
     report.emit_machine("interleavings", count=count, seed=seed)
     violations = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""How long device work takes inside a CUDA graph, and the LoRA problem that all sides are given."""
+"""The time of device work inside a CUDA graph, and the LoRA problem that all sides get."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LoraProblem:
 
 
 class LoraOp(Protocol):
-    """What is timed: weights laid out when it is made, `step` once a step, `run` once a layer."""
+    """A timed side: weights laid out when it is made, `step` once a step, `run` once a layer."""
 
     def step(self) -> object: ...
     def run(self, x: torch.Tensor, y: torch.Tensor) -> object: ...

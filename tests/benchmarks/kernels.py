@@ -71,7 +71,7 @@ def _prefill(tokens: int, distinct: int) -> LoraCase:
 
 
 def makers(args: argparse.Namespace, case: LoraCase) -> dict[str, Callable[[LoraProblem], LoraOp]]:
-    """By name: ours, then the peers in the form that they have for this kind of batch."""
+    """Returns by name ours, then the peers in their form for this kind of batch."""
     found: dict[str, Callable[[LoraProblem], LoraOp]] = {}
     if args.ours:
         name, _, attribute = args.ours.partition(":")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kernels.lora_plan import PAGE_ROWS, LoraPlan, lora_plan_size, write_lora_plan
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from tests.lora_strips import make_site_rows, pages_of
 
 DECODE_ROWS = 256  # the engine's largest CUDA graph: beyond it a step may have large tiles
 
@@ -43,15 +44,14 @@ class OurLora:
             count = -(-rank // PAGE_ROWS)
             self._pages.append(tuple(range(num_pages, num_pages + count)))
             num_pages += count
-        rows = num_pages * PAGE_ROWS
-        self._a = torch.zeros(len(p.Ns), rows, p.K, dtype=p.dtype, device=p.device)
-        self._b = [torch.zeros(rows, size, dtype=p.dtype, device=p.device) for size in p.Ns]
-        for adapter, rank in enumerate(p.ranks):
-            start = self._pages[adapter][0] * PAGE_ROWS if rank else 0
+        a: list[dict[int, torch.Tensor]] = [{} for _ in p.Ns]
+        b: list[dict[int, torch.Tensor]] = [{} for _ in p.Ns]
+        for adapter, pages in enumerate(self._pages):
             for s in range(len(p.Ns)):
-                self._a[s, start : start + rank] = p.A[adapter][s]
+                a[s] |= pages_of(p.A[adapter][s], pages)
                 scaled = p.B[adapter][s].float() * p.scales[adapter]
-                self._b[s][start : start + rank] = scaled.T.to(p.dtype)
+                b[s] |= pages_of(scaled.T, pages)
+        self._site = make_site_rows(num_pages, a, b, p.K, p.Ns, p.dtype, p.device)
         # The engine sorts sequences by adapter; rows in another order are more runs, each of which
         # counts its pages anew.
         self._runs = [
@@ -81,5 +81,5 @@ class OurLora:
             self._plan = LoraPlan.for_step(self._device, counts, self._tokens, self._max_pages)
 
     def run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        lora_expand_(y, lora_shrink(x, self._a, self._plan), self._b, self._plan)
+        lora_expand_(y, lora_shrink(x, self._site, self._plan), self._site, self._plan)
         return y

@@ -1,6 +1,6 @@
-"""What adapters add to a Llama-3-8B layer without its attention: four matrix products, RoPE + KV
-write, SiLU and two norms, without adapters and with them, as a step launches them, both as CUDA
-graphs; and our shrink and expand of each site alone.
+"""The time that adapters add to a Llama-3-8B layer without its attention: four matrix products,
+RoPE + KV write, SiLU and two norms, without adapters and with them, as a step launches them, both
+as CUDA graphs; and our shrink and expand of each site alone.
 
 Layers, rows and adapters rotate so that weights come from memory. A line gives microseconds a layer
 `base`, of the same with the library's products (`library`: steps of few rows have others), what the
@@ -26,6 +26,7 @@ from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, lora_plan_size, write_lora_plan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
+from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
 from kernels.rms_norm import add_rms_norm
@@ -33,6 +34,7 @@ from kernels.rope_kv_write import rope_kv_write
 from kernels.rope_write import RopeWrite
 from kernels.silu_mul import silu_mul
 from tests.benchmarks.report import Report
+from tests.lora_strips import make_site_rows
 
 SITES: dict[str, tuple[int, tuple[int, ...]]] = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -56,8 +58,7 @@ EPS = 1e-5
 class Call:
     """One layer's site with its own weights, rows and outputs; the plan is every layer's."""
 
-    a_pool: torch.Tensor
-    b_pools: tuple[torch.Tensor, ...]
+    site: SiteRows
     x: torch.Tensor
     y: torch.Tensor
     plan: LoraPlan
@@ -65,6 +66,16 @@ class Call:
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+
+
+def random_rows(num_pages: int, in_features: int, sizes: Sequence[int]) -> SiteRows:
+    """A whole page of every matrix for each page number."""
+    a = [
+        {p: normal(PAGE_ROWS, in_features, scale=in_features**-0.5) for p in range(num_pages)}
+        for _ in sizes
+    ]
+    b = [{p: normal(PAGE_ROWS, size) for p in range(num_pages)} for size in sizes]
+    return make_site_rows(num_pages, a, b, in_features, sizes, torch.bfloat16, "cuda")
 
 
 def make_plan(num_tokens: int, ranks: Sequence[int], *, decode: bool) -> tuple[LoraPlan, int]:
@@ -91,8 +102,7 @@ def make_calls(site: str, num_tokens: int, ranks: Sequence[int], *, decode: bool
     call_bytes = weights + 2 * num_tokens * (in_features + sum(sizes))
     return [
         Call(
-            normal(len(sizes), rows, in_features, scale=in_features**-0.5),
-            tuple(normal(rows, size) for size in sizes),
+            random_rows(num_pages, in_features, sizes),
             normal(num_tokens, in_features),
             normal(num_tokens, sum(sizes)),
             plan,
@@ -107,8 +117,8 @@ def _share(total: int, parts: int) -> list[int]:
 
 def pair_us(calls: Sequence[Call]) -> float:
     def step(call: Call) -> None:
-        bridge = lora_shrink(call.x, call.a_pool, call.plan)
-        lora_expand_(call.y, bridge, call.b_pools, call.plan)
+        bridge = lora_shrink(call.x, call.site, call.plan)
+        lora_expand_(call.y, bridge, call.site, call.plan)
 
     return graph_us([partial(step, call) for call in calls])
 
@@ -116,7 +126,7 @@ def pair_us(calls: Sequence[Call]) -> float:
 @dataclass(frozen=True, slots=True)
 class Layer:
     weights: dict[str, torch.Tensor]
-    pools: dict[str, tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+    sites: dict[str, SiteRows]
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     norms: tuple[torch.Tensor, torch.Tensor]
@@ -124,7 +134,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What all layers of a step share."""
+    """The tensors that all layers of a step share."""
 
     hidden: torch.Tensor
     residual: torch.Tensor
@@ -135,16 +145,12 @@ class Rows:
 
 
 def make_layer(num_tokens: int, num_pages: int) -> Layer:
-    weights, pools = {}, {}
+    weights, sites = {}, {}
     for site, (in_features, sizes) in SITES.items():
         weights[site] = normal(sum(sizes), in_features, scale=in_features**-0.5)
-        rows = num_pages * PAGE_ROWS
-        pools[site] = (
-            normal(len(sizes), rows, in_features, scale=in_features**-0.5),
-            tuple(normal(rows, size) for size in sizes),
-        )
+        sites[site] = random_rows(num_pages, in_features, sizes)
     shape = (-(-num_tokens // 16), 16, HEADS[1], HEADS[2])
-    return Layer(weights, pools, normal(*shape), normal(*shape), (normal(4096), normal(4096)))
+    return Layer(weights, sites, normal(*shape), normal(*shape), (normal(4096), normal(4096)))
 
 
 def make_rows(num_tokens: int, plan: LoraPlan) -> Rows:
@@ -159,7 +165,7 @@ def make_rows(num_tokens: int, plan: LoraPlan) -> Rows:
 
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-Lora = tuple[Bridge, tuple[torch.Tensor, ...], LoraPlan]
+Lora = tuple[Bridge, SiteRows, LoraPlan]
 
 
 def base_layer(layer: Layer, rows: Rows, product: Linear) -> torch.Tensor:
@@ -178,15 +184,14 @@ def lora_layer(layer: Layer, rows: Rows) -> torch.Tensor:
     caches = (layer.k_cache, layer.v_cache, rows.slots)
 
     def bridged(site: str, x: torch.Tensor) -> tuple[torch.Tensor, Lora]:
-        a_pool, b_pools = layer.pools[site]
-        y, bridge = linear_shrink(x, layer.weights[site], None, a_pool, rows.plan)
-        return y, (bridge, b_pools, rows.plan)
+        adapters = layer.sites[site]
+        y, bridge = linear_shrink(x, layer.weights[site], None, adapters, rows.plan)
+        return y, (bridge, adapters, rows.plan)
 
     def normed(
         y: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, lora: Lora
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        bridge, (b_pool,), plan = lora
-        return lora_add_rms_norm(y, residual, norm, EPS, bridge, b_pool, plan)
+        return lora_add_rms_norm(y, residual, norm, EPS, *lora)
 
     qkv, lora = bridged("qkv", rows.hidden)
     write = RopeWrite(rows.positions, rows.cos_sin, *caches, *HEADS)

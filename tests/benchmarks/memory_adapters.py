@@ -1,24 +1,30 @@
-"""Random adapters for our engine, made in memory: no files, one set of numbers for a rank.
+"""Random adapters for our engine, made in memory: no files, one set of numbers for all of them.
 
-All adapters of a rank share their numbers but not their place: each has pages of its own in the
-pool and a copy of its own in the host tier, so a step reads as many bytes as with real ones.
+The numbers are drawn once, at the largest rank, for each layer. An adapter takes the first rows of
+them, and its layers are those of the set in turn, from its index on: adapters differ in what they
+compute, none needs a draw of its own, and each has its own copy on the host and its own place in
+the pool, so that a step reads as many bytes as with real ones.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from engine.model_config import ModelConfig, lora_sites
 from engine.runner import ModelRunner
 from lora.adapter import Adapter, ModuleWeights
+from lora.page_image import PageLayout
+from lora.pool import AdapterPool
 from lora.sites import Site, targets_by_module
-from tests.benchmarks.cases import PAGE_RANK
+from tests.benchmarks.cases import AdapterSpec
+from tests.benchmarks.shapes import LINEARS
 
 SCALE = 2.0  # alpha = 2 r
+_LETTERS = {name: letter for letter, name in LINEARS.items()}
 
 
 def layer_sites(config: ModelConfig) -> tuple[Site, ...]:
@@ -26,55 +32,96 @@ def layer_sites(config: ModelConfig) -> tuple[Site, ...]:
 
 
 def pool_bytes(config: ModelConfig, num_pages: int, itemsize: int) -> int:
-    """What a pool of so many pages is given, its optional sites counted as the pool counts them."""
-    row = sum(site.num_row_elements for site in lora_sites(config))
-    return num_pages * PAGE_RANK * row * itemsize
+    """Returns the bytes of a pool that holds so many adapters of rank 16 on all linears."""
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    return num_pages * PageLayout(lora_sites(config), dtype).page_bytes
 
 
-def random_adapter(config: ModelConfig, rank: int, seed: int, device: torch.device) -> Adapter:
-    """All linears. Drawn on `device` (a CPU needs seconds for 8B), kept on the CPU."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(rows: int, columns: int, scale: float) -> torch.Tensor:
-        drawn = torch.randn(rows, columns, generator=generator, device=device)
-        return (drawn * scale).cpu()
-
-    modules = {
-        module: ModuleWeights(
-            draw(rank, target.site.in_features, 1 / math.sqrt(target.site.in_features)),
-            draw(rank, target.out_features, 0.01 * SCALE),
-        )
+def tensor_bytes(config: ModelConfig, spec: AdapterSpec, itemsize: int) -> int:
+    """Returns the bytes of the adapter's own tensors, A and B of each module that it adapts."""
+    return itemsize * sum(
+        spec.rank * (target.site.in_features + target.out_features)
         for module, target in targets_by_module(layer_sites(config)).items()
-    }
-    return Adapter(
-        digest="",
-        rank=rank,
-        modules=modules,
-        num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
-        is_noop=False,
+        if _is_adapted(module, spec)
     )
 
 
+def _is_adapted(module: str, spec: AdapterSpec) -> bool:
+    _, _, layer, below = module.split(".", 3)  # model.layers.3.self_attn.q_proj
+    return _LETTERS[below.split(".")[1]] in spec.targets and int(layer) % spec.every == 0
+
+
+class AdapterNumbers:
+    """The numbers of random adapters of one model, up to a rank."""
+
+    def __init__(self, config: ModelConfig, max_rank: int, device: torch.device) -> None:
+        """Draws on `device` (a CPU needs seconds for 8B) and keeps the result on the CPU."""
+        self.max_rank = max_rank
+        self._num_layers = config.num_layers
+        generator = torch.Generator(device).manual_seed(max_rank)
+
+        def draw(columns: int, scale: float) -> torch.Tensor:
+            drawn = torch.randn(max_rank, columns, generator=generator, device=device)
+            return (drawn * scale).cpu()
+
+        self._modules = {
+            module: ModuleWeights(
+                draw(target.site.in_features, 1 / math.sqrt(target.site.in_features)),
+                draw(target.out_features, 0.01 * SCALE),
+            )
+            for module, target in targets_by_module(layer_sites(config)).items()
+        }
+
+    def adapter(self, spec: AdapterSpec) -> Adapter:
+        modules: dict[str, ModuleWeights] = {}
+        for module in self._modules:
+            if not _is_adapted(module, spec):
+                continue
+            model, layers, layer, below = module.split(".", 3)
+            source = (int(layer) + spec.index) % self._num_layers
+            numbers = self._modules[f"{model}.{layers}.{source}.{below}"]
+            modules[module] = ModuleWeights(numbers.a[: spec.rank], numbers.b[: spec.rank])
+        return Adapter(
+            digest=spec.digest,
+            rank=spec.rank,
+            modules=modules,
+            num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
+            is_noop=False,
+        )
+
+
 class MemoryReader:
-    """Stands where the reader of folders does: the digest is the name, the path says the rank."""
+    """Stands where the reader of folders does: the digest itself describes the adapter."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._numbers: dict[int, Adapter] = {}
+        self._numbers: AdapterNumbers | None = None
+        self._lock = threading.Lock()
 
     @property
-    def num_pages(self) -> int:
-        return self._runner.adapters.num_pages
+    def pool(self) -> AdapterPool:
+        return self._runner.adapters
 
-    def prepare(self, rank: int) -> None:
-        """Before adapters of this rank are loaded: two readers would draw it twice."""
-        if rank not in self._numbers:
-            config, device = self._runner.model_config, self._runner.device
-            self._numbers[rank] = random_adapter(config, rank, rank, device)
+    def prepare(self, max_rank: int) -> None:
+        """Draws the numbers. Called before adapters of a rank are loaded, so that no load pays for
+        the draw."""
+        with self._lock:
+            if self._numbers is None or self._numbers.max_rank < max_rank:
+                runner = self._runner
+                self._numbers = AdapterNumbers(runner.model_config, max_rank, runner.device)
+
+    def tensor_bytes(self, digest: str) -> int:
+        """Returns the bytes of an adapter's own tensors in the type of the pool."""
+        runner = self._runner
+        return tensor_bytes(runner.model_config, AdapterSpec.parse(digest), runner.dtype.itemsize)
 
     def read(self, digest: str, path: str) -> Callable[[], None]:
-        pool = self._runner.adapters
-        packed = pool.pack(replace(self._numbers[int(path)], digest=digest))
+        spec = AdapterSpec.parse(digest)
+        self.prepare(spec.rank)
+        assert self._numbers is not None
+        adapter = self._numbers.adapter(spec)
+        pool = self.pool
+        packed = pool.pack(adapter)
 
         def insert() -> None:
             pool.insert(packed)

@@ -14,9 +14,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from engine.types import Request, SamplingParams, StepOutput
 from tests.benchmarks.cases import (
     POOL_PAGES,
     SMALL_POOL_PAGES,
+    AdapterSpec,
     Case,
     EngineKind,
     adapter_of,
@@ -40,7 +42,7 @@ from tests.benchmarks.shapes import ModelShape
 
 PAGES: dict[EngineKind, int] = {"off": 0, "on": POOL_PAGES, "small": SMALL_POOL_PAGES}
 HOST_BYTES = min(48 * 1024**3, total_bytes() // 2)
-STUCK_S = 120.0  # no case takes as long
+STUCK_S = 120.0  # no case of the offline workload lasts as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ class Settings:
     enforce_eager: bool = False
     piecewise_graphs: bool = True
     num_blocks: int | None = None
+    others: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig that differ
 
     def config(self, kind: EngineKind) -> EngineConfig:
         model = read_model_config(self.shape.write_config(self.folder))
         is_cuda = self.device == "cuda"
-        return EngineConfig(
+        config = EngineConfig(
             model_path=str(self.folder),
             base_digest=f"random {self.shape.name}",
             load_format="dummy",
@@ -76,16 +79,20 @@ class Settings:
             adapter_pool_bytes=pool_bytes(model, PAGES[kind], 2 if is_cuda else 4),
             adapter_host_bytes=HOST_BYTES,
         )
+        return replace(config, **self.others)
 
 
 @dataclass(slots=True)
 class Timeline:
-    """When each request got its tokens, as the engine's thread saw it."""
+    """The times at which each request got its tokens, as the engine's thread saw them."""
 
     wanted: int  # requests that must end
     times_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     steps_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    stopped: set[str] = field(default_factory=set)  # aborted by the benchmark: no errors
+    may_stop: bool = False  # whether an answer may end before its limit of tokens
+    num_tokens: int = 0
     done: threading.Event = field(default_factory=threading.Event)
 
     def on_step(self, step: StepOutput) -> None:
@@ -95,8 +102,11 @@ class Timeline:
         for output in step.outputs:
             if output.token_ids:
                 self.times_s[output.request_id].append(now_s)
+                self.num_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                if output.finish_reason != "length":
+                is_stopped = output.request_id in self.stopped
+                is_stopped |= self.may_stop and output.finish_reason == "stop"
+                if output.finish_reason != "length" and not is_stopped:
                     self.errors.append(output.error or output.finish_reason)
                 self.wanted -= 1
         if self.wanted == 0:
@@ -113,6 +123,19 @@ class Run:
     gaps_s: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class PoolCost:
+    """The room of some adapters in the pool on the device, beside the bytes of their tensors."""
+
+    num_adapters: int
+    pool_bytes: int
+    tensor_bytes: int
+
+    @property
+    def ratio(self) -> float | None:
+        return self.pool_bytes / self.tensor_bytes if self.tensor_bytes else None
+
+
 class OurEngine:
     """One engine for all cases of its kind."""
 
@@ -124,11 +147,11 @@ class OurEngine:
             readers.append(MemoryReader(runner))
             return readers[0]
 
-        self.engine = open_engine(settings.config(kind), reader_of)
+        self.config = settings.config(kind)
+        self.engine = open_engine(self.config, reader_of)
         self.reader = readers[0]
         self.engine.start()
         self.start_s = time.perf_counter() - started_s
-        self.num_pages = self.reader.num_pages if PAGES[kind] else 0
         self._vocab_size = self.engine.model_limits.vocab_size
         self._timeline: Timeline | None = None
         self._count = 0
@@ -138,21 +161,31 @@ class OurEngine:
         if self._timeline is not None:
             self._timeline.on_step(step)
 
-    async def load_adapters(self, case: Case) -> float:
-        """Into the host tier; seconds. Those of another rank leave."""
+    async def load_adapters(self, adapters: Sequence[AdapterSpec]) -> float:
+        """Loads adapters into the host tier. Returns the seconds, without the draw of numbers."""
+        self.reader.prepare(max((spec.rank for spec in adapters), default=1))
         started_s = time.perf_counter()
-        if case.distinct:
-            wanted = [adapter_digest(case.rank, i) for i in range(case.distinct)]
-            for digest in self.engine.load().adapters_on_host:
-                if not digest.startswith(f"r{case.rank}-"):
-                    await self.engine.unload_adapter(digest)
-            self.reader.prepare(case.rank)
-            rank = str(case.rank)
-            await asyncio.gather(*(self.engine.load_adapter(d, d, rank) for d in wanted))
+        digests = [spec.digest for spec in adapters]
+        await asyncio.gather(*(self.engine.load_adapter(d, d, "") for d in digests))
         return time.perf_counter() - started_s
 
+    async def unload_adapters(self) -> None:
+        loaded = self.engine.load().adapters_on_host
+        await asyncio.gather(*(self.engine.unload_adapter(digest) for digest in loaded))
+
+    async def warm_up(self, case: Case, output: int) -> PoolCost:
+        """Runs the case with few tokens, so that its adapters are on the device. Returns the cost
+        of those that were not there before; the pool has room for all."""
+        pool = self.reader.pool
+        before, bytes_before = set(pool.on_device()), pool.device_bytes_used
+        await self.run(case, salt=-1, output=output)
+        new = set(pool.on_device()) - before
+        num_bytes = pool.device_bytes_used - bytes_before
+        return PoolCost(len(new), num_bytes, sum(map(self.reader.tensor_bytes, new)))
+
     async def run(self, case: Case, salt: int, output: int | None = None) -> Run:
-        """All of it once. `output`: another number of tokens, for a warm-up."""
+        """Runs all requests of the case once. `output`: another number of tokens, for a
+        warm-up."""
         num_tokens = output or case.output
         requests = [
             self.request(prompt, num_tokens, self._adapter(case, i))
@@ -195,22 +228,18 @@ class OurEngine:
 
     def _adapter(self, case: Case, request: int) -> str | None:
         index = adapter_of(case, request)
-        return None if index is None else adapter_digest(case.rank, index)
+        return None if index is None else case.adapters[index].digest
 
 
-def adapter_digest(rank: int, index: int) -> str:
-    return f"r{rank}-{index}"
-
-
-async def finish(timeline: Timeline) -> None:
-    if not await asyncio.to_thread(timeline.done.wait, STUCK_S):
-        raise TimeoutError(f"{timeline.wanted} requests have not ended after {STUCK_S} s")
+async def finish(timeline: Timeline, limit_s: float = STUCK_S) -> None:
+    if not await asyncio.to_thread(timeline.done.wait, limit_s):
+        raise TimeoutError(f"{timeline.wanted} requests have not ended after {limit_s} s")
     if timeline.errors:
         raise RuntimeError(f"{len(timeline.errors)} requests failed: {timeline.errors[0]}")
 
 
 def figures(case: Case, runs: Sequence[Run]) -> dict[str, object]:
-    """Of the run with the median time, beside all times."""
+    """Returns the figures of the run with the median time, beside the times of all runs."""
     ordered = sorted(runs, key=lambda run: run.seconds)
     middle = ordered[len(ordered) // 2]
     median_s = statistics.median(run.seconds for run in runs)
@@ -223,3 +252,17 @@ def figures(case: Case, runs: Sequence[Run]) -> dict[str, object]:
     if middle.gaps_s:
         lines["inter_token_ms"] = spread([1000 * s for s in middle.gaps_s], 2)
     return lines
+
+
+def to_base(runs: Sequence[Run], base_runs: Sequence[Run]) -> dict[str, object]:
+    """Returns the tokens/s relative to the base, and the time added to it: medians over the rounds,
+    in each of which both ran."""
+    pairs = [(run.seconds, base.seconds) for run, base in zip(runs, base_runs, strict=False)]
+    added_s = statistics.median(seconds - base_s for seconds, base_s in pairs)
+    return {
+        "to_base": round(statistics.median(base_s / seconds for seconds, base_s in pairs), 3),
+        "added_s": round(added_s, 4),
+        "added_percent": round(
+            100 * statistics.median(seconds / base_s - 1 for seconds, base_s in pairs), 1
+        ),
+    }

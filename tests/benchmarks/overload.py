@@ -8,7 +8,7 @@ are told to come back, what a request for a cold adapter waits amid a flood for 
 health, and how soon the server is as quick as before. With `--spread` also how soon an adapter that
 suddenly takes most of the traffic of three replicas is served by more than one.
 
-    python -m tests.benchmarks.overload [--paced] [--seconds 60] [--spread] [--out FILE]
+    python -m tests.benchmarks.overload [--paced] [--seconds 60] [--spread] [--keys] [--out FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from serve_app.cli.launch import Child
+from tests.benchmarks.keyed import give_keys
 from tests.benchmarks.overload_client import Clients, Flow, Load, Outcome, send, split
 from tests.benchmarks.overload_server import (
     Served,
@@ -173,7 +174,7 @@ def overload_figures(bench: Bench, flood: Sequence[Outcome], start_s: float) -> 
 def goodput_figures(
     bench: Bench, outcomes: Sequence[Outcome], start_s: float, capacity: float
 ) -> dict[str, object]:
-    """Of all that was served meanwhile."""
+    """Returns the figures of all that was served meanwhile."""
     goodput = bench.rate(outcomes, start_s, bench.args.seconds)
     return {
         "output_tokens_per_s": round(goodput, 1),
@@ -282,6 +283,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the overload")
     parser.add_argument("--paced", action="store_true", help="engines that cost nothing")
     parser.add_argument("--haproxy", action="store_true", help="in front, as `loraplex serve` can")
+    parser.add_argument("--keys", action="store_true", help="a key for each tenant")
     parser.add_argument("--spread", action="store_true", help="the hot adapter of three replicas")
     parser.add_argument("--replicas", type=int, help="default: 2 paced ones, 1 that computes")
     parser.add_argument("--rows", type=int, default=8, help="of each replica")
@@ -307,13 +309,17 @@ def run(args: argparse.Namespace, home: Path) -> None:
     args.max_queue_s = args.max_queue_s or max_queue_s
     num_adapters = SPREAD_ADAPTERS if args.spread else 2
     setting = Setting(
-        args.paced, args.replicas, args.rows, args.pace, args.max_queue_s, num_adapters
+        *(args.paced, args.replicas, args.rows, args.pace, args.max_queue_s, num_adapters),
+        has_keys=args.keys,
     )
     served = prepare(home, setting)
     port = free_port()
     config = write_config(home, served, setting, port)
     with server(home, config, port, haproxy=args.haproxy) as child:
         bench = Bench(args, served, port)
+        if args.keys:
+            names = "idle", "warm", "all", "cold", *(f"tenant-{n}" for n in range(TENANTS))
+            give_keys(f"http://127.0.0.1:{port}", names, scopes=["infer", "admin:read"])
         if args.spread:
             measure_spread(bench, report)
         else:

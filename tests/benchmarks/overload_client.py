@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from serve_app.config import ADMIN_TOKEN
 from tests.benchmarks.children import module
+from tests.benchmarks.keyed import key_of
 from tests.benchmarks.serve_client import ERROR, EVENT, HOST, LAST, START_DELAY_S, make_request
 
 _BACK_OFF_S = 0.2  # of a closed loop that was refused
@@ -118,7 +119,8 @@ def read_head(head: str, outcome: Outcome) -> None:
 async def ask(load: Load, flow: Flow, draw: random.Random) -> Outcome:
     request = make_request(flow.model, load.tokens, load.letters, draw)
     line, rest = request.split(b"\r\n", 1)
-    token = os.environ.get(ADMIN_TOKEN, "")  # without it the reasons are not told
+    # Without the admin token, or a key that may read the administration, no reasons come.
+    token = key_of(flow.tenant) or os.environ.get(ADMIN_TOKEN, "")
     extra = (
         f"x-tenant-id: {flow.tenant}\r\nx-loraplex-explain: 1\r\nauthorization: Bearer {token}\r\n"
     ).encode()
@@ -206,7 +208,7 @@ class Clients:
 
 
 def split(load: Load, count: int) -> list[Load]:
-    """In equal parts, for as many processes."""
+    """Splits the load into equal parts, for as many processes."""
 
     def part(flow: Flow, number: int) -> Flow:
         workers = len(range(number, flow.workers, count))

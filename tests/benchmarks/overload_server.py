@@ -1,4 +1,4 @@
-"""The server of `overload`: its home, its configuration, and what its processes take of memory."""
+"""The server of `overload`: its home, its configuration, and the memory of its processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import httpx
 from serve_app.cli import launch
 from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME
 from serve_app.cli.demo.prepare import prepare as prepare_demo
-from tests.benchmarks.serve import serving
+from tests.benchmarks.keyed import TENANCY
 from tests.benchmarks.serve_base import BASE, prepare_home
 from tests.benchmarks.serve_home import write_serve_file
+from tests.benchmarks.serve_sides import serving
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.watch import repeating
 
@@ -38,7 +39,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the clients ask for."""
+    """The models that clients can request."""
 
     base: str
     adapters: tuple[str, ...]
@@ -55,6 +56,7 @@ class Setting:
     pace: int  # tokens a second of a row of a paced engine
     max_queue_s: float
     num_adapters: int
+    has_keys: bool = False
 
 
 def prepare(home: Path, setting: Setting) -> Served:
@@ -80,12 +82,14 @@ def write_config(home: Path, served: Served, setting: Setting, port: int) -> Pat
         "graceful_shutdown_timeout_s": 2,
     }
     app = "tests.benchmarks.paced_app:build" if setting.is_paced else "serve_app.app:build"
-    arguments = {
+    arguments: dict[str, object] = {
         # Its clients name tenants that the file does not.
         "ingress": {"graceful_shutdown_timeout_s": 2, "trusted_gateway": "the benchmark"},
         "fairness": {"max_queue_s": setting.max_queue_s},
         "models": [model],
     }
+    if setting.has_keys:
+        arguments["tenancy"] = TENANCY
     return write_serve_file(home, port, arguments, import_path=app)
 
 
@@ -100,7 +104,7 @@ def server(home: Path, config: Path, port: int, *, haproxy: bool) -> Iterator[la
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Of the machine, by all processes of one part of the server."""
+    """The use of the machine by all processes of one part of the server."""
 
     rss_bytes: float = 0.0
     cpu_s: float = 0.0  # since their start

@@ -1,4 +1,4 @@
-"""Where the time of a decode step and of a prefill goes: a table, JSON lines, and a picture.
+"""The parts of the time of a decode step and of a prefill: a table, JSON lines, and a picture.
 
 The real engine runs its loop (CUDA graphs, scheduling ahead) while torch's profiler watches the
 device. Classes: matrix products, attention, LoRA, norms and activations, sampling, copies, and the
@@ -35,7 +35,7 @@ from tests.benchmarks.gpu_trace import (
     break_down,
     warm_up_profiler,
 )
-from tests.benchmarks.our_engine import OurEngine, Settings, adapter_digest
+from tests.benchmarks.our_engine import OurEngine, Settings
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES
 
@@ -69,7 +69,7 @@ SCENES = (
 
 async def watch(ours: OurEngine, scene: Scene) -> Breakdown:
     case = Case("on", scene.requests, scene.distinct, prompt=scene.prompt)
-    await ours.load_adapters(case)
+    await ours.load_adapters(case.adapters)
     if scene.is_decode:
         return await _watch_decode(ours, case)
     return await _watch_prefill(ours, case)
@@ -109,7 +109,7 @@ async def _watch_prefill(ours: OurEngine, case: Case) -> Breakdown:
 
 
 def _digest(case: Case, request: int) -> str | None:
-    return adapter_digest(case.rank, request % case.distinct) if case.distinct else None
+    return case.adapters[request % case.distinct].digest if case.distinct else None
 
 
 def as_line(scene: Scene, result: Breakdown) -> dict[str, object]:

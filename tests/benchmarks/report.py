@@ -1,4 +1,4 @@
-"""What every benchmark prints: JSON lines, the first of them the machine and the versions."""
+"""The output of every benchmark: JSON lines, the first of them the machine and the versions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ LIBRARIES = (
     "ray",
     "mlflow",
     "transformers",
+    "llguidance",
+    "jsonschema",
     "peft",
     "fastapi",
     "uvloop",
@@ -48,7 +50,7 @@ class Report:
         self.emit(**machine(benchmark), **fields)
 
     def lines(self) -> list[dict[str, object]]:
-        """All that the file holds, those of earlier runs too."""
+        """Returns all lines of the file, those of earlier runs too."""
         if self._path is None or not self._path.is_file():
             return []
         return [json.loads(line) for line in self._path.read_text().splitlines()]
@@ -72,7 +74,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[str]:
-    """Name, driver, memory and highest clock of each; none without NVIDIA's tool."""
+    """Returns the name, driver, memory and highest clock of each; none without NVIDIA's tool."""
     if shutil.which("nvidia-smi") is None:
         return []
     done = subprocess.run(
@@ -98,7 +100,7 @@ def machine(benchmark: str) -> dict[str, object]:
 
 
 def emit(**fields: object) -> None:
-    """One JSON line on standard output."""
+    """Prints one JSON line on standard output."""
     Report().emit(**fields)
 
 
@@ -107,7 +109,7 @@ def emit_machine(benchmark: str) -> None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie (nearest rank)."""
+    """Returns the value below which `percent` of the values lie (nearest rank)."""
     assert values
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
@@ -122,7 +124,7 @@ def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """For the eyes, on standard error: standard output is JSON only."""
+    """Prints a table for people on standard error: standard output is JSON only."""
     cells = [[*header], *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for row in cells:

@@ -106,7 +106,7 @@ def service(policy: str, num_adapters: int) -> Iterator[Rig]:
 
 
 def _wait_known(rig: Rig) -> None:
-    """Until requests are answered, and every engine has told the ingress of itself."""
+    """Waits until requests are answered and every engine has reported to the ingress."""
     deadline_s = time.monotonic() + 60
     body = {"model": RIG_BASE, "prompt": "warm", "max_tokens": 2, "ignore_eos": True}
     with httpx.Client(base_url=rig.url, timeout=30) as client:

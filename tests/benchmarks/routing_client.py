@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(slots=True)
 class Seen:
-    """Of the requests of a part."""
+    """The outcomes of the requests of a part."""
 
     ttft_s: list[float] = field(default_factory=list)
     late_s: float = 0.0  # the latest that a request was sent

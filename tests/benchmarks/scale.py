@@ -1,4 +1,4 @@
-"""From no replica to three and back: what streams see while a base scales, and how fast it does.
+"""A base scales from no replica to three and back: the streams meanwhile, and the times.
 
 A server with one base that sleeps when idle and scales between one and three engine replicas. It
 falls asleep; then a client process opens many long streams, then few, then none: the base wakes,
@@ -70,7 +70,7 @@ class Target:
 
 
 class Line(msgspec.Struct):
-    """What is read of an answer's line of a base."""
+    """The fields that are read of a base's line of an answer."""
 
     state: str
     replicas: int

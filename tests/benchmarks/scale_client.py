@@ -152,7 +152,7 @@ class Streams:
 async def take_texts(
     url: str, models: Sequence[str], prompts: Sequence[str], num_tokens: int
 ) -> dict[str, dict[str, str]]:
-    """What every stream has to say, from a server that nothing disturbs."""
+    """Returns the right text of every stream, from a server that nothing disturbs."""
     found: dict[str, dict[str, str]] = {}
     async with open_http(url) as http:
         for model in models:

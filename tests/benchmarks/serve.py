@@ -5,71 +5,39 @@
 tokens; the bare engine on the same workload before it, and the ratio. Then 32 streams run while
 requests come for adapters that were never used: the longest gap that the others see.
 
+With `--first-minute` it is the start instead, with an empty and then with a filled kernel cache:
+the seconds until the server is ready, its first rounds of streams beside its third, and the first
+tokens of adapters that nobody has used. `--vllm` measures vLLM's own server by the same clients.
+
     python -m tests.benchmarks.serve --out FILE [--shape llama-3-8b] [--weights dummy]
+    python -m tests.benchmarks.serve --out FILE --first-minute [--vllm SITE_PACKAGES]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
-
-from serve_app.cli import launch
-from serve_app.config import ADMIN_TOKEN
 from tests.benchmarks.children import module, relay
 from tests.benchmarks.report import Report, print_table
-from tests.benchmarks.serve_base import BASE, prepare_home, write_config
+from tests.benchmarks.serve_base import BASE
 from tests.benchmarks.serve_client import Load, check, run_in_processes
+from tests.benchmarks.serve_first_minute import measure_first_minute
 from tests.benchmarks.serve_measure import measure_arrivals, measure_streams
+from tests.benchmarks.serve_sides import Ours, Vllm
 from tests.benchmarks.shapes import SHAPES
-from tests.serve_rig import free_port
 
-READY_S = 300.0
-LORA_STREAMS = ("32", "256")  # what is measured with adapters, too
-
-
-@contextmanager
-def serving(
-    config: Path, log: Path, url: str, extra: dict[str, str], haproxy: bool
-) -> Iterator[launch.Child]:
-    """`extra`: of the server's environment. Clients that this process starts inherit the admin
-    token, which they need to be told the reasons of an answer."""
-    os.environ.setdefault(ADMIN_TOKEN, secrets.token_hex())
-    child = launch.start(config, log, os.environ | extra, haproxy=haproxy)
-    try:
-        _wait_ready(child, url)
-        yield child
-    finally:
-        launch.stop(child)
-
-
-def _wait_ready(child: launch.Child, url: str) -> None:
-    deadline_s = time.monotonic() + READY_S
-    while True:
-        text = launch.log_text(child)
-        is_late = time.monotonic() > deadline_s
-        if child.has_ended() or launch.failed_application(text) or is_late:
-            code = child.process.poll()
-            raise SystemExit(f"the server does not start (exit code {code}):\n{text[-4000:]}")
-        try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
+LORA_STREAMS = ("32", "256")  # also measured with adapters
 
 
 def bare_rates(args: argparse.Namespace, cases: Sequence[str], report: Report) -> dict[str, float]:
-    """Case -> output tokens/s: measured now, or read from a file of `engine`."""
+    """Returns the bare engine's output tokens/s by case: measured now, or read from a file of
+    `engine`."""
     if args.bare_from is not None:
         lines = Report(args.bare_from).lines()
     else:
@@ -105,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--arrivals", type=int, default=4, help="adapters used first while others run"
     )
-    parser.add_argument("--arrival-tokens", type=int, default=2400, help="of the others, at most")
+    parser.add_argument("--arrival-tokens", type=int, default=3600, help="of each of the others")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--batched-tokens", type=int, default=8192, help="of a step: fewer, and prompts stall less"
@@ -116,6 +84,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="server's")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("--bare-from", type=Path, help="a file of `engine` from this machine")
+    parser.add_argument("--first-minute", action="store_true", help="the start, twice")
+    parser.add_argument("--cold", type=int, default=4, help="unused adapters: idle, and beside 32")
+    parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="vLLM's server instead of ours")
+    parser.add_argument(
+        "--vllm-tokens", type=int, help="of a step of vLLM's; without it, as vLLM chooses"
+    )
+    parser.add_argument("--vllm-slots", type=int, default=32, help="its adapters on the device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "serve-bench")
     return parser.parse_args()
@@ -143,14 +118,17 @@ def measure_server(
         rate, of_engine = line["output_tokens_per_s"], bare.get(case)
         assert isinstance(rate, float)
         ratio = round(rate / of_engine, 3) if of_engine else None
-        report.emit(part="streams", shape=args.shape, **line, bare=of_engine, to_bare=ratio)
+        side = "vllm" if args.vllm else "ours"
+        report.emit(
+            part="streams", side=side, shape=args.shape, **line, bare=of_engine, to_bare=ratio
+        )
         gaps, first = line["gap_ms"], line["ttft_ms"]
         assert isinstance(gaps, dict)
         assert isinstance(first, dict)
         rows.append((case, rate, of_engine, ratio, first["p50"], gaps.get("p50"), gaps.get("p99")))
     if unused:
         arrivals = asyncio.run(measure_arrivals(port, unused, args.arrival_tokens))
-        report.emit(part="arrivals", shape=args.shape, **arrivals)
+        report.emit(part="arrivals", side=side, shape=args.shape, **arrivals)
     header = ("case", "tokens/s", "bare", "ratio", "TTFT p50 ms", "gap p50 ms", "gap p99 ms")
     print_table(header, rows)
 
@@ -164,29 +142,21 @@ def main() -> None:
     cases = [f"on-base-n{count}" for count in counts]
     if args.adapters in (1, 8, 32):  # the engine's benchmark has these
         cases += [f"on-r16x{args.adapters}-n{count}" for count in counts if count in LORA_STREAMS]
-    bare = {} if args.no_bare else bare_rates(args, cases, report)
+    is_bare = not (args.no_bare or args.first_minute or args.vllm)
+    bare = bare_rates(args, cases, report) if is_bare else {}
     args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        home, port = Path(folder), free_port()
+        side = Vllm(args, Path(folder)) if args.vllm else Ours(args, Path(folder))
+        num_adapters = args.adapters + (4 * args.cold if args.first_minute else args.arrivals)
         began_s = time.monotonic()
-        names = prepare_home(
-            home,
-            SHAPES[args.shape],
-            args.adapters + args.arrivals,
-            has_weights=args.weights == "file",
-            device=args.device,
-        )
-        prepared_s = time.monotonic() - began_s
-        engine: dict[str, object] = {"max_num_batched_tokens": args.batched_tokens}
-        if args.weights == "dummy":
-            engine["load_format"] = "dummy"
-        pages = args.adapters + args.arrivals
-        config = write_config(home, port, ingresses=args.ingresses, engine=engine, pages=pages)
+        names = side.prepare(num_adapters)
+        report.emit(side=side.name, prepared_s=round(time.monotonic() - began_s, 1), env=settings)
+        if args.first_minute:
+            measure_first_minute(args, side, names, settings, report)
+            return
         began_s = time.monotonic()
-        url = f"http://127.0.0.1:{port}"
-        with serving(config, home / "serve.log", url, settings, args.haproxy):
-            ready_s = time.monotonic() - began_s
-            report.emit(prepared_s=round(prepared_s, 1), ready_s=round(ready_s, 1), env=settings)
+        with side.serving(settings) as port:
+            report.emit(side=side.name, ready_s=round(time.monotonic() - began_s, 1))
             measure_server(args, port, names, bare, report)
 
 

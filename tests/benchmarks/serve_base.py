@@ -1,7 +1,7 @@
 """A base of random weights as a server needs it: registered, with a tokenizer and adapters.
 
-The tokenizer is made up: letters, no merges, and a word for every other id of the vocabulary. What
-a random model draws is text then (no halves of characters): one token is one event. A base whose
+The tokenizer is made up: letters, no merges, and a word for every other id of the vocabulary. A
+random model's tokens are text then (no halves of characters): one token is one event. A base whose
 weights the engine makes (`load_format: dummy`) has a placeholder for its weight file and goes past
 the check that serving's own registration makes: the registry itself takes any file.
 """
@@ -24,6 +24,7 @@ from registry.entities import BaseFacts
 from serve_app.cli.commands.store import open_registry
 from serve_app.cli.registration import register_adapter, register_base
 from tests.benchmarks.adapter_files import write_adapters
+from tests.benchmarks.cases import AdapterSpec
 from tests.benchmarks.memory_adapters import pool_bytes
 from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import ModelShape
@@ -35,7 +36,7 @@ RANK = 16
 def prepare_home(
     home: Path, shape: ModelShape, num_adapters: int, *, has_weights: bool, device: str
 ) -> list[str]:
-    """Registers all in an empty home. The adapters' names."""
+    """Registers the base and its adapters in an empty home. Returns the adapters' names."""
     os.environ["LORAPLEX_HOME"] = str(home)
     folder = shape.write_config(home / "base")
     write_tokenizer(folder, shape.vocab_size)
@@ -50,14 +51,15 @@ def prepare_home(
         save_file({"placeholder": torch.zeros(1)}, folder / SINGLE_FILE)
         registry.register_base(folder, BASE, facts=facts)
     cache = Cache(home / "cache")
-    folders = write_adapters(home / "adapters", shape, RANK, num_adapters, device)
+    adapters = [AdapterSpec(RANK, index) for index in range(num_adapters)]
+    folders = write_adapters(home / "adapters", shape, adapters, device)
     for adapter in folders:
         register_adapter(registry, adapter, adapter.name, BASE, cache=cache, probe="never")
     return [adapter.name for adapter in folders]
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    letters = (*string.ascii_letters, *string.digits, "Ġ")
+    letters = (*string.ascii_letters, *string.digits, *string.punctuation, "Ġ")  # JSON needs all
     words = (f"Ġw{index}" for index in range(vocab_size - len(letters) - 1))
     vocab = {text: index for index, text in enumerate([*letters, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -80,9 +82,15 @@ def write_weights(folder: Path, seed: int = 0) -> None:
 
 
 def write_config(
-    home: Path, port: int, *, ingresses: int, engine: dict[str, object], pages: int
+    home: Path,
+    port: int,
+    *,
+    ingresses: int,
+    engine: dict[str, object],
+    pages: int,
+    import_path: str = "serve_app.app:build",
 ) -> Path:
-    """`engine`: settings beside those that the measured workload needs."""
+    """Writes the Serve file. `engine`: settings beside those that the measured workload needs."""
     model = read_model_config(home / "base")
     settings: dict[str, object] = {
         "max_model_len": min(4096, model.max_len),
@@ -105,4 +113,4 @@ def write_config(
             }
         ],
     }
-    return write_serve_file(home, port, arguments)
+    return write_serve_file(home, port, arguments, import_path=import_path)

@@ -26,7 +26,7 @@ EVENT, LAST, ERROR = b"data: {", b"data: [DONE]", b'"error"'
 
 @dataclass(slots=True)
 class Stream:
-    """What one connection saw; times by the monotonic clock."""
+    """The events of one connection; times by the monotonic clock."""
 
     sent_s: float = 0.0
     times_s: list[float] = field(default_factory=list)  # of reads that held events
@@ -91,7 +91,7 @@ class StreamReader(asyncio.Protocol):
 
 
 def make_request(model: str, tokens: int, letters: int, draw: random.Random) -> bytes:
-    """The prompt is its own: no other request shares its blocks."""
+    """Returns a request with a prompt of its own: no other request shares its blocks."""
     fields: dict[str, object] = {
         "model": model,
         "prompt": "".join(draw.choices(string.ascii_lowercase, k=letters)),
@@ -130,7 +130,7 @@ async def run_load(load: Load, start_s: float) -> list[Stream]:
 
 
 def run_in_processes(load: Load, num_processes: int) -> list[Stream]:
-    """The load in equal parts, all sent at the same moment."""
+    """Runs the load in equal parts, all sent at the same moment."""
     count = min(num_processes, load.streams)
     start_s = time.monotonic() + START_DELAY_S
     children = []
@@ -157,6 +157,13 @@ def run_in_processes(load: Load, num_processes: int) -> list[Stream]:
 def check(streams: Sequence[Stream]) -> None:
     for stream in streams:
         if not stream.is_complete or stream.error or " 200 " not in stream.status:
+            raise RuntimeError(f"a stream failed: {stream.status} {stream.error}")
+
+
+def check_status(streams: Sequence[Stream]) -> None:
+    """Raises RuntimeError if a stream that runs was refused, or has failed."""
+    for stream in streams:
+        if stream.error or (stream.status and " 200 " not in stream.status):
             raise RuntimeError(f"a stream failed: {stream.status} {stream.error}")
 
 

@@ -1,6 +1,6 @@
 """The home of a benchmark's server, and its Serve file: one application on loopback, no access log.
 
-What lies in the home and what the application is told is each benchmark's own.
+The contents of the home and the application's arguments are each benchmark's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 
 @contextmanager
 def open_home(kept: Path | None, prefix: str) -> Iterator[Path]:
-    """`kept`, made where it is not there; without it a temporary folder."""
+    """Yields `kept`, made where it is not there; without it, a temporary folder."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept
@@ -31,7 +31,7 @@ def write_serve_file(
     *,
     import_path: str = "serve_app.app:build",
 ) -> Path:
-    """`arguments`: the application's, as in the files under `configs`. The new file."""
+    """Writes the file and returns it. `arguments`: the application's, as under `configs`."""
     application = {
         "name": "api",
         "route_prefix": "/",

@@ -1,4 +1,4 @@
-"""What clients of a running server see: rates, first tokens, gaps, and the pauses of newcomers."""
+"""Measurements by clients of a running server: rates, first tokens, gaps, pauses by newcomers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.benchmarks.serve_base import BASE
 from tests.benchmarks.serve_client import (
     Load,
     Stream,
+    StreamReader,
     check,
+    check_status,
     connect,
     make_request,
     run_in_processes,
@@ -29,7 +31,8 @@ PROMPT_LETTERS = 256
 
 
 def measure_streams(load: Load, rounds: int, num_clients: int) -> dict[str, object]:
-    """The round with the median time counts; the gaps are those of all rounds."""
+    """Measures rounds of equal streams: their median rate, and the first tokens and gaps of all
+    rounds."""
     rates, gaps_ms, ttft_ms = [], [], []
     num_events = 0
     before, began_s = cpu_seconds(), time.monotonic()
@@ -58,36 +61,78 @@ def measure_streams(load: Load, rounds: int, num_clients: int) -> dict[str, obje
     }
 
 
+class Others:
+    """Streams of the base that run throughout. Some that come near their end are replaced between
+    two newcomers, never beside one."""
+
+    def __init__(self, port: int, tokens: int, count: int = NUM_OTHERS) -> None:
+        self._port, self._tokens = port, tokens
+        self._draw = random.Random(7)
+        self._open: list[tuple[Stream, StreamReader]] = []
+        self.seen = [Stream() for _ in range(count)]
+        self._new = self.seen.copy()
+
+    async def start(self) -> None:
+        for stream in self._new:
+            reader = await connect(self._port, stream)
+            reader.send(make_request(BASE, self._tokens, PROMPT_LETTERS, self._draw))
+            self._open.append((stream, reader))
+        while not all(stream.num_events > 2 for stream in self._new):
+            check_status(self._new)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(QUIET_S)
+
+    async def renew(self) -> int:
+        """Replaces the streams that have fewer than half of their tokens left. Returns their
+        number."""
+        old = [one for one in self._open if one[0].num_events > self._tokens / 2]
+        for one in old:
+            self._open.remove(one)
+            one[1].close()
+        if old:
+            self._new = [Stream() for _ in old]
+            self.seen += self._new
+            await self.start()
+        return len(old)
+
+    @property
+    def are_running(self) -> bool:
+        return not any(reader.done.done() for _, reader in self._open)
+
+    def close(self) -> None:
+        for _, reader in self._open:
+            reader.close()
+
+
 async def measure_arrivals(port: int, adapters: Sequence[str], tokens: int) -> dict[str, object]:
-    """32 streams of the base; newcomers of the base and of unused adapters, in turns."""
-    draw = random.Random(7)
-    known = [Stream() for _ in range(NUM_OTHERS)]
-    readers = [await connect(port, stream) for stream in known]
-    for reader in readers:
-        reader.send(make_request(BASE, tokens, PROMPT_LETTERS, draw))
-    await asyncio.sleep(QUIET_S)
+    """Measures newcomers of the base and of unused adapters, in turns, beside 32 streams of the
+    base."""
+    others = Others(port, tokens)
+    await others.start()
     quiet_from_s = time.monotonic()
     await asyncio.sleep(2 * QUIET_S)
-    usual_ms = _gaps_ms(known, quiet_from_s, time.monotonic())
+    usual_ms = _gaps_ms(others.seen, quiet_from_s, time.monotonic())
+    if not usual_ms:
+        raise RuntimeError(f"no stream had two tokens in {2 * QUIET_S:g} s")
     pauses: dict[str, list[float]] = {"base": [], "adapter": []}
     first_token_ms: dict[str, list[float]] = {"base": [], "adapter": []}
+    renewed, ran_throughout = 0, True
     for i, adapter in enumerate(adapters):
         for kind, model in (("base", BASE), ("adapter", f"{BASE}:{adapter}")):
+            renewed += await others.renew()
             began_s = time.monotonic()
-            newcomer = Load(port, 1, (model,), NEWCOMER_TOKENS, seed=100 + i)
-            stream = (await run_load(newcomer, began_s))[0]
-            check([stream])
-            longest_ms = max(_gaps_ms(known, began_s, stream.times_s[-1]), default=0.0)
+            stream = await newcomer(port, model, seed=100 + i)
+            ran_throughout &= others.are_running
+            longest_ms = max(_gaps_ms(others.seen, began_s, stream.times_s[-1]), default=0.0)
             pauses[kind].append(longest_ms)
             first_token_ms[kind].append(1000 * (stream.times_s[0] - stream.sent_s))
             await asyncio.sleep(QUIET_S)
-    are_running = not any(reader.done.done() for reader in readers)
-    for reader in readers:
-        reader.close()
+    others.close()
     p99 = percentile(usual_ms, 99)
     return {
         "others": NUM_OTHERS,
-        "ran_throughout": are_running,
+        "renewed": renewed,
+        "ran_throughout": ran_throughout,
         "usual_gap_ms": spread(usual_ms, 2),
         "longest_gap_base_ms": [round(value, 2) for value in pauses["base"]],
         "longest_gap_adapter_ms": [round(value, 2) for value in pauses["adapter"]],
@@ -96,6 +141,25 @@ async def measure_arrivals(port: int, adapters: Sequence[str], tokens: int) -> d
         "worst_adapter_to_usual_p99": round(max(pauses["adapter"]) / p99, 2),
         "worst_base_to_usual_p99": round(max(pauses["base"]) / p99, 2),
     }
+
+
+async def measure_idle_arrivals(port: int, adapters: Sequence[str]) -> dict[str, object]:
+    """Measures the first token of unused adapters on an idle server, after one of the base each."""
+    first_token_ms: dict[str, list[float]] = {"base": [], "adapter": [], "again": []}
+    for i, adapter in enumerate(adapters):
+        model = f"{BASE}:{adapter}"
+        for kind, asked in (("base", BASE), ("adapter", model), ("again", model)):
+            stream = await newcomer(port, asked, seed=200 + i)
+            first_token_ms[kind].append(1000 * (stream.times_s[0] - stream.sent_s))
+    return {f"ttft_{k}_ms": [round(v, 1) for v in values] for k, values in first_token_ms.items()}
+
+
+async def newcomer(port: int, model: str, seed: int) -> Stream:
+    """Returns one whole stream of few tokens, sent now."""
+    load = Load(port, 1, (model,), NEWCOMER_TOKENS, PROMPT_LETTERS, seed)
+    stream = (await run_load(load, time.monotonic()))[0]
+    check([stream])
+    return stream
 
 
 def _gaps_ms(streams: Sequence[Stream], first_s: float, last_s: float) -> list[float]:

@@ -1,13 +1,47 @@
-"""Shapes of well-known models, as a config.json, and what a LoRA adapter of all linears holds.
+"""Shapes of well-known models, as a config.json, and the settings of LoRA adapters for them.
 
-Weights are random: speed depends on shapes only. No torch here: the peers' runner reads it too.
+Weights are random: speed depends on shapes only. Free of torch: the peers' runner reads it too.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+# The letter of each linear in the names of cases and adapters.
+LINEARS = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "o_proj",
+    "g": "gate_proj",
+    "u": "up_proj",
+    "d": "down_proj",
+}
+ALL_LINEARS = "".join(LINEARS)
+
+
+def parse_targets(text: str) -> str:
+    """Returns the letters of "all", or of names by comma ("q_proj,v_proj"), in the model's order.
+    Raises ValueError with the name that is none of a linear."""
+    if text == "all":
+        return ALL_LINEARS
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in LINEARS.values():
+            known = ", ".join(LINEARS.values())
+            raise ValueError(f"{name!r} is no linear of a layer; there are {known}, or all")
+    return "".join(letter for letter, name in LINEARS.items() if name in names)
+
+
+def targets_argument(text: str) -> str:
+    """Returns what `parse_targets` does, for argparse, which shows the words of this error only."""
+    try:
+        return parse_targets(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +61,7 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Module below a layer -> (in, out)."""
+        """The modules below a layer, each with its (in, out) features."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
@@ -68,7 +102,10 @@ class ModelShape:
         (folder / "config.json").write_text(json.dumps(self.config(), indent=2) + "\n")
         return folder
 
-    def adapter_config(self, rank: int, alpha: int) -> dict[str, object]:
+    def adapter_config(
+        self, rank: int, alpha: int, targets: str = ALL_LINEARS
+    ) -> dict[str, object]:
+        """Returns PEFT's adapter_config.json. `targets`: letters of `LINEARS`."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -77,7 +114,7 @@ class ModelShape:
             "lora_alpha": alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": [module.split(".")[1] for module in self.linears],
+            "target_modules": [LINEARS[letter] for letter in targets],
         }
 
 
@@ -86,6 +123,23 @@ SHAPES = {
     for shape in (
         ModelShape(
             "llama-3-8b", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 1e-5
+        ),
+        ModelShape(
+            "llama-2-7b",
+            "LlamaForCausalLM",
+            4096,
+            11008,
+            32,
+            32,
+            32,
+            128,
+            32000,
+            10000.0,
+            1e-5,
+            4096,
+        ),
+        ModelShape(
+            "qwen3-8b", "Qwen3ForCausalLM", 4096, 12288, 36, 32, 8, 128, 151936, 1000000.0, 1e-6
         ),
         ModelShape(
             "qwen2.5-7b", "Qwen2ForCausalLM", 3584, 18944, 28, 28, 4, 128, 152064, 1000000.0, 1e-6

@@ -10,6 +10,8 @@ queue and scaling decisions are the code that serves.
     fairness  tenants of unequal appetite at overload, with and without the fair queue
     scale     replicas come and go with a load step and with a day
     fleet     1,000 replicas, 10,000 adapters, 1,000,000 requests
+    expect    expected times to first tokens against the times that came
+    gaps      gaps between tokens while prompts arrive, with and without max_decode_slowdown
     herd      bursts over 1, 4 and 16 ingresses whose views are late
     agree     what `tests.benchmarks.routing` measured, predicted from its own calibration
 """
@@ -25,6 +27,8 @@ from tests.benchmarks.report import Report
 from tests.benchmarks.simulator import comparisons, fleets
 from tests.benchmarks.simulator.agreement import agree
 from tests.benchmarks.simulator.calibration import from_file, h200
+from tests.benchmarks.simulator.expectation import expectation
+from tests.benchmarks.simulator.gaps import gaps
 from tests.benchmarks.simulator.setting import Setting
 
 Scenario = Callable[[Setting, Report, Path | None], None]
@@ -36,6 +40,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "scale": fleets.scale,
     "fleet": fleets.fleet,
     "herd": comparisons.herd,
+    "expect": expectation,
+    "gaps": gaps,
 }
 
 

@@ -1,6 +1,6 @@
-"""What telling every ingress of a step costs the engine's process, by the number of ingresses.
+"""The cost of sending every ingress a step, in the engine's process, by the number of ingresses.
 
-`IngressLinks.send` over real sockets on loopback, to a process that reads and forgets: the time of
+`IngressLinks.send` over real sockets on loopback, to a process that only reads: the time of
 the call, which encodes, and the processor time of a whole step with what the event loop does.
 Once with all links idle, once with tokens of 64 sequences for one of them. 200 adapters in memory,
 two prefixes come and go with each step.
@@ -21,7 +21,7 @@ import uvloop
 
 from engine.types import EngineLoad, StepOutput, TokenOutput
 from serve_app.messages import StreamAddress
-from serve_app.stream.links import IngressLinks
+from serve_app.stream.client import IngressLinks
 from tests.benchmarks.report import emit, emit_machine
 
 NUM_ADAPTERS = 200

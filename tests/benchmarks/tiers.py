@@ -29,9 +29,9 @@ import httpx
 from engine.model_config import read_model_config
 from tests.benchmarks.memory_adapters import pool_bytes
 from tests.benchmarks.report import Report, percentile, print_table
-from tests.benchmarks.serve import serving
 from tests.benchmarks.serve_client import Stream, check, connect, make_request
 from tests.benchmarks.serve_home import open_home, write_serve_file
+from tests.benchmarks.serve_sides import serving
 from tests.benchmarks.tiers_home import (
     RESIDENT,
     TIERED,
@@ -83,7 +83,7 @@ def write_config(args: argparse.Namespace, home: Path, port: int) -> Path:
 
 @dataclass(slots=True)
 class Numbers:
-    """Of /metrics: (name, base, tier or "") -> value."""
+    """The values of /metrics, by (name, base, tier or "")."""
 
     values: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 

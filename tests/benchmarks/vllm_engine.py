@@ -1,8 +1,8 @@
 """vLLM on the offline workload, through its public API: the other side of `engine`.
 
-A process of its own, started by `engine` with vLLM's packages on its path; an engine with LoRA and
-one without are two processes. Dummy weights, adapters from files. CUDA graphs are captured for the
-batch sizes of the workload only, which shortens the start and changes no figure.
+The module is a process of its own, started by `engine` with vLLM's packages on its path; an engine
+with LoRA and one without are two processes. Dummy weights, adapters from files. CUDA graphs are
+captured for the batch sizes of the workload only, which shortens the start and changes no figure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
 from tests.benchmarks.adapter_files import write_adapters
-from tests.benchmarks.cases import Case, adapter_of, make_prompts, select, standard_cases
+from tests.benchmarks.cases import Case, adapter_of, cases_from_json, groups_of, make_prompts
 from tests.benchmarks.report import emit, machine
 from tests.benchmarks.shapes import SHAPES, ModelShape
 
@@ -48,8 +49,8 @@ def open_vllm(shape: ModelShape, args: argparse.Namespace) -> LLM:
     )
 
 
-def run(llm: LLM, case: Case, adapters: list[LoRARequest], vocab_size: int, salt: int) -> float:
-    """Seconds from all prompts to all tokens."""
+def run(llm: LLM, case: Case, adapters: Sequence[LoRARequest], vocab_size: int, salt: int) -> float:
+    """Runs all requests of the case. Returns the seconds from all prompts to all tokens."""
     prompts = [{"prompt_token_ids": list(ids)} for ids in make_prompts(case, vocab_size, salt)]
     indices = [adapter_of(case, i) for i in range(case.requests)]
     chosen = [None if index is None else adapters[index] for index in indices]
@@ -65,35 +66,61 @@ def run(llm: LLM, case: Case, adapters: list[LoRARequest], vocab_size: int, salt
     return seconds
 
 
-def measure(llm: LLM, case: Case, shape: ModelShape, args: argparse.Namespace) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    root = args.work / f"{shape.name}-adapters"
-    folders = write_adapters(root, shape, case.rank, case.distinct, device) if case.distinct else []
-    adapters = [
-        LoRARequest(f"r{case.rank}-{i}", 1000 * case.rank + i + 1, str(folder))
-        for i, folder in enumerate(folders)
-    ]
-    short = replace(case, output=min(WARM_UP_TOKENS, case.output))
-    run(llm, short, adapters, shape.vocab_size, salt=-1)
-    runs: list[float] = []
-    while len(runs) < args.repeats and sum(runs) < args.seconds_per_case:
-        runs.append(run(llm, case, adapters, shape.vocab_size, salt=len(runs)))
-    median_s = statistics.median(runs)
-    emit(
-        side="vllm",
-        shape=shape.name,
-        case=case.name,
-        lora_enabled=bool(args.lora),
-        seconds=round(median_s, 4),
-        runs_s=[round(seconds, 4) for seconds in runs],
-        output_tokens_per_s=round(case.output_tokens / median_s, 1),
-    )
+class Adapters:
+    """The adapters' files, written when a case first uses them; ids are unique in the process."""
+
+    def __init__(self, root: Path, shape: ModelShape) -> None:
+        self._root, self._shape = root, shape
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._ids: dict[str, int] = {}
+
+    def of(self, case: Case) -> list[LoRARequest]:
+        folders = write_adapters(self._root, self._shape, case.adapters, self._device)
+        return [
+            LoRARequest(
+                folder.name, self._ids.setdefault(folder.name, len(self._ids) + 1), str(folder)
+            )
+            for folder in folders
+        ]
+
+
+def measure(
+    llm: LLM, group: Sequence[Case], adapters: Adapters, shape: ModelShape, args: argparse.Namespace
+) -> None:
+    """Measures cases of equal requests in turns; the first is their base."""
+    requests = {case.name: adapters.of(case) for case in group}
+    for case in group:
+        short = replace(case, output=min(WARM_UP_TOKENS, case.output))
+        run(llm, short, requests[case.name], shape.vocab_size, salt=-1)
+    runs: dict[str, list[float]] = {case.name: [] for case in group}
+    began_s = time.perf_counter()
+    for number in range(args.repeats):
+        if number and time.perf_counter() - began_s > args.seconds_per_case * len(group):
+            break
+        for case in group:
+            seconds = run(llm, case, requests[case.name], shape.vocab_size, salt=number)
+            runs[case.name].append(seconds)
+    base_s = runs[group[0].name]
+    for case in group:
+        median_s = statistics.median(runs[case.name])
+        rounds = zip(runs[case.name], base_s, strict=True)
+        ratio = statistics.median(base / seconds for seconds, base in rounds)
+        emit(
+            side="vllm",
+            shape=shape.name,
+            case=case.name,
+            lora_enabled=bool(args.lora),
+            seconds=round(median_s, 4),
+            runs_s=[round(seconds, 4) for seconds in runs[case.name]],
+            output_tokens_per_s=round(case.output_tokens / median_s, 1),
+            to_base=round(ratio, 3) if case.distinct else None,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--cases", required=True, help="names, comma separated")
+    parser.add_argument("--cases", required=True, help="as JSON (cases.cases_as_json)")
     parser.add_argument("--lora", type=int, choices=[0, 1], required=True)
     parser.add_argument("--max-loras", type=int, default=32)
     parser.add_argument("--max-rank", type=int, default=16)
@@ -113,8 +140,9 @@ def main() -> None:
         start_s=round(time.perf_counter() - start, 1),
         versions=machine("vllm")["versions"],
     )
-    for case in select(standard_cases(), args.cases):
-        measure(llm, case, shape, args)
+    adapters = Adapters(args.work / f"{shape.name}-adapters", shape)
+    for group in groups_of(cases_from_json(args.cases)):
+        measure(llm, group, adapters, shape, args)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 @contextmanager
 def repeating(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """In a thread, for the first time after `every_s`; a look that has begun is awaited."""
+    """Looks in a thread, first after `every_s`; a look that has begun is awaited."""
     over = Event()
 
     def run() -> None:

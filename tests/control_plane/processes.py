@@ -98,7 +98,7 @@ class Engines:
 
 
 class Managers:
-    """At most one manager at a time; `remote` is Serve's handle of it."""
+    """Runs at most one manager at a time; `remote` is Serve's handle of it."""
 
     def __init__(
         self, loop: VirtualLoop, args: PlatformArgs, open_reader: Callable[[], Reader]
@@ -205,7 +205,7 @@ class Ingress:
             return Answer(name, error=error)
         except Exception as error:
             return Answer(name, error=error)
-        self.gateway.activity.enter(route.handle.base.digest).leave()
+        self.gateway.activity.enter(route.handle.base.digest)()
         version = route.resolution.adapter or route.resolution.base
         return Answer(name, version.version, version.digest, route.arm, route.handle.app_name)
 

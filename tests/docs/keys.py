@@ -22,7 +22,10 @@ from serve_app.config import STEP_LIMITS, PlatformArgs
 from serve_app.config.values import AliasName, Args, Bytes, HostName, Origin
 from tests.docs.markdown import GENERATED, table
 
-SECTIONS = ("models", "registry", "ingress", "fairness", "canary")
+SECTIONS = (
+    *("models", "registry", "ingress", "fairness", "canary", "tenancy"),
+    *("metrics", "logging", "traces"),
+)
 # How annotated types read; pydantic has taken them apart in FieldInfo.
 NAMES: tuple[tuple[Any, str], ...] = (
     (Bytes, "size"),

@@ -6,24 +6,30 @@ Each collector gets one event of each kind, so that every family has a sample an
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
-from typing import cast
 
+from engine.types import Resident
 from registry.cache import CacheStats
-from serve_app.canary.metrics import arms_text
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion
+from serve_app.canary.arm_stats import ArmStats
 from serve_app.control.base_starts import StartLog
-from serve_app.control.registry_metrics import RegistryMetrics
+from serve_app.control.limit_calls import budgets_text
 from serve_app.control.watcher import Watcher
-from serve_app.metrics.adapter_loads import LoadTimes
-from serve_app.metrics.cache import cache_text
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import join_texts
 from serve_app.metrics.ingress import IngressMetrics, RoutingCounts
 from serve_app.metrics.migration import MigrationMetrics
 from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.replica import LoadTimes, cache_text, residents_text
+from serve_app.metrics.requests import FinishedRequest, RequestMetrics
+from serve_app.observe.request_log import RequestLog
 from serve_app.platform_view import BaseLine
-from serve_app.tally import ArmCounts, ArmKey
+from serve_app.tally import ArmKey
 from serve_app.tasks import failures_text, spawn
+from serve_app.tenancy.leases import Grants, LeaseRequest
+from serve_app.tenancy.limits import Limits
 from tests.docs.markdown import GENERATED, table
 
 INTRODUCTION = """
@@ -51,7 +57,7 @@ def metrics_page() -> str:
 def _texts() -> Mapping[str, bytes]:
     return {
         "Engine": join_texts([_engine(), _replica()]),
-        "Ingress": _ingress(),
+        "Ingress": asyncio.run(_ingress()),
         "Manager": _manager(),
         "Every process": asyncio.run(_tasks()),
     }
@@ -63,10 +69,13 @@ def _engine() -> bytes:
 
 def _replica() -> bytes:
     stats = CacheStats(0, 1, 0, 0, 0, 0, 0)
-    return join_texts([cache_text(stats, 0, _LABELS), LoadTimes().text(_LABELS)])
+    resident = Resident("d", True, 1, 1, 0, False, False, 0.0)
+    version = AdapterVersion("a", 1, "d", "m", "b", 16, (), "")
+    adapters = residents_text([resident], {"d": version}, _LABELS)
+    return join_texts([adapters, cache_text(stats, 0, _LABELS), LoadTimes().text(_LABELS)])
 
 
-def _ingress() -> bytes:
+async def _ingress() -> bytes:
     metrics = IngressMetrics("i")
     metrics.answered("/v1/models", 200)
     routed = RoutingCounts("m", {"adapter": 1}, 1)
@@ -78,21 +87,19 @@ def _ingress() -> bytes:
     migration.gap("m", 0.1)
     migration.lost("m")
     migration.quarantined("m")
-    arms = [(ArmKey("a", "canary", 1, "digest"), ArmCounts())]
-    split = arms_text("i", arms, [("a", 1)], 0, 0)
-    return join_texts([metrics.text(0, [routed]), queue.text(), migration.text(), split])
+    arms = ArmStats()
+    arms.begin(ArmKey("a", "canary", 1, "digest"))
+    split = arms.text("i", [("a", 1)], 0, 0)
+    limits = Limits("i", _no_grants, lambda: 1)
+    requests = RequestMetrics("i", 1, 1, ())
+    requests.observe(FinishedRequest("m", "a", "t", "ok"))
+    log = RequestLog(logging.NullHandler(), "i").text()
+    parts = [metrics.text(0, [routed]), queue.text(), migration.text(), split, limits.text()]
+    return join_texts([*parts, requests.text(0.0), log])
 
 
-class _Watcher:
-    """A watcher that has seen nothing: every number is 0."""
-
-    catalog = error = None
-
-    def subscribe(self, call: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> float:
-        return 0.0
+async def _no_grants(request: LeaseRequest) -> dict[str, Grants]:
+    return {}
 
 
 def _manager() -> bytes:
@@ -100,7 +107,8 @@ def _manager() -> bytes:
     starts.begin("app", 0.0)
     starts.end("app", "m", 1.0, is_cold=True)
     line = BaseLine(*("m", 1, "running", "", "file"), 1, 0.0, 1.0, None, "wait", "app", "digest")
-    return join_texts([RegistryMetrics(cast("Watcher", _Watcher())).text(), starts.text([line])])
+    budgets = budgets_text({("k", "t", "day"): 0.5})
+    return join_texts([Watcher(Catalog, 1.0).metrics(0.0), starts.text([line]), budgets])
 
 
 async def _tasks() -> bytes:

@@ -135,7 +135,7 @@ def test_what_is_preempted_in_flight_draws_the_same_again(runner: ModelRunner) -
 
 
 def test_what_is_resumed_draws_the_same_as_the_undisturbed(runner: ModelRunner) -> None:
-    """In company: one decodes, the other's old tokens are computed in the same step."""
+    """While one sequence decodes, the other's old tokens are computed in the same step."""
     drawn = {"temperature": 1.0, "seed": 11}
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
     requests = [request("a", 14, "head", **drawn, **penalties), request("b", 9, None, **drawn)]

@@ -14,7 +14,11 @@ RUNS: dict[str, tuple[Run, ...]] = {
     "a large tile of one page": ((None, 2), (0, 67)),
     "a large tile of the base": ((None, 65), (0, 1)),
     "no adapter": ((None, 3),),
+    "some slices": ((2, 3), (None, 1), (3, 2)),
+    "a large tile of some slices": ((2, 66), (3, 65)),
 }
+
+RANKS = (8, 20, (0, 33, 8), (16, 0, 0))
 
 
 def check(runs: str, fused: torch.Tensor, apart: torch.Tensor) -> None:
@@ -29,7 +33,7 @@ def check(runs: str, fused: torch.Tensor, apart: torch.Tensor) -> None:
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("width", [16, 264])
 def test_silu_mul_is_that_of_the_sums(runs: str, width: int) -> None:
-    case = make_case((8, 20), RUNS[runs], in_features=32, sizes=(width, width), dtype=torch.float16)
+    case = make_case(RANKS, RUNS[runs], in_features=32, sizes=(width, width), dtype=torch.float16)
     fused, apart = silu_both_ways(case)
     check(runs, fused, apart)
 
@@ -38,7 +42,7 @@ def test_silu_mul_is_that_of_the_sums(runs: str, width: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 128), (3, 1, 24)])
 def test_rope_is_that_of_the_sums(runs: str, heads: int, kv_heads: int, head_dim: int) -> None:
     case = make_case(
-        (8, 20),
+        RANKS,
         RUNS[runs],
         in_features=32,
         sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim),

@@ -6,21 +6,23 @@ import pytest
 import torch
 
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
-from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case
+from tests.lora_kernel_cases import LoraCase, Rank, Run, error_of, make_case
 
-MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
+MIXES: dict[str, tuple[tuple[Rank, ...], tuple[Run, ...]]] = {
     "one row": ((16,), ((0, 1),)),
     "a base row between": ((8, 17), ((None, 2), (0, 3), (1, 1), (None, 1))),
     "a run of two tiles": ((16, 40), ((0, 18), (1, 2))),
     "a large tile of one page": ((8,), ((None, 1), (0, 67))),
     "a large tile": ((20, 16), ((None, 1), (0, 66), (1, 1))),
+    "some slices": (((8, 0, 20), (0, 33, 16), (0, 0, 5)), ((0, 1), (1, 2), (None, 1), (2, 1))),
+    "some slices of large tiles": (((33, 0, 5), (0, 20, 0)), ((None, 1), (0, 66), (1, 65))),
 }
 
 
 def run(case: LoraCase, *, graph_rows: int | None = None) -> torch.Tensor:
     y = case.y.clone()
     plan = case.plan(graph_rows=graph_rows)
-    lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+    lora_expand_(y, lora_shrink(case.x, case.site, plan), case.site, plan)
     return y
 
 
@@ -31,7 +33,8 @@ def test_the_delta_is_that_of_float64(mix: str, sizes: tuple[int, ...]) -> None:
     case = make_case(ranks, runs, in_features=48, sizes=sizes, dtype=torch.float16)
     y = run(case)
     assert error_of(case, y) < 2e-3
-    assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+    untouched = case.untouched()
+    assert torch.equal(y[untouched], case.y[untouched])
 
 
 def test_small_integers_are_exact() -> None:
@@ -67,5 +70,5 @@ def test_a_chunked_large_tile_is_summed_by_the_last_to_arrive() -> None:
     y = case.y.clone()
     for _ in range(2):  # the counters are as they were
         y.copy_(case.y)
-        lora_expand_(y, lora_shrink(case.x, case.a_pool, plan), case.b_pools, plan)
+        lora_expand_(y, lora_shrink(case.x, case.site, plan), case.site, plan)
         assert error_of(case, y) < 2e-3

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
 from rich.table import Table
 
 from serve_app.admin_api import AdapterLine, AdapterLines, AdapterResidency, EngineResults
 from serve_app.cli.commands.admin_client import call_admin
-from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.cli.commands.common import console, print_json, print_table
 
 
 def list_adapters(url: str, everything: bool, json: bool) -> None:
-    lines = msgspec.convert(call_admin(url, "GET", "/adapters"), AdapterLines).adapters
+    lines = call_admin(url, "GET", "/adapters", AdapterLines).adapters
     if json:
         print_json({"adapters": lines})
         return
@@ -30,12 +29,12 @@ def list_adapters(url: str, everything: bool, json: bool) -> None:
 
 
 def pin(name: str, url: str) -> None:
-    call_admin(url, "POST", f"/adapters/{name}/pin")
+    call_admin(url, "POST", f"/adapters/{name}/pin", dict)
     console.print(f"{name} is pinned; the engines load it now", highlight=False)
 
 
 def unpin(name: str, url: str) -> None:
-    call_admin(url, "POST", f"/adapters/{name}/unpin")
+    call_admin(url, "POST", f"/adapters/{name}/unpin", dict)
     console.print(f"{name} is not pinned any more", highlight=False)
 
 
@@ -48,11 +47,7 @@ def evict(name: str, url: str) -> None:
 
 
 def _order(url: str, name: str, what: str) -> None:
-    answer = call_admin(url, "POST", f"/adapters/{name}/{what}")
-    try:
-        done = msgspec.convert(answer, EngineResults)
-    except msgspec.ValidationError as error:
-        raise Failure(f"{url} did not answer as loraplex does: {error}") from error
+    done = call_admin(url, "POST", f"/adapters/{name}/{what}", EngineResults)
     for one in done.engines:
         where = f"{done.name}@{done.version} on engine {one.engine}"
         found = {"memory": "was in memory", "disk": "loaded from disk"}.get(one.outcome)

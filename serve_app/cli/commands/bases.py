@@ -62,22 +62,22 @@ def add(
         "engine": _engine(engine) if engine else None,
     }
     given = {key: value for key, value in settings.items() if value is not None}
-    call_admin(url, "POST", "/bases", {"name": name, **given})
+    call_admin(url, "POST", "/bases", dict, {"name": name, **given})
     _report(url, name, "running", wait, timeout_s, f"{name} is being started")
 
 
 def remove(name: str, wait: bool, timeout_s: float, url: str) -> None:
-    call_admin(url, "DELETE", f"/bases/{name}")
+    call_admin(url, "DELETE", f"/bases/{name}", dict)
     _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
 
 
 def sleep(name: str, wait: bool, timeout_s: float, url: str) -> None:
-    call_admin(url, "POST", f"/bases/{name}/sleep")
+    call_admin(url, "POST", f"/bases/{name}/sleep", dict)
     _report(url, name, "asleep", wait, timeout_s, f"{name} goes to sleep")
 
 
 def wake(name: str, wait: bool, timeout_s: float, url: str) -> None:
-    call_admin(url, "POST", f"/bases/{name}/wake")
+    call_admin(url, "POST", f"/bases/{name}/wake", dict)
     _report(url, name, "running", wait, timeout_s, f"{name} wakes")
 
 
@@ -107,7 +107,7 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
 
 
 def _lines(url: str) -> list[BaseLine]:
-    return msgspec.convert(call_admin(url, "GET", "/bases"), _Lines).bases
+    return call_admin(url, "GET", "/bases", _Lines).bases
 
 
 def _replicas(line: BaseLine) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from serve_app.cli.commands.common import Failure, console, list_served, print_table
 from serve_app.cli.load import LoadSpec, RequestResult, Summary, run_load, summarize
+from serve_app.home import api_headers
 
 _SHOWN_REASONS = 5
 
@@ -45,7 +46,7 @@ def bench(
 
 
 def _names(url: str, models: str | None) -> tuple[str, ...]:
-    with httpx.Client(timeout=10) as client:
+    with httpx.Client(timeout=10, headers=api_headers()) as client:
         served = list_served(client, url)
     if models is not None:
         names = tuple(dict.fromkeys(name for name in models.split(",") if name))

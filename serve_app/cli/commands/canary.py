@@ -11,9 +11,16 @@ from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 
 
+class _Statuses(msgspec.Struct):
+    canaries: list[CanaryStatus]
+
+
+class _Status(msgspec.Struct):
+    canary: CanaryStatus
+
+
 def status(name: str | None, url: str, json: bool) -> None:
-    answer = call_admin(url, "GET", "/canaries")
-    found = msgspec.convert(answer["canaries"], list[CanaryStatus])
+    found = call_admin(url, "GET", "/canaries", _Statuses).canaries
     shown = [one for one in found if name in (None, one.name)]
     if json:
         print_json({"canaries": shown})
@@ -36,20 +43,20 @@ def start(
         raise Failure("Give --weight, --shadow or both")
     given = {"version": version, "alias": alias, "weight": weight, "shadow": shadow}
     body: dict[str, object] = {key: value for key, value in given.items() if value is not None}
-    _print_answer(call_admin(url, "POST", f"/canaries/{name}", body))
+    _change(url, name, body)
 
 
 def promote(name: str, version: int | None, url: str) -> None:
     body: dict[str, object] | None = None if version is None else {"version": version}
-    _print_answer(call_admin(url, "POST", f"/canaries/{name}/promote", body))
+    _change(url, f"{name}/promote", body)
 
 
 def abort(name: str, url: str) -> None:
-    _print_answer(call_admin(url, "POST", f"/canaries/{name}/abort"))
+    _change(url, f"{name}/abort")
 
 
-def _print_answer(answer: dict[str, object]) -> None:
-    _print(msgspec.convert(answer["canary"], CanaryStatus))
+def _change(url: str, path: str, body: dict[str, object] | None = None) -> None:
+    _print(call_admin(url, "POST", f"/canaries/{path}", _Status, body).canary)
 
 
 def _print(canary: CanaryStatus) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
 
 from serve_app.cli.commands.common import Failure, console, list_served, refusal, server_errors
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
+from serve_app.home import api_headers
 
 _HELP = """/adapter NAME  answer with this adapter (none: the base model)
 /models        what the server serves
@@ -40,7 +40,7 @@ class Session:
 def chat(model: str | None, url: str, max_tokens: int, temperature: float) -> None:
     url = url.rstrip("/")
     # No read timeout: a queued request may wait long for its first token.
-    with httpx.Client(timeout=httpx.Timeout(10, read=None)) as client:
+    with httpx.Client(timeout=httpx.Timeout(10, read=None), headers=api_headers()) as client:
         base, chosen = _choose(list_served(client, url), model)
         session = Session(client, url, base, chosen, max_tokens, temperature)
         console.print(f"Talking to [bold]{chosen}[/]. /help lists the commands.")
@@ -146,20 +146,16 @@ def _stream(session: Session, text: str, parts: list[str]) -> None:
         "stream": True,
     }
     reader = StreamReader()
-    with _post(session, body) as answer:
+    address = f"{session.url}/v1/chat/completions"
+    # Leaving early closes the connection, which makes the server abort the request.
+    with session.client.stream("POST", address, json=body) as answer:
         if answer.status_code != 200:
             raise Failure(refusal(answer.status_code, answer.read()))
         for line in answer.iter_lines():
             if piece := reader.read(line):
                 parts.append(piece)
                 shown = piece.translate(_NO_CONTROLS)
-                console.print(shown, end="", markup=False, highlight=False, soft_wrap=True)
+                # Ctrl-C amid a `console.print` would leave the console in its buffering state.
+                console.file.write(shown)
+                console.file.flush()
     reader.finish()
-
-
-@contextmanager
-def _post(session: Session, body: dict[str, object]) -> Iterator[httpx.Response]:
-    """Leaving early closes the connection, which makes the server abort the request."""
-    address = f"{session.url}/v1/chat/completions"
-    with session.client.stream("POST", address, json=body) as answer:
-        yield answer

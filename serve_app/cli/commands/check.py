@@ -9,7 +9,6 @@ import typer
 from rich.text import Text
 
 from engine.checks.effect import Device
-from registry.entities import EffectRecord
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
@@ -39,14 +38,15 @@ def check(
     prompts = tuple(prompt) if prompt else PROBES
     words = f"Running {base.name} with and without {adapter.name}@{adapter.version}"
     with nullcontext() if json else console.status(words):
-        report = effect.prove_registered(
-            registry,
-            adapter,
-            base,
-            cache=open_cache(),
+        cache = open_cache()
+        base_folder = registry.fetch(base, cache)
+        report = effect.prove(
+            registry.fetch(adapter, cache),
+            adapter.digest,
+            base_folder,
+            mode="auto" if if_quick else "always",
             prompts=prompts,
             device=_DEVICES[device],
-            mode="auto" if if_quick else "always",
         )
     record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts)
     if json:
@@ -58,7 +58,9 @@ def check(
         for warning in report.warnings:
             console.print("[yellow]warning:[/]", Text(warning))
     if out is not None:
-        _write(record, out)
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in record.files:
+            (out / name).write_bytes(content)
     if store:
         registry.attach_effect(adapter, record)
         if not json:
@@ -66,9 +68,3 @@ def check(
             console.print(f"Kept with the version in MLflow: tags, {files} in the folder effect")
     if report.verdict != "changes":
         raise Failure(f"adapter {adapter.name}@{adapter.version}: {report.reason}")
-
-
-def _write(record: EffectRecord, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in record.files:
-        (folder / name).write_bytes(content)

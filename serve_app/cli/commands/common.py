@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from registry import manifest
 from serve_app.cli.commands.failure import Failure as Failure
@@ -49,6 +50,13 @@ def print_table(table: Table) -> None:
     for column in table.columns:
         column.overflow = "fold"
     console.print(table, highlight=False)
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for key, words in facts:
+        table.add_row(f"[dim]{key}[/]", Text(words))
+    print_table(table)
 
 
 def print_json(value: object) -> None:

@@ -28,13 +28,14 @@ from serve_app.home import NAME, HomeError, is_open_to_others, prepare
 
 _GIB = 1024**3
 _DEMO_BASE = "smollm2-135m-instruct"
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+State = Literal["ok", "warn", "fail"]
+_COLOURS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     what: str
-    state: Literal["ok", "warn", "fail"]
+    state: State
     words: str
     remedy: str = ""
 
@@ -92,28 +93,19 @@ def _packages() -> Iterator[Finding]:
         is_demo = requirement.marker is not None and requirement.marker.evaluate({"extra": "demo"})
         if requirement.marker is not None and not is_demo:
             continue
-        is_needed = requirement.marker is None
         try:
             found = version(requirement.name)
         except PackageNotFoundError:
-            missing += 1
-            extra = "" if is_needed else "[demo]"
-            words = "is not installed" if is_needed else "is not installed (the demo needs it)"
-            yield Finding(
-                requirement.name,
-                "fail" if is_needed else "warn",
-                words,
-                f"pip install 'loraplex{extra}'",
-            )
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            missing += 1
-            yield Finding(
-                requirement.name,
-                "fail" if is_needed else "warn",
-                f"{found} is installed, {requirement.specifier} is needed",
-                f"pip install '{requirement.name}{requirement.specifier}'",
-            )
+            words = "is not installed (the demo needs it)" if is_demo else "is not installed"
+            wanted_package = "loraplex[demo]" if is_demo else "loraplex"
+        else:
+            if requirement.specifier.contains(found, prereleases=True):
+                continue
+            words = f"{found} is installed, {requirement.specifier} is needed"
+            wanted_package = f"{requirement.name}{requirement.specifier}"
+        missing += 1
+        state: State = "warn" if is_demo else "fail"
+        yield Finding(requirement.name, state, words, f"pip install '{wanted_package}'")
     if not missing:
         names = ("ray", "torch", "mlflow", "fastapi")
         shown = ", ".join(f"{name} {version(name)}" for name in names)

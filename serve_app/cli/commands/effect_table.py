@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from rich.table import Table
 from rich.text import Text
 
 from engine.checks.effect_report import EffectReport, LoadCost, LogitChange, ModuleNorm
-from serve_app.cli.commands.common import console, print_table
+from serve_app.cli.commands.common import console, print_facts
 
 _COLOURS = {"changes": "green", "unprobed": "yellow"}
 _MIB = 1024**2
@@ -18,10 +17,7 @@ _MIB = 1024**2
 def print_effect(report: EffectReport) -> None:
     colour = _COLOURS.get(report.verdict, "red")
     console.print(f"[bold]effect[/]: [{colour}]{report.verdict}[/],", Text(report.reason))
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    for key, words in _rows(report):
-        table.add_row(f"[dim]{key}[/]", Text(words))
-    print_table(table)
+    print_facts(_rows(report))
 
 
 def _rows(report: EffectReport) -> Iterator[tuple[str, str]]:
@@ -33,6 +29,8 @@ def _rows(report: EffectReport) -> Iterator[tuple[str, str]]:
     )
     for reason in report.unmatched[:3]:
         yield "", reason
+    if report.brings:
+        yield "brings", f"its own {', '.join(report.brings)}"
     if report.norms:
         share = "" if report.ratio is None else f", {report.ratio:.2%} of the weights it changes"
         yield "norm of the delta", f"{report.delta_norm:.4g}{share}"

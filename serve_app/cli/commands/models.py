@@ -11,6 +11,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.cli.commands.common import console, print_json, print_table, served_models
 from serve_app.cli.commands.store import open_registry
+from serve_app.home import api_headers
 
 _DIGEST_CHARS = 12
 
@@ -66,7 +67,7 @@ def _digest(version: BaseVersion | AdapterVersion) -> str:
 
 
 def _print_served(url: str, json: bool) -> None:
-    with httpx.Client(timeout=10) as client:
+    with httpx.Client(timeout=10, headers=api_headers()) as client:
         served = served_models(client, url)
     if json:
         print_json({"models": served})

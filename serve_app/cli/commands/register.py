@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
 from rich.text import Text
 
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.cli.commands.common import byte_progress, console, print_table
+from serve_app.cli.commands.common import byte_progress, console, print_facts
 from serve_app.cli.commands.effect_table import print_effect
 from serve_app.cli.commands.store import open_cache, open_registry
 from serve_app.cli.effect import ProbeMode
@@ -83,11 +82,8 @@ def adapter(
 
 def _print_version(kind: str, version: BaseVersion | AdapterVersion, facts: dict[str, str]) -> None:
     console.print(f"{kind} [bold]{version.name}[/] version {version.version} is registered")
-    table = Table(box=None, show_header=False, padding=(0, 2))
     aliases = ", ".join(version.aliases) or "none"
-    for key, value in {"digest": version.digest, "aliases": aliases, **facts}.items():
-        table.add_row(f"[dim]{key}[/]", value)
-    print_table(table)
+    print_facts({"digest": version.digest, "aliases": aliases, **facts}.items())
 
 
 def _print_warnings(warnings: tuple[str, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from rich.table import Table
 
 from serve_app.admin_api import RouteAnswer
@@ -12,10 +11,7 @@ from serve_app.cli.commands.common import Failure, console, print_json, print_ta
 
 def route(model: str, prompt: str, url: str, json: bool) -> None:
     body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-    try:
-        found = msgspec.convert(call_admin(url, "POST", "/route", body), RouteAnswer)
-    except msgspec.ValidationError as error:
-        raise Failure(f"{url} did not answer as loraplex does: {error}") from error
+    found = call_admin(url, "POST", "/route", RouteAnswer, body)
     if json:
         print_json(found)
         return

@@ -11,7 +11,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,15 +46,8 @@ _REGISTRY_WAIT_S = 10.0
 _KEPT_LOGS = 10
 _QUESTION = "What is the capital of France?"
 
-
-class _Signals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP: the first stops gracefully, the second at once."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+# The numbers of the signals that came: the first stops gracefully, the second at once.
+Signals = list[int]
 
 
 def serve(
@@ -80,11 +73,11 @@ def serve(
             )
             gentle_s = launch.GENTLE_S
             try:
-                if _run(wanted, child, signals, timeout_s):
+                if _run(wanted, child, token, signals, timeout_s):
                     gentle_s = _drain(wanted.url, token, drain_s, signals)
             finally:
                 with console.status("Stopping (again Ctrl-C to stop at once)"):
-                    launch.stop(child, lambda: signals.count > 1, gentle_s)
+                    launch.stop(child, lambda: len(signals) > 1, gentle_s)
                 console.print("Stopped; nothing is left running.")
     except (ServeFileError, launch.LaunchError) as error:
         raise Failure(str(error)) from error
@@ -160,11 +153,13 @@ def _stored(args: config.RegistryArgs) -> Catalog | None:
     return stored_catalog_file(config.cache_folder(), config.tracking_uri(args)).read()
 
 
-def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: float) -> bool:
+def _run(
+    wanted: ServeFile, child: launch.Child, token: str, signals: Signals, timeout_s: float
+) -> bool:
     """Waits for a signal. Returns whether the server became ready before it."""
     started_s = time.monotonic()
     with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
-        while not signals.count:
+        while not signals:
             _check_alive(child)
             _check_deployed(child)
             words = ready_status(client, wanted.url)
@@ -175,25 +170,26 @@ def _run(wanted: ServeFile, child: launch.Child, signals: _Signals, timeout_s: f
                 _fail(child, f"Not ready after {timeout_s:.0f} s ({words})")
             status.update(f"{words} ({waited_s:.0f} s; log: {child.log})")
             time.sleep(_POLL_S)
-    if signals.count:
+    if signals:
         return False
     console.print(f"[green]Ready[/] at {wanted.url} after {time.monotonic() - started_s:.1f} s")
-    with httpx.Client(timeout=30) as client:
+    headers = {"authorization": f"Bearer {token}"}  # for a server whose requests need keys
+    with httpx.Client(timeout=30, headers=headers) as client:
         _print_examples(wanted.url, list_served(client, wanted.url))
     console.print(f"Log: {child.log}. Ctrl-C stops everything.")
-    while not signals.count:
+    while not signals:
         _check_alive(child)
         time.sleep(_POLL_S)
     return True
 
 
-def _drain(url: str, token: str, limit_s: float, signals: _Signals) -> float:
+def _drain(url: str, token: str, limit_s: float, signals: Signals) -> float:
     """Returns the seconds that Serve may need to stop: few if open requests did not end in time."""
     if not limit_s:
         return launch.GENTLE_S
     words = f"Waiting up to {limit_s:.0f} s for open requests (again Ctrl-C to stop at once)"
     with console.status(words), httpx.Client(timeout=5) as client:
-        is_empty = drain(client, url, token, limit_s, lambda: signals.count > 1)
+        is_empty = drain(client, url, token, limit_s, lambda: len(signals) > 1)
     return launch.GENTLE_S if is_empty else _SHORT_S
 
 
@@ -248,16 +244,18 @@ def _new_log(folder: Path) -> Path:
 
 
 @contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Counts signals. A handler here also gives the child the default handler: otherwise it would
-    inherit the ignored SIGINT of a shell's `&`."""
-    counter = _Signals()
+def _signals() -> Iterator[Signals]:
+    """Collects Ctrl-C, SIGTERM and SIGHUP. A handler here also gives the child the default handler:
+    otherwise it would inherit the ignored SIGINT of a shell's `&`."""
+    found: Signals = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        found.append(number)
+
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before: list[Callable[[int, FrameType | None], object] | int | None] = [
-        signal.signal(number, counter) for number in numbers
-    ]
+    before = [signal.signal(number, note) for number in numbers]
     try:
-        yield counter
+        yield found
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

@@ -1,1 +1,1 @@
-"""The demo: a small base model from a PyPI wheel and the three trained adapters in this folder."""
+"""The demo: a small base model from a PyPI wheel and the four trained adapters in this folder."""

@@ -1,4 +1,4 @@
-"""Makes the demo once: converts the base into HOME/demo, registers it and its three adapters.
+"""Makes the demo once: converts the base into HOME/demo, registers it and its four adapters.
 
 A second call changes nothing; concurrent calls wait for each other.
 Ignorant of Ray and HTTP.
@@ -23,7 +23,7 @@ from serve_app.cli.demo.source import GGUF_NAME, obtain_gguf
 from serve_app.cli.registration import register_adapter, register_base
 
 BASE_NAME = "smollm2-135m-instruct"
-ADAPTER_NAMES = ("pirate", "sql", "extract")
+ADAPTER_NAMES = ("pirate", "sql", "extract", "tools")
 ADAPTERS_DIR = Path(__file__).with_name("adapters")
 RANDOM_BASE_NAME = "tiny-qwen3"
 RANDOM_SHAPE = RandomShape(

@@ -1,4 +1,4 @@
-"""Commands that are a client of a running server: chat, bench, route."""
+"""Commands that are a client of a running server: chat, bench, route, usage."""
 
 from __future__ import annotations
 
@@ -57,3 +57,21 @@ def route(
     json: Json = False,
 ) -> None:
     """Show the replica that a request would go to, and when its first token is expected."""
+
+
+@body_in("usage")
+def usage(
+    by: Annotated[
+        str, typer.Option("--by", help="Of key, tenant, base, model, arm, hour and day; a,b")
+    ] = "key,model",
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Date or time, UTC; default: this month")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Date or time, UTC, exclusive; default: now")
+    ] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV with a header")] = False,
+    url: Url = DEFAULT_URL,
+    json: Json = False,
+) -> None:
+    """Show requests, tokens, engine time and cost by key and model (tenancy.enabled)."""

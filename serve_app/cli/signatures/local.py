@@ -1,4 +1,5 @@
-"""Commands that work on this machine and its registry: serve, demo, check, models, doctor."""
+"""Commands that work on this machine and its registry: serve, demo, check, models, doctor,
+warm."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def demo(
         bool, typer.Option("--two-bases", help="Also a tiny base of random weights")
     ] = False,
 ) -> None:
-    """Prepare and register the demo: a small base model and three adapters."""
+    """Prepare and register the demo: a small base model and four adapters."""
 
 
 @body_in("check")
@@ -78,3 +79,15 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check this machine and report missing requirements."""
+
+
+@body_in("warm")
+def warm(
+    file: Annotated[Path, typer.Argument(help="The Serve config file that will be served")],
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Compile for this GPU, e.g. sm_90; default: the one here"),
+    ] = None,
+    tracking_uri: Uri = None,
+) -> None:
+    """Compile the GPU kernels that the file's bases need, without serving."""

@@ -1,4 +1,4 @@
-"""What the simulator says of a run that was, or will be, measured: same traffic, same policy, same
+"""A simulation of a run that was, or will be, measured: the same traffic, the same policy, the same
 three engines.
 """
 

@@ -1,7 +1,7 @@
-"""Where the simulator's numbers come from: measurements that this repository holds, or a file.
+"""The sources of the simulator's numbers: measurements that this repository holds, or a file.
 
-`h200()` reads the committed results of the Llama-3-8B shape on an H200. What nobody measured is
-marked `assumed` among the sources.
+`h200()` reads the committed results of the Llama-3-8B shape on an H200. A number without a
+measurement is marked `assumed` among the sources.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.admission import EngineLimits
+from engine.config import EngineConfig
 from tests.benchmarks.simulator.pace import Pace
 from tests.benchmarks.simulator.tiers import TierRoom, TierSpeeds
 
@@ -38,6 +39,7 @@ class Calibration:
     front_s: float
     stream_s: float  # from the end of a step to the ingress that reads its frame
     sources: dict[str, str] = field(default_factory=dict)
+    max_decode_slowdown: float = EngineConfig("", "").max_decode_slowdown
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -49,7 +51,7 @@ class Calibration:
         return budget / self.pace.step_s(budget, 0, 0)
 
     def requests_per_s(self, prompt: float, output: float) -> float:
-        """What one replica can do at most, on the mean: its steps as full as its rows allow.
+        """Returns the mean of a replica at most: its steps are as full as its rows allow.
 
         In the time of `output` steps of n sequences n requests come and go, with their prompts.
         """
@@ -61,7 +63,7 @@ class Calibration:
 
 
 def from_content(content: object) -> Calibration:
-    """What `asdict` made of one."""
+    """Reads the result of `asdict` of a calibration."""
     fields = msgspec.convert(content, _Content)
     return Calibration(
         fields.name,
@@ -73,6 +75,7 @@ def from_content(content: object) -> Calibration:
         fields.front_s,
         fields.stream_s,
         fields.sources,
+        fields.max_decode_slowdown,
     )
 
 
@@ -90,6 +93,7 @@ class _Content(msgspec.Struct):
     front_s: float
     stream_s: float
     sources: dict[str, str] = {}
+    max_decode_slowdown: float = 1e6  # engines had no bound before it was recorded
 
 
 def h200() -> Calibration:
@@ -124,7 +128,7 @@ def h200() -> Calibration:
             "the attention to their context; a line through them",
             "pace.kv_token_s": f"{PROFILE}: attention of 'decode 256, 32 adapters'",
             "pace.token_s": f"{ENGINE}: on-r16x16-n16-prefill3900 in steps of 8192",
-            "speeds.copy_s": "lora/staging.py and lora/pool.py: 84 MB of rank 16 in 1.6 to 2 ms",
+            "speeds.copy_s": "lora/copies.py and lora/pool.py: 84 MB of rank 16 in 1.6 to 2 ms",
             "speeds.disk_s": f"{ENGINE}: load_adapters_s of 32 adapters of rank 16",
             "speeds.registry_s, registry_wait_s": "assumed: 84 MB at 500 MB/s, 0.1 s before",
             "room.device_pages, limits.max_kv_tokens": f"{ENGINE}: the engine 'on'",

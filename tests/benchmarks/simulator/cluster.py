@@ -78,6 +78,7 @@ class Cluster:
             calibration.runs_ahead,
             (speeds.copy_s, speeds.disk_s, speeds.registry_wait_s + speeds.registry_s),
             self.args.max_jump,
+            calibration.max_decode_slowdown,
         )
         name = f"replica-{number:04}"
         engine = Engine(number, name, self.loop, args, tiers, self._tell, self._ended)
@@ -104,7 +105,7 @@ class Cluster:
             self.engines[name].say_hello()
 
     def run(self, calls: Iterator[Call], until_s: float = float("inf")) -> None:
-        """Until every call has ended, or a moment."""
+        """Runs until every call has ended, or until a moment."""
         self._is_running = True
         self.loop.at(self.loop.now_s, self._tick)
         began_s = time.process_time()
@@ -141,7 +142,8 @@ class Cluster:
         self.loop.at(self.loop.now_s + self.args.calibration.stream_s, self._deliver, frame)
 
     def _deliver(self, frame: Frame) -> None:
-        """To all at the same moment: their sets of prefixes are the same, and one object."""
+        """Delivers a frame to all fronts at the same moment: their sets of prefixes are the same,
+        and one object."""
         prefixes = self._prefixes[frame.replica_id]
         prefixes.update(frame.step.cached_prefixes)
         prefixes.difference_update(frame.step.evicted_prefixes)
@@ -156,7 +158,7 @@ class Cluster:
         self.ingresses[call.ingress].ended(call)
 
     def _tick(self, _: object) -> None:
-        """What goes by the clock, as long as requests come or wait."""
+        """Does what goes by the clock, as long as requests come or wait."""
         now_s = self.loop.now_s
         for ingress in self.ingresses:
             if isinstance(ingress.policy, ExpectedTtft):

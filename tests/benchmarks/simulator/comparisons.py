@@ -186,7 +186,7 @@ def spread(setting: Setting, report: Report, picture: Path | None) -> None:
 
 
 def _num_used(replicas: Column) -> int:
-    """Those that took more than a hundredth of the requests."""
+    """Counts the replicas that took more than a hundredth of the requests."""
     counts = np.unique(replicas, return_counts=True)[1]
     return int((counts > 0.01 * counts.sum()).sum())
 
@@ -215,7 +215,7 @@ def _ttft(service: Cluster) -> np.ndarray:
 
 
 def _unevenness(service: Cluster) -> float:
-    """Of the replicas' requests in each second: standard deviation over mean."""
+    """Returns the standard deviation over the mean of the replicas' requests in each second."""
     records = service.records
     seconds = records.column("arrived_s").astype(int)
     replicas = records.column("replica").astype(int)

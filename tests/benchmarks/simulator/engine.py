@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.admission import EngineLimits
+from engine.config import EngineConfig
 from engine.types import EngineLoad
 from serve_app.stream.wire import Accepted, Step
 from tests.benchmarks.simulator.calls import Call
@@ -34,12 +35,13 @@ class EngineArgs:
     runs_ahead: bool
     load_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # as told: host, disk, registry
     max_jump: int = UNBOUNDED
+    max_decode_slowdown: float = EngineConfig("", "").max_decode_slowdown
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a `Step` of the side stream tells, with the sets that a thousand views then share; each
-    is the same object as long as nothing in it changes."""
+    """The content of a `Step` of the side stream, with the sets that a thousand views then share;
+    each is the same object as long as nothing in it changes."""
 
     replica_id: str
     step: Step
@@ -95,7 +97,7 @@ class Engine:
         self._tell = tell
         self._end = end
         self._cache = PrefixCache(args.limits.prefix_chunk)
-        self._line = Line(args.limits, tiers, self._cache)
+        self._line = Line(args.limits, tiers, self._cache, args.pace, args.max_decode_slowdown)
         self._inbox: list[Call] = []
         self._drained: list[Call] = []  # since the newest frame
         self._ends: list[tuple[int, int, Call]] = []  # decoding: a heap by their last step
@@ -121,11 +123,11 @@ class Engine:
 
     @property
     def num_found_tokens(self) -> int:
-        """In the prefix cache, since start."""
+        """The tokens found in the prefix cache since the start."""
         return self._line.num_found_tokens
 
     def submit(self, call: Call) -> None:
-        """At the replica. Its adapter is brought to the host first."""
+        """Takes a call at the replica. Its adapter is brought to the host first."""
         if self.is_gone:
             self.late(call)
             return
@@ -209,6 +211,11 @@ class Engine:
             step_fixed_s=pace.fixed_s,
             step_token_s=pace.token_s,
             step_sequence_s=self._sequence_s,
+            queued_tokens_for_adapter=line.passed_over_tokens,
+            step_prompt_tokens=line.prompt_budget(num_decoding),
+            in_flight_s=max(0.0, min(self._end_s - self._loop.now_s, self._jump.first_s))
+            if self._lag
+            else 0.0,
         )
 
     def _enter(self, call: Call) -> None:

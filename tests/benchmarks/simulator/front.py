@@ -156,7 +156,7 @@ class Ingress:
         self._loop.at(now_s + self._args.front_s, engine.submit, call)
 
     def _others(self, tried: set[str]) -> list[ReplicaView]:
-        """Those that the policy left out, in any order."""
+        """Returns the replicas that the policy left out, in any order."""
         left = [one for one in self.views.replicas if one.replica_id not in tried]
         self._random.shuffle(left)
         return left

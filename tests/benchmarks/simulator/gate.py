@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from serve_app.admission.capacity import has_capacity
 from serve_app.admission.controller import AdmissionController, Reason, Refused
-from serve_app.admission.queued_request import QueuedRequest
+from serve_app.admission.fair_queue import QueuedRequest
 from serve_app.messages import RoutingRequest
 from serve_app.routing.view import ReplicaViews
 from tests.benchmarks.simulator.calls import Call

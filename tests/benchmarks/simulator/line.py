@@ -1,8 +1,9 @@
-"""Who waits, whose prompt is under way, and who holds how many KV tokens: the scheduler's rules.
+"""The waiting calls, the prompts under way and the KV tokens of each: the scheduler's rules.
 
-Running first, oldest first; then waiting ones in order of arrival, those passed over whose adapter
-is not on the device, with a bound on overtaking; prompts in chunks within a budget of tokens; a
-request is admitted when all of its tokens find room. Counts tokens, not blocks. Ignorant of time.
+Running calls come first, the oldest first; then waiting calls in the order of arrival, without
+those whose adapter is not on the device, with a bound on overtaking. Prompts go in chunks within a
+budget of tokens; a request is admitted when all of its tokens find room. Counts tokens, not
+blocks. Ignorant of time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 from bisect import insort
 
 from engine.admission import EngineLimits
+from engine.config import EngineConfig
+from engine.prompt_budget import prompt_budget
+from engine.step_cost import StepCost
 from tests.benchmarks.simulator.calls import Call
+from tests.benchmarks.simulator.pace import Pace
 from tests.benchmarks.simulator.prefixes import PrefixCache
 from tests.benchmarks.simulator.tiers import Tiers
 
@@ -22,16 +27,32 @@ def _age(call: Call) -> int:
 
 
 class Line:
-    def __init__(self, limits: EngineLimits, tiers: Tiers, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        tiers: Tiers,
+        cache: PrefixCache,
+        pace: Pace,
+        max_decode_slowdown: float,
+    ) -> None:
         # Then every running sequence takes part in every step.
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self._limits = limits
+        self._config = EngineConfig(
+            "",
+            "",
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_decode_slowdown=max_decode_slowdown,
+        )
+        self._cost = measured_cost(pace, limits)
         self._tiers = tiers
         self._cache = cache
         self._waiting: list[Call] = []  # oldest first
         self.prefilling: list[Call] = []  # oldest first
         self.num_running = 0
         self.num_passed_over = 0
+        self.passed_over_tokens = 0
         self.num_found_tokens = 0  # in the cache, since start
         self.held_tokens = 0  # of running sequences, but for what they found in the cache
         self._private = 0  # of these, not in the cache
@@ -45,7 +66,7 @@ class Line:
 
     @property
     def queued_tokens(self) -> int:
-        """As the scheduler counts: those of the planned step are queued no more."""
+        """The count of the scheduler: the tokens of the planned step are queued no more."""
         return self._waiting_tokens + sum(call.remaining for call in self.prefilling)
 
     @property
@@ -59,28 +80,40 @@ class Line:
         self._waiting_tokens += call.num_prompt + call.num_done
 
     def calls(self) -> list[Call]:
-        """Those that do not decode yet."""
+        """The calls that do not decode yet."""
         return self._waiting + self.prefilling
 
     def schedule(self, num_decoding: int) -> tuple[int, list[Call]]:
         """(prompt tokens of the next step, calls whose prompt it completes)."""
-        budget = self._limits.max_num_batched_tokens - num_decoding
+        budget = prompts = self._limits.max_num_batched_tokens - num_decoding
+        if num_decoding and (self.prefilling or self._waiting):
+            prompts = self.prompt_budget(num_decoding)
         whole: list[Call] = []
         total = 0
         num_younger = len(self.prefilling)
         for call in self.prefilling:
             num_younger -= 1
-            count = min(call.remaining, max(1, budget - num_younger))
+            count = min(call.remaining, max(1, budget - num_younger), prompts - total)
+            if not count:
+                break  # older prompts have all of them
             budget -= count
             total += count
             self._take(call, count)
             if not call.remaining:
                 whole.append(call)
+        budget = min(budget, prompts - total)
         if whole:
             self.prefilling = [call for call in self.prefilling if call.remaining]
         if self._waiting:
             total += self._admit(budget, whole)
         return total, whole
+
+    def prompt_budget(self, num_decoding: int) -> int:
+        """The prompt tokens of a step beside so many decoding sequences."""
+        num_sequences = self.num_running + len(self._waiting)
+        return prompt_budget(
+            self._config, self._cost, num_decoding, num_sequences, self.queued_tokens
+        )
 
     def grow(self, num_tokens: int) -> None:
         self.held_tokens += num_tokens
@@ -113,7 +146,7 @@ class Line:
         self._waiting_tokens += call.num_prompt + call.num_done
 
     def settle(self) -> None:
-        """What runs displaces what is only remembered."""
+        """Lets running calls displace prefixes that are only remembered."""
         room = self._limits.max_kv_tokens - self._private
         if self._cache.num_tokens > room:
             self._cache.shrink(room)
@@ -152,6 +185,7 @@ class Line:
                     older.num_overtaken += 1
                     is_barrier_up |= older.num_overtaken >= MAX_OVERTAKES
         self.num_passed_over = len(passed)
+        self.passed_over_tokens = sum(call.num_prompt + call.num_done for call in passed)
         return total
 
     def _place(self, call: Call, budget: int) -> int:
@@ -189,3 +223,16 @@ class Line:
         if call.adapter is not None:
             self._num_with_adapter -= 1
             self._tiers.release(call.adapter)
+
+
+def measured_cost(pace: Pace, limits: EngineLimits) -> StepCost:
+    """Returns the cost that an engine of this pace has measured after some time, without the
+    context."""
+    cost = StepCost()
+    for i in range(64):
+        num_decoding = max(1, limits.max_num_seqs * (i // 4 % 8 + 1) // 8)
+        num_prompt = (0, limits.max_num_batched_tokens // 8, 0, limits.max_num_batched_tokens)[
+            i % 4
+        ]
+        cost.observe(num_prompt, num_decoding, pace.step_s(num_prompt, num_decoding, 0))
+    return cost

@@ -1,4 +1,4 @@
-"""How long steps take, and many equal ones at once.
+"""The duration of steps, and of many equal steps at once.
 
 A step: fixed + token * prompt tokens + sequence * decoding sequences + kv_token * their context.
 In a run of decode steps of the same n sequences the context grows by n a step, so step i takes
@@ -28,7 +28,7 @@ class Pace:
 
 
 def steps_s(first_s: float, growth_s: float, count: int) -> float:
-    """What `count` steps take."""
+    """Returns the seconds of `count` steps."""
     return count * first_s + growth_s * (count * (count - 1) // 2)
 
 

@@ -1,4 +1,4 @@
-"""What became of every request, in columns, and what is made of them."""
+"""The outcomes of all requests in columns, and the summaries made of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _COLUMNS = (
 
 
 def summary(records: Records, skip: float = 0.1) -> dict[str, object]:
-    """Of all but the first `skip` of the requests: they find everything empty."""
+    """Summarises all but the first `skip` of the requests, which find everything empty."""
     since_s = float(np.quantile(records.column("arrived_s"), skip)) if skip else 0.0
     counts = records.column("arrived_s") >= since_s
     ttft = records.column("ttft_s")[counts]

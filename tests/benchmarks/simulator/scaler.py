@@ -64,12 +64,12 @@ class Scaler:
     def _decide(self, _: object) -> None:
         cluster, now_s = self._cluster, self._cluster.loop.now_s
         gates = [ingress.gate for ingress in cluster.ingresses if ingress.gate is not None]
-        rates = [gate.controller.rates.per_s(now_s) for gate in gates]
+        backlogs = [gate.controller.backlog(now_s) for gate in gates]
         told = Backlog(
             sum(ingress.num_held for ingress in cluster.ingresses),
             sum(ingress.held_tokens for ingress in cluster.ingresses),
-            sum(sent for sent, _ in rates),
-            sum(refused for _, refused in rates),
+            sum(backlog.sent_per_s for backlog in backlogs),
+            sum(backlog.refused_per_s for backlog in backlogs),
         )
         samples = tuple(self._sample(name, now_s, told) for name in self._running)
         current = len(self._running) + self._num_starting - self._num_cancelled
@@ -101,7 +101,7 @@ class Scaler:
         self._cluster.tell_replicas(self._running)
 
     def _give_up(self) -> None:
-        """Those that still start first, then the youngest; its requests go elsewhere."""
+        """Gives up replicas that still start, then the youngest; its requests go elsewhere."""
         if self._num_starting > self._num_cancelled:
             self._num_cancelled += 1
             return

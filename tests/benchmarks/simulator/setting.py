@@ -1,4 +1,4 @@
-"""What all scenarios share: which engines, which policies, and a service made of them."""
+"""The parts that all scenarios share: engines, policies, and a service made of them."""
 
 from __future__ import annotations
 

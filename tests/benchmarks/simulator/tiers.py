@@ -1,4 +1,4 @@
-"""Where a replica's adapters are: device, host, the node's disk, the registry; and their moves.
+"""The places of a replica's adapters (device, host, the node's disk, registry) and their moves.
 
 The device is counted in pages of 16 ranks, the host in bytes of the same pages, the disk is shared
 by the replicas of a node. A load from disk or registry takes its seconds beside all others; copies
@@ -35,7 +35,7 @@ class TierRoom:
 
 @dataclass(slots=True, eq=False)
 class Disk:
-    """Of one node."""
+    """The disk of one node."""
 
     max_pages: int
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)  # digest -> pages
@@ -71,7 +71,7 @@ class _Loading:
 
 
 class Tiers:
-    """Of one replica. `woken` is called when a copy has come to the device."""
+    """The tiers of one replica. `woken` is called when a copy has come to the device."""
 
     def __init__(
         self,
@@ -138,7 +138,8 @@ class Tiers:
         return digest in self._loading
 
     def bring(self, digest: str, rank: int, then: Callable[[], None]) -> None:
-        """To the host; `then` now if it is there. The call counts as its user until `leave`."""
+        """Brings an adapter to the host and calls `then`, now if it is there. The call counts as
+        its user until `leave`."""
         self._users[digest] = self._users.get(digest, 0) + 1
         if digest in self._host:
             self._host.move_to_end(digest)
@@ -224,7 +225,7 @@ class Tiers:
         return True
 
     def _make_host_room(self, pages: int) -> None:
-        """Those with users stay: the tier may overflow by them."""
+        """Drops adapters without users: the others may overflow the tier."""
         if self._host_free >= pages:
             return
         for digest in list(self._host):

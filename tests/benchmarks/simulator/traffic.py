@@ -1,4 +1,4 @@
-"""Who asks for what, when: arrivals, popularity, lengths, shared prefixes, sessions, tenants.
+"""The requests of a simulation: arrivals, popularity, lengths, shared prefixes, sessions, tenants.
 
 No trace is in the repository; the defaults are parameters that papers publish of theirs:
     arrivals    Gamma gaps (coefficient of variation above 1: bursts), as S-LoRA (arXiv 2311.03285)
@@ -36,7 +36,7 @@ class LogNormal:
 
     @property
     def mean(self) -> float:
-        """Without the limits."""
+        """The mean without the limits."""
         return self.median * math.exp(self.sigma**2 / 2)
 
     def draw(self, rng: random.Random) -> int:

@@ -1,0 +1,109 @@
+"""The list of the kernels that an engine of a configuration launches, found without a device.
+
+The binary of a kernel depends on the shapes of the base and of the pools and on thresholds in the
+number of tokens, so the list is that of steps of every number of tokens around a power of two, up
+to the largest step (all thresholds are powers of two; a test compares with every number). It
+follows the code: the step builder, the model and the kernels' launch functions run as under
+traffic, on tensors of the meta device, where a launch is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device_step import DeviceSteps
+from engine.kv_cache import allocate_kv_cache
+from engine.largest_step import max_step_tokens, step_limits
+from engine.model import Model
+from engine.model_config import ModelConfig, lora_sites
+from engine.step_inputs import StepLimits
+from engine.types import ScheduledBatch
+from engine.warm_batches import (
+    GREEDY,
+    adapter_ranks,
+    batch_shapes,
+    make_batch,
+    mixes,
+    step_sizes,
+    zero_adapter,
+)
+from engine.weights import empty_weights
+from kernels.backend import Capability, traced_for
+from kernels.kernel_call import KernelCall
+from lora.page_image import PageLayout
+from lora.pool import AdapterPool
+
+_POOL_PAGES = 8  # of all sites
+
+
+def trace_kernels(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    capability: Capability,
+) -> frozenset[KernelCall]:
+    """Returns every kernel that steps of this configuration launch, on a device of the compute
+    capability; none is needed here. Takes about a second for Llama-3-8B."""
+    from kernels.triton_launch import recorded_calls
+
+    meta = torch.device("meta")
+    sites = lora_sites(model)
+    limits = step_limits(config, model, max_model_len)
+    short = _shortened(model)
+    with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
+        layout = PageLayout(sites, dtype)
+        # Kernels depend on whether there is a pool, not on its size. This one has room for adapters
+        # of all sites, though small ones may fit into the engine's own pool alone.
+        has_adapters = config.adapter_pool_bytes != 0
+        pool_bytes = max(config.adapter_pool_bytes or 0, _POOL_PAGES * layout.page_bytes)
+        pool = AdapterPool(
+            sites, pool_bytes if has_adapters else 0, dtype, meta, host_bytes=1 << 62
+        )
+        ranks = adapter_ranks(limits) if has_adapters else ()
+        adapters = [zero_adapter(lora_sites(short), rank) for rank in ranks]
+        for adapter in adapters:
+            pool.insert(
+                layout.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))
+            )
+        kv = allocate_kv_cache(short, 1, config.block_size, dtype, meta)
+        steps = DeviceSteps(
+            Model(short, empty_weights(short, dtype, meta), max_len=1),
+            kv,
+            pool,
+            limits,
+            max_step_tokens(config),
+            model.eos_token_ids,
+            has_pieces=config.piecewise_graphs,
+        )
+        steps.mask_once()
+        if not config.enforce_eager:
+            steps.trace()
+        for batch in _trace_batches(config, limits, pool, [one.digest for one in adapters]):
+            steps.trace_batch(batch)
+    return frozenset(calls)
+
+
+def _trace_batches(
+    config: EngineConfig, limits: StepLimits, pool: AdapterPool, adapters: Sequence[str]
+) -> Iterator[ScheduledBatch]:
+    for owners in mixes(adapters):
+        held = [adapter for adapter in owners if adapter is not None and pool.acquire(adapter)]
+        fitting = tuple(owner for owner in owners if owner is None or owner in held)
+        for num_tokens in step_sizes(max_step_tokens(config)):
+            for shape in batch_shapes(num_tokens, limits):
+                yield make_batch(shape, fitting or (None,), limits, 1, GREEDY)
+        for adapter in held:
+            pool.release(adapter)
+
+
+def _shortened(model: ModelConfig) -> ModelConfig:
+    """Returns the model with as many layers as differ in their kernels: all of them have the same
+    shapes, some have a window; a second one has a predecessor."""
+    windows = tuple(dict.fromkeys(model.sliding_windows))
+    windows = (windows[0], *windows)[: model.num_layers]
+    return replace(model, num_layers=len(windows), sliding_windows=windows)

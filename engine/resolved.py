@@ -1,0 +1,58 @@
+"""The values that a configuration leaves open, from the machine and the base: backend, device, type
+and length."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModelError
+from engine.model_config import ModelConfig
+from kernels.backend import HAS_TRITON, IS_INTERPRETED, allow_triton
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_backend(config: EngineConfig, device: torch.device) -> bool:
+    """Returns True for Triton. `auto` selects it if there is a CUDA device."""
+    wants = config.backend == "triton" or (config.backend == "auto" and device.type == "cuda")
+    if wants and not HAS_TRITON:
+        raise UnsupportedModelError(
+            f"backend is {config.backend}, and triton is not installed: pip install 'loraplex[gpu]'"
+        )
+    if wants and device.type != "cuda" and not IS_INTERPRETED:
+        raise UnsupportedModelError("backend is triton: it needs a CUDA device, use reference")
+    allow_triton(wants)
+    logger.info("backend %s", "triton" if wants else "reference: the kernels are torch operations")
+    return wants
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise UnsupportedModelError("device is cuda: torch finds no CUDA device")
+    use_cuda = config.device == "cuda" or (config.device == "auto" and has_cuda)
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
+
+
+def resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_len
+    if not 0 < config.max_model_len <= model.max_len:
+        raise UnsupportedModelError(
+            f"max_model_len is {config.max_model_len}, the base was made for {model.max_len}"
+        )
+    return config.max_model_len

@@ -1,0 +1,210 @@
+"""Everything that traffic needs for the first time, done before the engine is ready.
+
+Kernels are compiled in parallel processes while the weights are loaded, or read from the cache of
+an earlier start, and loaded onto the device. Then steps of all kinds run once: cuBLAS chooses and
+loads its kernels, torch loads its own, the allocators fill, an adapter takes the way from the host
+to the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.device_step import DeviceSteps
+from engine.errors import EngineError, UnsupportedModelError
+from engine.host_memory import available_bytes
+from engine.kernel_trace import trace_kernels
+from engine.largest_step import max_step_tokens
+from engine.model_config import ModelConfig, read_model_config
+from engine.resolved import resolve_dtype, resolve_max_len
+from engine.step_inputs import StepLimits
+from engine.types import SamplingParams, ScheduledBatch
+from engine.warm_batches import (
+    GREEDY,
+    BatchShape,
+    Owners,
+    adapter_ranks,
+    batch_shapes,
+    make_batch,
+    mixes,
+    zero_adapter,
+)
+from kernels.backend import IS_INTERPRETED, Capability
+from kernels.kernel_call import KernelCall
+from lora.adapter import Adapter
+from lora.errors import AdapterTooLargeError, HostMemoryError
+from lora.pool import AdapterPool
+from lora.sites import Site
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED = (
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, max_tokens=2, logprobs=5),
+    SamplingParams(temperature=1.0, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=2),
+    SamplingParams(
+        temperature=1.0, logit_bias=((0, 1.0),), min_tokens=64, stop_token_ids=(1,), max_tokens=65
+    ),
+)
+_WITH_PROMPT = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=2)
+# Up to here steps of every power of two, beyond also between two: cuBLAS has other kernels there.
+_DENSE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedKernels:
+    calls: frozenset[KernelCall]
+    num_compiled: int
+    failures: tuple[str, ...]
+    cache: Path
+
+
+def prepare_kernels(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    capability: Capability,
+    stop: threading.Event | None = None,
+) -> PreparedKernels:
+    """Lists the engine's kernels and compiles those that the cache lacks, for the device of
+    Triton's active driver, whose capability this is. After `stop` is set, it ends soon."""
+    from kernels.kernel_cache import use_cache
+    from kernels.kernel_compiler import compile_all, missing_calls, num_processes_for
+
+    cache = use_cache(config.kernel_cache_dir)
+    began_s = time.perf_counter()
+    calls = trace_kernels(config, model, dtype, max_model_len, capability)
+    missing = missing_calls(calls)
+    listed_s = time.perf_counter()
+    failures: tuple[str, ...] = ()
+    if missing:
+        with tqdm(total=len(missing), desc="compiling kernels", unit="kernel") as bar:
+            count = num_processes_for(available_bytes())
+            failed = compile_all(missing, capability, cache, bar.update, count, stop)
+        failures = tuple(f"{one.call.module}.{one.call.name}: {one.reason}" for one in failed)
+    for failure in failures:
+        logger.warning("a kernel is compiled at its first launch: %s", failure)
+    logger.info(
+        "%d kernels listed and looked up in %.1f s, %d of them compiled in %.1f s, cache %s",
+        len(calls),
+        listed_s - began_s,
+        len(missing) - len(failures),
+        time.perf_counter() - listed_s,
+        cache,
+    )
+    return PreparedKernels(calls, len(missing) - len(failures), failures, cache)
+
+
+def check_kernel_cache(config: EngineConfig) -> None:
+    """Raises EngineError if the folder of the engine's compiled kernels cannot be written."""
+    from kernels.kernel_cache import check_writable, use_cache
+
+    folder = use_cache(config.kernel_cache_dir)
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise EngineError(
+            f"the kernel cache {folder} cannot be written: {error.strerror}; set "
+            "engine.kernel_cache_dir or TRITON_CACHE_DIR to another folder"
+        ) from error
+
+
+def warm_cache(config: EngineConfig, capability: Capability | None) -> PreparedKernels:
+    """Fills the cache of an engine on a CUDA device of this capability; None: the device of this
+    machine. Raises EngineError if the engine would not start with this configuration."""
+    if IS_INTERPRETED:
+        raise UnsupportedModelError("TRITON_INTERPRET is set: the interpreter compiles nothing")
+    from kernels.kernel_compiler import targeted
+
+    model = read_model_config(Path(config.model_path))
+    dtype = resolve_dtype(config, torch.device("cuda"))
+    capability = capability or torch.cuda.get_device_capability()
+    with targeted(capability):
+        return prepare_kernels(config, model, dtype, resolve_max_len(config, model), capability)
+
+
+def run_warm_up(
+    steps: DeviceSteps,
+    config: EngineConfig,
+    limits: StepLimits,
+    num_blocks: int,
+    pool: AdapterPool,
+    sites: tuple[Site, ...],
+) -> None:
+    """Runs steps of all kinds, then leaves no trace but what libraries and allocators keep."""
+    began_s = time.perf_counter()
+    adapters = [zero_adapter(sites, rank) for rank in adapter_ranks(limits)]
+    digests = [adapter.digest for adapter in adapters if _insert(pool, adapter)]
+    num_steps = 0
+    steps.mask_once()
+    try:
+        for owners in _mixes(pool, digests):
+            for batch in _batches(config, limits, num_blocks, owners):
+                # Adapters move outside of it: buffers made in inference mode cannot be reused.
+                with torch.inference_mode():
+                    step = steps.launch(batch)
+                    step.draw()
+                    step.collect()
+                num_steps += 1
+    finally:
+        for digest in digests:
+            pool.remove(digest)
+    logger.info("%d steps to warm up in %.1f s", num_steps, time.perf_counter() - began_s)
+
+
+def _insert(pool: AdapterPool, adapter: Adapter) -> bool:
+    """Returns False if the pool or the host tier is too small for such an adapter."""
+    try:
+        pool.insert(pool.pack(adapter))
+    except (AdapterTooLargeError, HostMemoryError):
+        return False
+    return True
+
+
+def _mixes(pool: AdapterPool, adapters: list[str]) -> Iterator[Owners]:
+    """Yields no adapter, then the one of a page, then all of them that fit together, acquired
+    while the caller uses them."""
+    for owners in dict.fromkeys((*mixes(adapters)[:2], *mixes(adapters)[-1:])):
+        held = [adapter for adapter in owners if adapter is not None and _acquire(pool, adapter)]
+        yield tuple(owner for owner in owners if owner is None or owner in held) or (None,)
+        for adapter in held:
+            pool.release(adapter)
+
+
+def _acquire(pool: AdapterPool, adapter: str) -> bool:
+    while not pool.acquire(adapter):
+        if not pool.has_pending_copies():
+            return False
+        pool.wait_pending()
+    return True
+
+
+def _batches(
+    config: EngineConfig, limits: StepLimits, num_blocks: int, owners: Owners
+) -> Iterator[ScheduledBatch]:
+    sizes = _sizes(max_step_tokens(config))
+    for num_tokens in sizes:
+        for shape in batch_shapes(num_tokens, limits):
+            yield make_batch(shape, owners, limits, num_blocks, GREEDY)
+    several = min(8, limits.max_seqs)
+    for params in _SAMPLED:
+        for count in sorted({1, several}):
+            yield make_batch(BatchShape(count, ()), owners, limits, num_blocks, params)
+    prompt = min(64, limits.max_model_len, sizes[-1])
+    if prompt > 1:
+        yield make_batch(BatchShape(0, (prompt,)), owners, limits, num_blocks, _WITH_PROMPT)
+
+
+def _sizes(max_tokens: int) -> tuple[int, ...]:
+    powers = [1 << i for i in range(32) if 1 << i < max_tokens]
+    between = [size * 3 // 2 for size in powers if size >= _DENSE]
+    return tuple(sorted({size for size in (*powers, *between) if size < max_tokens} | {max_tokens}))

@@ -1,0 +1,59 @@
+"""The rank rows of adapters at one site: strips anywhere in one heap, found through a table.
+
+A strip is the rows of one page at one matrix, A [rows, K] or B [rows, N_s], contiguous. The table
+has a word for each page and matrix: where the strip begins, in units of 256 bytes, and its number
+of rows, 1 to 16; the word 0 means that the adapter lacks the matrix there. So kernels read the rows
+that exist and nothing else, in any place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+UNIT_BYTES = 256  # every strip begins at a multiple of it
+ROW_BITS = 5  # of an entry: the number of rows
+
+
+def make_entry(start: int, rows: int) -> int:
+    """Returns the entry of a strip that begins at byte `start` of the heap."""
+    assert start % UNIT_BYTES == 0
+    return start // UNIT_BYTES << ROW_BITS | rows
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRows:
+    """The strips of one site. Heap and table must stay in place while it is used."""
+
+    heap: torch.Tensor  # [elements], of the adapters' type
+    a_entries: torch.Tensor  # [pages, slices] int64, a view of the table
+    b_entries: torch.Tensor  # [pages, slices] int64, likewise, with the same strides
+    in_features: int
+    sizes: tuple[int, ...]  # N_s of each slice
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def stride(self) -> int:
+        """The entries of a page in the table, those of other sites included."""
+        return self.a_entries.stride(0)
+
+    def a(self, page: int, index: int) -> torch.Tensor | None:
+        """Returns A [rows, K] of a slice, None if the adapter lacks it. Waits for the device."""
+        return strip(self.heap, int(self.a_entries[page, index]), self.in_features)
+
+    def b(self, page: int, index: int) -> torch.Tensor | None:
+        """Returns B [rows, N_s] of a slice, None if the adapter lacks it. Waits for the device."""
+        return strip(self.heap, int(self.b_entries[page, index]), self.sizes[index])
+
+
+def strip(heap: torch.Tensor, entry: int, width: int) -> torch.Tensor | None:
+    """Returns the strip [rows, width] as a view of the heap, None if there is none."""
+    rows = entry & (1 << ROW_BITS) - 1
+    if rows == 0:
+        return None
+    start = (entry >> ROW_BITS) * (UNIT_BYTES // heap.element_size())
+    return heap[start : start + rows * width].view(rows, width)

@@ -1,0 +1,121 @@
+"""The copies of adapters to their blocks, in flight on a stream of their own.
+
+    page-locked memory --copy engine, side stream--> blocks and rows of the table
+
+A copy writes the blocks in place, so it waits on the device for the steps that read their last
+owner, and only for those. Never blocks the host, except in `wait`: callers poll. One thread calls
+it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lora.page_image import PackedAdapter
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Returns True if the device has reached it."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class Copier(Protocol):
+    max_flying: int  # copies in flight: further ones would only queue
+    max_bytes: int  # in flight beyond which none begins
+
+    def mark_steps(self) -> Event:
+        """Returns the end of all steps launched so far."""
+        ...
+
+    def copy(self, write: Callable[[], None], after: Event | None) -> Event:
+        """Calls `write`, whose copies begin after the event, in order of the calls. Returns their
+        end."""
+        ...
+
+
+class CudaCopier:
+    max_flying = 16
+
+    def __init__(
+        self,
+        device: torch.device,
+        steps: torch.cuda.Stream | None,  # None: the current one, at each call
+        max_bytes: int,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._steps = steps
+
+    def mark_steps(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._steps)
+        return event
+
+    def copy(self, write: Callable[[], None], after: Event | None) -> Event:
+        with torch.cuda.stream(self._copies):
+            if after is not None:
+                self._copies.wait_event(after)  # type: ignore[arg-type]
+            write()
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+        return end
+
+
+@dataclass(slots=True)
+class _Copy:
+    packed: PackedAdapter  # kept while the copy engine reads it
+    end: Event
+    is_cancelled: bool = False
+
+
+class AdapterCopies:
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._flying: deque[_Copy] = deque()
+        self._num_bytes = 0
+
+    @property
+    def can_start(self) -> bool:
+        """Returns False if a copy would only queue, with blocks that others could use meanwhile."""
+        copier = self._copier
+        return len(self._flying) < copier.max_flying and self._num_bytes < copier.max_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._flying)
+
+    def start(self, packed: PackedAdapter, write: Callable[[], None], after: Event | None) -> None:
+        """Begins the copy. `after`: the end of all steps that read what `write` overwrites."""
+        self._flying.append(_Copy(packed, self._copier.copy(write, after)))
+        self._num_bytes += packed.num_bytes
+
+    def poll(self) -> list[str]:
+        """Returns the adapters that every step launched from now on finds in their blocks."""
+        arrived: list[str] = []
+        while self._flying and self._flying[0].end.query():
+            copy = self._flying.popleft()
+            self._num_bytes -= copy.packed.num_bytes
+            if not copy.is_cancelled:
+                arrived.append(copy.packed.digest)
+        return arrived
+
+    def wait(self) -> None:
+        """Blocks until the next `poll` finds a copy that has ended."""
+        if self._flying:
+            self._flying[0].end.synchronize()
+
+    def cancel(self, digest: str) -> None:
+        """Lets nothing arrive for the digest. Its blocks may be reassigned at once: later copies
+        come after this one."""
+        for copy in self._flying:
+            copy.is_cancelled |= copy.packed.digest == digest

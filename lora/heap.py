@@ -1,0 +1,135 @@
+"""The adapters' memory on the device: one heap of blocks, and the table of its strips.
+
+Page p of the table has the number of one of its adapter's blocks. Both tensors never move: CUDA
+graphs hold their addresses. The owners of blocks are tracked elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.lora_rows import ROW_BITS, UNIT_BYTES, SiteRows
+from kernels.lora_shrink_expand import Delta, EmbeddingDelta
+from lora.page_image import PackedAdapter, PageLayout, Strip, in_blocks
+from lora.sites import Site
+
+Deltas = Mapping[str, tuple[Delta, ...] | tuple[EmbeddingDelta, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows of consecutive pages that follow each other in memory."""
+
+    starts: tuple[int, ...]  # of each strip, in elements of the heap
+    rows: int
+
+    def of(self, strips: Sequence[Strip]) -> Iterator[tuple[Strip, int]]:
+        return zip(strips, self.starts, strict=True)
+
+
+class AdapterHeap:
+    def __init__(
+        self, sites: Sequence[Site], layout: PageLayout, num_blocks: int, device: torch.device
+    ) -> None:
+        self._layout = layout
+        self._block_bytes = layout.block_bytes
+        # Bytes that no entry names are not read: they need no value.
+        size = num_blocks * layout.block_bytes
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self._elements = self._bytes.view(layout.dtype)
+        shape = (num_blocks, layout.num_entries)
+        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._sites = {site.name: site for site in sites}
+        self._rows = {site.name: self._rows_of(site) for site in sites if not site.is_optional}
+
+    def site_rows(self, name: str) -> SiteRows:
+        """Returns the strips of a site that is not optional."""
+        return self._rows[name]
+
+    def write(self, packed: PackedAdapter, blocks: Sequence[int]) -> None:
+        """Copies an adapter to its blocks; on CUDA on the current stream, from page-locked memory
+        that must stay until the copy has ended."""
+        entries = in_blocks(packed.entries, torch.tensor(blocks), self._block_bytes)
+        rows, image, size = packed.rows, packed.image, self._block_bytes
+        rows.copy_(entries)
+        for first, block, count in _runs_of(blocks):
+            part = image[first * size : (first + count) * size]
+            self._bytes[block * size : block * size + part.numel()].copy_(part, non_blocking=True)
+        for first, page, count in _runs_of(blocks[: packed.num_pages]):
+            self._table[page : page + count].copy_(rows[first : first + count], non_blocking=True)
+
+    def deltas(self, packed: PackedAdapter, blocks: Sequence[int]) -> Deltas:
+        """Returns the rows of an adapter that is in these blocks, by site, as views."""
+        entries = in_blocks(packed.entries, torch.tensor(blocks), self._block_bytes)
+        columns_of: dict[tuple[str, int], list[int]] = {}
+        for column in entries.any(0).nonzero().flatten().tolist():
+            strip = self._layout.strips[column]
+            columns_of.setdefault((strip.site, strip.index), []).append(column)
+        found: dict[str, list[Delta | EmbeddingDelta]] = {}
+        for (site, _), columns in columns_of.items():
+            strips = [self._layout.strips[column] for column in columns]
+            make = self._embedding_delta if self._sites[site].kind == "embedding" else self._delta
+            pages = entries[:, columns].tolist()
+            found.setdefault(site, []).extend(
+                make(strips, run) for run in self._runs(strips, pages)
+            )
+        return {site: tuple(some) for site, some in found.items()}  # type: ignore[misc]
+
+    def _runs(self, strips: Sequence[Strip], pages: Sequence[Sequence[int]]) -> list[_Run]:
+        """Joins pages [pages, strips] that follow each other in all strips."""
+        unit, runs = UNIT_BYTES // self._layout.dtype.itemsize, list[_Run]()
+        for entries in pages:
+            rows = entries[0] & (1 << ROW_BITS) - 1
+            if rows == 0:
+                break  # beyond the module's rank
+            starts = tuple((entry >> ROW_BITS) * unit for entry in entries)
+            last = runs[-1] if runs else None
+            if last and starts == tuple(
+                start + last.rows * strip.width
+                for start, strip in zip(last.starts, strips, strict=True)
+            ):
+                runs[-1] = _Run(last.starts, last.rows + rows)
+            else:
+                runs.append(_Run(starts, rows))
+        return runs
+
+    def _delta(self, strips: Sequence[Strip], run: _Run) -> Delta:
+        (a,) = [self._view(s, start, run) for s, start in run.of(strips) if s.side == "a"]
+        b = [(s.start, self._view(s, start, run)) for s, start in run.of(strips) if s.side == "b"]
+        return Delta(strips[0].index, a, tuple(b))
+
+    def _embedding_delta(self, strips: Sequence[Strip], run: _Run) -> EmbeddingDelta:
+        starts = [start for strip, start in run.of(strips) if strip.side == "a"]
+        (b,) = [self._view(s, start, run) for s, start in run.of(strips) if s.side == "b"]
+        device = self._elements.device
+        return EmbeddingDelta(self._elements, torch.tensor(starts).to(device), strips[0].width, b)
+
+    def _view(self, strip: Strip, start: int, run: _Run) -> torch.Tensor:
+        """Returns [rows, columns] without the columns beyond the end of the matrix."""
+        rows = self._elements[start : start + run.rows * strip.width].view(run.rows, strip.width)
+        site = self._sites[strip.site]
+        is_a = strip.side == "a"
+        width = site.in_features if is_a else site.slices[strip.index].out_features
+        return rows[:, : width - strip.start]
+
+    def _rows_of(self, site: Site) -> SiteRows:
+        first, slices = self._layout.first_entry(site.name), len(site.slices)
+        return SiteRows(
+            self._elements,
+            self._table[:, first : first + slices],
+            self._table[:, first + slices : first + 2 * slices],
+            site.in_features,
+            tuple(part.out_features for part in site.slices),
+        )
+
+
+def _runs_of(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields runs of consecutive numbers: place in the sequence, first number, length."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield first, numbers[first], i - first
+            first = i

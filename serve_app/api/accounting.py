@@ -1,0 +1,88 @@
+"""The account of one request: admitted against the limits of its key, settled with its real use.
+
+A request counts once, however often it was migrated. What an engine computed is paid for, also if
+the client left; a request that was refused, or that failed without an answer, costs nothing.
+"""
+
+from __future__ import annotations
+
+from serve_app.admission.queue import AdmissionQueue
+from serve_app.api.state import IngressState
+from serve_app.dialects.messages import PATH as MESSAGES_PATH
+from serve_app.dispatch.base_handle import Route
+from serve_app.dispatch.completion import Completion, PreparedRequest
+from serve_app.tenancy.accounts import Accounts
+from serve_app.tenancy.caller import Caller
+from serve_app.tenancy.limits import Charge
+from serve_app.tenancy.usage import Usage, UsageKey
+
+
+class RequestAccount:
+    """Made by `admit`. `close` ends it at the end of the answer; a second one does nothing."""
+
+    def __init__(
+        self, accounts: Accounts, charge: Charge, key: UsageKey, *, is_stream: bool
+    ) -> None:
+        self.completion: Completion | None = None  # None until its turn for an engine has come
+        self._accounts = accounts
+        self._charge = charge
+        self._key = key
+        self._is_stream = is_stream
+
+    def close(self) -> None:
+        completion, self.completion = self.completion, None
+        if completion is None or not completion.has_computed:
+            self._charge.close()
+            return
+        if completion.has_failed and not self._is_stream:  # the client received an error alone
+            self._charge.close()
+            return
+        counts = completion.usage()
+        usage = Usage(
+            *(1, counts.prompt_tokens, counts.prompt_tokens_details.cached_tokens),
+            *(counts.completion_tokens, 1000 * completion.engine_s),
+        )
+        self._charge.settle(usage.num_tokens)
+        self._accounts.meter.add(self._key, usage)
+
+
+def check(state: IngressState, caller: Caller | None) -> None:
+    """Refuses a request of a key that has reached a limit, before its body is read. Raises
+    RateLimitError."""
+    if state.accounts is not None and caller is not None:
+        state.accounts.limits.check(caller)
+
+
+async def admit(
+    state: IngressState,
+    caller: Caller | None,
+    route: Route,
+    queue: AdmissionQueue,
+    prepared: PreparedRequest,
+    max_tokens: int,
+) -> RequestAccount | None:
+    """Charges the prompts and the expected output, at most `max_tokens`, to the caller's key.
+    Returns None where requests need no key. Raises RateLimitError."""
+    if state.accounts is None or caller is None:
+        return None
+    routing, resolution = prepared.routing, route.resolution
+    num_output = queue.expected_output(routing.num_sequences, max_tokens)
+    charge = await state.accounts.limits.admit(caller, routing.num_tokens + num_output)
+    version = resolution.adapter or resolution.base
+    key = UsageKey(
+        caller.key_id,
+        caller.policy.tenant,
+        resolution.base.name,
+        f"{version.name}@{version.version}",
+        routing.adapter_rank,
+        "" if route.arm is None else route.arm.arm,
+    )
+    return RequestAccount(state.accounts, charge, key, is_stream=bool(prepared.body.stream))
+
+
+def headers(state: IngressState, caller: Caller | None, path: str) -> dict[str, str]:
+    """Returns the headers about the limits of the caller's key, in the shape of the path's API."""
+    if state.accounts is None or caller is None:
+        return {}
+    is_anthropic = path.startswith(MESSAGES_PATH)
+    return state.accounts.limits.headers(caller, for_anthropic=is_anthropic)

@@ -1,0 +1,98 @@
+"""The rules of a caller's key: which models it may name, and how much it may ask of them.
+
+A name that is unknown and a name that the key may not use get the same answer, before anything is
+woken or loaded. Callers without a key (`tenancy.enabled` is false) may name all models.
+"""
+
+from __future__ import annotations
+
+from engine.errors import InvalidRequestError
+from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.api.model_list import names_of
+from serve_app.api.state import IngressState, view_of
+from serve_app.dispatch.base_handle import Route
+from serve_app.dispatch.gateway import Gateway
+from serve_app.errors import ApiError, shown
+from serve_app.openai.engine_params import GenerationRequest
+from serve_app.platform_view import PlatformView
+from serve_app.tenancy.caller import Caller
+
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+
+
+def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
+    """Raises ApiError with 404 if the key may not use the model, or there is no such model.
+
+    A split between two versions counts as the stable one: a canary is its operator's choice.
+    """
+    if caller is None:
+        return
+    view = view_of(gateway)
+    try:
+        is_allowed = caller.policy.allows(names_of(view.catalog.resolve(model)))
+    except NotFoundError:
+        is_allowed = False
+    if not is_allowed:
+        raise unknown(view, model)
+
+
+def check_route(
+    state: IngressState, caller: Caller | None, model: str, route: Route
+) -> Caller | None:
+    """Checks again when the wait for a base has ended: the key may be revoked or changed meanwhile,
+    and the name may mean another version. Returns the caller with its present policy. Raises
+    ApiError: 401 for a key that has ended, 404 for a model that it may not use."""
+    if caller is None:
+        return None
+    if state.authenticator is not None:
+        caller = state.authenticator.present(caller)
+    if route.arm is not None:  # the route may be the canary's
+        check_model(state.gateway, caller, model)
+    elif not caller.policy.allows(names_of(route.resolution)):
+        raise unknown(view_of(state.gateway), model)
+    return caller
+
+
+def unknown(view: PlatformView, model: str) -> Exception:
+    """Returns the error for a model that does not exist as far as a key is concerned."""
+    if view.registry_error is not None:  # it may be new there
+        return RegistryUnavailableError("The model registry is unreachable.")
+    return ApiError(
+        404,
+        f"The model {shown(model)} does not exist, or this API key may not use it.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def check_adapter(caller: Caller | None, base: str, adapter: str) -> None:
+    """Raises ApiError with 403 if the key may not load an adapter of this name for this base."""
+    if caller is not None and not caller.policy.allows((adapter, f"{base}:{adapter}")):
+        raise ApiError(
+            403,
+            f"lora_name: this API key may not load {shown(adapter)} for that base.",
+            param="lora_name",
+            code="model_not_allowed",
+        )
+
+
+def check_body(caller: Caller | None, body: GenerationRequest) -> None:
+    """Raises InvalidRequestError if the request asks for more than the key allows."""
+    if caller is None:
+        return
+    floor, most = caller.policy.lowest_priority, caller.policy.max_tokens
+    if floor is not None and (body.priority or 0) < floor:
+        raise InvalidRequestError(
+            f"priority: must be {floor} at least with this API key, got {body.priority or 0}.",
+            "priority",
+        )
+    if most is None:
+        return
+    # A length that the client left open, or that its API cuts, is cut by `engine_requests`.
+    fields = ["min_tokens"] if body.cuts_max_tokens else [*_LENGTHS, "min_tokens"]
+    for field in fields:
+        value: int | None = getattr(body, field, None)
+        if value is not None and value > most:
+            raise InvalidRequestError(
+                f"{field}: must be {most} at most with this API key, got {value}.", field
+            )

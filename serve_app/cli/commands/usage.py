@@ -1,0 +1,48 @@
+"""`loraplex usage`: the recorded use of a running server."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+import msgspec
+import typer
+from rich.table import Table
+
+from serve_app.admin_api import UsageLine, UsageLines, usage_csv
+from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.common import Failure, console, print_json, print_table
+
+
+def usage(by: str, from_: str | None, to: str | None, csv: bool, url: str, json: bool) -> None:
+    if csv and json:
+        raise Failure("Give --csv or --json, not both")
+    given = {"by": by, "from": from_, "to": to}
+    query = urlencode({name: value for name, value in given.items() if value is not None})
+    found = call_admin(url, "GET", f"/usage?{query}", UsageLines)
+    names = [name.strip() for name in by.split(",")]
+    if json:
+        print_json(found)
+    elif csv:
+        typer.echo(usage_csv(names, found.usage), nl=False)
+    elif not found.usage:
+        console.print(f"No use is recorded from {found.from_} to {found.to}.", highlight=False)
+    else:
+        _print(names, found)
+
+
+def _print(names: list[str], found: UsageLines) -> None:
+    sums = ("requests", "prompt", "cached", "output", "engine s", "cost")
+    table = Table(*names, *sums, box=None)
+    for column in table.columns[len(names) :]:
+        column.justify = "right"
+    for line in found.usage:
+        values = msgspec.structs.asdict(line)
+        table.add_row(*(str(values[name]) for name in names), *_cells(line))
+    print_table(table)
+    console.print(f"[dim]from {found.from_} to {found.to}[/]", highlight=False)
+
+
+def _cells(line: UsageLine) -> tuple[str, ...]:
+    counts = (line.requests, line.prompt_tokens, line.cached_tokens, line.output_tokens)
+    cells = [f"{count:,}" for count in counts]
+    return (*cells, f"{line.engine_ms / 1000:,.1f}", f"{line.cost:,.4f}")

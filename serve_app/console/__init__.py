@@ -1,0 +1,1 @@
+"""The console: the pages under /console for operators and users, and the cookie of their login."""

@@ -1,0 +1,86 @@
+"""The manager's remote methods about the limits and the use of keys."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Mapping
+
+from serve_app.config import TenancyArgs
+from serve_app.errors import ApiError
+from serve_app.metrics.exposition import as_text, gauge
+from serve_app.ray_calls import refusing
+from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, TotalName
+from serve_app.tenancy.ledger import UsageBook, UsageGroup, UsageQuery
+from serve_app.tenancy.service import KeyService
+from serve_app.tenancy.usage import UsageBatch
+
+_MAX_BUDGETS = 100  # in the metrics
+
+
+class KeyLimits:
+    """The leases and the recorded use of all keys."""
+
+    def __init__(self, args: TenancyArgs, keys: KeyService) -> None:
+        self._keys = keys
+        self.leases = Leases(args.burst_s)
+        self.book = UsageBook(keys.store, args.prices)
+        self.book.start()
+
+    def grant(self, request: LeaseRequest) -> dict[str, Grants]:
+        resets_s = self.book.turn(time.time())
+        now_s = asyncio.get_running_loop().time()
+        return self.leases.grant(request, self.book.used, resets_s, now_s)
+
+    def text(self) -> bytes:
+        """Returns the use of the budgets in Prometheus' text format."""
+        self.book.turn(time.time())
+        ratios: dict[tuple[str, str, str], float] = {}
+        for key_id, policy in self._keys.policies():
+            budgets: tuple[tuple[TotalName, int | None], ...] = (
+                ("day", policy.tokens_per_day),
+                ("month", policy.tokens_per_month),
+            )
+            for period, budget in budgets:
+                used = self.book.used.get((key_id, period), 0.0)
+                if budget is not None and used > 0:
+                    ratios[key_id, policy.tenant, period] = used / budget
+        return budgets_text(ratios)
+
+
+def budgets_text(ratios: Mapping[tuple[str, str, str], float]) -> bytes:
+    """Returns the largest ratios. `ratios`: by key id, tenant, and day or month."""
+    most = heapq.nlargest(_MAX_BUDGETS, ratios.items(), key=lambda item: item[1])
+    labels = "key", "tenant", "period"
+    return as_text(gauge("loraplex_key_budget_used_ratio", dict(most), {}, *labels))
+
+
+class LimitCalls:
+    """A base of `Manager`."""
+
+    _limits: KeyLimits | None  # None: tenancy.enabled is false
+
+    async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
+        """See `Leases.grant`."""
+        return self._opened_limits().grant(request)
+
+    async def record_usage(self, batch: UsageBatch) -> bool:
+        """See `UsageBook.record`."""
+        return await self._opened_limits().book.record(batch)
+
+    @refusing
+    async def usage(self, query: UsageQuery) -> list[UsageGroup]:
+        """See `UsageBook.groups`."""
+        return await self._opened_limits().book.groups(query)
+
+    def _opened_limits(self) -> KeyLimits:
+        if self._limits is None:
+            raise ApiError(
+                404, "Keys are off: set tenancy.enabled in the config file.", code="keys_off"
+            )
+        return self._limits
+
+
+def open_limits(args: TenancyArgs, keys: KeyService | None) -> KeyLimits | None:
+    return None if keys is None else KeyLimits(args, keys)

@@ -1,0 +1,131 @@
+"""Answers of /v1/messages, Anthropic's API: a message, and the events of its making."""
+
+from __future__ import annotations
+
+import json
+
+from serve_app.dialects.blocks import BlockKind, BlockWriter, event
+from serve_app.errors import ApiError
+from serve_app.openai.choice import ToolCallDelta
+from serve_app.openai.responses import Json, ResponseHead, UsageInfo, encode
+
+# Kind of a block -> the type of its deltas, and their field.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesWriter(BlockWriter):
+    def __init__(self, head: ResponseHead, max_tokens: int, *, shows_cache: bool) -> None:
+        """`shows_cache` counts the tokens that the cache had apart from the others."""
+        super().__init__()
+        self._shows_cache = shows_cache
+        self._head = head
+        self._max_tokens = max_tokens
+        self._content: list[Json] = []
+        self._block: Json = {}
+        self._texts: list[str] = []
+        self._prefix = b""  # of the open block's deltas
+
+    def start(self, usage: UsageInfo) -> bytes:
+        message = self._message(self._usage(usage, None))
+        return event("message_start", {"message": message}) + event("ping", {})
+
+    def end(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
+        closing = self.finish(needs_text=False)
+        reason, sequence = self._stop(usage)
+        delta: Json = {"stop_reason": reason, "stop_sequence": sequence}
+        fields: Json = {"delta": delta, "usage": self._usage(usage, num_reasoning_tokens)}
+        return closing + event("message_delta", fields) + event("message_stop", {})
+
+    def body(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
+        self.finish(needs_text=False)
+        reason, sequence = self._stop(usage)
+        message = self._message(self._usage(usage, num_reasoning_tokens))
+        return encode(message | {"stop_reason": reason, "stop_sequence": sequence})
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % error.anthropic_body()
+
+    def opened(self, kind: BlockKind, call: ToolCallDelta | None) -> bytes:
+        self._texts = []
+        if kind == "text":
+            self._block = {"type": "text", "text": ""}
+        elif kind == "reasoning":
+            self._block = {"type": "thinking", "thinking": "", "signature": ""}
+        else:
+            assert call is not None
+            call_id = call.id or f"toolu_{self.num_blocks}"
+            name = call.name or ""
+            self._block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        delta_type, field = _DELTAS[kind]
+        self._prefix = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+            b'"delta":{"type":"%b","%b":' % (self.num_blocks, delta_type.encode(), field.encode())
+        )
+        fields: Json = {"index": self.num_blocks, "content_block": self._block}
+        return event("content_block_start", fields)
+
+    def added(self, kind: BlockKind, text: str, logprobs: list[Json]) -> bytes:
+        self._texts.append(text)
+        return self._prefix + encode(text) + b"}}\n\n"
+
+    def closed(self, kind: BlockKind, *, is_cut: bool) -> bytes:
+        text, index = "".join(self._texts), len(self._content)
+        field: Json
+        signature = b""
+        if kind == "call":
+            field = {"input": _input(text)}
+        elif kind == "reasoning":
+            field = {"thinking": text}
+            delta: Json = {"type": "signature_delta", "signature": ""}
+            signature = event("content_block_delta", {"index": index, "delta": delta})
+        else:
+            field = {"text": text}
+        self._content.append(self._block | field)
+        return signature + event("content_block_stop", {"index": index})
+
+    def _stop(self, usage: UsageInfo) -> tuple[str, str | None]:
+        """Returns the reason of the end, and the stop sequence that was found."""
+        last = self.last
+        assert last is not None
+        if last.finish_reason == "length":
+            is_full = usage.completion_tokens < self._max_tokens
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        return "tool_use" if self.has_calls else "end_turn", None
+
+    def _message(self, usage: Json) -> Json:
+        return {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": self._content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _usage(self, usage: UsageInfo, num_reasoning_tokens: int | None) -> Json:
+        cached = usage.prompt_tokens_details.cached_tokens if self._shows_cache else 0
+        counts: Json = {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.completion_tokens,
+        }
+        if num_reasoning_tokens is not None:
+            counts["output_tokens_details"] = {"thinking_tokens": num_reasoning_tokens}
+        return counts
+
+
+def _input(text: str) -> object:
+    """Returns the arguments of a call; {} for a call that the limit of tokens cut."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return {}

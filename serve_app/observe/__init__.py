@@ -1,0 +1,1 @@
+"""Finished requests: the record of each, its counts, its line in the request log and its trace."""

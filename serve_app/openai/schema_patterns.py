@@ -1,0 +1,74 @@
+"""Regular expressions of JSON schemas in the form that the grammar library enforces to the letter.
+
+The library quotes strings as JSON only after it has matched them. Where a class of characters takes
+control characters, whose escapes have a backslash, it takes the quotation mark and the backslash,
+too. It also reads nested classes and operations on classes, which ECMA 262 does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from serve_app.errors import shown
+
+# The library takes February 29 of every year, the year 0, which parsers of dates refuse, and leap
+# seconds at all times. The expressions hold beside the format, and need not repeat it.
+_LEAP = "(0[48]|[2468][048]|[13579][26])"  # the last or, before 00, the first digits of the year
+_DATE = (
+    r"^((...[1-9]|..[1-9].|.[1-9]..|[1-9]...)-(0[^2]|1.|..-([013]|2[^9]))"
+    rf"|(..{_LEAP}|{_LEAP}00)-)"
+)
+# A class, or an escaped character outside of one. Possessive: an expression of many open brackets
+# would otherwise be scanned to its end at each of them.
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(\])?", re.DOTALL)
+_OPERATION = re.compile(r"\\.|(\[|&&|--|~~|\|\|)", re.DOTALL)
+_CONTROL = re.compile(r"\\(?:x[01]|u00[01]|[xu]\{0*1?[0-9a-fA-F]\}|0|c)|[\x00-\x08\x0e-\x1f]")
+_CONTROLS = r"\x00-\x1f"
+PATTERNS_OF_FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "date-time": f"{_DATE}.*:..:[0-5]",
+    "time": "^..:..:[0-5]",
+}
+
+
+class UnsupportedPatternError(ValueError):
+    """The library would take strings that the expression forbids."""
+
+
+def exact_pattern(pattern: str) -> str:
+    """Returns the expression with negated classes that leave out control characters if they leave
+    out a quotation mark or a backslash. Raises UnsupportedPatternError."""
+
+    def narrow(found: re.Match[str]) -> str:
+        text = found[0]
+        if text == r"\P":
+            raise UnsupportedPatternError(f"pattern: \\P is not supported, got {shown(pattern)}.")
+        if found[1] is None:  # a character, or an unclosed class, which the library refuses
+            return text
+        body = text[2:-1] if text.startswith("[^") else text[1:-1]
+        operation = next((one[1] for one in _OPERATION.finditer(body) if one[1]), None)
+        if operation is not None:
+            raise UnsupportedPatternError(
+                f"pattern: {operation} in a class of characters is not supported, write "
+                f"{''.join(f'{chr(92)}{one}' for one in operation)}; got {shown(pattern)}."
+            )
+        if not text.startswith("[^"):
+            if _CONTROL.search(body):
+                raise UnsupportedPatternError(
+                    "pattern: control characters in a class of characters are not supported "
+                    f"(\\n, \\r, \\t and \\s are), got {shown(pattern)}."
+                )
+            return text
+        try:
+            takes_both = all(re.fullmatch(text, one) for one in ('"', "\\"))
+        except re.error:  # Python lacks a class that the library may have
+            takes_both = False
+        return text if takes_both else f"{text[:-1]}{_CONTROLS}]"
+
+    return _CLASS.sub(narrow, pattern)
+
+
+def without_controls(left_out: Collection[str]) -> str:
+    """Returns the part to add to a negated class of these characters, each as `\\x{22}`."""
+    return "" if {r"\x{22}", r"\x{5c}"}.isdisjoint(left_out) else _CONTROLS

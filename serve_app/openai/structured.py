@@ -1,0 +1,192 @@
+"""Structured output: the fields of a body that constrain its answer, as a grammar for the engine.
+
+OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's former `guided_*` fields. The
+size of a constraint is bounded here, before anything reads it closely; the grammar library then
+refuses the features that it cannot enforce, so that no part of a constraint is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, TypeAlias
+
+from pydantic import PlainValidator
+
+from engine.grammar_sources import lark_of_choices
+from engine.types import Grammar
+from serve_app.errors import shown
+from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_schemas import MAX_SCHEMA_CHARS, grammar_of_schema
+
+MAX_REGEX_CHARS = 4 * 1024
+MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_ALTERNATIVES = 1000
+MAX_NAME_CHARS = 64
+
+_ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
+_STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Option of `structured_outputs` -> the values that are as if it were left out.
+_STRUCTURED_OPTIONS: Mapping[str, tuple[object, ...]] = {
+    "structural_tag": (None,),
+    "whitespace_pattern": (None,),
+    "disable_fallback": (None, True, False),  # there is one library, so there is no fallback
+    "disable_any_whitespace": (None, True, False),  # the form of JSON is fixed
+    "disable_additional_properties": (None, False),
+}
+
+
+def check_response_format(value: object) -> Grammar | None:
+    """Returns the grammar of OpenAI's `response_format`, and None for text."""
+    field = "response_format"
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise FieldError(f"{field}: must be an object, got {shown(value)}.")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    if kind != "json_schema":
+        raise FieldError(
+            f"{field}.type: must be one of text, json_object, json_schema, got {shown(kind)}.",
+            "type",
+        )
+    return grammar_of_format(value.get("json_schema"), f"{field}.json_schema")
+
+
+def grammar_of_format(value: object, field: str) -> Grammar:
+    """Returns the grammar of an object with `name`, `schema` and `strict`, as OpenAI's."""
+    if not isinstance(value, dict):
+        raise FieldError(f"{field}: must be an object, got {shown(value)}.")
+    name, is_strict = value.get("name"), value.get("strict")
+    if name is not None and not (isinstance(name, str) and len(name) <= MAX_NAME_CHARS):
+        raise FieldError(
+            f"{field}.name: must be a string of at most {MAX_NAME_CHARS} characters, "
+            f"got {shown(name)}."
+        )
+    if is_strict is not None and not isinstance(is_strict, bool):
+        raise FieldError(f"{field}.strict: must be true or false, got {shown(is_strict)}.")
+    schema = value.get("schema")
+    if schema is None:
+        if is_strict:
+            raise FieldError(f"{field}.schema: is required if strict is true.")
+        return _ANY_OBJECT
+    return grammar_of_schema(schema, f"{field}.schema", is_strict=bool(is_strict))
+
+
+def check_structured_outputs(value: object) -> Grammar | None:
+    """Returns the grammar of vLLM's `structured_outputs`, and None if it names no constraint."""
+    field = "structured_outputs"
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise FieldError(f"{field}: must be an object, got {shown(value)}.")
+    for name, item in value.items():
+        if name in _STRUCTURED_KINDS:
+            continue
+        neutral = _STRUCTURED_OPTIONS.get(name)
+        if neutral is None or not any(item is one for one in neutral):
+            raise FieldError(
+                f"{field}.{shown(name)[1:-1]}: is not supported, got {shown(item)}.", name
+            )
+    given = {
+        name: item
+        for name in _STRUCTURED_KINDS
+        if (item := value.get(name)) is not None and not (name == "json_object" and item is False)
+    }
+    if len(given) > 1:
+        raise FieldError(f"{field}: only one constraint is allowed, got {', '.join(given)}.")
+    for name, item in given.items():
+        return _CONSTRAINTS[name](item, f"{field}.{name}")
+    return None
+
+
+def _grammar_of_json(value: object, field: str) -> Grammar:
+    """Returns the grammar of a schema that is an object or, as vLLM allows, its JSON text."""
+    if isinstance(value, str):
+        if len(value) > MAX_SCHEMA_CHARS:
+            raise FieldError(
+                f"{field}: at most {MAX_SCHEMA_CHARS} characters are allowed, got {len(value)}."
+            )
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise FieldError(f"{field}: not a JSON schema: {error}.") from None
+    return grammar_of_schema(value, field)
+
+
+def _grammar_of_json_object(value: object, field: str) -> Grammar:
+    if value is not True:
+        raise FieldError(f"{field}: must be true or false, got {shown(value)}.")
+    return _ANY_OBJECT
+
+
+def _grammar_of_regex(value: object, field: str) -> Grammar:
+    return Grammar("regex", _text(value, field, MAX_REGEX_CHARS))
+
+
+def _grammar_of_choice(value: object, field: str) -> Grammar:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_ALTERNATIVES:
+        raise FieldError(
+            f"{field}: must be a list of 1 to {MAX_ALTERNATIVES} strings, got {shown(value)}."
+        )
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise FieldError(f"{field}: must hold non-empty strings, got {shown(item)}.")
+    source = lark_of_choices(tuple(dict.fromkeys(value)))
+    return Grammar("lark", _text(source, field, MAX_GRAMMAR_CHARS))
+
+
+def _grammar_of_grammar(value: object, field: str) -> Grammar:
+    """Returns a grammar in Lark or GBNF, neither of which is read here."""
+    source = _text(value, field, MAX_GRAMMAR_CHARS)
+    return Grammar("gbnf" if "::=" in source else "lark", source)
+
+
+_CONSTRAINTS: Mapping[str, Callable[[object, str], Grammar]] = {
+    "json": _grammar_of_json,
+    "regex": _grammar_of_regex,
+    "choice": _grammar_of_choice,
+    "grammar": _grammar_of_grammar,
+    "json_object": _grammar_of_json_object,
+}
+
+
+def _text(value: object, field: str, max_chars: int) -> str:
+    if not isinstance(value, str) or not value:
+        raise FieldError(f"{field}: must be a non-empty string, got {shown(value)}.")
+    if len(value) > max_chars:
+        raise FieldError(f"{field}: at most {max_chars} characters are allowed, got {len(value)}.")
+    return value
+
+
+def _guided(name: str) -> Callable[[object], Grammar | None]:
+    def check(value: object) -> Grammar | None:
+        return None if value is None else _CONSTRAINTS[name](value, f"guided_{name}")
+
+    return check
+
+
+ResponseFormat: TypeAlias = Annotated[
+    Grammar | None,
+    PlainValidator(check_response_format, json_schema_input_type=dict[str, object] | None),
+]
+StructuredOutputs: TypeAlias = Annotated[
+    Grammar | None,
+    PlainValidator(check_structured_outputs, json_schema_input_type=dict[str, object] | None),
+]
+GuidedJson: TypeAlias = Annotated[
+    Grammar | None,
+    PlainValidator(_guided("json"), json_schema_input_type=dict[str, object] | str | None),
+]
+GuidedRegex: TypeAlias = Annotated[
+    Grammar | None, PlainValidator(_guided("regex"), json_schema_input_type=str | None)
+]
+GuidedChoice: TypeAlias = Annotated[
+    Grammar | None, PlainValidator(_guided("choice"), json_schema_input_type=list[str] | None)
+]
+GuidedGrammar: TypeAlias = Annotated[
+    Grammar | None, PlainValidator(_guided("grammar"), json_schema_input_type=str | None)
+]

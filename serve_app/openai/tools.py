@@ -1,0 +1,163 @@
+"""Tools of a chat: the checks of `tools` and `tool_choice`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from serve_app.errors import shown
+from serve_app.openai.json_body import FieldError
+
+MAX_TOOLS = 256
+MAX_DEPTH = 32
+MAX_DESCRIPTION_CHARS = 16 * 1024
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Tool = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: Literal["none", "auto", "required"]
+    names: tuple[str, ...] = ()  # the tools that may be called; () for all
+    is_named: bool = False  # exactly one tool, exactly one call
+
+
+AUTO = ToolChoice("auto")
+
+
+def check_depth(value: Any, name: str) -> None:
+    """Refuses JSON that is nested more than MAX_DEPTH levels: templates and grammars recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [
+            item for one in nested for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise FieldError(f"{name}: is nested more than {MAX_DEPTH} levels deep.")
+
+
+def check_tools(value: object) -> tuple[Tool, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        got = f"{len(value)}" if isinstance(value, list) else shown(value)
+        raise FieldError(f"tools: must be a list of at most {MAX_TOOLS} tools, got {got}.")
+    tools = tuple(_check_tool(tool, index) for index, tool in enumerate(value))
+    names = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise FieldError(f"tools: the name {shown(name)} appears twice.")
+    return tools
+
+
+def _check_tool(tool: object, index: int) -> Tool:
+    def refuse(where: str, problem: str, got: object) -> None:
+        raise FieldError(f"tools.{index}{where}: {problem}, got {shown(got)}.", f"{index}{where}")
+
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        refuse(".type", 'must be "function"', kind)
+    if not isinstance(function, dict):
+        refuse(".function", "must be an object", function)
+    assert isinstance(tool, dict)
+    assert isinstance(function, dict)
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        refuse(".function.name", "must match [a-zA-Z0-9_-]{1,64}", name)
+    if not isinstance(description, str | None) or len(description or "") > MAX_DESCRIPTION_CHARS:
+        limit = f"must be a string of at most {MAX_DESCRIPTION_CHARS} characters"
+        refuse(".function.description", limit, description)
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if not isinstance(parameters, dict | None):
+        refuse(".function.parameters", "must be a JSON schema", parameters)
+    if parameters and parameters.get("type", "object") != "object":
+        refuse(".function.parameters.type", 'must be "object"', parameters["type"])
+    if not isinstance(strict, bool | None):
+        refuse(".function.strict", "must be true or false", strict)
+    if strict and parameters and parameters.get("additionalProperties") is not False:
+        got = parameters.get("additionalProperties")
+        refuse(".function.parameters.additionalProperties", "must be false in strict mode", got)
+    for key, kind in (("properties", dict), ("required", list), ("$defs", dict)):
+        if parameters and not isinstance(parameters.get(key, kind()), kind):
+            words = "must be an object" if kind is dict else "must be a list"
+            refuse(f".function.parameters.{key}", words, parameters[key])
+    check_depth(parameters, f"tools.{index}.function.parameters")
+    # Templates write the tool as JSON: without nulls, and in the order of OpenAI's documents.
+    known = {
+        key: function[key]
+        for key in ("name", "description", "parameters", "strict")
+        if function.get(key) is not None
+    }
+    return {"type": "function", "function": known}
+
+
+def check_tool_choice(value: object) -> ToolChoice:
+    if value is None or value == "auto":
+        return AUTO
+    if value == "none" or value == "required":
+        return ToolChoice(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "function":
+        return ToolChoice("required", (_named(value),), True)
+    if isinstance(value, dict) and kind == "allowed_tools":
+        return _allowed(value.get("allowed_tools", value))
+    raise FieldError(
+        'tool_choice: must be "none", "auto", "required", {"type": "function", ...} or '
+        f'{{"type": "allowed_tools", ...}}, got {shown(value)}.'
+    )
+
+
+def _named(value: Mapping[str, Any]) -> str:
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise FieldError(f"tool_choice.function.name: must be a string, got {shown(name)}.")
+    return name
+
+
+def _allowed(value: object) -> ToolChoice:
+    mode = value.get("mode") if isinstance(value, dict) else None
+    tools = value.get("tools") if isinstance(value, dict) else None
+    if mode not in ("auto", "required"):
+        raise FieldError(
+            f'tool_choice.allowed_tools.mode: must be "auto" or "required", got {shown(mode)}.'
+        )
+    if not isinstance(tools, list) or not tools or not all(isinstance(t, dict) for t in tools):
+        raise FieldError(
+            "tool_choice.allowed_tools.tools: must be a non-empty list of tools, "
+            f"got {shown(tools)}."
+        )
+    # Without repetitions: each name costs a few bytes here and a whole tool in the prompt.
+    return ToolChoice(mode, tuple(dict.fromkeys(map(_named, tools))))
+
+
+def resolve_choice(choice: ToolChoice, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Returns the tools that the model may call. Raises FieldError if the choice has none."""
+    if choice.mode == "none":
+        return ()
+    known = {tool["function"]["name"]: tool for tool in tools}
+    for name in choice.names:
+        if name not in known:
+            raise FieldError(f"tool_choice: the tool {shown(name)} is not in tools.", "tool_choice")
+    if choice.mode == "required" and not tools:
+        raise FieldError("tool_choice: is allowed only if tools are given.", "tool_choice")
+    return tuple(known[name] for name in choice.names) if choice.names else tuple(tools)
+
+
+def schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """Returns the schema of the parameters of each tool, by its name."""
+    return {
+        tool["function"]["name"]: {
+            "type": "object",
+            **(tool["function"].get("parameters") or _NO_PARAMETERS),
+        }
+        for tool in tools
+    }

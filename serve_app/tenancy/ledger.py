@@ -1,0 +1,238 @@
+"""The recorded use: sums by hour in the store's database, and the tokens of this day and month.
+
+Only the manager writes. The hour is that of its clock when a batch arrives. Methods of `Ledger`
+block and belong in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, get_args
+
+from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from serve_app.config import PriceArgs
+from serve_app.tasks import keep
+from serve_app.tenancy.leases import LimitName, TotalName
+from serve_app.tenancy.store import Store, StoreUnavailableError
+from serve_app.tenancy.tables import USAGE, USAGE_BATCHES
+from serve_app.tenancy.usage import Usage, UsageBatch
+
+logger = logging.getLogger(__name__)
+
+HOUR_S, DAY_S = 3600, 86_400
+_KEPT_S = 30 * DAY_S  # the numbers of batches of an ingress that is gone
+_RETRY_S = 1.0
+_SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "engine_ms")
+
+Group = Literal["key", "tenant", "base", "model", "arm", "hour", "day"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+_COLUMNS: dict[Group, ColumnElement[Any]] = {
+    "key": USAGE.c.key_id,
+    "tenant": USAGE.c.tenant,
+    "base": USAGE.c.base,
+    "model": USAGE.c.model,
+    "arm": USAGE.c.arm,
+    "hour": USAGE.c.hour,
+    "day": USAGE.c.hour - USAGE.c.hour % DAY_S,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UsageQuery:
+    """The use of the hours that begin in [from_s, to_s), summed `by` these."""
+
+    by: tuple[Group, ...]
+    from_s: float
+    to_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UsageGroup:
+    """The sums of a group. `values`: in the order of the query's `by`."""
+
+    values: tuple[str | int, ...]
+    usage: Usage
+    cost: float
+
+
+class Ledger:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        dialect = postgresql if store.dialect == "postgresql" else sqlite
+        batches, usage = dialect.insert(USAGE_BATCHES), dialect.insert(USAGE)
+        self._note_batch = batches.on_conflict_do_update(
+            index_elements=["source"],
+            set_={"number": batches.excluded.number, "at_s": batches.excluded.at_s},
+            where=USAGE_BATCHES.c.number < batches.excluded.number,
+        )
+        self._add = usage.on_conflict_do_update(
+            index_elements=[column.name for column in USAGE.primary_key],
+            set_={name: USAGE.c[name] + usage.excluded[name] for name in _SUMS},
+        )
+
+    def record(self, batch: UsageBatch, now_s: float) -> bool:
+        """Adds a batch to the sums of this hour. Returns False, and adds nothing, if it was
+        recorded before. Raises StoreUnavailableError."""
+        hour = int(now_s // HOUR_S * HOUR_S)
+        rows = [
+            {
+                "hour": hour,
+                **{name: getattr(key, name) for name in key.__slots__},
+                **{name: getattr(usage, name) for name in _SUMS},
+            }
+            for key, usage in batch.rows
+        ]
+        with self._store.transaction() as connection:
+            note = {"source": batch.source, "number": batch.number, "at_s": now_s}
+            if not connection.execute(self._note_batch, note).rowcount:
+                return False
+            connection.execute(self._add, rows)
+            if batch.number == 1:
+                old = USAGE_BATCHES.c.at_s < now_s - _KEPT_S
+                connection.execute(delete(USAGE_BATCHES).where(old))
+            return True
+
+    def tokens(self, from_s: float) -> dict[str, int]:
+        """Returns the recorded tokens since the hour that begins at `from_s`, by key id."""
+        tokens = func.sum(USAGE.c.prompt_tokens + USAGE.c.output_tokens)
+        query = select(USAGE.c.key_id, tokens).where(USAGE.c.hour >= from_s)
+        with self._store.transaction() as connection:
+            rows = connection.execute(query.group_by(USAGE.c.key_id))
+            return {key_id: int(number) for key_id, number in rows}
+
+    def groups(self, query: UsageQuery, prices: Mapping[str, PriceArgs]) -> list[UsageGroup]:
+        """Returns the sums of a query, in the order of their values. `prices`: by base, "*" for
+        the others."""
+        columns = [_COLUMNS[name] for name in query.by]
+        priced = [USAGE.c.base, USAGE.c.rank]
+        sums = [func.sum(USAGE.c[name]) for name in _SUMS]
+        is_in = USAGE.c.hour.between(query.from_s, query.to_s - 1)
+        found: defaultdict[tuple[str | int, ...], tuple[Usage, list[float]]]
+        found = defaultdict(lambda: (Usage(), []))
+        with self._store.transaction() as connection:
+            selected = select(*columns, *priced, *sums).where(is_in)
+            for row in connection.execute(selected.group_by(*columns, *priced)):
+                values, (base, rank), numbers = (
+                    tuple(row[: len(columns)]),
+                    row[len(columns) : len(columns) + 2],
+                    row[len(columns) + 2 :],
+                )
+                requests, prompt, cached, output = map(int, numbers[:-1])
+                usage = Usage(requests, prompt, cached, output, float(numbers[-1]))
+                known, costs = found[values]
+                known.add(usage)
+                costs.append(cost(usage, prices.get(base) or prices.get("*"), rank))
+        return [
+            UsageGroup(values, usage, sum(costs))
+            for values, (usage, costs) in sorted(found.items(), key=lambda item: item[0])
+        ]
+
+
+def cost(usage: Usage, price: PriceArgs | None, rank: int) -> float:
+    """Returns the price of some use of a base, or of its adapters of this rank."""
+    if price is None:
+        return 0.0
+    cached = price.prompt if price.cached is None else price.cached
+    tokens = (
+        (usage.prompt_tokens - usage.cached_tokens) * price.prompt
+        + usage.cached_tokens * cached
+        + usage.output_tokens * price.output
+    )
+    hours = usage.engine_ms / 1000 / HOUR_S
+    return (tokens / 1e6 + hours * price.engine_hour) * (1 + price.per_rank * rank)
+
+
+class UsageBook:
+    """The manager's side of the use. All methods belong to its event loop."""
+
+    def __init__(
+        self, store: Store, prices: Mapping[str, PriceArgs], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.used: defaultdict[tuple[str, LimitName], float] = defaultdict(float)
+        self._ledger = Ledger(store)
+        self._prices = prices
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._is_read = False
+        self._began_s: dict[TotalName, float] = {}  # of the day and month that `used` is about
+
+    def start(self) -> None:
+        keep(self._read_until_done, "read-usage")
+
+    async def record(self, batch: UsageBatch) -> bool:
+        """Returns True once the batch is recorded, and False while the database is away."""
+        async with self._lock:
+            try:
+                await self._read()
+                now_s = self._clock()
+                is_new = await asyncio.to_thread(self._ledger.record, batch, now_s)
+            except StoreUnavailableError:
+                return False
+            self.turn(now_s)
+            for key, usage in batch.rows if is_new else ():
+                self.used[key.key_id, "day"] += usage.num_tokens
+                self.used[key.key_id, "month"] += usage.num_tokens
+            return True
+
+    async def groups(self, query: UsageQuery) -> list[UsageGroup]:
+        """Raises StoreUnavailableError."""
+        return await asyncio.to_thread(self._ledger.groups, query, self._prices)
+
+    def turn(self, now_s: float) -> dict[LimitName, float]:
+        """Begins a new day and month when it is time. Returns the seconds until the next ones."""
+        resets: dict[LimitName, float] = {}
+        for name, (begin_s, end_s) in _periods(now_s).items():
+            if self._began_s.setdefault(name, begin_s) != begin_s:
+                self._began_s[name] = begin_s
+                for key in [key for key in self.used if key[1] == name]:
+                    del self.used[key]
+            resets[name] = end_s - now_s
+        return resets
+
+    async def _read_until_done(self) -> None:
+        while not self._is_read:
+            async with self._lock:
+                with suppress(StoreUnavailableError):  # the service of the keys has logged it
+                    await self._read()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _read(self) -> None:
+        """Reads the tokens of this day and month once; later batches are added to them."""
+        if self._is_read:
+            return
+        now_s = self._clock()
+        for name, (begin_s, _) in _periods(now_s).items():
+            for key_id, number in (await asyncio.to_thread(self._ledger.tokens, begin_s)).items():
+                self.used[key_id, name] = number
+            self._began_s[name] = begin_s
+        self._is_read = True
+
+
+def _periods(now_s: float) -> dict[TotalName, tuple[float, float]]:
+    """Returns the begin and the end of the present day and month in UTC."""
+    day = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    month = day.replace(day=1)
+    next_month = (month + timedelta(days=32)).replace(day=1)
+    return {
+        "day": (day.timestamp(), (day + timedelta(days=1)).timestamp()),
+        "month": (month.timestamp(), next_month.timestamp()),
+    }
+
+
+def check_groups(names: Sequence[str]) -> tuple[Group, ...]:
+    """Raises ValueError for a name that is not in GROUPS, or twice there."""
+    for name in names:
+        if name not in GROUPS:
+            raise ValueError(f"{name!r} is none of {', '.join(GROUPS)}")
+    if len(set(names)) < len(names):
+        raise ValueError("a name is there twice")
+    return tuple(name for name in GROUPS if name in names)

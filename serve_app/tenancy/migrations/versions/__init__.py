@@ -1,0 +1,1 @@
+"""One migration a file, in the order of their numbers."""

@@ -1,0 +1,127 @@
+"""The use of the server by key, model version and arm: counted by ingresses, recorded by the
+manager.
+
+An ingress sends the sums since its last batch that was recorded, under a number. It repeats a batch
+unchanged until the manager has recorded it, and the manager records each number once, so that a
+lost answer, a manager that restarts and a database that is away neither lose nor repeat anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from serve_app.tasks import check_running, keep
+
+logger = logging.getLogger(__name__)
+
+SEND_INTERVAL_S = 1.0
+_CALL_S = 10.0  # the manager waits for its database
+
+
+@dataclass(frozen=True, slots=True)
+class UsageKey:
+    """The account and the model that a request is counted for."""
+
+    key_id: str
+    tenant: str
+    base: str  # registered name
+    model: str  # registered name@version, of the adapter or of the base
+    rank: int = 0  # of the adapter, for prices
+    arm: str = ""  # stable or canary, for an adapter on trial
+
+
+@dataclass(slots=True)
+class Usage:
+    """The sums of some requests."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens
+    output_tokens: int = 0
+    engine_ms: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    def add(self, other: Usage) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+        self.engine_ms += other.engine_ms
+
+
+@dataclass(frozen=True, slots=True)
+class UsageBatch:
+    """The use since the batch before. `source`: an ingress process, which numbers its batches from
+    1 on."""
+
+    source: str
+    number: int
+    rows: tuple[tuple[UsageKey, Usage], ...]
+
+
+Record = Callable[[UsageBatch], Awaitable[bool]]
+
+
+class UsageMeter:
+    """The use at an ingress that is not recorded yet. All methods belong to its event loop."""
+
+    def __init__(
+        self, ingress_id: str, record: Record, on_recorded: Callable[[str, int], None]
+    ) -> None:
+        """`record` sends a batch to the manager and returns True once it is recorded; `on_recorded`
+        is then called with each key id and its tokens."""
+        self._source = f"{ingress_id}-{secrets.token_hex(4)}"
+        self._record = record
+        self._on_recorded = on_recorded
+        self._number = 0
+        self._sums: dict[UsageKey, Usage] = {}
+        self._batch: UsageBatch | None = None  # sent, and not known to be recorded
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = keep(self._run, "send-usage")
+
+    def check_task(self) -> None:
+        """Raises RuntimeError if the use is no longer sent."""
+        check_running(self._task)
+
+    def add(self, key: UsageKey, usage: Usage) -> None:
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = Usage()
+        sums.add(usage)
+
+    async def send(self) -> None:
+        """Sends what there is. A batch that fails stays."""
+        if self._batch is None:
+            if not self._sums:
+                return
+            self._number += 1
+            self._batch = UsageBatch(self._source, self._number, tuple(self._sums.items()))
+            self._sums = {}
+        batch = self._batch
+        async with asyncio.timeout(_CALL_S):
+            is_recorded = await self._record(batch)
+        if is_recorded:
+            self._batch = None
+            for key, usage in batch.rows:
+                self._on_recorded(key.key_id, usage.num_tokens)
+
+    async def _run(self) -> None:
+        is_away = False
+        while True:
+            await asyncio.sleep(SEND_INTERVAL_S)
+            try:
+                await self.send()
+                is_away = False
+            except Exception as error:  # repeated after the interval
+                if not is_away:
+                    logger.warning("could not send the use of keys to the manager: %r", error)
+                is_away = True

@@ -1,0 +1,1 @@
+"""Public clients at their newest versions, run unmodified against the demo: `make conformance`."""

@@ -1,0 +1,52 @@
+"""Real traffic, kernels interpreted, launches no kernel beyond the list that is compiled before an
+engine is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.kernel_trace import trace_kernels
+from engine.types import Request, SamplingParams
+from kernels.triton_launch import recorded_calls
+from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTERS = {"narrow": (8, LINEARS), "wide": (40, ("q_proj", "down_proj")), "mlp": (16, LINEARS[4:])}
+POOL_BYTES = 4 * 1024 * 1024
+PARAMS = (
+    SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=2, temperature=0.9, top_k=5, top_p=0.8, logprobs=2),
+    SamplingParams(max_tokens=2, temperature=1.0, min_p=0.1, prompt_logprobs=1),
+    SamplingParams(max_tokens=2, repetition_penalty=1.2, logit_bias=((3, 1.0),), min_tokens=1),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # few rows in 16 bits: other kernels
+def test_traffic_launches_listed_kernels_only(tmp_path: Path, dtype: str) -> None:
+    base = make_base(tmp_path / "base", num_hidden_layers=1, head_dim=16)
+    values: dict[str, object] = {
+        "backend": "triton",
+        "dtype": dtype,
+        "block_size": 16,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 80,
+        "adapter_pool_bytes": POOL_BYTES,
+    }
+    runner = make_runner(base, **values)  # type: ignore[arg-type]
+    for i, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
+        runner.load_adapter(name, make_adapter(tmp_path / name, base, rank, targets, seed=i))
+    config = EngineConfig(model_path=str(base), base_digest="base", **values)  # type: ignore[arg-type]
+    engine, owners = Engine(config, runner), (None, "narrow", "wide", "mlp")
+    for i, (length, owner) in enumerate(zip((5, 66, 1, 9), owners, strict=True)):
+        prompt = tuple(random_prompt(length, seed=i))
+        engine.add_request(Request(f"request-{i}", prompt, PARAMS[i], owner))
+    with recorded_calls() as launched:
+        while engine.has_work:
+            assert not [output for output in engine.step().outputs if output.error]
+    listed = trace_kernels(config, runner.model_config, runner.dtype, runner.max_model_len, (9, 0))
+    assert launched - listed == frozenset()
+    assert len(launched) > 12

@@ -1,0 +1,271 @@
+"""The console's playground, canaries, keys and usage in Chromium, on Serve with keys on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.console_rig import (
+    NARROW,
+    PLAIN,
+    SPLIT,
+    WIDE,
+    deploy_with_keys,
+    go,
+    is_too_wide,
+    log_in,
+    open_browser,
+    open_page,
+    size,
+    violations,
+)
+from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.serve
+
+PROMPT = "Say hello."
+SIDES = ("Left", "Right")
+ADMIN = {"authorization": f"Bearer {RIG_TOKEN}"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def rig(browser: Any, serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return deploy_with_keys(serve_port, tmp_path_factory.mktemp("console"))
+
+
+@pytest.fixture
+def page(browser: Any, rig: Rig) -> Iterator[Any]:
+    with open_page(browser, permissions=["clipboard-read", "clipboard-write"]) as opened:
+        log_in(opened, rig)
+        yield opened
+
+
+def answer(page: Any, side: str) -> Any:
+    return page.get_by_role("region", name=f"{side} answer")
+
+
+def text_of(page: Any, side: str) -> str:
+    """Returns the text of an answer with token probabilities."""
+    text: str = answer(page, side).get_by_role("listbox").text_content()
+    return text
+
+
+def ask(page: Any, num_tokens: int, prompt: str = PROMPT) -> None:
+    page.get_by_label("Max tokens").fill(str(num_tokens))
+    page.get_by_label("Prompt").fill(prompt)
+    # Enabled when the list of the models is there.
+    page.get_by_role("button", name="Send").click(trial=True)
+    page.keyboard.press("Control+Enter")
+
+
+def make_key(rig: Rig, **fields: object) -> str:
+    """Returns a key that the server accepts already."""
+    made = httpx.post(f"{rig.url}/key/generate", json=fields, headers=ADMIN)
+    assert made.status_code == 200, made.text
+    key: str = made.json()["key"]
+    eventually(lambda: status_with(rig, key) == 200)
+    return key
+
+
+def status_with(rig: Rig, key: str) -> int:
+    return httpx.get(f"{rig.url}/v1/models", headers={"x-api-key": key}).status_code
+
+
+def test_an_answer_is_streamed_in_both_columns(page: Any) -> None:
+    go(page, "Playground")
+    page.get_by_label("System text").fill("Be short.")
+    ask(page, 40)
+    for side in SIDES:
+        answer(page, side).get_by_text("Done.").wait_for()
+    # The paced engine repeats the prompt.
+    prompt = f"<system>Be short.\n<user>{PROMPT}\n<assistant>"
+    assert [text_of(page, side) for side in SIDES] == [prompt[:40]] * 2
+    assert page.get_by_text("The answers are the same.").is_visible()
+    left, right = answer(page, "Left"), answer(page, "Right")
+    assert f"{RIG_BASE}@1" in left.inner_text()
+    assert f"{SPLIT}@" in right.inner_text()
+    assert "expected_ttft" in right.inner_text()  # the explanation that the admin token receives
+    left.get_by_role("listbox").focus()
+    page.keyboard.press("ArrowRight")
+    assert left.get_by_text("Token 2, s: 36.8 %").is_visible()
+
+
+def test_stop_ends_both_answers_and_keeps_what_came(page: Any) -> None:
+    go(page, "Playground")
+    ask(page, 3000)
+    for side in SIDES:
+        answer(page, side).get_by_text("Streaming").wait_for()
+        answer(page, side).get_by_role("option").nth(3).wait_for()
+    page.get_by_role("button", name="Stop").click()
+    for side in SIDES:
+        answer(page, side).get_by_text("Stopped.").wait_for()
+        assert text_of(page, side).startswith("<use")
+    assert page.get_by_role("button", name="Send").is_enabled()
+
+
+def test_an_error_is_in_the_column_that_has_it(page: Any) -> None:
+    go(page, "Playground")
+    page.get_by_label("Right model").fill(f"{RIG_BASE}@1:nobody@3")
+    page.get_by_label("Token probabilities").uncheck()
+    ask(page, 8)
+    answer(page, "Left").get_by_text("Done.").wait_for()
+    answer(page, "Right").get_by_text("Failed.").wait_for()
+    assert "nobody" in answer(page, "Right").get_by_role("alert").inner_text()
+    assert answer(page, "Left").get_by_role("alert").count() == 0
+    assert "<user>" in answer(page, "Left").inner_text()
+
+
+def test_a_key_is_offered_what_it_may_call(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, models=[f"{RIG_BASE}:{PLAIN}"])
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        pages = page.get_by_role("navigation").get_by_role("link")
+        assert pages.all_inner_texts() == ["Playground"]
+        page.locator("datalist option").first.wait_for(state="attached")
+        offered = page.locator("datalist option").evaluate_all("all => all.map((x) => x.value)")
+        assert offered == [f"{RIG_BASE}:{PLAIN}"]
+        ask(page, 4)
+        answer(page, "Right").get_by_text("Done.").wait_for()
+
+
+def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
+    go(page, "Keys and usage")
+    page.get_by_role("button", name="Create a key").click()
+    page.get_by_label("Alias").fill("ci")
+    page.get_by_label("Tenant").fill("team-a")
+    page.get_by_label("Expires after").fill("soon")
+    page.get_by_label("Requests per minute").fill("600")
+    page.get_by_role("button", name="Create", exact=True).click()
+    assert "duration" in page.get_by_role("dialog").get_by_role("alert").inner_text()
+    page.get_by_label("Expires after").fill("90d")
+    page.get_by_role("button", name="Create", exact=True).click()
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_text("Copied.").wait_for()
+    key = page.evaluate("navigator.clipboard.readText()")
+    assert key == page.get_by_label("Key", exact=True).input_value()
+    page.get_by_role("button", name="Close").click()
+    row = page.get_by_role("row").filter(has_text="team-a")
+    row.get_by_text("600 requests/min").wait_for()
+    assert key not in page.content()
+    eventually(lambda: status_with(rig, key) == 200)
+    body = {"model": RIG_BASE, "prompt": "abc", "max_tokens": 2}
+    used = httpx.post(f"{rig.url}/v1/completions", json=body, headers={"x-api-key": key})
+    assert used.status_code == 200, used.text
+
+    row.get_by_role("button", name="Rotate ci").click()
+    page.get_by_label("The former secret counts for").fill("")
+    page.get_by_role("button", name="Rotate", exact=True).click()
+    second = page.get_by_label("Key", exact=True).input_value()
+    assert second != key
+    page.get_by_role("button", name="Close").click()
+    eventually(lambda: (status_with(rig, key), status_with(rig, second)) == (401, 200))
+
+    row.get_by_role("button", name="Edit ci").click()
+    page.get_by_label("Requests per minute").fill("")
+    page.get_by_label("Models").fill(f"{RIG_BASE}\n{RIG_BASE}:*")
+    page.get_by_role("button", name="Save").click()
+    row.get_by_text(f"{RIG_BASE}, {RIG_BASE}:*").wait_for()
+    assert "requests/min" not in row.inner_text()
+
+    row.get_by_role("button", name="Revoke ci").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    row.wait_for(state="detached")
+    eventually(lambda: status_with(rig, second) == 401)
+
+
+def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
+    body = {"model": PLAIN, "prompt": "abc", "max_tokens": 5}
+    assert httpx.post(f"{rig.url}/v1/completions", json=body, headers=ADMIN).status_code == 200
+
+    def recorded() -> list[str]:
+        found = httpx.get(f"{rig.url}/admin/usage?by=model", headers=ADMIN).json()["usage"]
+        return [line["model"] for line in found]
+
+    eventually(lambda: f"{PLAIN}@1" in recorded())
+    go(page, "Keys and usage")
+    usage = page.get_by_role("region", name="Usage", exact=True)
+    usage.get_by_role("rowheader", name=f"{PLAIN}@1").wait_for()
+    assert usage.get_by_role("img").locator("canvas").count() == 1
+    usage.get_by_label("By", exact=True).select_option("tenant")
+    page.get_by_role("columnheader", name="Tenant").last.wait_for()
+    usage.get_by_label("By", exact=True).select_option("model")
+    with page.expect_download() as download:
+        usage.get_by_role("button", name="Download CSV").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0].startswith("model,day,requests,prompt_tokens,cached_tokens,output_tokens")
+    row = next(line.split(",") for line in lines if line.startswith(f"{PLAIN}@1,"))
+    assert int(row[2]) >= 1
+    assert int(row[5]) >= 5
+
+
+def test_keys_are_made_with_the_keyboard_alone(page: Any) -> None:
+    go(page, "Keys and usage")
+    create = page.get_by_role("button", name="Create a key")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if create.evaluate("(button) => button === document.activeElement"):
+            break
+    page.keyboard.press("Enter")
+    page.get_by_label("Alias").focus()
+    page.keyboard.type("typed")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Copy").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("row").filter(has_text="typed").wait_for()
+    assert page.get_by_role("dialog").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("pixels", [WIDE, NARROW])
+def test_the_pages_are_accessible(
+    browser: Any, rig: Rig, scheme: str, pixels: tuple[int, int]
+) -> None:
+    with open_page(browser, color_scheme=scheme, viewport=size(pixels)) as page:
+        log_in(page, rig)
+        go(page, "Playground")
+        ask(page, 12)
+        for side in SIDES:
+            answer(page, side).get_by_text("Done.").wait_for()
+        answer(page, "Left").get_by_role("listbox").focus()
+        found = [violations(page), is_too_wide(page)]
+        go(page, "Canaries")
+        page.get_by_role("button", name="Abort").click()
+        found += [violations(page), is_too_wide(page)]
+        page.get_by_role("button", name="Cancel").click()
+        go(page, "Keys and usage")
+        page.get_by_role("region", name="Usage", exact=True).get_by_role("table").wait_for()
+        found += [violations(page), is_too_wide(page)]
+        page.get_by_role("button", name="Create a key").click()
+        found += [violations(page), is_too_wide(page)]
+    assert found == [[], False] * 4
+
+
+def test_a_canary_is_promoted(page: Any, rig: Rig) -> None:
+    go(page, "Canaries")
+    canary = page.get_by_role("region", name=f"Canary of {SPLIT}")
+    weight = canary.get_by_label("Weight of the canary")
+    weight.fill("25")
+    canary.get_by_role("button", name="Set weight").click()
+    eventually(lambda: rig.registry.snapshot().setting(SPLIT, "canary_weight") == "0.25")
+    canary.get_by_role("cell", name="25 %").wait_for()
+    canary.get_by_role("button", name="Promote version 2").click()
+    dialog = page.get_by_role("dialog", name=f"Promote {SPLIT}@2?")
+    dialog.get_by_role("button", name="Promote").click()
+    dialog.wait_for(state="detached")
+    names = {
+        one.version: one.aliases for one in rig.registry.snapshot().adapters if one.name == SPLIT
+    }
+    assert "champion" in names[2]
+    assert "champion" not in names[1]
+    canary.get_by_role("button", name="Promote version 2").wait_for(state="detached")

@@ -1,0 +1,141 @@
+"""The prompt tokens that a step gets while other sequences decode."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.piecewise_graphs import SIZES
+from engine.prompt_budget import prompt_budget
+from engine.step_cost import StepCost
+from tests.benchmarks.report import percentile
+from tests.benchmarks.simulator.gaps import OFF, Seen, burst, h200_step_s, open_loop, run_engine
+from tests.fakes import make_config, make_request, make_scheduler, ranges, run_step
+
+CONFIG = EngineConfig("", "", max_num_batched_tokens=8192, max_num_seqs=256)
+
+
+def measured(decoding: tuple[int, ...] = (1, 4, 16, 64, 256)) -> StepCost:
+    """The cost of steps as an H200 has them, after 200 steps of several sizes."""
+    cost = StepCost()
+    for i in range(200):
+        num_prompt, num_decoding = (0, 300, 900, 4096)[i % 4], decoding[i // 4 % len(decoding)]
+        cost.observe(num_prompt, num_decoding, h200_step_s(num_prompt, num_decoding))
+    return cost
+
+
+def test_nothing_that_decodes_leaves_the_whole_step_to_prompts() -> None:
+    assert prompt_budget(CONFIG, measured(), 0, 9, 50_000) == 8192
+
+
+def test_before_the_first_measured_steps_a_step_is_as_large_as_the_largest_graph() -> None:
+    assert prompt_budget(CONFIG, StepCost(), 12, 20, 5000) == 500
+    only_prompts = StepCost()
+    for _ in range(9):
+        only_prompts.observe(900, 3, 0.02)
+    assert prompt_budget(CONFIG, only_prompts, 12, 20, 5000) == 500
+
+
+@pytest.mark.parametrize("num_decoding", [1, 16, 64, 128, 256])
+def test_a_step_with_prompts_lasts_a_small_multiple_of_one_without(num_decoding: int) -> None:
+    count = prompt_budget(CONFIG, measured(), num_decoding, num_decoding + 1, 500)
+    slowdown = h200_step_s(count, num_decoding) / h200_step_s(0, num_decoding)
+    assert 1.5 < slowdown < 3
+    assert count >= 180  # their products last as long as the read of the weights
+
+
+@pytest.mark.parametrize("queued_tokens", [500, 5000, 50_000])
+@pytest.mark.parametrize("num_decoding", [1, 16, 64, 128, 256])
+def test_a_step_has_a_size_that_the_device_computes_well(
+    num_decoding: int, queued_tokens: int
+) -> None:
+    count = prompt_budget(CONFIG, measured(), num_decoding, num_decoding + 1, queued_tokens)
+    total = count + num_decoding
+    assert (total in SIZES and total % 128 == 0) or (total >= 1024 and total % 256 == 0)
+
+
+def test_a_burst_is_measured_by_the_steps_that_it_will_have() -> None:
+    cost = measured()
+    alone, first = (prompt_budget(CONFIG, cost, 8, n, 500) for n in (8, 256))
+    assert h200_step_s(first, 8) < 3 * h200_step_s(0, 256)
+    assert first > 1.5 * alone
+
+
+def test_large_batches_are_not_guessed_from_small_ones() -> None:
+    cost = measured(decoding=(1, 2, 3, 5))
+    count = prompt_budget(CONFIG, cost, 128, 256, 500)
+    assert h200_step_s(count, 128) < 3 * h200_step_s(0, 256)
+
+
+def test_prompts_that_look_free_do_not_grow_beyond_what_was_measured() -> None:
+    """The device waits for the weights with few sequences, and prompt tokens cost no time."""
+    cost = StepCost()
+    for i in range(40):
+        cost.observe((0, 100)[i % 2], 2, 0.0045)
+    assert prompt_budget(CONFIG, cost, 2, 2, 500) == 510
+
+
+def test_steps_of_equal_size_do_not_make_prompts_look_expensive() -> None:
+    cost = StepCost()
+    for num_decoding in (1, 30, 40, 60) * 8:
+        cost.observe(0, num_decoding, h200_step_s(0, num_decoding))
+    for i in range(300):
+        num_decoding = 36 + i % 4
+        cost.observe(256 - num_decoding, num_decoding, h200_step_s(256, 0))
+    assert cost.added_token_s == pytest.approx(24.5e-6, rel=0.1)
+
+
+def test_prompts_that_queue_get_steps_that_are_worth_the_read_of_the_weights() -> None:
+    cost = measured()
+    first, queueing = (prompt_budget(CONFIG, cost, 8, 9, n) for n in (500, 10_000))
+    assert first < 300
+    assert 20e-3 < h200_step_s(queueing, 8) < 30e-3
+
+
+def test_a_long_queue_of_prompts_gets_larger_and_larger_steps() -> None:
+    cost = measured()
+    counts = [prompt_budget(CONFIG, cost, 32, 64, n) for n in (0, 20_000, 100_000, 4_000_000)]
+    assert counts[0] < counts[1] < counts[2] < counts[3] == 8192 - 32
+
+
+def test_max_num_batched_tokens_remains_the_limit() -> None:
+    config = make_config(max_num_batched_tokens=100)
+    assert prompt_budget(config, measured(), 8, 9, 5000) == 92
+    assert prompt_budget(config, measured(), 100, 101, 5000) == 1  # prompts always get on
+
+
+def test_the_oldest_prompt_takes_the_chunk_and_decodes_go_on() -> None:
+    scheduler, _ = make_scheduler(400, max_num_batched_tokens=2048)
+    scheduler.add(make_request("a", 3, max_tokens=9), 0)
+    assert ranges(run_step(scheduler)[0]) == [("a", 0, 0, 3)]
+    scheduler.add(make_request("b", [9] * 700), 0)
+    scheduler.add(make_request("c", [5] * 500), 0)
+    assert ranges(run_step(scheduler)[0]) == [("a", 0, 3, 4), ("b", 0, 0, 511)]
+    batch = run_step(scheduler)[0]
+    assert ranges(batch) == [("a", 0, 4, 5), ("b", 0, 511, 700), ("c", 0, 0, 322)]
+    assert batch.num_tokens == 512
+    batch = run_step(scheduler)[0]
+    assert ranges(batch) == [("a", 0, 5, 6), ("b", 0, 700, 701), ("c", 0, 322, 500)]
+
+
+def gap_ratio(seen: Seen) -> float:
+    gaps = seen.gaps_s()
+    return percentile(gaps, 99) / percentile(gaps, 50)
+
+
+def test_streams_stay_even_while_long_prompts_arrive() -> None:
+    arrivals = open_loop(10.0, 60)
+    usual = EngineConfig("", "").max_decode_slowdown
+    with_bound, without = (run_engine(arrivals, bound, 8192) for bound in (usual, OFF))
+    assert gap_ratio(with_bound) < 4 < 8 < gap_ratio(without)
+    assert max(with_bound.gaps_s()) < 0.03 < 0.06 < max(without.gaps_s())
+    assert max(with_bound.ttft_s()) < 0.1 + max(without.ttft_s())
+    assert with_bound.tokens_per_s() > 0.98 * without.tokens_per_s()
+
+
+def test_a_burst_stays_even_and_loses_little_throughput() -> None:
+    usual = EngineConfig("", "").max_decode_slowdown
+    with_bound, without = (run_engine(burst(256), bound, 2048) for bound in (usual, OFF))
+    assert gap_ratio(with_bound) <= 3 < 4.5 < gap_ratio(without)
+    assert with_bound.tokens_per_s() > 0.95 * without.tokens_per_s()
+    assert max(with_bound.ttft_s()) < 1.25 * max(without.ttft_s())

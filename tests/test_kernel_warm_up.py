@@ -1,0 +1,376 @@
+"""The kernels that are compiled before an engine is ready: listed completely, found again by a
+launch, and compiled without a device."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import kernel_trace
+from engine.config import EngineConfig
+from engine.kernel_trace import trace_kernels
+from engine.model_config import ModelConfig, parse_model_config
+from engine.warm_batches import BatchShape, step_sizes
+from kernels.backend import HAS_TRITON
+from kernels.kernel_call import KernelCall, Pointer
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Triton on its next version's defaults
+]
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["page"])
+    def copy_words(words_ptr, table_ptr, page, WORDS: tl.constexpr):
+        tl.store(words_ptr + tl.load(table_ptr + page), WORDS)
+
+
+ROOT = Path(__file__).parent.parent
+HOPPER, AMPERE = (9, 0), (8, 0)
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+}
+MODELS: dict[str, dict[str, object]] = {
+    "llama-3-8b": LLAMA,
+    "llama-3-70b": LLAMA
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    "qwen3-8b": LLAMA | {"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 12288},
+    "mistral-with-a-window": LLAMA
+    | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096, "vocab_size": 32003},
+    "qwen2-with-biases": LLAMA | {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584},
+}
+
+
+def model_named(name: str) -> ModelConfig:
+    return parse_model_config(MODELS[name], {})
+
+
+@cache
+def traced(
+    name: str,
+    max_tokens: int = 2048,
+    max_seqs: int = 256,
+    num_pages: int = 64,
+    capability: tuple[int, int] = HOPPER,
+    dtype: torch.dtype = torch.bfloat16,
+) -> frozenset[KernelCall]:
+    model = replace(model_named(name), num_layers=2)
+    model = replace(model, sliding_windows=model.sliding_windows[:2])
+    config = EngineConfig(
+        "",
+        "",
+        adapter_pool_bytes=pool_bytes(model, num_pages),
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=max_seqs,
+        max_lora_rank=64,
+    )
+    return trace_kernels(config, model, dtype, 4096, capability)
+
+
+def pool_bytes(model: ModelConfig, num_pages: int) -> int:
+    from engine.model_config import lora_sites
+    from lora.page_image import PageLayout
+
+    return num_pages * PageLayout(lora_sites(model), torch.bfloat16).page_bytes
+
+
+def names(calls: frozenset[KernelCall]) -> set[str]:
+    return {f"{call.module}.{call.name}" for call in calls}
+
+
+# -- the list -----------------------------------------------------------------------------------
+
+
+def test_every_kernel_is_launched_where_launches_are_recorded() -> None:
+    """`kernel[grid](...)` appears in `launch` alone: a kernel launched elsewhere could not be
+    listed."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted((ROOT / "kernels").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
+    lines = (ROOT / "kernels" / "triton_launch.py").read_text().splitlines()
+    own = {
+        f"triton_launch.py:{number}"
+        for number, line in enumerate(lines, start=1)
+        if "kernel[grid](*" in line or "compiled[grid](*" in line
+    }
+    assert set(found) == own
+    assert len(own) == 2
+
+
+def launched_kernels() -> set[str]:
+    """Every kernel that a launcher or a call of `launch` names."""
+    found = set()
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        module = f"kernels.{path.stem}"
+        imported = {}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported |= {alias.name: node.module for alias in node.names}
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("Launcher", "launch")
+                and isinstance(node.args[0], ast.Name)
+            ):
+                name = node.args[0].id
+                found.add(f"{imported.get(name, module)}.{name}")
+    return found
+
+
+def test_the_list_has_every_kernel_of_the_folder() -> None:
+    """Collects them over models: few rows with and without norms, windows, an older device."""
+    everywhere = frozenset[KernelCall]().union(
+        traced("llama-3-8b"),
+        traced("qwen3-8b"),
+        traced("mistral-with-a-window"),
+        traced("llama-3-8b", capability=AMPERE),
+    )
+    assert names(everywhere) == launched_kernels()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_number_of_tokens_reaches_a_kernel_beyond_the_list(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number of tokens up to 160, all around the thresholds above, with any number of single
+    tokens, and adapters of other ranks beside each other."""
+    listed = traced(name)
+    above = (191, 192, 193, 255, 500, 512, 700, 1000, 1023, 1024, 1025, 1500, 2000, 2048)
+
+    def every_shape(num_tokens: int, limits: object) -> Iterator[BatchShape]:
+        for num_decodes in {0, 1, 2, num_tokens // 3, num_tokens - 2}:
+            rest = num_tokens - num_decodes
+            if 0 <= num_decodes <= 128 and rest > 1:
+                yield BatchShape(num_decodes, (rest,))
+                if rest > 3:
+                    yield BatchShape(num_decodes, (rest - rest // 2, rest // 2))
+        if num_tokens <= 128:
+            yield BatchShape(num_tokens, ())
+
+    monkeypatch.setattr(kernel_trace, "step_sizes", lambda _: (*range(1, 161, 5), *above))
+    monkeypatch.setattr(kernel_trace, "batch_shapes", every_shape)
+    monkeypatch.setattr(kernel_trace, "adapter_ranks", lambda *_: (1, 16, 17, 40))
+    monkeypatch.setattr(
+        kernel_trace,
+        "mixes",
+        lambda found: ((None,), (found[0], found[3]), (found[2], None, found[1]), (found[3],)),
+    )
+    found = traced.__wrapped__(name)
+    assert found - listed == frozenset()
+    assert len(found) > 20
+
+
+def test_step_sizes_lie_around_powers_of_two() -> None:
+    assert step_sizes(20) == (1, 2, 3, 4, 5, 8, 9, 16, 17, 20)
+
+
+def test_the_number_of_kernels_stays_small() -> None:
+    """A constant that takes many values at run time would show here."""
+    assert len(traced("llama-3-8b")) == 45
+    assert traced("llama-3-8b", max_tokens=8192) == traced("llama-3-8b")
+    assert traced("llama-3-8b", max_seqs=64) == traced("llama-3-8b")
+    assert traced("llama-3-8b", num_pages=700) == traced("llama-3-8b")
+
+
+def test_an_engine_without_adapters_needs_no_kernels_for_them() -> None:
+    without = traced("llama-3-8b", num_pages=0)
+    assert not [name for name in names(without) if "lora" in name]
+    assert without < traced("llama-3-8b")
+
+
+def test_the_kernels_follow_the_device_and_the_type() -> None:
+    assert "kernels.gluon_prefill_attention._prefill_kernel" in names(traced("llama-3-8b"))
+    older = names(traced("llama-3-8b", capability=AMPERE))
+    assert "kernels.triton_prefill_attention._prefill_kernel" in older
+    assert not [name for name in older if "gluon" in name]
+    wide = names(traced("llama-3-8b", dtype=torch.float32))
+    assert "kernels.triton_linear_few._linear_few_kernel" not in wide
+
+
+def test_calls_survive_their_way_to_another_process() -> None:
+    for call in traced("llama-3-8b"):
+        assert KernelCall.from_json(json.loads(json.dumps(call.to_json()))) == call
+
+
+def test_options_keep_the_order_of_the_launch() -> None:
+    """Triton's key in memory holds the text of the options: in another order, the first launch
+    would read the kernel from the disk again."""
+    for call in traced("llama-3-8b"):
+        if call.name == "_rope_kv_write_kernel":
+            assert [name for name, _ in call.options] == [
+                "num_warps", "launch_pdl", "enable_fp_fusion"
+            ]  # fmt: skip
+
+
+def test_integers_stand_for_all_of_their_kind() -> None:
+    from kernels.kernel_call import describe_call
+
+    words, longs = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+
+    def described(page: int) -> KernelCall:
+        return describe_call(copy_words, (words, longs, page), {"WORDS": 2048})
+
+    assert described(3) == described(16) == described(1)
+    assert described(3) != described(2**40)
+    assert described(3).arguments[:2] == (Pointer("int32"), Pointer("int64"))
+    shifted = describe_call(copy_words, (words[1:], longs, 3), {"WORDS": 2048})
+    assert shifted.arguments[0] == Pointer("int32", is_aligned=False)
+
+
+# -- the cache ----------------------------------------------------------------------------------
+
+SMALL = ("_silu_mul_kernel", "_gather_embedding_kernel")
+_SCRIPT = """
+import json, sys
+from pathlib import Path
+from kernels.kernel_cache import use_cache
+from kernels.kernel_call import KernelCall
+from kernels.kernel_compiler import compile_all, missing_calls, targeted
+cache, does_compile, lines = sys.argv[1], sys.argv[2] == "True", json.loads(sys.argv[3])
+calls = [KernelCall.from_json(line) for line in lines]
+done = []
+with targeted((9, 0)):
+    missing = missing_calls(calls) if use_cache(cache) else ()
+    failures = ()
+    if does_compile:
+        failures = compile_all(missing, (9, 0), Path(cache), lambda: done.append(1), 2)
+        assert len(done) == len(missing)
+    left = missing_calls(missing) if does_compile else missing
+print(json.dumps([len(missing), [failure.reason for failure in failures], len(left)]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    num_missing: int
+    failures: tuple[str, ...]
+    num_left: int
+    log: str
+
+
+def in_new_process(cache: Path, calls: list[KernelCall], *, compiles: bool = False) -> Found:
+    """A process reads a kernel from the disk once: only a new one looks again."""
+    lines = json.dumps([call.to_json() for call in calls])
+    ended = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(cache), str(compiles), lines],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    num_missing, failures, num_left = json.loads(ended.stdout)
+    return Found(num_missing, tuple(failures), num_left, ended.stderr)
+
+
+def small_calls() -> list[KernelCall]:
+    return sorted(
+        (call for call in traced("llama-3-8b") if call.name in SMALL), key=lambda call: call.name
+    )
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("kernels")
+    found = in_new_process(cache, small_calls(), compiles=True)
+    assert (found.num_missing, found.failures) == (2, ())
+    return cache
+
+
+def test_another_process_finds_what_was_compiled_here_without_a_gpu(filled: Path) -> None:
+    assert in_new_process(filled, small_calls()).num_missing == 0
+    other = replace(small_calls()[0], options=(("launch_pdl", True), ("num_warps", 8)))
+    assert in_new_process(filled, [other]).num_missing == 1
+
+
+def test_the_cache_can_be_carried_to_another_folder(filled: Path, tmp_path: Path) -> None:
+    shutil.copytree(filled, tmp_path / "carried")
+    assert in_new_process(tmp_path / "carried", small_calls()).num_missing == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "wrong group"])
+def test_a_damaged_entry_is_compiled_again(filled: Path, tmp_path: Path, damage: str) -> None:
+    cache = tmp_path / "damaged"
+    shutil.copytree(filled, cache)
+    (binary,) = cache.rglob("_silu_mul_kernel.cubin")
+    match damage:
+        case "cut":
+            binary.write_bytes(binary.read_bytes()[:-100])
+        case "emptied":
+            (binary.parent / "_silu_mul_kernel.json").write_bytes(b"")
+        case "removed":
+            binary.unlink()
+        case _:
+            (group,) = binary.parent.glob("__grp__*")
+            group.write_text('["not a group"]')
+    assert in_new_process(cache, small_calls(), compiles=True).num_missing == 1
+    assert in_new_process(cache, small_calls()).num_missing == 0
+
+
+def test_processes_share_a_folder_where_the_cache_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = in_new_process(tmp_path / "file" / "kernels", small_calls(), compiles=True)
+    assert (found.num_missing, found.failures, found.num_left) == (2, (), 0)
+    assert found.log.count("cannot be written") == 1
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_alone(tmp_path: Path) -> None:
+    good, other = small_calls()
+    bad = replace(other, options=(*other.options, ("num_wraps", 4)))
+    found = in_new_process(tmp_path, [bad, good], compiles=True)
+    assert len(found.failures) == 1
+    assert "num_wraps" in found.failures[0]
+    assert in_new_process(tmp_path, [good]).num_missing == 0
+
+
+def test_hashes_of_kernels_do_not_depend_on_their_order() -> None:
+    """Triton's own do: inner functions that were hashed before count in full, others do not."""
+    script = """
+import sys, json
+from importlib import import_module
+from kernels.triton_launch import fix_cache_key
+keys = {}
+for name in json.loads(sys.argv[1]):
+    module, _, kernel = name.rpartition(".")
+    found = getattr(import_module(module), kernel)
+    fix_cache_key(found)
+    keys[name] = found.cache_key
+print(json.dumps(keys))
+"""
+    listed = sorted(names(traced("llama-3-8b")))
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script, json.dumps(order)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+        ).stdout
+        for order in (listed, listed[::-1])
+    ]
+    first, second = (json.loads(text) for text in found)
+    assert first == second
+    assert len(first) == len(listed)

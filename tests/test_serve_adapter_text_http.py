@@ -1,0 +1,202 @@
+"""Adapters of one base with text files of their own, over HTTP, on the CPU engine with real
+weights."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from registry.catalog import Catalog
+from registry.entities import AdapterVersion, Setting
+from serve_app.app import build_with
+from serve_app.config import EngineArgs
+from serve_app.platform_view import Sources
+from tests.fakes_registry import FolderRegistry
+from tests.serve_folders import make_adapter_folder, make_base_folder
+from tests.serve_rig import Rig, metric, rig_args, wait_ready
+from tests.waiting import eventually, wait_settled
+
+BASE = "own-text-base"
+TEMPLATES = {
+    "tools": "tools:{{ messages[0].content }}",
+    "thinks": "{{ messages[0].content }}<think>",
+    "split-1": "one:{{ messages[0].content }}",
+    "split-2": "the second:{{ messages[0].content }}",
+}
+BAD = '{"model": {"type": "BPE", "vocab": {"zz": 0}, "merges": []}}'
+
+
+@pytest.fixture(scope="module")
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    folder = tmp_path_factory.mktemp("own-text")
+    registry = FolderRegistry(folder)
+    base = registry.add_base(BASE)
+    for path in (folder / base.digest).iterdir():
+        path.unlink()
+    (folder / base.digest).rmdir()
+    base_folder = make_base_folder(folder / base.digest)
+    config = json.loads((base_folder / "config.json").read_text()) | {"vocab_size": 256}
+    (base_folder / "config.json").write_text(json.dumps(config))
+    (base_folder / "generation_config.json").write_text('{"temperature": 0.7}')
+
+    def add(
+        name: str, version: int, text: str, files: dict[str, str], alias: str = "champion"
+    ) -> AdapterVersion:
+        one = registry.add_adapter(name, base, version, aliases=(alias,), has_files=False)
+        target = make_adapter_folder(folder / one.digest, rank=2, b_scale=0.02 * version)
+        for file, content in files.items():
+            (target / file).write_text(content)
+        return replace(one, text=text)
+
+    def template(name: str) -> dict[str, str]:
+        return {"chat_template.jinja": TEMPLATES[name]}
+
+    def greedy(max_tokens: int) -> dict[str, str]:
+        values = {"temperature": 0.0, "max_new_tokens": max_tokens}
+        return {"generation_config.json": json.dumps(values)}
+
+    adapters = (
+        add("plain", 1, "", {}),
+        add("unchecked", 1, "unknown", {}),
+        add("tools", 1, "chat template, generation defaults", template("tools") | greedy(7)),
+        add("thinks", 1, "unknown", template("thinks") | greedy(5)),
+        add("split", 1, "chat template", template("split-1")),
+        add("split", 2, "chat template", template("split-2"), "canary"),
+        add("copied", 1, "", {}),
+        add("copied", 2, "chat template", template("split-2"), "shadow"),
+        add("bad", 1, "unknown", {"tokenizer.json": BAD}),
+    )
+    settings = (
+        Setting("split", "canary_weight", "0.5"),
+        Setting("copied", "shadow_weight", "1"),
+    )
+    registry.write(Catalog((base,), adapters, settings=settings))
+    args = rig_args(200, BASE)
+    engine = EngineArgs(device="cpu", kv_cache_bytes=4 * 1024**2)
+    models = tuple(one.model_copy(update={"engine": engine}) for one in args.models)
+    ingress = args.ingress.model_copy(update={"max_shadow_requests": 8})
+    args = args.model_copy(update={"models": models, "ingress": ingress})
+    sources = Sources(partial(FolderRegistry, folder), "engine.factory:open_engine")
+    serve.run(build_with(args, sources), name="api", route_prefix="/")
+    rig = Rig(serve_port, registry)
+    wait_ready(rig)
+    return rig
+
+
+@pytest.fixture
+def client(rig: Rig) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=rig.url, timeout=60) as connection:
+        yield connection
+
+
+def chat(client: httpx.Client, model: str, **fields: object) -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], **fields}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return {**answer.json(), "version": answer.headers["x-loraplex-version"]}
+
+
+def words(answer: dict[str, Any]) -> tuple[str, int, int]:
+    usage = answer["usage"]
+    return (
+        answer["choices"][0]["message"]["content"],
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
+
+
+def rendered(client: httpx.Client, model: str) -> str:
+    """The chat as /tokenize reads it for the model."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+    ids = client.post("/tokenize", json=body).json()["tokens"]
+    prompt: str = client.post("/detokenize", json={"model": model, "tokens": ids}).json()["prompt"]
+    return prompt
+
+
+def test_each_adapter_has_its_own_template(client: httpx.Client) -> None:
+    assert rendered(client, BASE) == rendered(client, "plain") == "hello"
+    assert rendered(client, "unchecked") == "hello"
+    assert rendered(client, "tools") == "tools:hello"
+    assert rendered(client, f"{BASE}:thinks") == "hello<think>"
+    info = client.get("/tokenizer_info", params={"model": "tools"}).json()
+    assert info["chat_template"] == TEMPLATES["tools"]
+
+
+def test_two_adapters_in_one_batch_answer_as_each_alone(client: httpx.Client) -> None:
+    names = ("tools", "thinks")
+    alone = {name: words(chat(client, name)) for name in names}
+    lengths = {name: (prompt, output) for name, (_, prompt, output) in alone.items()}
+    # Prompts of the templates' lengths, and outputs of the adapters' own max_new_tokens.
+    assert lengths == {"tools": (len("tools:hello"), 7), "thinks": (len("hello<think>"), 5)}
+    assert words(chat(client, "tools", max_tokens=3))[2] == 3
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda i: words(chat(client, names[i % 2])), range(16)))
+    assert together == [alone[names[i % 2]] for i in range(16)]
+
+
+def test_a_long_chat_is_read_by_a_worker_with_the_adapters_template(client: httpx.Client) -> None:
+    content = "x" * 20_000
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    for model, extra in ((BASE, 0), ("tools", len("tools:"))):
+        answer = client.post("/tokenize", json={"model": model, **body})
+        assert answer.status_code == 400
+        assert f"{20_000 + extra} characters" in answer.json()["error"]["message"]
+
+
+def test_both_arms_of_a_canary_use_the_templates_of_their_versions(client: httpx.Client) -> None:
+    prompts = {"split@1": len("one:hello"), "split@2": len("the second:hello")}
+    seen = {}
+    for number in range(24):
+        answer = chat(client, "split", user=f"user-{number}", max_tokens=1)
+        seen[answer["version"]] = answer["usage"]["prompt_tokens"]
+        assert seen[answer["version"]] == prompts[answer["version"]]
+    assert seen == prompts
+
+
+def test_an_alias_that_moves_brings_the_template_of_its_version(
+    rig: Rig, client: httpx.Client
+) -> None:
+    rig.registry.set_setting("split", "canary_weight", None)
+    eventually(lambda: len({chat(client, "split", max_tokens=1)["version"] for _ in range(8)}) == 1)
+    assert rendered(client, "split") == "one:hello"
+    rig.registry.set_alias("split", "champion", 2)
+    eventually(lambda: chat(client, "split", max_tokens=1)["version"] == "split@2")
+    assert rendered(client, "split") == "the second:hello"
+    assert rendered(client, "split@1") == "one:hello"
+
+
+def test_a_shadow_reads_the_request_with_its_own_template(client: httpx.Client) -> None:
+    def num_shadows() -> float:
+        return metric(client, "loraplex_arm_requests_total", adapter="copied", outcome="ok")
+
+    def has_shadow() -> bool:  # its text side is fetched while the first requests are answered
+        before = num_shadows()
+        chat(client, "copied", max_tokens=2)
+        return num_shadows() >= before + 2
+
+    def num_tokens() -> float:
+        return metric(client, "vllm:prompt_tokens_total")
+
+    eventually(has_shadow)
+    # Counts arrive after the answers: those of the requests before must not count below.
+    wait_settled(lambda: (num_tokens(), num_shadows()))
+    before, shadows = num_tokens(), num_shadows()
+    assert chat(client, "copied", max_tokens=2)["usage"]["prompt_tokens"] == len("hello")
+    eventually(lambda: num_shadows() == shadows + 2)
+    eventually(lambda: num_tokens() == before + len("hello") + len("the second:hello"))
+
+
+def test_an_adapter_whose_tokenizer_differs_is_refused_with_the_reason(
+    client: httpx.Client,
+) -> None:
+    body = {"model": "bad", "messages": [{"role": "user", "content": "hello"}]}
+    for _ in range(2):
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 422
+        assert "tokenizer.json" in answer.json()["error"]["message"]

@@ -1,0 +1,98 @@
+"""Answers and bodies at the edges of regions: cut calls, marks inside JSON, long beginnings."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from serve_app.openai.chat import ChatRequest
+from serve_app.openai.json_body import parse_body
+from serve_app.openai.tools import check_tool_choice, resolve_choice
+from serve_app.text.regions import RegionParser
+from serve_app.text.response_template import family_template
+
+MOVE = {
+    "type": "object",
+    "properties": {"source": {"type": "string"}, "target": {"type": "string"}},
+    "required": ["source", "target"],
+}
+
+
+def pieces(family: str, text: str, **options: object) -> tuple[str, list[object], str]:
+    parser = RegionParser(family_template(family), **options)  # type: ignore[arg-type]
+    found = [*parser.push(text), *parser.finish()]
+    return (
+        "".join(piece.content for piece in found),
+        [call for piece in found for call in piece.calls],
+        "".join(piece.reasoning for piece in found),
+    )
+
+
+def test_a_call_that_is_cut_is_text_and_not_a_call_without_some_arguments() -> None:
+    text = (
+        "<tool_call>\n<function=move>\n<parameter=source>\na\n</parameter>\n<parameter=target>\n/tm"
+    )
+    content, calls, _ = pieces("qwen-xml", text)
+    assert calls == []
+    assert content == text
+    _, calls, _ = pieces("qwen-xml", text + "p\n</parameter>\n</function>\n</tool_call>")
+    assert [call[:2] for call in calls] == [("move", {"source": "a", "target": "/tmp"})]
+
+
+def test_arguments_that_are_no_json_are_text() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": NaN}}\n</tool_call>'
+    assert pieces("chatml-json", text)[:2] == (text, [])
+
+
+def test_marks_inside_a_constrained_answer_stay_text() -> None:
+    answer = json.dumps({"doc": "use <think>a</think> here", "n": 1})
+    assert pieces("chatml-json", answer, is_constrained=True) == (answer, [], "")
+    thought = f"<think>\nhm\n</think>\n\n{answer}"
+    assert pieces("chatml-json", thought, is_constrained=True) == (answer, [], "hm")
+
+
+def test_a_long_beginning_of_the_turn_is_read_quickly_and_leaves_the_parser_whole() -> None:
+    began_s = time.perf_counter()
+    parser = RegionParser(family_template("chatml-json"), "word " * 40_000)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    found = [*parser.push(call), *parser.finish()]
+    print(f"{time.perf_counter() - began_s:.3f} s")
+    assert [one[0] for piece in found for one in piece.calls] == ["f"]
+
+
+def test_a_tool_that_is_allowed_often_is_shown_once() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": MOVE}}
+    named = {"type": "function", "function": {"name": "f"}}
+    choice = check_tool_choice(
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named] * 300}}
+    )
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [tool],
+    }
+    tools = parse_body(ChatRequest, json.dumps(body).encode()).tools
+    assert len(resolve_choice(choice, tools)) == 1
+
+
+@pytest.mark.parametrize("required", [[["a"]], [1], "name", 5])
+def test_odd_lists_of_required_names_are_refused(required: object) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}},
+        "required": required,
+        "additionalProperties": False,
+    }
+    format_ = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": schema, "strict": True},
+    }
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "response_format": format_,
+    }
+    with pytest.raises(Exception, match="must name all properties"):
+        parse_body(ChatRequest, json.dumps(body).encode())

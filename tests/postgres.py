@@ -13,10 +13,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.mlflow_server import free_port
 
@@ -73,6 +75,20 @@ class Postgres:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(timeout=30)
             self._process = None
+
+    def kill(self) -> None:
+        """Kills all processes of the server; `start` brings it back with what was committed."""
+        assert self._process is not None
+        server = psutil.Process(self._process.pid)
+        children = server.children(recursive=True)
+        # The server first: it would answer the death of a child by a restart.
+        for process in (server, *children):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait(timeout=30)
+        # A new server is refused while one of the old processes has the shared memory.
+        psutil.wait_procs(children, timeout=30)
+        self._process = None
 
     @property
     def _data(self) -> Path:

@@ -3,13 +3,14 @@ load: streams, whole answers, several choices, stop strings, seeds, penalties, l
 schemas, expressions, given choices and demanded tool calls, five adapters and their base.
 
     python -m tests.benchmarks.chaos --out FILE [--kills 10] [--minutes 5]
-        [--target engine | ingress | controller | manager | sigstop | node | silent_node]
+        [--target engine | ingress | controller | manager | database | sigstop | node | silent_node]
         [--base demo | tiny] [--replicas 3] [--keys] [--free]
 
 Every answer is compared, token by token, with the one that the same request had before the first
 kill. `engine`: nothing but `ok`, for prompt and tokens so far go to another replica. `ingress`:
 answers that the killed one was writing are cut or fail, and say so. `controller`, `manager`:
-nothing but `ok`.
+nothing but `ok`. `database`: the manager and, at once, all processes of its PostgreSQL, which comes
+back after 5 s; nothing but `ok`, with `--keys`.
 `sigstop`: an engine's process stands still until Serve replaces it, or for a minute. `node`: all
 processes of one of three Ray nodes are killed; `silent_node`: they stand still until Ray gives the
 node up, as where the power or the network fails. Nothing but `ok`.
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -48,6 +50,7 @@ from tests.benchmarks.keyed import TENANCY, admin_headers, make_key, recorded
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve_base import BASE as TINY
 from tests.demo_server import run_cli
+from tests.postgres import Postgres, binaries, running_postgres
 from tests.serve_rig import free_port
 
 NUM_ADAPTERS = 5
@@ -76,7 +79,7 @@ def prepare_tiny(home: Path) -> list[str]:
     return [TINY, *(f"{TINY}:{name}" for name in names)]
 
 
-def arguments(args: argparse.Namespace) -> dict[str, object]:
+def arguments(args: argparse.Namespace, database: Postgres | None) -> dict[str, object]:
     """The application's."""
     engine = {
         "device": "cpu",
@@ -92,7 +95,10 @@ def arguments(args: argparse.Namespace) -> dict[str, object]:
         "engine": engine,
     }
     found: dict[str, object] = {"ingress": {"replicas": args.ingresses}, "models": [model]}
-    return found | ({"tenancy": TENANCY} if args.keys else {})
+    if not args.keys:
+        return found
+    url = {} if database is None else {"database_url": database.uri}
+    return found | {"tenancy": TENANCY | url}
 
 
 def prepare(home: Path, args: argparse.Namespace) -> list[str]:
@@ -166,6 +172,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--free", action="store_true", help="no answer has a constraint")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.target == "database" and not (args.keys and binaries()):
+        parser.error("--target database: needs --keys and Debian's package postgresql")
     is_node = args.target in NODES
     if args.kills is None:
         args.kills = 1 if is_node else 10
@@ -185,8 +193,15 @@ def main() -> None:
         home, port = Path(stack.enter_context(tempfile.TemporaryDirectory())), free_port()
         url = f"http://127.0.0.1:{port}"
         models = prepare(home, args)
-        start = process_platform if args.target in PROCESSES else node_platform
-        faults = stack.enter_context(start(args, arguments(args), home, port, report))
+        database: Postgres | None = None
+        if args.target == "database":
+            folder = binaries()
+            assert folder is not None  # parse_args
+            database = stack.enter_context(running_postgres(folder))
+        start = partial(process_platform, database=database)
+        if args.target in NODES:
+            start = node_platform
+        faults = stack.enter_context(start(args, arguments(args, database), home, port, report))
         wait(lambda: num_engines(url) == args.replicas)
         key_id, key = make_key(url) if args.keys else ("", "")
         wish = {

@@ -19,17 +19,21 @@ from tests.benchmarks.keyed import admin_headers
 from tests.benchmarks.report import Report
 from tests.benchmarks.serve_home import write_serve_file
 from tests.demo_server import serving
+from tests.postgres import Postgres
 from tests.serve_rig import processes
 
 ENGINE, INGRESS, CONTROLLER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "ServeController"
+MANAGER = "ray::ServeReplica:api:manager"
 PROCESSES = {
     "engine": ENGINE,
     "ingress": INGRESS,
     "controller": CONTROLLER,
-    "manager": "ray::ServeReplica:api:manager",
+    "manager": MANAGER,
+    "database": MANAGER,  # with PostgreSQL, at once
     "sigstop": ENGINE,
 }
 STOPPED_S = 60.0
+DATABASE_AWAY_S = 5.0
 REPLACED_LIMIT_S = 120.0
 
 
@@ -86,19 +90,33 @@ class Faults(ABC):
 
 
 class ProcessFaults(Faults):
-    """`process_id`: of the server, above all of its processes."""
+    """`process_id`: of the server, above all of its processes. `database`: killed by the target
+    of this name."""
 
-    def __init__(self, process_id: int, url: str, args: argparse.Namespace, report: Report) -> None:
+    def __init__(
+        self,
+        process_id: int,
+        url: str,
+        args: argparse.Namespace,
+        report: Report,
+        database: Postgres | None,
+    ) -> None:
         super().__init__(url, args, report)
         self._process_id = process_id
+        self._database = database
 
     def _strike(self) -> dict[str, object]:
         target = self._args.target
         victims = processes(PROCESSES[target], self._process_id)
         victim = self._draw.choice(victims)
+        if self._database is not None:
+            self._database.kill()
         os.kill(victim, signal.SIGSTOP if target == "sigstop" else signal.SIGKILL)
         if target == "sigstop":
             self._wait_while_stopped(victim)
+        if self._database is not None:
+            time.sleep(DATABASE_AWAY_S)
+            self._database.start()
         wait(lambda: self._is_replaced(victim, len(victims)))
         return {}
 
@@ -126,8 +144,9 @@ def process_platform(
     home: Path,
     port: int,
     report: Report,
+    database: Postgres | None = None,
 ) -> Iterator[Faults]:
-    """`loraplex serve`; `arguments`: of its application."""
+    """`loraplex serve`; `arguments`: of its application; `database`: of its keys, to be killed."""
     url = f"http://127.0.0.1:{port}"
     with serving(home, write_serve_file(home, port, arguments), url) as server:
-        yield ProcessFaults(server.process.pid, url, args, report)
+        yield ProcessFaults(server.process.pid, url, args, report, database)

@@ -31,11 +31,11 @@ quick: $(VENV)/.installed-test
 	$(PYTEST) -q -m "not serve and not slow and not gpu"
 
 # Types are checked beside the tests, which wait for servers half of their time; without its cache
-# mypy needs a core for a minute. Its errors are printed last.
+# mypy needs a core for a minute, and must not delay their starts. Its errors are printed last.
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@found=$$(mktemp); $(MYPY) >"$$found" 2>&1 & types=$$!; \
+	@found=$$(mktemp); nice $(MYPY) >"$$found" 2>&1 & types=$$!; \
 	$(PYTEST); tests=$$?; \
 	wait $$types; typed=$$?; \
 	[ $$typed -eq 0 ] || cat "$$found"; rm "$$found"; \

@@ -45,6 +45,7 @@ _SLOW_FILES = (
 # Files whose tests deploy on one Ray Serve, hence in one process. With its start, and the pauses in
 # which it waits, this is the longest part of all.
 _SHARED_SERVE = (
+    "test_console_browser",
     "test_console_pages",
     "test_serve_adapter_text_http",
     "test_serve_adapters",

@@ -43,6 +43,7 @@ from serve_app.config import (
 )
 from serve_app.platform_view import Sources
 from tests.fakes_registry import FolderRegistry
+from tests.waiting import eventually
 
 RIG_BASE = "base"
 RIG_ADAPTER = "pirate"
@@ -102,14 +103,30 @@ def running_serve() -> Iterator[int]:
             del os.environ[name]
         os.environ |= before
     try:
-        serve.start(
-            proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port)
-        )
+        _start_serve(port)
         yield port
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_serve(port: int) -> None:
+    """Serve waits a minute for its proxy. Its imports take longer where the disk is cold and other
+    tests have the cores: a second start connects to what runs by then."""
+    options = HTTPOptions(host="127.0.0.1", port=port)
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=options)
+    except TimeoutError:
+        eventually(lambda: _is_serving(port), timeout_s=300)
+        serve.start(proxy_location="HeadOnly", http_options=options)
+
+
+def _is_serving(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/-/healthz").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def rig_args(

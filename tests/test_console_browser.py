@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.serve_rig import RIG_ADAPTER, RIG_BASE, RIG_TOKEN, Rig, start_rig
+from tests.serve_rig import (
+    RIG_ADAPTER,
+    RIG_BASE,
+    RIG_TOKEN,
+    Rig,
+    deploy,
+    rig_args,
+    wait_ready,
+)
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 if TYPE_CHECKING:
@@ -26,12 +34,13 @@ PAGES = ("overview", "adapters", "playground", "canaries", "keys", "registry")
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    with start_rig(200) as rig:
-        for _ in range(3):
-            body: dict[str, Any] = {"model": RIG_ADAPTER, "prompt": "hello", "max_tokens": 8}
-            assert httpx.post(f"{rig.url}/v1/completions", json=body).status_code == 200
-        yield rig
+def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    rig = deploy(serve_port, rig_args(200, RIG_BASE), tmp_path_factory.mktemp("console"))
+    wait_ready(rig)
+    for _ in range(3):
+        body: dict[str, Any] = {"model": RIG_ADAPTER, "prompt": "hello", "max_tokens": 8}
+        assert httpx.post(f"{rig.url}/v1/completions", json=body).status_code == 200
+    return rig
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def text_of(page: Any, side: str) -> str:
 def ask(page: Any, num_tokens: int, prompt: str = PROMPT) -> None:
     page.get_by_label("Max tokens").fill(str(num_tokens))
     page.get_by_label("Prompt").fill(prompt)
-    # Enabled when the list of the models is there.
+    page.locator("datalist option").first.wait_for(state="attached")  # then both models are there
     page.get_by_role("button", name="Send").click(trial=True)
     page.keyboard.press("Control+Enter")
 

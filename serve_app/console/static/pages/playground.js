@@ -22,7 +22,8 @@ export default function Playground({session}) {
     modelNames(session).then(
       (found) => {
         setNames(found);
-        setModels((chosen) => (chosen.some(Boolean) ? chosen : firstPair(found)));
+        // A name that was typed meanwhile stays.
+        setModels((chosen) => chosen.map((name, at) => name || firstPair(found)[at]));
       },
       setError,
     );

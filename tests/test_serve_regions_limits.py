@@ -7,11 +7,13 @@ import time
 
 import pytest
 
+from engine.errors import UnsupportedModelError
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.json_body import parse_body
 from serve_app.openai.tools import check_tool_choice, resolve_choice
 from serve_app.text.regions import RegionParser
-from serve_app.text.response_template import family_template
+from serve_app.text.response_template import choose_template, family_template, load_template
+from tests.response_texts import template_json
 
 MOVE = {
     "type": "object",
@@ -96,3 +98,52 @@ def test_odd_lists_of_required_names_are_refused(required: object) -> None:
     }
     with pytest.raises(Exception, match="must name all properties"):
         parse_body(ChatRequest, json.dumps(body).encode())
+
+
+def test_an_expression_beside_the_calls_of_a_family_has_a_time_limit() -> None:
+    """It may come from an adapter, and the search runs in the event loop."""
+    own = template_json("chatml-json")
+    own["fields"]["content"] = {"close_pattern": r"(?:a|aa|aaa)+b"}
+    template = choose_template(own, "<|im_start|>assistant\n <tool_call>")
+    assert template is not None
+    assert template.calls is not None
+    (piece,) = RegionParser(template).push("a" * 28)
+    assert piece.content == "a" * 28
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"content": {"close_pattern": "((a{100}){100}){20}"}}, "1000 counted repetitions"),
+        ({"content": {"close_pattern": "(?:a{9,}){2,500}"}}, "1000 counted repetitions"),
+        ({"content": {"close_pattern": "a" * 3000}}, "2048 characters"),
+        ({"content": {"close_pattern": "(?:" * 500 + ")" * 500}}, "recursion"),
+        ({"content": {"close": [f"a{i}" for i in range(40)]}}, "32 texts"),
+        ({"content": {"content": "json", "content_args": [1]}}, "no object"),
+        (
+            {"content": {"content": "json", "content_args": {"string_delims": [["a", "b"]] * 40}}},
+            "32 string_delims",
+        ),
+        (
+            {
+                "content": {
+                    "content": "xml-inline",
+                    "content_args": {
+                        "tag_pattern": "(?P<key>a)",
+                        "value_parser": {
+                            "name": "xml-inline",
+                            "args": {"tag_pattern": "((a{100}){100}){20}"},
+                        },
+                    },
+                }
+            },
+            "1000 counted repetitions",
+        ),
+        ({f"f{i}": {"open": "a"} for i in range(40)}, "32 fields"),
+    ],
+)
+def test_a_template_that_would_take_all_memory_or_time_is_refused(
+    fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        load_template({"fields": fields, "start_anchor": "A"})

@@ -151,7 +151,7 @@ class RegionParser:
         so only the tail is searched for the beginning of a delimiter; a time limit costs 3 us."""
         search, start = delimiter.pattern.search, self._position
         num_chars = len(self._buffer) - start
-        if num_chars <= _KEPT_CHARS and self._template.calls is not None:  # a packaged expression
+        if num_chars <= _KEPT_CHARS and self._template.is_packaged:
             return search(self._buffer, start, partial=not is_end)
         if num_chars > _KEPT_CHARS or is_end:
             match = search(self._buffer, start, timeout=MATCH_SECONDS)

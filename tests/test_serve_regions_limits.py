@@ -43,6 +43,23 @@ def test_a_call_that_is_cut_is_text_and_not_a_call_without_some_arguments() -> N
     assert [call[:2] for call in calls] == [("move", {"source": "a", "target": "/tmp"})]
 
 
+def test_text_in_a_parameter_keeps_its_indentation() -> None:
+    code = "    if x:\n        return 1\n"
+    text = (
+        f"<tool_call>\n<function=edit>\n<parameter=code>\n{code}\n</parameter>\n"
+        "<parameter=line>\n 12 \n</parameter>\n</function>\n</tool_call>"
+    )
+    properties = {"code": {"type": "string"}, "line": {"type": "integer"}}
+    _, calls, _ = pieces("qwen-xml", text, schemas={"edit": {"properties": properties}})
+    assert [call[:2] for call in calls] == [("edit", {"code": code, "line": 12})]
+
+
+def test_names_with_hyphens_are_read() -> None:
+    text = '<|tool_call>call:get-weather{city-name:<|"|>a:b<|"|>,at:{x.y:1}}<tool_call|>'
+    _, calls, _ = pieces("gemma", text)
+    assert [call[:2] for call in calls] == [("get-weather", {"city-name": "a:b", "at": {"x.y": 1}})]
+
+
 def test_arguments_that_are_no_json_are_text() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"x": NaN}}\n</tool_call>'
     assert pieces("chatml-json", text)[:2] == (text, [])

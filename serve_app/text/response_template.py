@@ -37,6 +37,7 @@ _FIELD_KEYS = {
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _COUNT = regex.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 _INVALID = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+_UNQUOTED_KEY = regex.compile('(?<=[{,])([^\\s{}\\[\\],:"\x01\x02]+):')
 _CONTENTS = ("text", "int", "float", "bool", "json", "xml-inline", "kv-lines")
 
 
@@ -290,7 +291,7 @@ def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
         pattern = regex.escape(opening) + "(.*?)" + regex.escape(closing)
         working = regex.sub(pattern, keep, working, flags=regex.DOTALL, timeout=MATCH_SECONDS)
     if args.get("unquoted_keys"):
-        working = regex.sub(r"(?<=[{,])(\w+):", r'"\1":', working, timeout=MATCH_SECONDS)
+        working = _UNQUOTED_KEY.sub(r'"\1":', working, timeout=MATCH_SECONDS)
     if strings:
         working = regex.sub(
             "\x01([0-9]+)\x02", lambda match: json.dumps(strings[int(match[1])]), working
@@ -387,4 +388,11 @@ def _compatible_calls(own: object, family: str | None) -> Mapping[str, Any]:
     ours = spec["template"]["fields"].get("tool_calls")
     fields = own.get("fields") if isinstance(own, dict) else None
     theirs = fields.get("tool_calls") if isinstance(fields, dict) else None
-    return spec if theirs == ours else {}
+    return spec if _delimiters(theirs) == _delimiters(ours) else {}
+
+
+def _delimiters(field: object) -> object:
+    """Returns the field without the arguments by which its content is read."""
+    if not isinstance(field, dict):
+        return None
+    return {key: value for key, value in field.items() if key != "content_args"}

@@ -60,6 +60,15 @@ def test_names_with_hyphens_are_read() -> None:
     assert [call[:2] for call in calls] == [("get-weather", {"city-name": "a:b", "at": {"x.y": 1}})]
 
 
+@pytest.mark.parametrize("family", ["chatml-json", "mistral"])
+def test_a_lone_surrogate_in_a_call_is_replaced(family: str) -> None:
+    """No body can hold one: the whole answer would fail."""
+    call = '{"name": "f\\udc00", "arguments": {"a": "x\\ud83d", "b": "\\ud83d\\ude00"}}'
+    text = f"<tool_call>{call}</tool_call>" if family == "chatml-json" else f"[TOOL_CALLS] [{call}]"
+    _, calls, _ = pieces(family, text)
+    assert [call[:2] for call in calls] == [("f\ufffd", {"a": "x\ufffd", "b": "\U0001f600"})]
+
+
 def test_arguments_that_are_no_json_are_text() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"x": NaN}}\n</tool_call>'
     assert pieces("chatml-json", text)[:2] == (text, [])

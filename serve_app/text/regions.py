@@ -250,8 +250,16 @@ class RegionParser:
         properties = self._schemas.get(name, {}).get("properties")
         if arguments and isinstance(properties, dict):
             arguments = {key: _cast(one, properties.get(key)) for key, one in arguments.items()}
-        json.dumps(arguments, allow_nan=False)  # ValueError: Python reads NaN, which is not JSON
+        # ValueError: Python reads NaN, which is not JSON.
+        text = json.dumps([name, arguments, own_id], ensure_ascii=False, allow_nan=False)
+        if not text.isascii():
+            name, arguments, own_id = json.loads(_encodable(text))
         return name, arguments or {}, own_id if isinstance(own_id, str) else None
+
+
+def _encodable(text: str) -> str:
+    """Replaces lone surrogates: JSON can escape one, and no body of a response can hold it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _cast(value: Any, schema: Any) -> Any:

@@ -10,10 +10,10 @@ import pytest
 from engine.errors import UnsupportedModelError
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.json_body import parse_body
-from serve_app.openai.tools import check_tool_choice, resolve_choice
+from serve_app.openai.tools import check_tool_choice, resolve_choice, schemas
 from serve_app.text.regions import RegionParser
 from serve_app.text.response_template import choose_template, family_template, load_template
-from tests.response_texts import template_json
+from tests.response_texts import TEXTS, TOOLS, template_json
 
 MOVE = {
     "type": "object",
@@ -41,6 +41,77 @@ def test_a_call_that_is_cut_is_text_and_not_a_call_without_some_arguments() -> N
     assert content == text
     _, calls, _ = pieces("qwen-xml", text + "p\n</parameter>\n</function>\n</tool_call>")
     assert [call[:2] for call in calls] == [("move", {"source": "a", "target": "/tmp"})]
+
+
+def cut(family: str, text: str) -> tuple[str, list[tuple[object, ...]]]:
+    """Returns the content and the calls of a text that the limit of tokens ends."""
+    whole = RegionParser(family_template(family), "", schemas(TOOLS))
+    found = [*whole.push(text), *whole.finish(is_cut=True)]
+    parser = RegionParser(family_template(family), "", schemas(TOOLS))
+    again = [piece for one in text for piece in parser.push(one)] + parser.finish(is_cut=True)
+    results = [
+        ("".join(p.content for p in some), [call[:2] for p in some for call in p.calls])
+        for some in (found, again)
+    ]
+    assert results[0] == results[1]
+    return results[0]
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_a_call_that_the_limit_of_tokens_cuts_has_its_name_and_no_whole_arguments(
+    family: str,
+) -> None:
+    for text, _, _, calls in TEXTS[family]:
+        longest: list[str] = []
+        for count in range(len(text) + 1):
+            content, found = cut(family, text[:count])
+            for (name, arguments), expected in zip(found, calls, strict=False):
+                assert name == expected[0]
+                if isinstance(arguments, dict):
+                    assert arguments == expected[1]
+                    continue
+                assert isinstance(arguments, str)
+                assert json.dumps(expected[1]).startswith(arguments.rstrip(","))
+                with pytest.raises(ValueError, match=r"char|line"):
+                    json.loads(arguments)
+                longest.append(arguments)
+                assert family not in content
+        if calls:
+            assert len(set(longest)) > (8 if "json" in family and calls[0][1] else 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("chatml-json", '<tool_call>\n{"name": "now"', [("now", "{")]),
+        ("chatml-json", '<tool_call>\n{"name": "now', []),
+        (
+            "chatml-json",
+            '<tool_call>{"name": "now", "arguments": {"a": 1}}\n</to',
+            [("now", {"a": 1})],
+        ),
+        ("chatml-json", '<tool_call>{"name": "now", "arguments": {x}}</tool_call>', []),
+        ("chatml-json", '<tool_call>{"name": "now", "arguments": [1', []),
+        (
+            "llama3-json",
+            '{"name": "now", "parameters": {"a": {"b": 1}',
+            [("now", '{"a": {"b": 1}')],
+        ),
+        (
+            "llama3-json",
+            '{"name": "now", "parameters": {"a": {"b": 1}}',
+            [("now", {"a": {"b": 1}})],
+        ),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "no', [("now", {})]),
+        ("mistral", "[TOOL_CALLS] [", []),
+        ("gemma", "<|tool_call>call:no", []),
+        ("qwen-xml", "<tool_call>\n<function=now>\n<parameter=a>\n1", [("now", "{")]),
+    ],
+)
+def test_a_call_is_cut_after_its_name(family: str, text: str, calls: list[object]) -> None:
+    content, found = cut(family, text)
+    assert found == calls
+    assert bool(content) == (not calls)
 
 
 def test_text_in_a_parameter_keeps_its_indentation() -> None:

@@ -11,8 +11,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from serve_app.text.cut_calls import cut_calls
 from serve_app.text.response_template import (
     MATCH_SECONDS,
     REASONING_FIELDS,
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _KEPT_CHARS = 256  # of the text before a search, for look-behinds
 _MAX_REGION_CHARS = 1 << 22
+# Name, arguments, own id. The arguments of a call that is cut are the beginning of their JSON.
+Call: TypeAlias = tuple[str, dict[str, Any] | str, str | None]
+
 _BAD_FORMAT = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -34,7 +38,7 @@ class Piece:
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[tuple[str, dict[str, Any], str | None], ...] = ()  # name, arguments, own id
+    calls: tuple[Call, ...] = ()
 
 
 class RegionParser:
@@ -64,6 +68,7 @@ class RegionParser:
         self._is_broken = False
         self._is_constrained = is_constrained
         self._has_content = False
+        self._is_cut = False
         if turn_start:
             self.push(turn_start)
             self._held_space = ""
@@ -77,8 +82,10 @@ class RegionParser:
     def push(self, text: str) -> list[Piece]:
         return self._advance(text, is_end=False)
 
-    def finish(self) -> list[Piece]:
-        """Returns the rest, which was held back. Call once, at the end."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Returns the rest, which was held back. Call once, at the end. `is_cut`: the limit of
+        tokens ended the text, which may be inside a call."""
+        self._is_cut = is_cut
         return self._advance("", is_end=True)
 
     def _advance(self, text: str, *, is_end: bool) -> list[Piece]:
@@ -234,13 +241,32 @@ class RegionParser:
             value = region.value(body, self._captures)
             calls = tuple(map(self._call, value if isinstance(value, list) else [value]))
         except _BAD_FORMAT:
-            calls = ()
+            calls = self._cut_calls(region, body, closing)
         if calls:
             pieces.append(Piece(calls=calls))
         else:
             pieces.append(Piece(content=self._opening + body + closing))
 
-    def _call(self, value: Any) -> tuple[str, dict[str, Any], str | None]:
+    def _cut_calls(self, region: Region, body: str, closing: str) -> tuple[Call, ...]:
+        """Returns the calls of a region without its end. An expression may find its delimiter at
+        the end of any text."""
+        is_closed = bool(closing) and region.close is not None and region.close.literal is not None
+        if not self._is_cut or is_closed or self._position < len(self._buffer):
+            return ()
+        if not body and self._opening.endswith(self._captures.get("name", " ")):
+            return ()  # the name may go on
+        calls: list[Call] = []
+        try:
+            for one in cut_calls(region, body + closing, self._captures):
+                name, arguments, own_id = self._call(one.value)
+                if not one.is_whole:
+                    arguments = one.arguments or json.dumps(arguments, ensure_ascii=False)[:-1]
+                calls.append((name, arguments, own_id))
+        except _BAD_FORMAT:
+            return ()
+        return tuple(calls)
+
+    def _call(self, value: Any) -> Call:
         function = value["function"]
         name, arguments, own_id = function["name"], function.get("arguments"), value.get("id")
         if isinstance(arguments, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from tests.grammar_helpers import (
     schema_grammar,
     text,
     token_ids,
+    tokenizer,
 )
 
 STRICT = {
@@ -222,6 +224,31 @@ def test_a_stop_id_within_forced_tokens_ends_the_choice_there() -> None:
     ids = token_ids(outputs)
     assert ids == token_ids(whole)[: ids.index(forced) + 1]
     assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == ("stop", forced)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_stop_id_may_end_an_answer_where_the_end_of_the_sequence_may(runs_ahead: bool) -> None:
+    """An adapter that ends its texts with a token of its own was not trained to write another."""
+    found = set()
+    for seed in range(16):
+        runner = DeferringRunner()
+        runner.runs_ahead = runs_ahead
+        request = request_of(
+            "a", Grammar("regex", "(ab)*c?"), seed=seed, stop_token_ids=(THINK_END,), max_tokens=90
+        )
+        outputs = run(make_grammar_engine(runner), [request])["a", 0]
+        assert outputs[-1].finish_reason == "stop", outputs[-1]
+        assert re.fullmatch("(ab)*c?", text(i for i in token_ids(outputs) if i > THINK_END))
+        found.add(outputs[-1].stop_token_id)
+    assert found == {None, THINK_END}
+
+
+def test_a_stop_id_that_is_text_of_the_grammar_stays_its_text() -> None:
+    (a,) = tokenizer().encode("a").ids
+    state = GrammarState(None, None, (a, EOS, THINK_END))
+    state.open(grammars().open(Grammar("regex", "a?b"), ()).result())
+    assert state.advance(a) is None
+    assert "cannot be followed" in str(state.advance(THINK_END))
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from engine import grammars as grammars_module
 from engine.errors import InvalidRequestError
@@ -410,6 +411,65 @@ def test_a_grammar_that_compiles_slowly_keeps_one_prototype(
     refused = Grammar("regex", "(")
     for _ in range(20):
         assert own.open(refused, ()).exception() is not None
+
+
+def test_lanes_count_among_the_compiled_grammars_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "NUM_MASK_THREADS", 4)
+    monkeypatch.setattr(grammars_module, "_MAX_PROTOTYPES", 9)
+    own = Grammars(grammars()._tokenizer)
+    try:
+        for number in range(6):
+            _open_many(own, schema_grammar({"enum": ["kept", number]}), 40)
+        kept = [len(lanes) for lanes, _ in own._prototypes.values()]
+        assert kept == [4, 4]
+        assert own._num_lanes == 8
+        monkeypatch.setattr(grammars_module, "_MAX_PROTOTYPE_SOURCES", 200)
+        _open_many(own, schema_grammar({"enum": ["long" * 5]}), 40)
+        assert [len(lanes) for lanes, _ in own._prototypes.values()] == [4]
+        assert own._num_source_bytes <= 200
+    finally:
+        own.close()
+
+
+class _DisturbedCompiler:
+    """Raises at chosen calls, as the library does where memory is short."""
+
+    def __init__(self, *disturbed: int) -> None:
+        self._disturbed = disturbed
+        self._num_calls = 0
+
+    def __call__(self, *args: object, **options: object) -> LLMatcher:
+        self._num_calls += 1
+        if self._num_calls in self._disturbed:
+            raise MemoryError("no memory for the grammar")
+        return LLMatcher(*args, **options)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(LLMatcher, name)
+
+
+def test_a_grammar_that_failed_for_another_reason_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "LLMatcher", _DisturbedCompiler(1))
+    grammar = schema_grammar({"enum": ["disturbed"]})
+    lost = run(make_grammar_engine(DeferringRunner()), [request_of("a", grammar)])["a", 0]
+    assert "no memory" in str(lost[-1].error)
+    found = run(make_grammar_engine(DeferringRunner()), [request_of("b", grammar)])["b", 0]
+    assert text(token_ids(found)) == '"disturbed"'
+
+
+def test_a_further_lane_that_fails_has_the_first_prototype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "NUM_MASK_THREADS", 3)
+    monkeypatch.setattr(grammars_module, "LLMatcher", _DisturbedCompiler(2))
+    own, grammar = grammars(), schema_grammar({"enum": ["one lane", "is lost"]})
+    states = _open_many(own, grammar, 30)
+    assert all(state.is_open for state in states)
+    assert len({id(lane.compiled.result()) for lane in own._lanes(grammar)}) == 2
 
 
 def test_the_engine_of_another_configuration_has_no_grammars() -> None:

@@ -54,6 +54,9 @@ _MAX_FORMATS, _FORMAT = 256, re.compile(r'"format"\s*:')
 _MAX_MULTIPLE, _MAX_EXPONENT = 10_000, 12
 _MAX_NUMBER_CHARS = 40
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
+# The library reads numbers as float64, and its ranges of int64 end the process at the least one.
+_LEAST_NUMBER = -(2.0**63)
+_NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # llguidance recurses once per rule or reference of a chain: 8 MB of stack hold 1,100 at least.
 _MAX_RULES, _RULE = 1000, re.compile(r"[A-Za-z_]\w*(?:\[[^\]\n]*\]|\.\d+)?\s*:")
 _REFERENCE = re.compile(r'"\$ref"\s*:')
@@ -123,8 +126,8 @@ def _translated(grammar: Grammar) -> str:
 
 
 def _check_costs(grammar: Grammar) -> None:
-    """Refuses the keywords whose cost llguidance does not bound. Reads the text: a schema can be a
-    part of a Lark grammar."""
+    """Refuses the keywords whose cost llguidance does not bound, and numbers that end the process.
+    Reads the text: a schema can be a part of a Lark grammar."""
     plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), grammar.source)
     if (count := len(_FORMAT.findall(plain))) > _MAX_FORMATS:
         raise _refusal(grammar, f"{count} formats are too many, {_MAX_FORMATS} are allowed")
@@ -133,6 +136,10 @@ def _check_costs(grammar: Grammar) -> None:
         num_rules += len(_RULE.findall(plain))
     if num_rules > _MAX_RULES:
         raise _refusal(grammar, f"{num_rules} rules or references, {_MAX_RULES} are allowed")
+    if grammar.kind == "json_schema" or "%json" in plain:
+        for number in _NEGATIVE.findall(plain):
+            if float(number) <= _LEAST_NUMBER:
+                raise _refusal(grammar, f"the number {number[:_MAX_NUMBER_CHARS]} is too small")
     values = set(_MULTIPLE_OF.findall(plain))
     if any(len(value) > _MAX_NUMBER_CHARS for value in values):
         raise _refusal(grammar, f"multipleOf: more than {_MAX_NUMBER_CHARS} digits")

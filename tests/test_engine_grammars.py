@@ -512,6 +512,42 @@ def test_long_chains_of_rules_pass_or_are_refused_and_never_overflow_the_stack(
     assert (found.returncode, words in found.stdout) == (0, True), found.stdout + found.stderr
 
 
+LEAST = """
+import sys
+from engine.errors import InvalidRequestError
+from engine.grammars import check_grammar
+from engine.types import Grammar
+
+try:
+    check_grammar(Grammar(sys.argv[1], sys.argv[2]))
+except InvalidRequestError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", '{"enum": [1, -9223372036854775808]}'),
+        ("json_schema", '{"enum": [-9223372036854775807]}'),
+        ("json_schema", '{"type": "integer", "const": -1e19}'),
+        ("json_schema", '{"type": "integer", "minimum": -1e300, "maximum": -9.3E+18}'),
+        ("lark", 'start: "a" %json {"items": {"const": -99999999999999999999}}'),
+    ],
+)
+def test_a_number_at_which_the_library_ends_the_process_is_refused(kind: str, source: str) -> None:
+    """Runs in a process of its own, which one of these would end."""
+    command = [sys.executable, "-c", LEAST, kind, source]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, "is too small" in found.stdout) == (0, True), found
+
+
+def test_small_numbers_pass() -> None:
+    check_grammar(Grammar("json_schema", '{"enum": [-9223372036854774784, -5, 1e300]}'))
+    check_grammar(Grammar("regex", "a-9223372036854775808"))
+    check_grammar(Grammar("gbnf", 'root ::= "a" | "-9223372036854775808"'))
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -542,6 +542,38 @@ def test_a_number_at_which_the_library_ends_the_process_is_refused(kind: str, so
     assert (found.returncode, "is too small" in found.stdout) == (0, True), found
 
 
+ENDLESS = """
+import sys
+from engine.types import Grammar
+from serve_app.openai.structured import check_structured_outputs
+from engine.grammars import check_grammar
+from tests.grammar_helpers import DeferringRunner, make_grammar_engine, run
+from tests.test_engine_grammars import request_of
+
+grammar = check_grammar(check_structured_outputs({"grammar": sys.argv[1]}))
+requests = [request_of(f"r{i}", grammar, seed=i, max_tokens=20) for i in range(4)]
+for outputs in run(make_grammar_engine(DeferringRunner()), requests).values():
+    print(outputs[-1].finish_reason)
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "start: /a+/ x\nx: x\n",
+        'start: "x" /a+/ x | "y" /b*/\nx: x # without a line at the end',
+        'start: ("x" | "y") %json {"type": "integer"} /[0-9]+/ x\nx: x',
+        'root ::= "x" [a]+ y | "y"\ny ::= y',
+    ],
+)
+def test_a_grammar_of_a_client_cannot_stop_a_step(source: str) -> None:
+    """Runs in a process of its own, which would never end."""
+    command = [sys.executable, "-c", ENDLESS, source]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found
+    assert len(found.stdout.split()) == 4
+
+
 def test_small_numbers_pass() -> None:
     check_grammar(Grammar("json_schema", '{"enum": [-9223372036854774784, -5, 1e300]}'))
     check_grammar(Grammar("regex", "a-9223372036854775808"))

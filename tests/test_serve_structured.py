@@ -152,6 +152,11 @@ def test_every_kind_of_constraint_passes_the_library(fields: dict[str, object], 
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "guided_regex"),
         ({"guided_regex": "a" * (MAX_REGEX_CHARS + 1)}, "guided_regex", str(MAX_REGEX_CHARS)),
+        (
+            {"guided_grammar": '%llguidance {"no_forcing": false}\nstart: "a"'},
+            "guided_grammar",
+            "no_forcing is set by the server",
+        ),
     ],
 )
 def test_a_wrong_constraint_is_refused_with_its_field(

@@ -28,14 +28,16 @@ class GrammarGate:
 
     def add(self, sequence: Sequence) -> None:
         """Gives the sequence its grammar's state, which is not open yet."""
-        grammar = sequence.request.params.grammar
+        params = sequence.request.params
+        grammar = params.grammar
         if grammar is None:
             return
         assert self._grammars is not None, "a request with a grammar was admitted"
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         has_begun = grammar.starts_after is None or grammar.starts_after in output
         lane = self._grammars.lane(grammar)
-        sequence.grammar_state = GrammarState(None if has_begun else grammar.starts_after, lane)
+        starts_after = None if has_begun else grammar.starts_after
+        sequence.grammar_state = GrammarState(starts_after, lane, params.stop_token_ids)
         self._opening[sequence] = self._grammars.open(grammar, output, lane)
 
     def is_open(self, sequence: Sequence) -> bool:

@@ -14,9 +14,21 @@ from engine.types import Grammar
 _MAX_EBNF_COST = 4_000_000  # rules times characters
 
 
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'  # the last of several declarations counts
+
+
 def lark_of_choices(choices: Sequence[str]) -> str:
     """Returns the grammar of one of several texts. Lark's strings have the escapes of JSON."""
     return "start: " + " | ".join(json.dumps(one) for one in choices)
+
+
+def without_forcing(source: str) -> str:
+    """Returns a Lark grammar of a client whose text is never forced. The library looks for forced
+    text without a limit: in `/a+/ x`, where `x` has no text, each further `a` is the only choice,
+    and the search within a step never ended. Raises ValueError for one that sets this itself."""
+    if "no_forcing" in source:
+        raise ValueError("no_forcing is set by the server")
+    return source + _NO_FORCING
 
 
 def as_lark(grammar: Grammar) -> Grammar:
@@ -34,4 +46,4 @@ def as_lark(grammar: Grammar) -> Grammar:
     # for a rule that is missing.
     except Exception as error:
         raise ValueError(f"not a grammar in GBNF: {str(error)[:200]}") from None
-    return replace(grammar, kind="lark", source=lark)
+    return replace(grammar, kind="lark", source=without_forcing(lark))

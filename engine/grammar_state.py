@@ -45,10 +45,18 @@ def failure(matcher: LLMatcher) -> str:
 class GrammarState:
     """The place of one choice in its grammar. Owned by the scheduler."""
 
-    __slots__ = ("_lane", "_matcher", "_starts_after")
+    __slots__ = ("_lane", "_matcher", "_starts_after", "_stop_token_ids")
 
-    def __init__(self, starts_after: int | None, lane: Lane | None = None) -> None:
+    def __init__(
+        self,
+        starts_after: int | None,
+        lane: Lane | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """`stop_token_ids`: may end the output where the end of the sequence may. An adapter that
+        ends its texts with a token of its own was never trained to write its base's."""
         self._starts_after = starts_after  # as `Grammar.starts_after`; None once it was output
+        self._stop_token_ids = tuple(stop_token_ids)
         self._lane = lane
         if lane is not None:
             lane.num_choices += 1
@@ -73,11 +81,14 @@ class GrammarState:
             if token_id == self._starts_after:
                 self._starts_after = None
             return None
-        assert self._matcher is not None
+        matcher = self._matcher
+        assert matcher is not None
         # After a failure, also of a mask, the matcher allows and takes the end of the sequence.
-        if self._matcher.is_error() or not self._matcher.consume_token(token_id):
-            return failure(self._matcher)
-        return None
+        if matcher.is_error():
+            return failure(matcher)
+        if token_id in self.ending_stop_ids and not matcher.validate_tokens([token_id]):
+            return None  # it ends the output, and is no text of the grammar
+        return None if matcher.consume_token(token_id) else failure(matcher)
 
     def take_forced(self, limit: int) -> list[int]:
         """Records and returns the tokens that follow without a choice, at most `limit`. They are
@@ -92,6 +103,13 @@ class GrammarState:
                 break  # the next token fails with the reason
             forced += tokens
         return forced
+
+    @property
+    def ending_stop_ids(self) -> tuple[int, ...]:
+        """The stop tokens that may come next: all where the output may end, otherwise none."""
+        if self._stop_token_ids and self._matcher is not None and self._matcher.is_accepting():
+            return self._stop_token_ids
+        return ()
 
     @property
     def is_constraining(self) -> bool:
@@ -134,3 +152,8 @@ def fill_masks(states: Sequence[GrammarState], masks: NDArray[np.int32]) -> None
         _executor().unsafe_compute_mask_ptr(
             work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(states)
         )
+    words = masks.view(np.uint32)
+    for row, state in enumerate(states):
+        if state.is_constraining:
+            for token_id in state.ending_stop_ids:
+                words[row, token_id // 32] |= np.uint32(1 << token_id % 32)

@@ -54,13 +54,16 @@ _MAX_FORMATS, _FORMAT = 256, re.compile(r'"format"\s*:')
 _MAX_MULTIPLE, _MAX_EXPONENT = 10_000, 12
 _MAX_NUMBER_CHARS = 40
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
+# The library reads numbers as float64, and its ranges of int64 end the process at the least one.
+_LEAST_NUMBER = -(2.0**63)
+_NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # llguidance recurses once per rule or reference of a chain: 8 MB of stack hold 1,100 at least.
 _MAX_RULES, _RULE = 1000, re.compile(r"[A-Za-z_]\w*(?:\[[^\]\n]*\]|\.\d+)?\s*:")
 _REFERENCE = re.compile(r'"\$ref"\s*:')
 _STACK_BYTES = 64 * 1024 * 1024  # virtual memory, taken where it is used
 _ESCAPE = re.compile(r"\\u(00[2-7][0-9a-fA-F])")
 _NUM_THREADS = 2
-# Compiled grammars that are kept for further requests.
+# Compiled grammars that are kept for further requests: one for each lane.
 _MAX_PROTOTYPES = 256
 _MAX_PROTOTYPE_SOURCES = 4 * 1024 * 1024  # bytes of their sources together
 # A grammar with more choices at once is compiled again, if that was quick, for a further lane.
@@ -123,8 +126,8 @@ def _translated(grammar: Grammar) -> str:
 
 
 def _check_costs(grammar: Grammar) -> None:
-    """Refuses the keywords whose cost llguidance does not bound. Reads the text: a schema can be a
-    part of a Lark grammar."""
+    """Refuses the keywords whose cost llguidance does not bound, and numbers that end the process.
+    Reads the text: a schema can be a part of a Lark grammar."""
     plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), grammar.source)
     if (count := len(_FORMAT.findall(plain))) > _MAX_FORMATS:
         raise _refusal(grammar, f"{count} formats are too many, {_MAX_FORMATS} are allowed")
@@ -133,6 +136,10 @@ def _check_costs(grammar: Grammar) -> None:
         num_rules += len(_RULE.findall(plain))
     if num_rules > _MAX_RULES:
         raise _refusal(grammar, f"{num_rules} rules or references, {_MAX_RULES} are allowed")
+    if grammar.kind == "json_schema" or "%json" in plain:
+        for number in _NEGATIVE.findall(plain):
+            if float(number) <= _LEAST_NUMBER:
+                raise _refusal(grammar, f"the number {number[:_MAX_NUMBER_CHARS]} is too small")
     values = set(_MULTIPLE_OF.findall(plain))
     if any(len(value) > _MAX_NUMBER_CHARS for value in values):
         raise _refusal(grammar, f"multipleOf: more than {_MAX_NUMBER_CHARS} digits")
@@ -184,7 +191,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._threads = deep_threads(_NUM_THREADS, "grammars")
         self._prototypes: OrderedDict[bytes, tuple[list[Lane], int]] = OrderedDict()
-        self._num_source_bytes = 0
+        self._num_lanes = 0
+        self._num_source_bytes = 0  # for each lane
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars | str:
@@ -209,6 +217,7 @@ class Grammars:
         if lane.num_choices >= _CHOICES_OF_LANE and len(lanes) < NUM_MASK_THREADS:
             lane = Lane(Future())
             lanes.append(lane)
+            self._count(1, len(grammar.source))
             first = lanes[0]
             first.compiled.add_done_callback(lambda _: self._compile_again(grammar, first, lane))
         return lane
@@ -241,33 +250,42 @@ class Grammars:
     def _lanes(self, grammar: Grammar) -> list[Lane]:
         key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode(errors="replace")).digest()
         found = self._prototypes.get(key)
-        if found is not None:
+        if found is not None and not _was_disturbed(found[0][0]):
             self._prototypes.move_to_end(key)
             return found[0]
+        if found is not None:
+            self._forget(key)
         lanes = [Lane(Future())]
         self._threads.submit(self._compile, grammar, lanes[0])
         self._prototypes[key] = lanes, len(grammar.source)
-        self._num_source_bytes += len(grammar.source)
-        while (
-            len(self._prototypes) > _MAX_PROTOTYPES
-            or self._num_source_bytes > _MAX_PROTOTYPE_SOURCES
-        ):
-            _, (_, size) = self._prototypes.popitem(last=False)
-            self._num_source_bytes -= size
+        self._count(1, len(grammar.source))
         return lanes
 
+    def _count(self, num_lanes: int, num_source_bytes: int) -> None:
+        """Counts new lanes, and drops the grammars that were asked for least recently."""
+        self._num_lanes += num_lanes
+        self._num_source_bytes += num_lanes * num_source_bytes
+        while self._num_lanes > _MAX_PROTOTYPES or self._num_source_bytes > _MAX_PROTOTYPE_SOURCES:
+            self._forget(next(iter(self._prototypes)))
+
+    def _forget(self, key: bytes) -> None:
+        lanes, size = self._prototypes.pop(key)
+        self._num_lanes -= len(lanes)
+        self._num_source_bytes -= len(lanes) * size
+
     def _compile_again(self, grammar: Grammar, first: Lane, lane: Lane) -> None:
-        """Compiles the grammar for a further lane. If the first time took long or failed, the lane
-        has the first prototype: its masks are right and wait for those of the first lane."""
+        """Compiles the grammar for a further lane. If the first time took long or the second
+        fails, the lane has the first prototype: its masks are right and wait for those of the first
+        lane."""
         error = first.compiled.exception()
         if error is not None:
             lane.compiled.set_exception(error)
         elif first.compile_s > _MAX_COMPILE_S:
             lane.compiled.set_result(first.compiled.result())
         else:
-            self._threads.submit(self._compile, grammar, lane)
+            self._threads.submit(self._compile, grammar, lane, first.compiled.result())
 
-    def _compile(self, grammar: Grammar, lane: Lane) -> None:
+    def _compile(self, grammar: Grammar, lane: Lane, otherwise: LLMatcher | None = None) -> None:
         began_s = time.perf_counter()
         try:
             matcher = LLMatcher(
@@ -280,10 +298,19 @@ class Grammars:
             if first.is_error():
                 raise _refusal(grammar, first.get_error())
         except BaseException as error:  # also a cancellation, and a panic of the library
-            lane.compiled.set_exception(error)
+            if otherwise is None:
+                lane.compiled.set_exception(error)
+            else:
+                lane.compiled.set_result(otherwise)
         else:
             lane.compile_s = time.perf_counter() - began_s
             lane.compiled.set_result(matcher)
+
+
+def _was_disturbed(lane: Lane) -> bool:
+    """Returns True if the grammar was not compiled for another reason than the grammar itself."""
+    error = lane.compiled.exception() if lane.compiled.done() else None
+    return error is not None and not isinstance(error, InvalidRequestError)
 
 
 def _fulfil(opened: Future[LLMatcher], compiled: Future[LLMatcher], output: list[int]) -> None:

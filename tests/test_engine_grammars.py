@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from engine import grammars as grammars_module
 from engine.errors import InvalidRequestError
@@ -32,6 +34,7 @@ from tests.grammar_helpers import (
     schema_grammar,
     text,
     token_ids,
+    tokenizer,
 )
 
 STRICT = {
@@ -225,6 +228,31 @@ def test_a_stop_id_within_forced_tokens_ends_the_choice_there() -> None:
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_stop_id_may_end_an_answer_where_the_end_of_the_sequence_may(runs_ahead: bool) -> None:
+    """An adapter that ends its texts with a token of its own was not trained to write another."""
+    found = set()
+    for seed in range(16):
+        runner = DeferringRunner()
+        runner.runs_ahead = runs_ahead
+        request = request_of(
+            "a", Grammar("regex", "(ab)*c?"), seed=seed, stop_token_ids=(THINK_END,), max_tokens=90
+        )
+        outputs = run(make_grammar_engine(runner), [request])["a", 0]
+        assert outputs[-1].finish_reason == "stop", outputs[-1]
+        assert re.fullmatch("(ab)*c?", text(i for i in token_ids(outputs) if i > THINK_END))
+        found.add(outputs[-1].stop_token_id)
+    assert found == {None, THINK_END}
+
+
+def test_a_stop_id_that_is_text_of_the_grammar_stays_its_text() -> None:
+    (a,) = tokenizer().encode("a").ids
+    state = GrammarState(None, None, (a, EOS, THINK_END))
+    state.open(grammars().open(Grammar("regex", "a?b"), ()).result())
+    assert state.advance(a) is None
+    assert "cannot be followed" in str(state.advance(THINK_END))
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_draw_that_fails_ends_its_requests_and_gives_no_token(runs_ahead: bool) -> None:
     runner = DeferringRunner()
     runner.runs_ahead = runs_ahead
@@ -385,6 +413,65 @@ def test_a_grammar_that_compiles_slowly_keeps_one_prototype(
         assert own.open(refused, ()).exception() is not None
 
 
+def test_lanes_count_among_the_compiled_grammars_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "NUM_MASK_THREADS", 4)
+    monkeypatch.setattr(grammars_module, "_MAX_PROTOTYPES", 9)
+    own = Grammars(grammars()._tokenizer)
+    try:
+        for number in range(6):
+            _open_many(own, schema_grammar({"enum": ["kept", number]}), 40)
+        kept = [len(lanes) for lanes, _ in own._prototypes.values()]
+        assert kept == [4, 4]
+        assert own._num_lanes == 8
+        monkeypatch.setattr(grammars_module, "_MAX_PROTOTYPE_SOURCES", 200)
+        _open_many(own, schema_grammar({"enum": ["long" * 5]}), 40)
+        assert [len(lanes) for lanes, _ in own._prototypes.values()] == [4]
+        assert own._num_source_bytes <= 200
+    finally:
+        own.close()
+
+
+class _DisturbedCompiler:
+    """Raises at chosen calls, as the library does where memory is short."""
+
+    def __init__(self, *disturbed: int) -> None:
+        self._disturbed = disturbed
+        self._num_calls = 0
+
+    def __call__(self, *args: object, **options: object) -> LLMatcher:
+        self._num_calls += 1
+        if self._num_calls in self._disturbed:
+            raise MemoryError("no memory for the grammar")
+        return LLMatcher(*args, **options)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(LLMatcher, name)
+
+
+def test_a_grammar_that_failed_for_another_reason_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "LLMatcher", _DisturbedCompiler(1))
+    grammar = schema_grammar({"enum": ["disturbed"]})
+    lost = run(make_grammar_engine(DeferringRunner()), [request_of("a", grammar)])["a", 0]
+    assert "no memory" in str(lost[-1].error)
+    found = run(make_grammar_engine(DeferringRunner()), [request_of("b", grammar)])["b", 0]
+    assert text(token_ids(found)) == '"disturbed"'
+
+
+def test_a_further_lane_that_fails_has_the_first_prototype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "NUM_MASK_THREADS", 3)
+    monkeypatch.setattr(grammars_module, "LLMatcher", _DisturbedCompiler(2))
+    own, grammar = grammars(), schema_grammar({"enum": ["one lane", "is lost"]})
+    states = _open_many(own, grammar, 30)
+    assert all(state.is_open for state in states)
+    assert len({id(lane.compiled.result()) for lane in own._lanes(grammar)}) == 2
+
+
 def test_the_engine_of_another_configuration_has_no_grammars() -> None:
     from engine.core import Engine
 
@@ -423,6 +510,74 @@ def test_long_chains_of_rules_pass_or_are_refused_and_never_overflow_the_stack(
     command = [sys.executable, "-c", CHAINS, str(count), kind]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (found.returncode, words in found.stdout) == (0, True), found.stdout + found.stderr
+
+
+LEAST = """
+import sys
+from engine.errors import InvalidRequestError
+from engine.grammars import check_grammar
+from engine.types import Grammar
+
+try:
+    check_grammar(Grammar(sys.argv[1], sys.argv[2]))
+except InvalidRequestError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", '{"enum": [1, -9223372036854775808]}'),
+        ("json_schema", '{"enum": [-9223372036854775807]}'),
+        ("json_schema", '{"type": "integer", "const": -1e19}'),
+        ("json_schema", '{"type": "integer", "minimum": -1e300, "maximum": -9.3E+18}'),
+        ("lark", 'start: "a" %json {"items": {"const": -99999999999999999999}}'),
+    ],
+)
+def test_a_number_at_which_the_library_ends_the_process_is_refused(kind: str, source: str) -> None:
+    """Runs in a process of its own, which one of these would end."""
+    command = [sys.executable, "-c", LEAST, kind, source]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, "is too small" in found.stdout) == (0, True), found
+
+
+ENDLESS = """
+import sys
+from engine.types import Grammar
+from serve_app.openai.structured import check_structured_outputs
+from engine.grammars import check_grammar
+from tests.grammar_helpers import DeferringRunner, make_grammar_engine, run
+from tests.test_engine_grammars import request_of
+
+grammar = check_grammar(check_structured_outputs({"grammar": sys.argv[1]}))
+requests = [request_of(f"r{i}", grammar, seed=i, max_tokens=20) for i in range(4)]
+for outputs in run(make_grammar_engine(DeferringRunner()), requests).values():
+    print(outputs[-1].finish_reason)
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "start: /a+/ x\nx: x\n",
+        'start: "x" /a+/ x | "y" /b*/\nx: x # without a line at the end',
+        'start: ("x" | "y") %json {"type": "integer"} /[0-9]+/ x\nx: x',
+        'root ::= "x" [a]+ y | "y"\ny ::= y',
+    ],
+)
+def test_a_grammar_of_a_client_cannot_stop_a_step(source: str) -> None:
+    """Runs in a process of its own, which would never end."""
+    command = [sys.executable, "-c", ENDLESS, source]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found
+    assert len(found.stdout.split()) == 4
+
+
+def test_small_numbers_pass() -> None:
+    check_grammar(Grammar("json_schema", '{"enum": [-9223372036854774784, -5, 1e300]}'))
+    check_grammar(Grammar("regex", "a-9223372036854775808"))
+    check_grammar(Grammar("gbnf", 'root ::= "a" | "-9223372036854775808"'))
 
 
 @pytest.mark.parametrize(

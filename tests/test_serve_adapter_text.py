@@ -139,6 +139,31 @@ def test_added_tokens_within_the_embedding_rows_are_served(base: Path, folder: P
     assert side.eos_token_ids == {1, 3, NUM_TOKENS + 1}
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": [1, 3]}, {}, ()),
+        ({"eos_token_id": 1}, {}, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": 1}, (3,)),
+        ({"eos_token_id": 1}, {"eos_token_id": [3]}, ()),
+        ({"eos_token_id": 1, "vocab_size": 3}, {}, ()),  # no row: the engine could not draw it
+        ({}, {}, (3,)),
+    ],
+)
+def test_an_end_of_text_that_the_tokenizer_alone_names_ends_answers(
+    base: Path, config: dict[str, object], generation: dict[str, object], expected: tuple[int, ...]
+) -> None:
+    files = read_files(base)
+    files["config.json"] = json.dumps(config).encode()
+    files["generation_config.json"] = json.dumps(generation).encode()
+    text = BaseText.from_files(files)
+    assert text.special_tokens["eos_token"] == "<|im_end|>"
+    assert text.own_eos_token_ids == expected
+    assert text.eos_token_ids >= {3}
+    side = text.with_adapter({"generation_config.json": b'{"eos_token_id": [7]}'})
+    assert side.own_eos_token_ids == (*expected, 7)
+
+
 def test_added_tokens_of_older_libraries_are_served(base: Path) -> None:
     config = {"added_tokens_decoder": {"428": {"content": "<tool>", "special": True}}}
     listed = json.dumps({"<tool>": 428, "<|im_end|>": 3}).encode()

@@ -9,6 +9,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from engine.config import EngineConfig
+from engine.core import Engine
 from registry.catalog import DefaultAliases
 from serve_app.config import (
     EngineArgs,
@@ -21,6 +22,8 @@ from serve_app.config import (
     default_home,
     tracking_uri,
 )
+from tests.fakes import make_request
+from tests.grammar_helpers import DeferringRunner, grammars, run, schema_grammar, token_ids
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -86,6 +89,21 @@ def test_a_wrong_file_is_refused_with_the_field(args: dict[str, object], words: 
 def test_the_engine_gets_what_the_file_says_and_else_its_own_defaults() -> None:
     ours = EngineArgs(max_num_seqs=3).to_config("/models/a", "d1", "cpu")
     assert ours == EngineConfig("/models/a", "d1", device="cpu", max_num_seqs=3)
+
+
+def test_the_file_can_switch_off_that_grammars_force_tokens() -> None:
+    grammar = schema_grammar({"enum": ["text that leaves no choice"]})
+    request = make_request("a", max_tokens=99, ignore_eos=False, grammar=grammar)
+    answers = {}
+    for is_forced in (True, False):
+        engine = {"force_grammar_tokens": is_forced, "block_size": 4}
+        args = PlatformArgs.model_validate({"models": [{"name": "a", "engine": engine}]})
+        config = args.models[0].engine.to_config("/models/a", "d1", "cpu")
+        made = Engine(config, DeferringRunner(), grammars=grammars())
+        (answers[is_forced],) = run(made, [request]).values()
+    assert token_ids(answers[True]) == token_ids(answers[False])
+    assert max(len(output.token_ids) for output in answers[True]) > 1
+    assert all(len(output.token_ids) == 1 for output in answers[False])
 
 
 def test_a_model_travels_as_json_and_comes_back() -> None:

@@ -701,6 +701,20 @@ def test_a_cut_response_is_incomplete() -> None:
     checked_events(events)
 
 
+def test_a_cut_call_of_a_response_is_incomplete() -> None:
+    value = CALLS[: CALLS.index('is"}}')]
+    message, call = checked_response(whole(responses, value, "length", tools=FLAT_TOOLS)).output
+    assert message.type == "message"
+    assert call.type == "function_call"
+    assert (call.name, call.arguments) == ("get_weather", '{"city": "Par')
+    assert (message.status, call.status) == ("completed", "incomplete")
+    events = stream(responses, value, "length", tools=FLAT_TOOLS)
+    checked_events(events)
+    assert events[-1]["type"] == "response.incomplete"
+    (done,) = (e for e in events if e["type"] == "response.function_call_arguments.done")
+    assert done["arguments"] == call.arguments
+
+
 def test_an_empty_response_has_an_empty_message() -> None:
     answer = builder(responses)
     answer.feed(0, TokenOutput("r", 0, 0, (3,), finish_reason="stop"))
@@ -793,6 +807,19 @@ def test_a_message_has_thinking_text_and_calls_as_blocks() -> None:
     call = CALLS[CALLS.index('<tool_call>\n{"name": "now"') :]
     body = whole(messages, call, tools=INPUT_TOOLS, tool_choice=named)
     assert body["stop_reason"] == "tool_use"
+
+
+def test_a_cut_call_of_a_message_has_no_input() -> None:
+    value = CALLS[: CALLS.index('is"}}')]
+    most = len(ids_of(chatml_text(), value))
+    body = whole(messages, value, "length", tools=INPUT_TOOLS, max_tokens=most)
+    text, call = check_anthropic(body, "Message")["content"]
+    assert (text["text"], call["name"], call["input"]) == ("Let me see.", "get_weather", {})
+    assert body["stop_reason"] == "max_tokens"
+    events = stream(messages, value, "length", tools=INPUT_TOOLS, max_tokens=most)
+    parts = [e["delta"].get("partial_json", "") for e in events if "delta" in e]
+    assert "".join(parts) == '{"city": "Par'
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
 def test_the_events_of_a_message_follow_its_blocks() -> None:

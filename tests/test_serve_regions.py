@@ -125,3 +125,16 @@ def test_the_family_comes_from_the_marks_of_the_chat_template() -> None:
     assert chosen is not None
     assert chosen.name == "own"
     assert chosen.calls is None
+
+
+def test_a_template_that_delimits_calls_as_its_family_can_demand_them() -> None:
+    own = template_json("qwen-xml")
+    own["fields"]["tool_calls"]["content_args"]["tag_pattern"] = "<(?P<key>a)(?P<value>b)>"
+    source = "<|im_start|> <tool_call> <function=x> <parameter=y>"
+    chosen = choose_template(own, source)
+    assert chosen is not None
+    assert chosen.calls is not None
+    own["fields"]["tool_calls"]["close_pattern"] = "</call>"
+    chosen = choose_template(own, source)
+    assert chosen is not None
+    assert chosen.calls is None

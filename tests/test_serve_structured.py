@@ -152,6 +152,11 @@ def test_every_kind_of_constraint_passes_the_library(fields: dict[str, object], 
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "guided_regex"),
         ({"guided_regex": "a" * (MAX_REGEX_CHARS + 1)}, "guided_regex", str(MAX_REGEX_CHARS)),
+        (
+            {"guided_grammar": '%llguidance {"no_forcing": false}\nstart: "a"'},
+            "guided_grammar",
+            "no_forcing is set by the server",
+        ),
     ],
 )
 def test_a_wrong_constraint_is_refused_with_its_field(
@@ -247,6 +252,43 @@ def test_a_keyword_that_is_not_enforced_is_refused_and_found(keyword: str) -> No
     assert place_of_keyword(schema, keyword, "guided_json") == (
         f"guided_json.properties.a.{keyword}"
     )
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"enum": [9007199254740992, 10**18]}, (2**53, 10**18), (2**53 + 1, 10**18 + 1)),
+        ({"type": "integer", "enum": [-(10**18), 7]}, (7, -(10**18)), (8,)),
+        ({"minimum": 0, "maximum": 2**63 - 1}, (0, 2**63 - 1), (-1, 2**63)),
+        ({"minimum": 0, "maximum": 10**40}, (0, 2**63 - 1), (-1,)),
+    ],
+)
+def test_numbers_are_enforced_to_the_last_digit(
+    schema: dict[str, object], right: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    grammar = chat(guided_json={"type": "integer", **schema}).grammar
+    assert grammar is not None
+    assert [n for n in right + wrong if accepts(grammar, str(n))] == list(right)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "enum": [1, 123456789012345678]},
+        {"const": 2**53 + 1},
+        {"const": {"ids": [-(2**53) - 1]}},
+        {"type": "integer", "const": 2**63},
+        {"type": ["integer", "array"], "const": 1e20},
+        {"type": "integer", "minimum": 10**17 + 1},
+        {"type": "integer", "maximum": 10**17 + 15},
+        {"type": "integer", "exclusiveMinimum": -(2**53) + 0, "exclusiveMaximum": 2**53 + 3},
+        {"type": "integer", "minimum": 2**64},
+    ],
+)
+def test_a_number_that_the_library_would_change_is_refused(schema: dict[str, object]) -> None:
+    error = refusal(guided_json={"properties": {"a": schema}})
+    assert error.message.startswith("guided_json.properties.a.")
+    assert "too many digits" in error.message
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "ab": {}, "é": {"const": 1}}}

@@ -337,6 +337,28 @@ def test_the_chunks_of_a_stream_add_up_to_the_whole_response() -> None:
     assert [c["function"] for c in calls] == [c["function"] for c in message["tool_calls"]]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_is_cut_is_the_same_streamed_and_whole(choice: str) -> None:
+    text, fields = chatml_text(), {"tools": TOOLS, "tool_choice": choice}
+    value = CALLS[: CALLS.index('is"}}')]
+    fed = outputs(ids_of(text, value), "length")
+    whole, _ = answer_of(value, **fields)
+    (body,) = ChatCompletion.model_validate(body_of(whole, fed)).choices
+    assert body.finish_reason == "length"
+    assert body.message.content == "Let me see."
+    assert body.message.tool_calls is not None
+    (call,) = body.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Par')
+    streamed, _ = answer_of(value, **fields, stream=True)
+    chunks = [ChatCompletionChunk.model_validate(chunk) for chunk in stream_of(streamed, fed)]
+    assert chunks[-1].choices[0].finish_reason == "length"
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == body.message.content
+    (same,) = [one for delta in deltas for one in delta.tool_calls or ()]
+    assert same.function is not None
+    assert (same.function.name, same.function.arguments) == ("get_weather", '{"city": "Par')
+
+
 def test_a_repeated_output_changes_nothing() -> None:
     plain, fed = answer_of(CALLS, tools=TOOLS, stream=True)
     expected = stream_of(plain, fed)

@@ -59,6 +59,9 @@ class EngineArgs(Args):
     """Whether prompts reuse the KV blocks of equal prefixes."""
     async_scheduling: bool | None = None
     """Whether a step is planned while the previous step runs. By default on CUDA only."""
+    force_grammar_tokens: bool = True
+    """Whether tokens that a grammar leaves no choice about are output without being drawn: the same
+    answers in fewer steps."""
     enforce_eager: bool = False
     """CUDA: no CUDA graphs, for a quicker start and slower decoding."""
     adapter_pool_bytes: Bytes | None = None

@@ -156,12 +156,12 @@ class ChoiceState:
         """Returns a delta without text if something else is due."""
         return None
 
-    def _decode_rest(self) -> str:
+    def _decode_rest(self, reason: EndReason) -> str:
         return self._match(self._detokenizer.finish())
 
     def _finish(self, text: str, reason: EndReason, output: TokenOutput) -> ChoiceDelta:
         """Adds the text that was held back, which may still complete a stop string."""
-        text += self._decode_rest()
+        text += self._decode_rest(reason)
         if self._matcher is not None:
             if self._matcher.stop is not None:
                 return self._end(text, "stop", self._matcher.stop, output)
@@ -215,10 +215,10 @@ class RegionChoiceState(ChoiceState):
         self.num_reasoning_tokens += self._regions.is_reasoning
         return content
 
-    def _decode_rest(self) -> str:
+    def _decode_rest(self, reason: EndReason) -> str:
         # Not `super()`: a dataclass with slots is another class than the one that is compiled here.
-        text = ChoiceState._decode_rest(self)
-        return text + self._sort(self._regions.finish())
+        text = ChoiceState._decode_rest(self, reason)
+        return text + self._sort(self._regions.finish(is_cut=reason == "length"))
 
     def _sort(self, pieces: list[Piece]) -> str:
         """Returns the content that can be given out, and keeps everything else."""
@@ -235,11 +235,13 @@ class RegionChoiceState(ChoiceState):
         return text
 
     def _add_call(
-        self, name: str, arguments: dict[str, object], own_id: str | None, *, is_short: bool
+        self, name: str, arguments: dict[str, object] | str, own_id: str | None, *, is_short: bool
     ) -> None:
         key = uuid4().hex
         call_id = own_id or (key[:9] if is_short else f"call_{key[:24]}")
-        encoded = json.dumps(arguments, ensure_ascii=False)
+        encoded = arguments
+        if not isinstance(encoded, str):
+            encoded = json.dumps(arguments, ensure_ascii=False)
         self._calls.append(ToolCallDelta(self._num_calls, call_id, name, encoded))
         self._num_calls += 1
 

@@ -60,7 +60,7 @@ def engine_requests(
     max_tokens: int | None = None,
 ) -> tuple[Request, ...]:
     """Returns one engine request per prompt, all for one submit call. `cache_salt` separates the
-    prefix caches of tenants and clients, see `Tenants`; `own_eos_token_ids` are the adapter's, of
+    prefix caches of tenants and clients, see `Tenants`; `own_eos_token_ids` are the text side's, of
     which the engine has no list; `max_tokens` cuts each answer.
 
     Raises InvalidRequestError, or its subclass ContextLengthError, if a limit is exceeded.

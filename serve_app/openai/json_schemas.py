@@ -13,6 +13,7 @@ from typing import TypeAlias
 from engine.types import Grammar
 from serve_app.errors import shown
 from serve_app.openai.json_body import FieldError
+from serve_app.openai.schema_numbers import inexact_number
 from serve_app.openai.schema_patterns import (
     PATTERNS_OF_FORMATS,
     UnsupportedPatternError,
@@ -270,6 +271,9 @@ def _check_size(schema: Schema, field: str) -> None:
                 raise FieldError(f"{where}.{key}: is not supported.")
         if isinstance(part.get("required"), bool):
             raise FieldError(f"{where}.required: must be a list of names.")
+        if (inexact := inexact_number(part)) is not None:
+            key, number = inexact
+            raise FieldError(f"{where}.{key}: {shown(number)} has too many digits to be enforced.")
         for key in _SCHEMA_MAPS:
             inner = part.get(key)
             num_properties += len(inner) if isinstance(inner, dict) else 0

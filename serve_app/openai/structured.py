@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import PlainValidator
 
-from engine.grammar_sources import lark_of_choices
+from engine.grammar_sources import lark_of_choices, without_forcing
 from engine.types import Grammar
 from serve_app.errors import shown
 from serve_app.openai.json_body import FieldError
@@ -142,7 +142,12 @@ def _grammar_of_choice(value: object, field: str) -> Grammar:
 def _grammar_of_grammar(value: object, field: str) -> Grammar:
     """Returns a grammar in Lark or GBNF, neither of which is read here."""
     source = _text(value, field, MAX_GRAMMAR_CHARS)
-    return Grammar("gbnf" if "::=" in source else "lark", source)
+    if "::=" in source:
+        return Grammar("gbnf", source)
+    try:
+        return Grammar("lark", without_forcing(source))
+    except ValueError as error:
+        raise FieldError(f"{field}: {error}.") from None
 
 
 _CONSTRAINTS: Mapping[str, Callable[[object, str], Grammar]] = {

@@ -53,9 +53,11 @@ class BaseText:
         response_spec: object = None,
         source: str | None = None,
         base: BaseText | None = None,
+        own_eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         """`response_spec`: see `choose_template`, whose errors it raises; `source`: of
-        `template`; `base`: of which this is an adapter's text side."""
+        `template`; `base`: of which this is an adapter's text side; `own_eos_token_ids`: those of
+        a base that its engine does not know."""
         self.tokenizer = tokenizer
         self.template = template
         self.special_tokens = dict(special_tokens)
@@ -63,9 +65,11 @@ class BaseText:
         self.response_spec = response_spec
         self.response_template = _response_template(response_spec, source, is_base=base is None)
         self._source = source
-        # The engine ends sequences at the base's ids by itself.
-        own = frozenset() if base is None else eos_token_ids - base.eos_token_ids
-        self.own_eos_token_ids = tuple(sorted(own))
+        # The engine ends sequences at the ids of the base's configuration by itself.
+        own = own_eos_token_ids
+        if base is not None:
+            own = (eos_token_ids - base.eos_token_ids).union(base.own_eos_token_ids)
+        self.own_eos_token_ids: tuple[int, ...] = tuple(sorted(own))
 
     @classmethod
     def from_folder(cls, folder: Path) -> BaseText:
@@ -96,6 +100,7 @@ class BaseText:
             _eos_token_ids(files, tokenizer, special),
             response_spec=response_spec(files),
             source=source,
+            own_eos_token_ids=_unknown_eos_token_ids(files, tokenizer, special),
         )
 
     def with_adapter(
@@ -242,3 +247,20 @@ def _eos_token_ids(
         ids.update(i for i in values if isinstance(i, int))
     token_id = tokenizer.token_id(special["eos_token"]) if "eos_token" in special else None
     return frozenset(ids if token_id is None else ids | {token_id})
+
+
+def _unknown_eos_token_ids(
+    files: Mapping[str, bytes], tokenizer: TextTokenizer, special: Mapping[str, str]
+) -> frozenset[int]:
+    """Returns the end of text that the tokenizer's files name and the engine does not know. It
+    reads the ids of generation_config.json, or else of config.json; trainers that give a model
+    another end of a turn may change the tokenizer alone."""
+    config = read_object(files, "config.json")
+    value = read_object(files, "generation_config.json").get("eos_token_id")
+    value = config.get("eos_token_id") if value is None else value
+    known = value if isinstance(value, list) else [value]
+    token_id = tokenizer.token_id(special.get("eos_token", ""))
+    rows = config.get("vocab_size")
+    if token_id is None or token_id in known or (isinstance(rows, int) and token_id >= rows):
+        return frozenset()
+    return frozenset((token_id,))

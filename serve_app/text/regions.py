@@ -11,8 +11,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from serve_app.text.cut_calls import cut_calls
 from serve_app.text.response_template import (
     MATCH_SECONDS,
     REASONING_FIELDS,
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _KEPT_CHARS = 256  # of the text before a search, for look-behinds
 _MAX_REGION_CHARS = 1 << 22
+# Name, arguments, own id. The arguments of a call that is cut are the beginning of their JSON.
+Call: TypeAlias = tuple[str, dict[str, Any] | str, str | None]
+
 _BAD_FORMAT = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -34,7 +38,7 @@ class Piece:
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[tuple[str, dict[str, Any], str | None], ...] = ()  # name, arguments, own id
+    calls: tuple[Call, ...] = ()
 
 
 class RegionParser:
@@ -64,6 +68,7 @@ class RegionParser:
         self._is_broken = False
         self._is_constrained = is_constrained
         self._has_content = False
+        self._is_cut = False
         if turn_start:
             self.push(turn_start)
             self._held_space = ""
@@ -77,8 +82,10 @@ class RegionParser:
     def push(self, text: str) -> list[Piece]:
         return self._advance(text, is_end=False)
 
-    def finish(self) -> list[Piece]:
-        """Returns the rest, which was held back. Call once, at the end."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Returns the rest, which was held back. Call once, at the end. `is_cut`: the limit of
+        tokens ended the text, which may be inside a call."""
+        self._is_cut = is_cut
         return self._advance("", is_end=True)
 
     def _advance(self, text: str, *, is_end: bool) -> list[Piece]:
@@ -151,7 +158,7 @@ class RegionParser:
         so only the tail is searched for the beginning of a delimiter; a time limit costs 3 us."""
         search, start = delimiter.pattern.search, self._position
         num_chars = len(self._buffer) - start
-        if num_chars <= _KEPT_CHARS and self._template.calls is not None:  # a packaged expression
+        if num_chars <= _KEPT_CHARS and self._template.is_packaged:
             return search(self._buffer, start, partial=not is_end)
         if num_chars > _KEPT_CHARS or is_end:
             match = search(self._buffer, start, timeout=MATCH_SECONDS)
@@ -234,13 +241,32 @@ class RegionParser:
             value = region.value(body, self._captures)
             calls = tuple(map(self._call, value if isinstance(value, list) else [value]))
         except _BAD_FORMAT:
-            calls = ()
+            calls = self._cut_calls(region, body, closing)
         if calls:
             pieces.append(Piece(calls=calls))
         else:
             pieces.append(Piece(content=self._opening + body + closing))
 
-    def _call(self, value: Any) -> tuple[str, dict[str, Any], str | None]:
+    def _cut_calls(self, region: Region, body: str, closing: str) -> tuple[Call, ...]:
+        """Returns the calls of a region without its end. An expression may find its delimiter at
+        the end of any text."""
+        is_closed = bool(closing) and region.close is not None and region.close.literal is not None
+        if not self._is_cut or is_closed or self._position < len(self._buffer):
+            return ()
+        if not body and self._opening.endswith(self._captures.get("name", " ")):
+            return ()  # the name may go on
+        calls: list[Call] = []
+        try:
+            for one in cut_calls(region, body + closing, self._captures):
+                name, arguments, own_id = self._call(one.value)
+                if not one.is_whole:
+                    arguments = one.arguments or json.dumps(arguments, ensure_ascii=False)[:-1]
+                calls.append((name, arguments, own_id))
+        except _BAD_FORMAT:
+            return ()
+        return tuple(calls)
+
+    def _call(self, value: Any) -> Call:
         function = value["function"]
         name, arguments, own_id = function["name"], function.get("arguments"), value.get("id")
         if isinstance(arguments, str):
@@ -250,8 +276,16 @@ class RegionParser:
         properties = self._schemas.get(name, {}).get("properties")
         if arguments and isinstance(properties, dict):
             arguments = {key: _cast(one, properties.get(key)) for key, one in arguments.items()}
-        json.dumps(arguments, allow_nan=False)  # ValueError: Python reads NaN, which is not JSON
+        # ValueError: Python reads NaN, which is not JSON.
+        text = json.dumps([name, arguments, own_id], ensure_ascii=False, allow_nan=False)
+        if not text.isascii():
+            name, arguments, own_id = json.loads(_encodable(text))
         return name, arguments or {}, own_id if isinstance(own_id, str) else None
+
+
+def _encodable(text: str) -> str:
+    """Replaces lone surrogates: JSON can escape one, and no body of a response can hold it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _cast(value: Any, schema: Any) -> Any:

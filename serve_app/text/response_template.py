@@ -8,6 +8,7 @@ template of its own gets the template of its family if its chat template has tha
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,11 @@ FAMILIES = ("qwen-xml", "chatml-json", "llama3-json", "mistral", "gemma")  # tri
 REASONING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 MATCH_SECONDS = 0.05  # of one search; the packaged expressions take microseconds
 MAX_TEMPLATE_CHARS = 64 * 1024
+MAX_PATTERN_CHARS = 2048  # of one expression; the longest of a family has 150
+# The library writes counted repetitions out: the 22 characters of `((a{1000}){1000}){1000}` would
+# take all memory before the first search.
+MAX_REPETITIONS = 1000  # the product of all counts in an expression
+MAX_ALTERNATIVES = 32  # of fields, and of texts that delimit one
 
 _TEMPLATE_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _FIELD_KEYS = {
@@ -29,6 +35,10 @@ _FIELD_KEYS = {
     *("join", "optional", "transform", "transform_each"),
 }
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
+_COUNT = regex.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_INVALID = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+_UNQUOTED_KEY = regex.compile('(?<=[{,])([^\\s{}\\[\\],:"\x01\x02]+):')
+_CONTENTS = ("text", "int", "float", "bool", "json", "xml-inline", "kv-lines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +53,17 @@ class Delimiter:
         if literal is not None and source is not None:
             raise ValueError(f"has both {name} and {name}_pattern")
         if source is not None:
-            return cls(regex.compile(source, regex.DOTALL), False, None)
+            return cls(_compiled(source), False, None)
         if literal is None:
             return None
         literals = [literal] if isinstance(literal, str) else list(dict.fromkeys(literal))
         if not literals or not all(isinstance(text, str) and text for text in literals):
             raise ValueError(f"{name} must be a non-empty string or a list of such strings")
+        if len(literals) > MAX_ALTERNATIVES:
+            raise ValueError(f"{name} has more than {MAX_ALTERNATIVES} texts")
         grows = any(a != b and a.startswith(b) for a in literals for b in literals)
         ordered = sorted(literals, key=len, reverse=True)
-        return cls(regex.compile("|".join(map(regex.escape, ordered))), not grows, literals[0])
+        return cls(_compiled("|".join(map(regex.escape, ordered))), not grows, literals[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,11 @@ class ResponseTemplate:
     thinks: bool = False  # the chat template writes the delimiter of reasoning
 
     @property
+    def is_packaged(self) -> bool:
+        """Returns True for a family's: its expressions need no time limit."""
+        return self.name in FAMILIES
+
+    @property
     def reasoning(self) -> Region | None:
         return next((one for one in self.regions if one.name in REASONING_FIELDS), None)
 
@@ -139,7 +156,7 @@ def load_template(spec: object, name: str = "", extras: Mapping[str, Any] = {}) 
     """Builds a template from its JSON. Raises UnsupportedModelError with the reason."""
     try:
         return _load(spec, name, extras)
-    except (ValueError, TypeError, LookupError, regex.error) as error:
+    except (*_INVALID, regex.error) as error:
         raise UnsupportedModelError(f"response_template: {error}") from error
 
 
@@ -153,6 +170,8 @@ def _load(spec: object, name: str, extras: Mapping[str, Any]) -> ResponseTemplat
     fields = spec.get("fields")
     if not isinstance(fields, dict) or not fields:
         raise ValueError("fields must be a non-empty object")
+    if len(fields) > MAX_ALTERNATIVES:
+        raise ValueError(f"has more than {MAX_ALTERNATIVES} fields")
     regions = tuple(_region(key, value) for key, value in fields.items())
     implicit = [one for one in regions if one.open is None]
     if len(implicit) > 1:
@@ -179,21 +198,43 @@ def _region(name: str, spec: object) -> Region:
     if unknown := spec.keys() - _FIELD_KEYS:
         raise ValueError(f"field {name} has unknown keys {sorted(unknown)}")
     content = spec.get("content", "text")
-    if content not in ("text", "int", "float", "bool", "json", "xml-inline", "kv-lines"):
-        raise ValueError(f"field {name} has an unknown content {content!r}")
+    content_args = spec.get("content_args") or {}
+    _check_content(name, content, content_args)
     transform = spec.get("transform")
     _check_transform(name, transform)
-    if content == "xml-inline":
-        regex.compile(spec.get("content_args", {})["tag_pattern"])
     return Region(
         name,
         Delimiter.read(spec, "open"),
         Delimiter.read(spec, "close"),
         content,
-        spec.get("content_args", {}),
+        content_args,
         transform,
         spec.get("transform_each", False),
     )
+
+
+def _compiled(source: str) -> Any:
+    """Compiles an expression, perhaps of an adapter. Raises ValueError beyond the limits."""
+    if len(source) > MAX_PATTERN_CHARS:
+        raise ValueError(f"an expression has more than {MAX_PATTERN_CHARS} characters")
+    counts = [max(int(one or 1) for one in found.groups()) for found in _COUNT.finditer(source)]
+    if math.prod(counts) > MAX_REPETITIONS:
+        raise ValueError(f"an expression has more than {MAX_REPETITIONS} counted repetitions")
+    return regex.compile(source, regex.DOTALL)
+
+
+def _check_content(name: str, content: object, args: object) -> None:
+    if content not in _CONTENTS:
+        raise ValueError(f"field {name} has an unknown content {content!r}")
+    if not isinstance(args, dict):
+        raise TypeError(f"field {name} has arguments that are no object")
+    if content == "xml-inline":
+        _compiled(args["tag_pattern"])
+    if len(args.get("string_delims", ())) > MAX_ALTERNATIVES:
+        raise ValueError(f"field {name} has more than {MAX_ALTERNATIVES} string_delims")
+    parser = args.get("value_parser")
+    if parser is not None:
+        _check_content(name, parser.get("name", "text"), parser.get("args", {}))
 
 
 def _check_transform(name: str, transform: object) -> None:
@@ -250,7 +291,7 @@ def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
         pattern = regex.escape(opening) + "(.*?)" + regex.escape(closing)
         working = regex.sub(pattern, keep, working, flags=regex.DOTALL, timeout=MATCH_SECONDS)
     if args.get("unquoted_keys"):
-        working = regex.sub(r"(?<=[{,])(\w+):", r'"\1":', working, timeout=MATCH_SECONDS)
+        working = _UNQUOTED_KEY.sub(r'"\1":', working, timeout=MATCH_SECONDS)
     if strings:
         working = regex.sub(
             "\x01([0-9]+)\x02", lambda match: json.dumps(strings[int(match[1])]), working
@@ -347,4 +388,11 @@ def _compatible_calls(own: object, family: str | None) -> Mapping[str, Any]:
     ours = spec["template"]["fields"].get("tool_calls")
     fields = own.get("fields") if isinstance(own, dict) else None
     theirs = fields.get("tool_calls") if isinstance(fields, dict) else None
-    return spec if theirs == ours else {}
+    return spec if _delimiters(theirs) == _delimiters(ours) else {}
+
+
+def _delimiters(field: object) -> object:
+    """Returns the field without the arguments by which its content is read."""
+    if not isinstance(field, dict):
+        return None
+    return {key: value for key, value in field.items() if key != "content_args"}

@@ -101,6 +101,40 @@ def test_parallel_requests_never_exceed_their_limit(num_ingresses: int) -> None:
     assert len(world.admitted) > 0.6 * 16 * 30
 
 
+@pytest.mark.parametrize(("limit", "num_ingresses"), [(1, 2), (1, 4), (2, 4), (3, 2)])
+def test_few_slots_are_lent_whole_to_many_ingresses(limit: int, num_ingresses: int) -> None:
+    world = World(KeyPolicy(max_parallel_requests=limit), num_ingresses)
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                group.create_task(world.clients(ingress, lambda _: 5.0, 20.0))
+
+    world.run(scenario())
+    assert world.most_open == limit
+    for begin in range(0, 20, 5):  # 0.5 s each: 10 per slot if it is always in use
+        assert world.num_admitted(begin, begin + 5) > 0.4 * 10 * limit
+
+
+def test_free_slots_stay_usable_while_the_manager_is_away() -> None:
+    world = World(KeyPolicy(max_parallel_requests=2), 1)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        (await limits.admit(world.caller, 1)).settle(1)
+        world.kill()
+        await asyncio.sleep(5.0)
+        for _ in range(3):
+            charges = [await limits.admit(world.caller, 1) for _ in range(2)]
+            with pytest.raises(RateLimitError):
+                await limits.admit(world.caller, 1)
+            await asyncio.sleep(1.5)
+            for charge in charges:
+                charge.settle(1)
+
+    world.run(scenario())
+
+
 def test_a_daily_budget_ends_at_its_limit_and_with_another_code() -> None:
     world = World(KeyPolicy(tokens_per_day=10_000), 2)
 

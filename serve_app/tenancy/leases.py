@@ -152,9 +152,17 @@ class _Total:
     holders: dict[str, _Holder] = field(default_factory=dict)
 
     def grant(
-        self, ingress_id: str, claim: Claim, used: float, reset_s: float, now_s: float
+        self,
+        ingress_id: str,
+        claim: Claim,
+        used: float,
+        reset_s: float,
+        now_s: float,
+        *,
+        is_whole: bool,
     ) -> Grant:
-        """`used`: recorded already; `reset_s`: until the total begins again."""
+        """`used`: recorded already; `reset_s`: until the total begins again; `is_whole`: a part
+        of the unit is of no use, and nothing goes beyond the total."""
         self.updated_s = now_s
         for name in [n for n, one in self.holders.items() if now_s - one.claimed_s > MAX_AGE_S]:
             del self.holders[name]
@@ -162,11 +170,12 @@ class _Total:
         free = max(0.0, claim.limit - used - taken - claim.in_use)
         others = _fresh(self.holders, ingress_id, now_s)
         wants = [max(0.0, one.claim.in_use + one.claim.want - one.amount) for one in others]
-        share = fair_share(free, max(claim.want, claim.need), wants)
-        # The last part of a total admits one more request, which may go beyond it.
-        more = max(share, claim.need) if free > 0 else 0.0
-        if claim.limit < claim.in_use + taken + used + more and not reset_s:
-            more = share  # slots cannot be lent twice
+        more = fair_share(free, max(claim.want, claim.need), wants)
+        if is_whole:
+            least = min(1.0, claim.need) if free + _ROUNDING >= 1 else 0.0
+            more = max(math.floor(more + _ROUNDING), least)
+        elif free > 0:  # the last part of a total admits one more request, which may go beyond it
+            more = max(more, claim.need)
         self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
         rest = max(0.0, free - more)
         wait_s = 0.0 if more >= claim.need else reset_s or _ASK_S
@@ -235,7 +244,8 @@ class Leases:
                 bucket = self._buckets[key] = _Bucket(level, now_s)
             return bucket.grant(ingress_id, claim, size, now_s, is_whole=is_whole)
         total = self._totals.setdefault(key, _Total(now_s))
-        return total.grant(ingress_id, claim, used.get(key, 0.0), resets_s.get(name, 0.0), now_s)
+        recorded, reset_s, is_whole = used.get(key, 0.0), resets_s.get(name, 0.0), name == "parallel"
+        return total.grant(ingress_id, claim, recorded, reset_s, now_s, is_whole=is_whole)
 
     def _close(self, key_id: str, ingress_id: str) -> None:
         for name in get_args(RateName):

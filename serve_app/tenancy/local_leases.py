@@ -77,19 +77,23 @@ class _Total:
     granted: float = 0.0  # may be in use here
     in_use: float = 0.0
     alone: float = 0.0  # in addition, while the manager is away
+    offered_back: float = 0.0  # likewise: slots that a claim without an answer named as free
     offered: float = 0.0
     demand: float = 0.0
     need: float = 0.0
 
     def lacks(self, amount: float, is_away: bool) -> bool:
-        free = self.granted + (self.alone if is_away else 0.0) - self.in_use
+        free = self.granted + (self.alone + self.offered_back if is_away else 0.0) - self.in_use
         return free + _ROUNDING < amount
 
-    def claim(self, elapsed_s: float) -> Claim:
+    def claim(self, elapsed_s: float, *, is_whole: bool) -> Claim:
         if elapsed_s > 0:
             weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
             self.demand += weight * (self.offered / elapsed_s - self.demand)
             self.offered = 0.0
+        if is_whole:  # the manager may lend free slots to others before its answer arrives here
+            self.offered_back += self.granted - self.in_use
+            self.granted = self.in_use
         want = max(self.need, self.demand * LEASE_S)
         return Claim(self.limit, self.need, want, self.demand, in_use=self.in_use)
 
@@ -221,7 +225,7 @@ class KeyLease:
         for name, rate in self._rates:
             claims[name] = rate.claim(elapsed_s)
         for name, total in self._totals:
-            claims[name] = total.claim(elapsed_s)
+            claims[name] = total.claim(elapsed_s, is_whole=name == "parallel")
         return claims
 
     def apply(self, grants: Grants, now_s: float) -> None:
@@ -238,7 +242,7 @@ class KeyLease:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         for name, total in self._totals:
             if (grant := grants.get(name)) is not None:
-                total.granted, total.alone = grant.amount, grant.alone
+                total.granted, total.alone, total.offered_back = grant.amount, grant.alone, 0.0
                 self._waits_s[name] = now_s + grant.wait_s
                 if total.granted + _ROUNDING < total.in_use + total.need:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)

@@ -5,7 +5,7 @@ lease runs dry, in one call at a time. Two kinds of limits:
 
 - requests and tokens per minute: a bucket that refills at the limit's rate. A grant is taken from
   it, so all ingresses together never admit more than the bucket's size and what flowed into it.
-  Tokens of a request that needs more than the bucket holds are granted whole and leave a debt.
+  Tokens of one request that needs more than the bucket holds are granted whole and leave a debt.
 - parallel requests, tokens per day and per month: a total. A grant says how much of it the ingress
   may have in use; claims are absolute, so a lost message does no harm.
 
@@ -41,6 +41,7 @@ class Claim:
 
     limit: int  # per minute, or the total
     need: float = 0.0  # of the requests that wait for the answer
+    least: float = 0.0  # of the first of them
     want: float = 0.0  # beyond the amount that it holds, for the next LEASE_S
     demand: float = 0.0  # per second, admitted or not
     returned: float = 0.0  # of a rate: the part of earlier grants that it does not need
@@ -133,7 +134,7 @@ class _Bucket:
                 least = min(1.0, claim.need) if self.level + _ROUNDING >= 1 else 0.0
                 amount = max(math.floor(share + _ROUNDING), least)
             else:
-                amount = max(share, claim.need)
+                amount = max(share, claim.least)
             self.level -= amount
         self.holders[ingress_id] = _Holder(claim, now_s)
         alone = fair_share(rate, claim.demand, [one.claim.demand for one in others])
@@ -175,7 +176,7 @@ class _Total:
             least = min(1.0, claim.need) if free + _ROUNDING >= 1 else 0.0
             more = max(math.floor(more + _ROUNDING), least)
         elif free > 0:  # the last part of a total admits one more request, which may go beyond it
-            more = max(more, claim.need)
+            more = max(more, claim.least)
         self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
         rest = max(0.0, free - more)
         wait_s = 0.0 if more >= claim.need else reset_s or _ASK_S
@@ -244,7 +245,11 @@ class Leases:
                 bucket = self._buckets[key] = _Bucket(level, now_s)
             return bucket.grant(ingress_id, claim, size, now_s, is_whole=is_whole)
         total = self._totals.setdefault(key, _Total(now_s))
-        recorded, reset_s, is_whole = used.get(key, 0.0), resets_s.get(name, 0.0), name == "parallel"
+        recorded, reset_s, is_whole = (
+            used.get(key, 0.0),
+            resets_s.get(name, 0.0),
+            name == "parallel",
+        )
         return total.grant(ingress_id, claim, recorded, reset_s, now_s, is_whole=is_whole)
 
     def _close(self, key_id: str, ingress_id: str) -> None:

@@ -171,14 +171,10 @@ class Limits:
         """Waits for the next answer to this key's claims, or until it is late."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key_id, []).append(answered)
-        lease.add_need(tokens)
         self._asked.set()
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await answered
-        finally:
-            lease.add_need(-tokens)
+        with lease.waiting(tokens), suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await answered
 
     async def _run(self) -> None:
         loop, due_s = asyncio.get_running_loop(), self._clock()

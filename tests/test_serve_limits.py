@@ -334,6 +334,41 @@ def test_a_changed_limit_holds_from_the_next_request_on() -> None:
     world.run(scenario())
 
 
+def test_open_requests_count_in_the_slots_and_budgets_of_a_changed_key_and_refund_no_new_rate() -> (
+    None
+):
+    world = World(KeyPolicy(requests_per_minute=6000), 1)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        charges = []
+        for _ in range(3):
+            charges.append(await limits.admit(world.caller, 1000))
+            await asyncio.sleep(0.1)
+        parallel = Caller("key", KeyPolicy(max_parallel_requests=2))
+        budget = Caller("key", KeyPolicy(tokens_per_day=2000))
+        rate = Caller("key", KeyPolicy(tokens_per_minute=600))
+        for caller in (parallel, budget, parallel, budget):
+            with pytest.raises(RateLimitError):
+                await limits.admit(caller, 10)
+            await asyncio.sleep(1.0)
+        for charge in charges:
+            charge.settle(10)
+        (await limits.admit(rate, 100)).settle(100)
+        with pytest.raises(RateLimitError):
+            await limits.admit(rate, 100)
+        for _ in range(2):
+            charges.append(await limits.admit(parallel, 10))
+        with pytest.raises(RateLimitError, match="2 requests at the same time"):
+            await limits.admit(parallel, 10)
+        await asyncio.sleep(1.0)
+        await limits.admit(budget, 1840)  # 30 are used, 100 and 20 of the others
+        with pytest.raises(RateLimitError):
+            await limits.admit(budget, 10)
+
+    world.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.0, "0ms"), (0.0171, "18ms"), (1.0, "1s"), (59.2, "1m0s"), (360, "6m0s"), (3663, "1h1m3s")],

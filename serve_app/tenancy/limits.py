@@ -42,12 +42,13 @@ class Charge:
     """The amounts that an admitted request holds. `settle` it with its real use and `close` it; a
     charge that is closed without use is refunded. Both are idempotent."""
 
-    __slots__ = ("_is_open", "_lease", "_tokens")
+    __slots__ = ("_is_open", "_lease", "_rates", "_tokens")
 
     def __init__(self, lease: KeyLease | None, tokens: float) -> None:
-        """`lease`: None for a key without limits."""
+        """`lease`: that the tokens are taken from; None for a key without limits."""
         self._lease = lease
         self._tokens = tokens
+        self._rates = (None, None) if lease is None else lease.take(tokens)
         self._is_open = True
 
     def settle(self, num_tokens: int) -> None:
@@ -56,7 +57,7 @@ class Charge:
         if self._is_open:
             self._is_open = False
             if self._lease is not None:
-                self._lease.settle(self._tokens, num_tokens)
+                self._lease.settle(self._rates, self._tokens, num_tokens)
 
     def close(self) -> None:
         self.settle(0)
@@ -122,7 +123,6 @@ class Limits:
             name = lease.lacking(tokens, now_s, is_away=self._is_away)
         if name is not None:
             raise self._refusal(lease, name, tokens, now_s)
-        lease.take(tokens)
         return Charge(lease, tokens)
 
     def headers(self, caller: Caller, *, for_anthropic: bool = False) -> dict[str, str]:

@@ -100,12 +100,15 @@ class _Total:
         return Claim(self.limit, need, least, want, self.demand, in_use=self.in_use)
 
 
+Rates = tuple[_Rate | None, _Rate | None]  # of requests and of tokens
+
+
 class KeyLease:
     """The leases of all limits of a key, from its first request at this ingress on."""
 
     __slots__ = (
-        *("_claimed_s", "_num_open", "_rates", "_requests", "_tokens", "_totals"),
-        *("_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
+        *("_claimed_s", "_num_open", "_open_tokens", "_rates", "_requests", "_tokens", "_totals"),
+        *("_unrecorded", "_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
     )
 
     def __init__(self, policy: KeyPolicy, now_s: float, num_ingresses: int) -> None:
@@ -115,6 +118,8 @@ class KeyLease:
         self.used_s = now_s
         self._claimed_s = now_s
         self._num_open = 0
+        self._open_tokens = 0.0  # that open requests have taken
+        self._unrecorded = 0.0  # tokens of ended requests that the manager does not count yet
         self._waiting: dict[object, float] = {}  # tokens of requests that wait for a grant, by age
         self._waits_s: dict[LimitName, float] = {}  # until when each limit is dry
         self._requests: _Rate | None = None
@@ -125,7 +130,8 @@ class KeyLease:
         self.change(policy, num_ingresses)
 
     def change(self, policy: KeyPolicy, num_ingresses: int) -> None:
-        """Applies a changed policy. Limits that it has had keep their leases."""
+        """Applies a changed policy. Limits that it has had keep their leases; in the total of a
+        new one, open requests count."""
         self.policy = policy
         now_s = self.used_s
 
@@ -154,7 +160,11 @@ class KeyLease:
         self._totals = []
         for name, limit in limits:
             if limit is not None:
-                total = old_totals.get(name) or _Total(limit, alone=limit / num_ingresses)
+                total = old_totals.get(name)
+                if total is None:
+                    total = _Total(limit, alone=limit / num_ingresses)
+                    tokens = self._open_tokens + self._unrecorded
+                    total.in_use = self._num_open if name == "parallel" else tokens
                 total.limit = limit
                 self._totals.append((name, total))
 
@@ -185,31 +195,39 @@ class KeyLease:
             return "tokens"
         return None
 
-    def take(self, tokens: float) -> None:
+    def take(self, tokens: float) -> Rates:
+        """Returns the rates that it is taken from, for `settle`: others may hold at the end."""
         self._num_open += 1
+        self._open_tokens += tokens
         if self._requests is not None:
             self._requests.balance -= 1.0
         if self._tokens is not None:
             self._tokens.balance -= tokens
         for name, total in self._totals:
             total.in_use += 1.0 if name == "parallel" else tokens
+        return self._requests, self._tokens
 
-    def settle(self, tokens: float, num_used: int) -> None:
+    def settle(self, rates: Rates, tokens: float, num_used: int) -> None:
         """Ends a request that took `tokens` and used so many; 0: it is refunded whole."""
         self._num_open -= 1
-        if self._requests is not None and not num_used:
-            self._requests.balance += 1.0
-        if self._tokens is not None:
-            self._tokens.balance += tokens - num_used
+        self._open_tokens -= tokens
+        self._unrecorded += num_used
+        by_request, by_token = rates
+        if by_request is not None and not num_used:
+            by_request.balance += 1.0
+        if by_token is not None:
+            by_token.balance += tokens - num_used
         for name, total in self._totals:
             total.in_use -= 1.0 if name == "parallel" else tokens - num_used
 
     def recorded(self, num_tokens: int) -> None:
-        """The manager counts this use from now on."""
+        """The manager counts this use from now on; a part of it may be older than the lease."""
+        num_own = min(num_tokens, self._unrecorded)
+        self._unrecorded -= num_own
         for name, total in self._totals:
             if name != "parallel":
-                total.in_use = max(0.0, total.in_use - num_tokens)
-                total.granted = max(total.in_use, total.granted - num_tokens)
+                total.in_use -= num_own
+                total.granted = max(total.in_use, total.granted - num_own)
 
     @contextmanager
     def waiting(self, tokens: float) -> Iterator[None]:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import stat
 import tracemalloc
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ def test_a_pepper_that_is_short_or_damaged_is_refused(tmp_path: Path) -> None:
         kept_pepper(None, tmp_path)
     with pytest.raises(PepperError, match="LORAPLEX_KEY_PEPPER"):
         kept_pepper(None, None)  # another one after each start
+
+
+shell_globs = st.lists(st.text("ab*?[]!-\n", max_size=6), max_size=4)
+
+
+@given(shell_globs, st.text("ab*?[]!-\n", max_size=5))
+def test_globs_match_as_in_a_shell(globs: list[str], name: str) -> None:
+    allows = KeyPolicy(models=tuple(globs)).allows((name,))
+    assert allows == any(fnmatchcase(name, glob) for glob in globs)
 
 
 async def test_a_key_is_found_by_its_text_alone(tmp_path: Path) -> None:

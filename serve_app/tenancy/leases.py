@@ -57,7 +57,7 @@ class Grant:
     amount: float  # of a rate: to add to the lease; of a total: what the ingress may have in use
     alone: float  # while the manager is away: per second of a rate; of a total: in addition
     remaining: float  # what the key may still use now, at all ingresses
-    wait_s: float  # until there is more; 0 if there is some
+    wait_s: float  # until there is more; 0 if it covers the need
 
 
 Claims = Mapping[LimitName, Claim]
@@ -179,7 +179,7 @@ class _Total:
             more = max(more, claim.least)
         self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
         rest = max(0.0, free - more)
-        wait_s = 0.0 if more >= claim.need else reset_s or _ASK_S
+        wait_s = 0.0 if more + _ROUNDING >= claim.need else reset_s or _ASK_S
         return Grant(claim.in_use + more, rest / (1 + len(others)), rest, wait_s)
 
 

@@ -133,6 +133,7 @@ class KeyLease:
         """Applies a changed policy. Limits that it has had keep their leases; in the total of a
         new one, open requests count."""
         self.policy = policy
+        self.dry_until_s = -math.inf  # by limits that may be gone
         now_s = self.used_s
 
         def rate(old: _Rate | None, limit: int | None, least: float) -> _Rate | None:
@@ -167,6 +168,11 @@ class KeyLease:
                     total.in_use = self._num_open if name == "parallel" else tokens
                 total.limit = limit
                 self._totals.append((name, total))
+
+    @property
+    def offers_slots(self) -> bool:
+        """A claim without an answer named slots as free, which may be used again after it."""
+        return any(total.offered_back > 0 for _, total in self._totals)
 
     @property
     def is_idle(self) -> bool:
@@ -260,13 +266,13 @@ class KeyLease:
                 self._waits_s[name] = now_s + grant.wait_s
                 # With more demand than its share, the next claims would be in vain as well.
                 is_scarce = grant.amount < rate.wanted and rate.demand > rate.alone
-                if is_scarce or rate.balance + _ROUNDING < sum(self._needs(name)):
+                if is_scarce or grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         for name, total in self._totals:
             if (grant := grants.get(name)) is not None:
                 total.granted, total.alone, total.offered_back = grant.amount, grant.alone, 0.0
                 self._waits_s[name] = now_s + grant.wait_s
-                if total.granted + _ROUNDING < total.in_use + sum(self._needs(name)):
+                if grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         self.dry_until_s = now_s + min(dry_s, _MAX_DRY_S) if dry_s else -math.inf
 

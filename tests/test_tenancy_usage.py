@@ -4,12 +4,15 @@ installed.
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import multiprocessing
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,7 +32,7 @@ from serve_app.tenancy.ledger import (
     check_groups,
     cost,
 )
-from serve_app.tenancy.store import Store
+from serve_app.tenancy.store import Store, StoreUnavailableError
 from serve_app.tenancy.usage import Usage, UsageBatch, UsageKey, UsageMeter
 from tests.ingress_app import make_state
 from tests.key_helpers import make_key, open_service
@@ -173,6 +176,57 @@ async def test_the_book_reads_the_tokens_of_this_month_and_begins_each_day_anew(
     now_s[0] += 86_400
     again.turn(now_s[0])
     assert dict(again.used) == {}
+    opened.close()
+
+
+async def test_a_batch_whose_answer_is_lost_counts_in_the_budget_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
+    opened.upgrade()
+    book = UsageBook(opened, {})
+    assert await book.record(batch(1, pirate=Usage(1, 10)))
+    record, has_begun, may_end = book._ledger.record, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def lost(sent: UsageBatch, now_s: float) -> bool:
+        record(sent, now_s)
+        raise StoreUnavailableError("the connection ended before the answer of the commit")
+
+    def slow(sent: UsageBatch, now_s: float) -> bool:
+        loop.call_soon_threadsafe(has_begun.set)
+        assert may_end.wait(30)
+        return record(sent, now_s)
+
+    monkeypatch.setattr(book._ledger, "record", lost)
+    assert await book.record(batch(2, pirate=Usage(1, 20))) is False
+    monkeypatch.setattr(book._ledger, "record", slow)
+    cancelled = loop.create_task(book.record(batch(3, pirate=Usage(1, 40))))
+    await has_begun.wait()
+    cancelled.cancel()
+    may_end.set()
+    with suppress(asyncio.CancelledError):
+        await cancelled
+    monkeypatch.setattr(book._ledger, "record", record)
+    for number, tokens in ((2, 20), (3, 40)):  # which the ingress repeats
+        assert await book.record(batch(number, pirate=Usage(1, tokens)))
+    assert dict(book.used) == {("k1", "day"): 70, ("k1", "month"): 70}
+    opened.close()
+
+
+async def test_a_clock_that_is_set_back_returns_to_the_use_of_its_day(tmp_path: Path) -> None:
+    now_s = [1_790_712_000.0]  # 2026-09-29T20:00Z
+    opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
+    opened.upgrade()
+    book = UsageBook(opened, {}, lambda: now_s[0])
+    assert await book.record(batch(1, pirate=Usage(1, 10)))
+    now_s[0] += 3 * 86_400
+    assert await book.record(batch(2, pirate=Usage(1, 20)))
+    assert dict(book.used) == {("k1", "day"): 20, ("k1", "month"): 20}
+    now_s[0] -= 3 * 86_400
+    book.turn(now_s[0])
+    assert await book.record(batch(3, pirate=Usage(1, 40)))
+    assert book.used["k1", "day"] == 50 + 20  # the recorded future included
     opened.close()
 
 

@@ -279,6 +279,9 @@ def test_usage_is_answered_as_json_and_csv(monkeypatch: pytest.MonkeyPatch) -> N
         ("from=yesterday", "from"),
         ("from=2026-11-02&to=2026-11-01", "from"),
         ("to=9999999999", "to"),
+        ("to=9999-12-31T23:59:59-01:00", "to"),
+        ("to=9999-12-31T23:59:59.999999", "to"),
+        ("from=0001-01-01T00:00%2B14:00", "from"),
         ("format=xml", "format"),
         ("until=2026-11-01", "until"),
     ],
@@ -291,6 +294,18 @@ def test_a_bad_query_names_its_parameter(
     answer = client.get(f"/admin/usage?{query}", headers={"authorization": "Bearer secret"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("offset", ["%2B10:00", "+10:00", "+1000"])
+def test_an_offset_counts_whether_its_plus_is_escaped_or_not(
+    offset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", "secret")
+    manager = _Manager([])
+    client = TestClient(build_asgi(make_state(manager=manager)))
+    query = f"from=2026-11-02T00:00{offset}&to=2026-11-03T00:00:00Z"
+    answer = client.get(f"/admin/usage?{query}", headers={"authorization": "Bearer secret"})
+    assert answer.json()["from"] == "2026-11-01T14:00:00Z"
 
 
 def test_groups_are_known_and_in_one_order() -> None:

@@ -21,7 +21,7 @@ from serve_app.ray_calls import ask_manager
 from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.caller import Scope
 from serve_app.tenancy.durations import MAX_S, seconds_of
-from serve_app.tenancy.keys import id_of
+from serve_app.tenancy.keys import id_of, is_id
 from serve_app.tenancy.service import KeyOrder
 
 router = APIRouter(dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -137,6 +137,8 @@ async def info(request: Request, key: str | None = None) -> Response:
     wanted = caller.key_id if key is None else reference(key)
     if wanted != caller.key_id and "admin:read" not in caller.policy.scopes:
         raise ApiError(403, "This API key lacks the scope admin:read.", code="missing_scope")
+    if wanted == caller.key_id and not is_id(wanted):  # a key may have it as its alias
+        raise ApiError(404, "The caller has no key of its own.", code="key_not_found")
     line = await ask_manager(state_of(request).gateway.manager.key_line, wanted)
     assert isinstance(line, KeyLine)
     return json_response({"key": line.token_id, "info": line})

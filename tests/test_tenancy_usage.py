@@ -153,6 +153,40 @@ async def test_a_batch_is_repeated_until_it_is_recorded_and_new_use_waits() -> N
     assert recorded == [("k1", 15), ("k1", 2)]
 
 
+async def test_an_ingress_that_ends_sends_the_use_that_is_left() -> None:
+    received: list[UsageBatch] = []
+    is_away = True
+
+    async def record(sent: UsageBatch) -> bool:
+        nonlocal is_away
+        received.append(sent)
+        was_away, is_away = is_away, False
+        return not was_away
+
+    meter = UsageMeter("i0", record, lambda *one: None)
+    meter.start()
+    await asyncio.sleep(0)
+    meter.add(PIRATE, Usage(1, 10, 4, 5, 1.0))
+    await meter.send()  # the database is away
+    meter.add(PIRATE, Usage(1, 1, 0, 1, 1.0))
+    await meter.close()
+    assert [one.number for one in received] == [1, 1, 2]
+    assert received[2].rows == ((PIRATE, Usage(1, 1, 0, 1, 1.0)),)
+
+
+async def test_the_use_that_is_left_is_given_up_without_a_manager(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def record(sent: UsageBatch) -> bool:
+        await asyncio.sleep(3600)
+        return True
+
+    meter = UsageMeter("i0", record, lambda *one: None)
+    meter.add(PIRATE, Usage(1, 10, 4, 5, 1.0))
+    await asyncio.wait_for(meter.close(), 30)
+    assert "is lost" in caplog.text
+
+
 async def test_the_book_reads_the_tokens_of_this_month_and_begins_each_day_anew(
     tmp_path: Path,
 ) -> None:

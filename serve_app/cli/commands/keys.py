@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from serve_app.admin_api import KeyLine, KeyLines, NewKey
 from serve_app.cli.commands.admin_client import call_server
@@ -66,7 +67,7 @@ def list_keys(tenant: str | None, url: str, json: bool) -> None:
         return
     table = Table("id", "alias", "tenant", "models", "scopes", "limits", "expires", box=None)
     for line in lines:
-        table.add_row(
+        cells = (
             line.token_id,
             line.key_alias or "",
             line.team_id,
@@ -75,6 +76,7 @@ def list_keys(tenant: str | None, url: str, json: bool) -> None:
             ", ".join(f"{words} {value}" for words, value in _limits(line)),
             line.expires or "never",
         )
+        table.add_row(*map(Text, cells))  # the brackets of a glob are no markup
     print_table(table)
 
 

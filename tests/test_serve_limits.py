@@ -116,6 +116,23 @@ def test_few_slots_are_lent_whole_to_many_ingresses(limit: int, num_ingresses: i
         assert world.num_admitted(begin, begin + 5) > 0.4 * 10 * limit
 
 
+@pytest.mark.parametrize(("limit", "num_ingresses"), [(8, 2), (8, 8), (4, 4), (1, 2)])
+def test_no_slot_is_lent_twice_when_a_manager_begins_anew(limit: int, num_ingresses: int) -> None:
+    world = World(KeyPolicy(max_parallel_requests=limit), num_ingresses)
+
+    async def scenario() -> None:
+        world.loop.call_later(8.0, world.kill)
+        world.loop.call_later(12.0, world.revive)
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                work = world.clients(ingress, lambda _: 10.0, 25.0, lasts_s=lambda: 3.0)
+                group.create_task(work)
+
+    world.run(scenario())
+    assert world.most_open == limit
+    assert world.num_admitted(16.0, 25.0) > 0.5 * 3 * limit  # 3 s each
+
+
 def test_free_slots_stay_usable_while_the_manager_is_away() -> None:
     world = World(KeyPolicy(max_parallel_requests=2), 1)
 

@@ -48,6 +48,7 @@ class Claim:
     in_use: float = 0.0  # of a total: amounts of open requests, and of use not yet recorded
     is_first: bool = False  # no manager has granted it anything of this limit
     alone: float = 0.0  # per second of a rate: its refill without a manager since its last claim
+    held: float = 0.0  # of slots: as many as it may use without a manager
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class _Total:
     """A limit of the sum over all ingresses."""
 
     updated_s: float
+    settled_s: float  # until then ingresses may hold slots of which this manager knows nothing
     holders: dict[str, _Holder] = field(default_factory=dict)
 
     def grant(
@@ -177,10 +179,15 @@ class _Total:
             more = max(math.floor(more + _ROUNDING), least)
         elif free > 0:  # the last part of a total admits one more request, which may go beyond it
             more = max(more, claim.least)
-        self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
         rest = max(0.0, free - more)
+        alone = rest / (1 + len(others))
+        if is_whole and now_s < self.settled_s:  # no more than the last manager granted it
+            own = 0.0 if claim.is_first else max(0.0, claim.held - claim.in_use)
+            more = min(more, math.floor(own + _ROUNDING))
+            alone = own - more
+        self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
         wait_s = 0.0 if more + _ROUNDING >= claim.need else reset_s or _ASK_S
-        return Grant(claim.in_use + more, rest / (1 + len(others)), rest, wait_s)
+        return Grant(claim.in_use + more, alone, rest, wait_s)
 
 
 def _fresh(holders: dict[str, _Holder], ingress_id: str, now_s: float) -> list[_Holder]:
@@ -244,7 +251,10 @@ class Leases:
                 level = size if claim.is_first else 0.0  # otherwise an earlier manager granted it
                 bucket = self._buckets[key] = _Bucket(level, now_s)
             return bucket.grant(ingress_id, claim, size, now_s, is_whole=is_whole)
-        total = self._totals.setdefault(key, _Total(now_s))
+        total = self._totals.get(key)
+        if total is None:  # after a manager that granted it something, all ingresses claim first
+            is_new = claim.is_first and not claim.in_use
+            total = self._totals[key] = _Total(now_s, now_s if is_new else now_s + _FRESH_S)
         recorded, reset_s, is_whole = (
             used.get(key, 0.0),
             resets_s.get(name, 0.0),

@@ -80,6 +80,7 @@ class _Total:
     in_use: float = 0.0
     alone: float = 0.0  # in addition, while the manager is away
     offered_back: float = 0.0  # likewise: slots that a claim without an answer named as free
+    is_first: bool = True
     offered: float = 0.0
     demand: float = 0.0
 
@@ -97,7 +98,10 @@ class _Total:
             self.granted = self.in_use
         need, least = sum(waiting), next(iter(waiting), 0.0)
         want = max(need, self.demand * LEASE_S)
-        return Claim(self.limit, need, least, want, self.demand, in_use=self.in_use)
+        return Claim(
+            *(self.limit, need, least, want, self.demand, 0.0, self.in_use, self.is_first),
+            held=self.granted + self.offered_back + self.alone,
+        )
 
 
 Rates = tuple[_Rate | None, _Rate | None]  # of requests and of tokens
@@ -271,6 +275,7 @@ class KeyLease:
         for name, total in self._totals:
             if (grant := grants.get(name)) is not None:
                 total.granted, total.alone, total.offered_back = grant.amount, grant.alone, 0.0
+                total.is_first = False
                 self._waits_s[name] = now_s + grant.wait_s
                 if grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)

@@ -21,9 +21,11 @@ from serve_app.api.state import IngressState
 from serve_app.cli.commands import common
 from serve_app.cli.commands import keys as keys_command
 from serve_app.cli.commands import usage as usage_command
+from serve_app.cli.commands.failure import Failure
 from serve_app.cli.main import build
 from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.caller import Caller, KeyPolicy
+from serve_app.tenancy.keys import new_id, new_key
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases
 from serve_app.tenancy.usage import UsageBatch
 from tests.ingress_app import make_state
@@ -155,6 +157,20 @@ def test_names_of_tenants_and_globs_are_no_markup_of_the_terminal(
         shown = CliRunner().invoke(build(), command)
         assert shown.exit_code == 0, shown.output
         assert shown.output.count(name) == count
+
+
+def test_the_secret_of_a_key_is_in_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[str] = []
+
+    def call(url: str, method: str, path: str, kind: type) -> None:
+        paths.append(path)
+        raise Failure("unknown")
+
+    monkeypatch.setattr(keys_command, "call_server", call)
+    key_id = new_id()
+    for key in (new_key(key_id), key_id, "ci & more"):
+        CliRunner().invoke(build(), ["keys", "info", key])
+    assert paths == [f"/key/info?key={one}" for one in (key_id, key_id, "ci%20%26%20more")]
 
 
 def test_the_command_prints_usage_as_a_table_json_and_csv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 import msgspec
@@ -13,6 +14,7 @@ from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import console, print_facts, print_json, print_table
 
 _PAGE = 1000
+_WHOLE_KEY = re.compile(r"lpx_([a-z0-9]{10})_[\w-]{43}")
 
 
 class _Info(msgspec.Struct):
@@ -81,6 +83,8 @@ def list_keys(tenant: str | None, url: str, json: bool) -> None:
 
 
 def info(key: str, url: str, json: bool) -> None:
+    whole = _WHOLE_KEY.fullmatch(key)
+    key = whole[1] if whole else key  # gateways log addresses: the secret is in none
     line = call_server(url, "GET", f"/key/info?key={quote(key, safe='')}", _Info).info
     if json:
         print_json(line)

@@ -133,6 +133,28 @@ def test_no_slot_is_lent_twice_when_a_manager_begins_anew(limit: int, num_ingres
     assert world.num_admitted(16.0, 25.0) > 0.5 * 3 * limit  # 3 s each
 
 
+@pytest.mark.parametrize(("limit", "num_ingresses"), [(1, 2), (3, 4)])
+def test_every_slot_belongs_to_an_ingress_while_the_manager_is_away(
+    limit: int, num_ingresses: int
+) -> None:
+    world = World(KeyPolicy(max_parallel_requests=limit), num_ingresses)
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as group:  # all know the key
+            for ingress in range(num_ingresses):
+                group.create_task(world.request(ingress, 1, 1, 0.1))
+        await asyncio.sleep(5.0)
+        world.kill()
+        await asyncio.sleep(5.0)
+        world.num_open = world.most_open = 0
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                group.create_task(world.request(ingress, 1, 1, 0.1))
+        assert world.most_open == limit
+
+    world.run(scenario())
+
+
 def test_free_slots_stay_usable_while_the_manager_is_away() -> None:
     world = World(KeyPolicy(max_parallel_requests=2), 1)
 
@@ -457,7 +479,10 @@ def test_slots_are_never_lent_twice(
     for later_s, ingress, need, want, share, is_lost in steps:
         now_s += later_s
         in_use = float(int(granted[ingress] * share)) if now_s - claimed_s[ingress] < 8 else 0.0
-        claim = Claim(limit, need, min(need, 1.0), max(want, need), in_use=in_use)
+        is_first = claimed_s[ingress] < 0
+        claim = Claim(
+            *(limit, need, min(need, 1.0), max(want, need)), in_use=in_use, is_first=is_first
+        )
         request = LeaseRequest(str(ingress), {"key": {"parallel": claim}})
         grant = leases.grant(request, {}, {}, now_s)["key"]["parallel"]
         # A lost answer: the ingress keeps the slots that it uses, below what is set aside for it.

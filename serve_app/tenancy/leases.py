@@ -100,6 +100,7 @@ class _Holder:
     claim: Claim
     claimed_s: float
     amount: float = 0.0  # of a total: as granted
+    alone: float = 0.0  # of slots: as granted
 
 
 @dataclass(slots=True)
@@ -181,11 +182,14 @@ class _Total:
             more = max(more, claim.least)
         rest = max(0.0, free - more)
         alone = rest / (1 + len(others))
+        if is_whole:  # a part for each would be of no use to any
+            set_aside = sum(one.alone for name, one in self.holders.items() if name != ingress_id)
+            alone = min(math.ceil(alone - _ROUNDING), max(0.0, rest - set_aside))
         if is_whole and now_s < self.settled_s:  # no more than the last manager granted it
             own = 0.0 if claim.is_first else max(0.0, claim.held - claim.in_use)
             more = min(more, math.floor(own + _ROUNDING))
             alone = own - more
-        self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
+        self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more, alone)
         wait_s = 0.0 if more + _ROUNDING >= claim.need else reset_s or _ASK_S
         return Grant(claim.in_use + more, alone, rest, wait_s)
 

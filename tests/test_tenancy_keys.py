@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
@@ -29,7 +30,7 @@ from serve_app.tenancy.keys import (
     new_key,
 )
 from serve_app.tenancy.service import KeyOrder, KeyService
-from serve_app.tenancy.store import Act
+from serve_app.tenancy.store import Act, StoreUnavailableError
 from serve_app.tenancy.table import KeyDelta, KeyEntry, KeyTable, RefusedKeyError
 from tests.key_helpers import LocalManager, make_key, open_service, table_of
 from tests.waiting import until
@@ -188,6 +189,19 @@ async def test_a_database_of_another_pepper_refuses_orders_and_says_why(tmp_path
         await other.revoke("admin-token", [])
     with pytest.raises(ServiceUnavailableError, match="LORAPLEX_KEY_PEPPER"):
         await make_key(other)
+
+
+async def test_a_database_of_a_newer_release_refuses_orders_and_says_why(tmp_path: Path) -> None:
+    service = open_service(tmp_path)
+    await make_key(service)
+    with service.store.transaction() as connection:
+        connection.execute(sqlalchemy.text("UPDATE loraplex_version SET version_num = '9999'"))
+    newer = open_service(tmp_path)
+    with pytest.raises(StoreUnavailableError) as refused:
+        await make_key(newer)
+    assert refused.value.reason == (
+        "its tables are of another release: Can't locate revision identified by '9999'"
+    )
 
 
 async def test_another_manager_on_the_database_follows_and_a_new_one_knows_all(

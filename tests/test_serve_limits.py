@@ -101,6 +101,79 @@ def test_parallel_requests_never_exceed_their_limit(num_ingresses: int) -> None:
     assert len(world.admitted) > 0.6 * 16 * 30
 
 
+@pytest.mark.parametrize(("limit", "num_ingresses"), [(1, 2), (1, 4), (2, 4), (3, 2)])
+def test_few_slots_are_lent_whole_to_many_ingresses(limit: int, num_ingresses: int) -> None:
+    world = World(KeyPolicy(max_parallel_requests=limit), num_ingresses)
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                group.create_task(world.clients(ingress, lambda _: 5.0, 20.0))
+
+    world.run(scenario())
+    assert world.most_open == limit
+    for begin in range(0, 20, 5):  # 0.5 s each: 10 per slot if it is always in use
+        assert world.num_admitted(begin, begin + 5) > 0.4 * 10 * limit
+
+
+@pytest.mark.parametrize(("limit", "num_ingresses"), [(8, 2), (8, 8), (4, 4), (1, 2)])
+def test_no_slot_is_lent_twice_when_a_manager_begins_anew(limit: int, num_ingresses: int) -> None:
+    world = World(KeyPolicy(max_parallel_requests=limit), num_ingresses)
+
+    async def scenario() -> None:
+        world.loop.call_later(8.0, world.kill)
+        world.loop.call_later(12.0, world.revive)
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                work = world.clients(ingress, lambda _: 10.0, 25.0, lasts_s=lambda: 3.0)
+                group.create_task(work)
+
+    world.run(scenario())
+    assert world.most_open == limit
+    assert world.num_admitted(16.0, 25.0) > 0.5 * 3 * limit  # 3 s each
+
+
+@pytest.mark.parametrize(("limit", "num_ingresses"), [(1, 2), (3, 4)])
+def test_every_slot_belongs_to_an_ingress_while_the_manager_is_away(
+    limit: int, num_ingresses: int
+) -> None:
+    world = World(KeyPolicy(max_parallel_requests=limit), num_ingresses)
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as group:  # all know the key
+            for ingress in range(num_ingresses):
+                group.create_task(world.request(ingress, 1, 1, 0.1))
+        await asyncio.sleep(5.0)
+        world.kill()
+        await asyncio.sleep(5.0)
+        world.num_open = world.most_open = 0
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                group.create_task(world.request(ingress, 1, 1, 0.1))
+        assert world.most_open == limit
+
+    world.run(scenario())
+
+
+def test_free_slots_stay_usable_while_the_manager_is_away() -> None:
+    world = World(KeyPolicy(max_parallel_requests=2), 1)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        (await limits.admit(world.caller, 1)).settle(1)
+        world.kill()
+        await asyncio.sleep(5.0)
+        for _ in range(3):
+            charges = [await limits.admit(world.caller, 1) for _ in range(2)]
+            with pytest.raises(RateLimitError):
+                await limits.admit(world.caller, 1)
+            await asyncio.sleep(1.5)
+            for charge in charges:
+                charge.settle(1)
+
+    world.run(scenario())
+
+
 def test_a_daily_budget_ends_at_its_limit_and_with_another_code() -> None:
     world = World(KeyPolicy(tokens_per_day=10_000), 2)
 
@@ -130,6 +203,24 @@ def test_a_request_larger_than_the_bucket_is_admitted_and_leaves_a_debt() -> Non
         await world.limits[1].admit(world.caller, 10)
 
     world.run(scenario())
+
+
+@pytest.mark.parametrize("num_ingresses", [1, 2])
+@pytest.mark.parametrize(
+    "policy", [KeyPolicy(tokens_per_minute=1000), KeyPolicy(tokens_per_day=1000)]
+)
+def test_of_many_requests_at_once_one_goes_beyond_the_limit(
+    num_ingresses: int, policy: KeyPolicy
+) -> None:
+    world = World(policy, num_ingresses)
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(100):
+                group.create_task(world.request(number % num_ingresses, 900, 900, 0.5))
+
+    world.run(scenario())
+    assert 900 <= world.tokens_admitted(0, 1) <= 1000 + 900
 
 
 def test_a_charge_that_is_closed_without_use_is_refunded_whole() -> None:
@@ -226,8 +317,8 @@ def test_a_request_that_is_cancelled_while_it_waits_holds_nothing() -> None:
         await asyncio.sleep(3.0)
         lease = limits._leases["key"]
         assert lease._num_open == 0
-        assert all(rate.need == 0 for _, rate in lease._rates)
-        assert all(total.need == total.in_use == 0 for _, total in lease._totals)
+        assert all(total.in_use == 0 for _, total in lease._totals)
+        assert not lease._waiting
         assert not limits._waiting
         for _ in range(2):
             await limits.admit(world.caller, 250)
@@ -278,6 +369,39 @@ def test_a_changed_limit_holds_from_the_next_request_on() -> None:
         raised = Caller("key", KeyPolicy(requests_per_minute=600))
         for _ in range(4):
             await limits.admit(raised, 1)
+
+    world.run(scenario())
+
+
+def test_open_requests_count_in_new_slots_and_budgets_and_refund_no_new_rate() -> None:
+    world = World(KeyPolicy(requests_per_minute=6000), 1)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        charges = []
+        for _ in range(3):
+            charges.append(await limits.admit(world.caller, 1000))
+            await asyncio.sleep(0.1)
+        parallel = Caller("key", KeyPolicy(max_parallel_requests=2))
+        budget = Caller("key", KeyPolicy(tokens_per_day=2000))
+        rate = Caller("key", KeyPolicy(tokens_per_minute=600))
+        for caller in (parallel, budget, parallel, budget):
+            with pytest.raises(RateLimitError):
+                await limits.admit(caller, 10)
+            await asyncio.sleep(1.0)
+        for charge in charges:
+            charge.settle(10)
+        (await limits.admit(rate, 100)).settle(100)
+        with pytest.raises(RateLimitError):
+            await limits.admit(rate, 100)
+        for _ in range(2):
+            charges.append(await limits.admit(parallel, 10))
+        with pytest.raises(RateLimitError, match="2 requests at the same time"):
+            await limits.admit(parallel, 10)
+        await asyncio.sleep(1.0)
+        await limits.admit(budget, 1850)  # beside 30 and 100 that were used, and 20 of open ones
+        with pytest.raises(RateLimitError):
+            await limits.admit(budget, 10)
 
     world.run(scenario())
 
@@ -333,7 +457,7 @@ def test_all_ingresses_together_get_no_more_than_the_bucket_and_what_flows_in(
         now_s += later_s
         returned = held[ingress] * share
         held[ingress] -= returned
-        claim = Claim(limit, need, max(want, need), want / 2, returned, is_first=True)
+        claim = Claim(limit, need, need, max(want, need), want / 2, returned, is_first=True)
         request = LeaseRequest(str(ingress), {"key": {"tokens": claim}})
         grant = leases.grant(request, {}, {}, now_s)["key"]["tokens"]
         granted += grant.amount - returned
@@ -355,7 +479,10 @@ def test_slots_are_never_lent_twice(
     for later_s, ingress, need, want, share, is_lost in steps:
         now_s += later_s
         in_use = float(int(granted[ingress] * share)) if now_s - claimed_s[ingress] < 8 else 0.0
-        claim = Claim(limit, need, max(want, need), in_use=in_use)
+        is_first = claimed_s[ingress] < 0
+        claim = Claim(
+            *(limit, need, min(need, 1.0), max(want, need)), in_use=in_use, is_first=is_first
+        )
         request = LeaseRequest(str(ingress), {"key": {"parallel": claim}})
         grant = leases.grant(request, {}, {}, now_s)["key"]["parallel"]
         # A lost answer: the ingress keeps the slots that it uses, below what is set aside for it.

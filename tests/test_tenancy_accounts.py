@@ -47,10 +47,10 @@ class Account:
         self.accounts = Accounts("i0", lease, record, lambda: 1)  # type: ignore[arg-type]
         self.caller = Caller("k", KeyPolicy(max_parallel_requests=1, tokens_per_day=1000))
 
-    async def open(self, *, is_stream: bool) -> RequestAccount:
+    async def open(self) -> RequestAccount:
         self.accounts.limits.start()
         charge = await self.accounts.limits.admit(self.caller, CHARGED)
-        return RequestAccount(self.accounts, charge, KEY, is_stream=is_stream)
+        return RequestAccount(self.accounts, charge, KEY)
 
     async def sums(self) -> tuple[int, int, int]:
         """Returns the requests, the prompt tokens and the output tokens that were recorded."""
@@ -68,12 +68,19 @@ class Account:
         return {name: total.in_use for name, total in totals}
 
 
-def make_completion(fleet: Fleet, folder: Path) -> Completion:
-    builder = completion(base_text(folder), [Prompt(PROMPT, "x")], max_tokens=40)
+def make_completion(fleet: Fleet, folder: Path, **fields: object) -> Completion:
+    builder = completion(base_text(folder), [Prompt(PROMPT, "x")], max_tokens=40, **fields)
     return Completion(fleet.generate(make_request(PROMPT)), builder)
 
 
-async def end(made: Completion, whole: asyncio.Task[bytes], how: str) -> None:
+async def answer(made: Completion, is_stream: bool) -> None:
+    if is_stream:
+        while True:
+            await made.read()
+    await made.whole()
+
+
+async def end(made: Completion, whole: asyncio.Task[None], how: str) -> None:
     if how == "left":  # as `RequestScope.watch_client` has it
         made.client_left()
         with pytest.raises(ClientGoneError):
@@ -88,18 +95,21 @@ async def end(made: Completion, whole: asyncio.Task[bytes], how: str) -> None:
             await asyncio.wait_for(whole, 20)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("form", ["whole", "stream", "stream whose text is held back"])
 @pytest.mark.parametrize("how", ["left", "cancelled", "failed"])
 async def test_tokens_until_a_client_leaves_are_charged_and_a_failure_is_not(
-    tmp_path: Path, how: str, is_stream: bool
+    tmp_path: Path, how: str, form: str
 ) -> None:
+    is_stream = form != "whole"
+    # The text may go on as the stop string until the end of the test.
+    fields = {"stop": "()*+()*+()*+"} if form.endswith("held back") else {}
     account = Account()
     async with running_fleet(1) as fleet:
         fleet.replicas["e0"].engine.pause_at = PAUSED_AT
-        made = make_completion(fleet, tmp_path)
-        opened = await account.open(is_stream=is_stream)
+        made = make_completion(fleet, tmp_path, stream=is_stream, **fields)
+        opened = await account.open()
         opened.completion = made
-        whole = asyncio.create_task(made.whole())
+        whole = asyncio.create_task(answer(made, is_stream))
         await until(lambda: made.usage().completion_tokens == PAUSED_AT)
         assert account.in_use == {"parallel": 1, "day": CHARGED}
         await end(made, whole, how)
@@ -108,7 +118,7 @@ async def test_tokens_until_a_client_leaves_are_charged_and_a_failure_is_not(
         opened.close()  # counts once
     assert made.has_failed == (how == "failed")
     used = len(PROMPT) + PAUSED_AT
-    if how == "failed" and not is_stream:  # the client received nothing but the error
+    if how == "failed" and form != "stream":  # the client received nothing but the error
         assert account.in_use == {"parallel": 0, "day": 0}
         assert await account.sums() == (0, 0, 0)
     else:
@@ -119,13 +129,13 @@ async def test_tokens_until_a_client_leaves_are_charged_and_a_failure_is_not(
 
 async def test_a_request_that_ends_before_its_turn_costs_nothing(tmp_path: Path) -> None:
     account = Account()
-    opened = await account.open(is_stream=False)
+    opened = await account.open()
     opened.close()
     assert account.in_use == {"parallel": 0, "day": 0}
     assert await account.sums() == (0, 0, 0)
     async with running_fleet(1) as fleet:
         fleet.replicas["e0"].engine.pause_at = 0
-        opened = await account.open(is_stream=False)
+        opened = await account.open()
         opened.completion = made = make_completion(fleet, tmp_path)
         whole = asyncio.create_task(made.whole())
         await asyncio.sleep(0)  # no engine has accepted it

@@ -22,7 +22,7 @@ from serve_app.dispatch.base_handle import BaseHandle, Route
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.tenancy.access import ROUTES, required
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
-from serve_app.tenancy.caller import SCOPES
+from serve_app.tenancy.caller import SCOPES, Caller, KeyPolicy
 from serve_app.tenancy.keys import new_id, new_key
 from serve_app.tenancy.service import KeyOrder, KeyService
 from serve_app.tenancy.table import KeyTable
@@ -382,6 +382,8 @@ async def test_a_key_is_made_shown_once_changed_rotated_and_revoked(world: World
     ("path", "body", "words"),
     [
         ("/key/generate", {"duration": "soon"}, "duration"),
+        ("/key/generate", {"duration": 1e300}, "duration"),
+        ("/key/generate", {"duration": 1e12}, "duration"),
         ("/key/generate", {"rpm_limit": 0}, "rpm_limit"),
         ("/key/generate", {"scopes": ["root"]}, "scopes"),
         ("/key/generate", {"max_budget": 5}, "max_budget"),
@@ -396,6 +398,41 @@ async def test_a_wrong_field_of_a_key_is_named(
     answer = await world.http.post(path, json=body, headers=admin)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/key/list?page=x", "page"),
+        ("/key/list?return_full_object=perhaps", "return_full_object"),
+        ("/admin/audit?limit=x", "limit"),
+        ("/admin/audit?before=99999999999999999999999", "before"),
+    ],
+)
+async def test_a_wrong_parameter_is_named_as_openai_names_it(
+    world: World, path: str, param: str
+) -> None:
+    await world.key()
+    answer = await world.http.get(path, headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+
+
+async def test_no_key_is_shown_to_a_caller_of_the_name_of_its_alias(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await make_key(world.service, alias="jwt:ann", metadata={"private": True})
+    ann = Caller("jwt:ann", KeyPolicy(scopes=frozenset({"infer"})))
+
+    async def find(bearer: bytes | None) -> Caller:
+        return ann
+
+    monkeypatch.setattr(world.state.authenticator, "_find", find)
+    for query, status in (("", 404), ("?key=jwt:ann", 404), ("?key=jwt:bob", 403)):
+        answer = await world.http.get(f"/key/info{query}")
+        assert answer.status_code == status
+        assert "private" not in answer.text
 
 
 async def test_an_administrative_act_is_in_the_audit_log_and_a_refused_one_is_not(

@@ -6,10 +6,12 @@ import asyncio
 import gc
 import stat
 import tracemalloc
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
@@ -28,7 +30,7 @@ from serve_app.tenancy.keys import (
     new_key,
 )
 from serve_app.tenancy.service import KeyOrder, KeyService
-from serve_app.tenancy.store import Act
+from serve_app.tenancy.store import Act, StoreUnavailableError
 from serve_app.tenancy.table import KeyDelta, KeyEntry, KeyTable, RefusedKeyError
 from tests.key_helpers import LocalManager, make_key, open_service, table_of
 from tests.waiting import until
@@ -84,6 +86,15 @@ def test_a_pepper_that_is_short_or_damaged_is_refused(tmp_path: Path) -> None:
         kept_pepper(None, tmp_path)
     with pytest.raises(PepperError, match="LORAPLEX_KEY_PEPPER"):
         kept_pepper(None, None)  # another one after each start
+
+
+shell_globs = st.lists(st.text("ab*?[]!-\n", max_size=6), max_size=4)
+
+
+@given(shell_globs, st.text("ab*?[]!-\n", max_size=5))
+def test_globs_match_as_in_a_shell(globs: list[str], name: str) -> None:
+    allows = KeyPolicy(models=tuple(globs)).allows((name,))
+    assert allows == any(fnmatchcase(name, glob) for glob in globs)
 
 
 async def test_a_key_is_found_by_its_text_alone(tmp_path: Path) -> None:
@@ -178,6 +189,19 @@ async def test_a_database_of_another_pepper_refuses_orders_and_says_why(tmp_path
         await other.revoke("admin-token", [])
     with pytest.raises(ServiceUnavailableError, match="LORAPLEX_KEY_PEPPER"):
         await make_key(other)
+
+
+async def test_a_database_of_a_newer_release_refuses_orders_and_says_why(tmp_path: Path) -> None:
+    service = open_service(tmp_path)
+    await make_key(service)
+    with service.store.transaction() as connection:
+        connection.execute(sqlalchemy.text("UPDATE loraplex_version SET version_num = '9999'"))
+    newer = open_service(tmp_path)
+    with pytest.raises(StoreUnavailableError) as refused:
+        await make_key(newer)
+    assert refused.value.reason == (
+        "its tables are of another release: Can't locate revision identified by '9999'"
+    )
 
 
 async def test_another_manager_on_the_database_follows_and_a_new_one_knows_all(

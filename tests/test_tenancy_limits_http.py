@@ -15,14 +15,17 @@ from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typer.testing import CliRunner
 
-from serve_app.admin_api import UsageLine, UsageLines
+from serve_app.admin_api import KeyLine, KeyLines, UsageLine, UsageLines
 from serve_app.api.ingress import build_asgi
 from serve_app.api.state import IngressState
 from serve_app.cli.commands import common
+from serve_app.cli.commands import keys as keys_command
 from serve_app.cli.commands import usage as usage_command
+from serve_app.cli.commands.failure import Failure
 from serve_app.cli.main import build
 from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.caller import Caller, KeyPolicy
+from serve_app.tenancy.keys import new_id, new_key
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases
 from serve_app.tenancy.usage import UsageBatch
 from tests.ingress_app import make_state
@@ -137,6 +140,37 @@ async def test_an_answer_of_a_key_without_limits_has_no_such_headers() -> None:
             await client_of(app).completions.create(model="base", prompt="x")
         headers = refused.value.response.headers
         assert not [name for name in headers if name.startswith("x-ratelimit")]
+
+
+@pytest.mark.parametrize("name", ["[/]", "[red]team", "base:[ab]*", "[link=http://evil]a[/link]"])
+def test_names_of_tenants_and_globs_are_no_markup_of_the_terminal(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = UsageLines("", "", [UsageLine(1, 1, 0, 1, 1.0, 0.0, tenant=name)])
+    limits = (None,) * 7
+    key = KeyLine("id", "", name, name, (name,), ("infer",), *limits, {}, "", None)
+    monkeypatch.setattr(common, "console", Console(width=200))
+    monkeypatch.setattr(usage_command, "call_admin", lambda *call: used)
+    monkeypatch.setattr(keys_command, "call_server", lambda *call: KeyLines([key], 1, 1, 1))
+    for command, count in ((["usage", "--by", "tenant"], 1), (["keys", "list"], 3)):
+        monkeypatch.setattr(usage_command, "console", common.console)
+        shown = CliRunner().invoke(build(), command)
+        assert shown.exit_code == 0, shown.output
+        assert shown.output.count(name) == count
+
+
+def test_the_secret_of_a_key_is_in_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[str] = []
+
+    def call(url: str, method: str, path: str, kind: type) -> None:
+        paths.append(path)
+        raise Failure("unknown")
+
+    monkeypatch.setattr(keys_command, "call_server", call)
+    key_id = new_id()
+    for key in (new_key(key_id), key_id, "ci & more"):
+        CliRunner().invoke(build(), ["keys", "info", key])
+    assert paths == [f"/key/info?key={one}" for one in (key_id, key_id, "ci%20%26%20more")]
 
 
 def test_the_command_prints_usage_as_a_table_json_and_csv(monkeypatch: pytest.MonkeyPatch) -> None:

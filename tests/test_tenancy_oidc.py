@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import logging
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,6 +22,7 @@ from serve_app.config import OidcArgs
 from serve_app.errors import ServiceUnavailableError
 from serve_app.tenancy.oidc import TokenVerifier, is_token
 from serve_app.tenancy.table import RefusedKeyError
+from tests.waiting import until
 
 NOW_S = 1_800_000_000.0
 RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -58,6 +62,8 @@ class Issuer:
     def __init__(self) -> None:
         self.keys = {"r1": jwk("r1", RSA_KEY), "e1": jwk("e1", EC_KEY)}
         self.num_fetches = 0
+        self.drips = False  # its keys come a byte at a time, without end
+        self.is_over = threading.Event()
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -65,6 +71,9 @@ class Issuer:
                 if self.path == "/keys":
                     issuer.num_fetches += 1
                     found: object = {"keys": list(issuer.keys.values())}
+                    if issuer.drips:
+                        self.drip()
+                        return
                 else:
                     found = {"issuer": issuer.url, "jwks_uri": f"{issuer.url}/keys"}
                 body = json.dumps(found).encode()
@@ -72,6 +81,13 @@ class Issuer:
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def drip(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                with suppress(OSError):  # the client left
+                    while not issuer.is_over.wait(0.02):
+                        self.wfile.write(b" ")
 
             def log_message(self, *arguments: object) -> None:
                 return
@@ -82,6 +98,7 @@ class Issuer:
         self._thread.start()
 
     def stop(self) -> None:
+        self.is_over.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -220,6 +237,57 @@ async def test_an_issuer_that_is_away_is_503_first_and_keeps_its_known_keys(
     assert await known.verify(issuer.token(sub="bob"), NOW_S)
     with pytest.raises(ServiceUnavailableError, match="issuer"):
         await TokenVerifier(issuer.args(timeout_s=1)).verify(issuer.token(), NOW_S)
+
+
+async def test_an_issuer_that_never_ends_its_answer_holds_no_request_for_long(
+    issuer: Issuer, caplog: pytest.LogCaptureFixture
+) -> None:
+    issuer.drips = True
+    verifier = TokenVerifier(issuer.args(timeout_s=0.3))
+    tokens = [issuer.token(sub=f"user{number}") for number in range(20)]
+    with caplog.at_level(logging.WARNING, "serve_app.tenancy.oidc"):
+        verified = asyncio.gather(
+            *(verifier.verify(one, NOW_S) for one in tokens), return_exceptions=True
+        )
+        found = await asyncio.wait_for(verified, 30)
+    assert all(isinstance(error, ServiceUnavailableError) for error in found), found
+    assert issuer.num_fetches == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"could not fetch the issuer's keys: {issuer.url}/keys took longer than 0.3 s"
+    ]
+
+
+async def test_a_request_with_a_known_key_waits_for_no_fetch(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier = TokenVerifier(issuer.args(timeout_s=300))
+    assert await verifier.verify(issuer.token(), NOW_S)
+    monkeypatch.setattr("serve_app.tenancy.oidc._MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("serve_app.tenancy.oidc._MAX_AGE_S", -1.0)  # every key is too old
+    issuer.drips = True
+    assert await asyncio.wait_for(verifier.verify(issuer.token(sub="bob"), NOW_S), 30)
+    await until(lambda: issuer.num_fetches == 2)  # in the background
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        7,
+        None,
+        {"kty": "RSA", "kid": "r1"},
+        {"kty": "RSA", "kid": "r1", "n": 5, "e": [1]},
+        {"kty": "RSA", "kid": "r1", "n": "AQAB", "e": "AQAB"},  # too short
+        {"kty": "EC", "kid": "r1", "crv": "P-256", "x": "AA", "y": "AA"},
+        {"kty": "EC", "kid": "r1", "crv": "P-256", "x": number(1, 32), "y": number(1, 32)},
+        {"kty": "oct", "kid": "r1", "k": "AAAA"},
+        {"kty": {}, "kid": []},
+    ],
+)
+async def test_junk_among_the_keys_of_an_issuer_is_skipped(issuer: Issuer, junk: Any) -> None:
+    verifier = TokenVerifier(issuer.args())
+    issuer.keys["r1"] = junk
+    assert await refusal(verifier, issuer.token()) == "invalid"
+    assert await verifier.verify(issuer.token("e1", EC_KEY), NOW_S)
 
 
 @pytest.mark.parametrize("url", ["http://issuer.example", "ftp://127.0.0.1/", "issuer"])

@@ -4,12 +4,15 @@ installed.
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import multiprocessing
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,7 +32,7 @@ from serve_app.tenancy.ledger import (
     check_groups,
     cost,
 )
-from serve_app.tenancy.store import Store
+from serve_app.tenancy.store import Store, StoreUnavailableError
 from serve_app.tenancy.usage import Usage, UsageBatch, UsageKey, UsageMeter
 from tests.ingress_app import make_state
 from tests.key_helpers import make_key, open_service
@@ -150,6 +153,40 @@ async def test_a_batch_is_repeated_until_it_is_recorded_and_new_use_waits() -> N
     assert recorded == [("k1", 15), ("k1", 2)]
 
 
+async def test_an_ingress_that_ends_sends_the_use_that_is_left() -> None:
+    received: list[UsageBatch] = []
+    is_away = True
+
+    async def record(sent: UsageBatch) -> bool:
+        nonlocal is_away
+        received.append(sent)
+        was_away, is_away = is_away, False
+        return not was_away
+
+    meter = UsageMeter("i0", record, lambda *one: None)
+    meter.start()
+    await asyncio.sleep(0)
+    meter.add(PIRATE, Usage(1, 10, 4, 5, 1.0))
+    await meter.send()  # the database is away
+    meter.add(PIRATE, Usage(1, 1, 0, 1, 1.0))
+    await meter.close()
+    assert [one.number for one in received] == [1, 1, 2]
+    assert received[2].rows == ((PIRATE, Usage(1, 1, 0, 1, 1.0)),)
+
+
+async def test_the_use_that_is_left_is_given_up_without_a_manager(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def record(sent: UsageBatch) -> bool:
+        await asyncio.sleep(3600)
+        return True
+
+    meter = UsageMeter("i0", record, lambda *one: None)
+    meter.add(PIRATE, Usage(1, 10, 4, 5, 1.0))
+    await asyncio.wait_for(meter.close(), 30)
+    assert "is lost" in caplog.text
+
+
 async def test_the_book_reads_the_tokens_of_this_month_and_begins_each_day_anew(
     tmp_path: Path,
 ) -> None:
@@ -173,6 +210,57 @@ async def test_the_book_reads_the_tokens_of_this_month_and_begins_each_day_anew(
     now_s[0] += 86_400
     again.turn(now_s[0])
     assert dict(again.used) == {}
+    opened.close()
+
+
+async def test_a_batch_whose_answer_is_lost_counts_in_the_budget_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
+    opened.upgrade()
+    book = UsageBook(opened, {})
+    assert await book.record(batch(1, pirate=Usage(1, 10)))
+    record, has_begun, may_end = book._ledger.record, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def lost(sent: UsageBatch, now_s: float) -> bool:
+        record(sent, now_s)
+        raise StoreUnavailableError("the connection ended before the answer of the commit")
+
+    def slow(sent: UsageBatch, now_s: float) -> bool:
+        loop.call_soon_threadsafe(has_begun.set)
+        assert may_end.wait(30)
+        return record(sent, now_s)
+
+    monkeypatch.setattr(book._ledger, "record", lost)
+    assert await book.record(batch(2, pirate=Usage(1, 20))) is False
+    monkeypatch.setattr(book._ledger, "record", slow)
+    cancelled = loop.create_task(book.record(batch(3, pirate=Usage(1, 40))))
+    await has_begun.wait()
+    cancelled.cancel()
+    may_end.set()
+    with suppress(asyncio.CancelledError):
+        await cancelled
+    monkeypatch.setattr(book._ledger, "record", record)
+    for number, tokens in ((2, 20), (3, 40)):  # which the ingress repeats
+        assert await book.record(batch(number, pirate=Usage(1, tokens)))
+    assert dict(book.used) == {("k1", "day"): 70, ("k1", "month"): 70}
+    opened.close()
+
+
+async def test_a_clock_that_is_set_back_returns_to_the_use_of_its_day(tmp_path: Path) -> None:
+    now_s = [1_790_712_000.0]  # 2026-09-29T20:00Z
+    opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
+    opened.upgrade()
+    book = UsageBook(opened, {}, lambda: now_s[0])
+    assert await book.record(batch(1, pirate=Usage(1, 10)))
+    now_s[0] += 3 * 86_400
+    assert await book.record(batch(2, pirate=Usage(1, 20)))
+    assert dict(book.used) == {("k1", "day"): 20, ("k1", "month"): 20}
+    now_s[0] -= 3 * 86_400
+    book.turn(now_s[0])
+    assert await book.record(batch(3, pirate=Usage(1, 40)))
+    assert book.used["k1", "day"] == 50 + 20  # the recorded future included
     opened.close()
 
 
@@ -225,6 +313,9 @@ def test_usage_is_answered_as_json_and_csv(monkeypatch: pytest.MonkeyPatch) -> N
         ("from=yesterday", "from"),
         ("from=2026-11-02&to=2026-11-01", "from"),
         ("to=9999999999", "to"),
+        ("to=9999-12-31T23:59:59-01:00", "to"),
+        ("to=9999-12-31T23:59:59.999999", "to"),
+        ("from=0001-01-01T00:00%2B14:00", "from"),
         ("format=xml", "format"),
         ("until=2026-11-01", "until"),
     ],
@@ -237,6 +328,18 @@ def test_a_bad_query_names_its_parameter(
     answer = client.get(f"/admin/usage?{query}", headers={"authorization": "Bearer secret"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("offset", ["%2B10:00", "+10:00", "+1000"])
+def test_an_offset_counts_whether_its_plus_is_escaped_or_not(
+    offset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", "secret")
+    manager = _Manager([])
+    client = TestClient(build_asgi(make_state(manager=manager)))
+    query = f"from=2026-11-02T00:00{offset}&to=2026-11-03T00:00:00Z"
+    answer = client.get(f"/admin/usage?{query}", headers={"authorization": "Bearer secret"})
+    assert answer.json()["from"] == "2026-11-01T14:00:00Z"
 
 
 def test_groups_are_known_and_in_one_order() -> None:

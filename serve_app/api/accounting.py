@@ -20,21 +20,18 @@ from serve_app.tenancy.usage import Usage, UsageKey
 class RequestAccount:
     """Made by `admit`. `close` ends it at the end of the answer; a second one does nothing."""
 
-    def __init__(
-        self, accounts: Accounts, charge: Charge, key: UsageKey, *, is_stream: bool
-    ) -> None:
+    def __init__(self, accounts: Accounts, charge: Charge, key: UsageKey) -> None:
         self.completion: Completion | None = None  # None until its turn for an engine has come
         self._accounts = accounts
         self._charge = charge
         self._key = key
-        self._is_stream = is_stream
 
     def close(self) -> None:
         completion, self.completion = self.completion, None
         if completion is None or not completion.has_computed:
             self._charge.close()
             return
-        if completion.has_failed and not self._is_stream:  # the client received an error alone
+        if completion.has_failed and not completion.has_begun:  # the client received an error alone
             self._charge.close()
             return
         counts = completion.usage()
@@ -77,7 +74,7 @@ async def admit(
         routing.adapter_rank,
         "" if route.arm is None else route.arm.arm,
     )
-    return RequestAccount(state.accounts, charge, key, is_stream=bool(prepared.body.stream))
+    return RequestAccount(state.accounts, charge, key)
 
 
 def headers(state: IngressState, caller: Caller | None, path: str) -> dict[str, str]:

@@ -14,14 +14,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from serve_app.admin_api import KeyLine, KeyLines, NewKey
 from serve_app.api.admin_auth import caller_of, require_admin
 from serve_app.api.state import state_of
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, shown
 from serve_app.http.asgi import json_response, read_body
 from serve_app.openai.json_body import parse_body
 from serve_app.ray_calls import ask_manager
 from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.caller import Scope
-from serve_app.tenancy.durations import seconds_of
-from serve_app.tenancy.keys import id_of
+from serve_app.tenancy.durations import MAX_S, seconds_of
+from serve_app.tenancy.keys import id_of, is_id
 from serve_app.tenancy.service import KeyOrder
 
 router = APIRouter(dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -46,7 +46,7 @@ def _seconds(value: object) -> object:
 Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_is_printable)]
 Glob = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_printable)]
 Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0)]
+Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=MAX_S)]
 
 
 class _Fields(BaseModel):
@@ -137,6 +137,8 @@ async def info(request: Request, key: str | None = None) -> Response:
     wanted = caller.key_id if key is None else reference(key)
     if wanted != caller.key_id and "admin:read" not in caller.policy.scopes:
         raise ApiError(403, "This API key lacks the scope admin:read.", code="missing_scope")
+    if wanted == caller.key_id and not is_id(wanted):  # a key may have it as its alias
+        raise ApiError(404, "The caller has no key of its own.", code="key_not_found")
     line = await ask_manager(state_of(request).gateway.manager.key_line, wanted)
     assert isinstance(line, KeyLine)
     return json_response({"key": line.token_id, "info": line})
@@ -182,6 +184,13 @@ async def audit(request: Request, limit: int = 100, before: int | None = None) -
     if not 1 <= limit <= 1000:
         raise ApiError(
             400, f"limit: must be from 1 to 1000, got {limit}.", param="limit", code="invalid_value"
+        )
+    if before is not None and not 0 <= before <= _MAX_COUNT:
+        raise ApiError(
+            400,
+            f"before: must be an id, got {shown(before)}.",
+            param="before",
+            code="invalid_value",
         )
     acts = await ask_manager(state_of(request).gateway.manager.acts, limit, before)
     return json_response({"acts": acts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -18,6 +19,7 @@ from serve_app.tenancy.ledger import HOUR_S, Group, UsageGroup, UsageQuery, chec
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
 
+_OFFSET = re.compile(r" (\d\d(:?\d\d)?)$")
 _PARAMETERS = frozenset({"by", "from", "to", "format"})
 
 
@@ -59,13 +61,15 @@ def _query(by: str, from_: str | None, to: str | None) -> UsageQuery:
 def _seconds(name: str, text: str) -> float:
     try:
         # A plus of an offset that was not escaped arrives as a space.
-        time_ = datetime.fromisoformat(text.replace(" 0", "+0") if "T" in text else text)
+        time_ = datetime.fromisoformat(_OFFSET.sub(r"+\1", text) if "T" in text else text)
     except ValueError:
         raise _bad(
             name, f"must be a date or a time such as 2026-11-01T12:00Z, got {shown(text)}"
         ) from None
     try:
-        return (time_ if time_.tzinfo else time_.replace(tzinfo=UTC)).timestamp()
+        seconds = (time_ if time_.tzinfo else time_.replace(tzinfo=UTC)).timestamp()
+        _shown(seconds)  # in UTC, which may be another year
+        return seconds
     except (OverflowError, ValueError):
         raise _bad(name, f"is too far away: {shown(text)}") from None
 

@@ -335,6 +335,8 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it, after draining
         if hasattr(self, "_observer"):
             await asyncio.to_thread(self._observer.close)
+        if hasattr(self, "_state") and self._state.accounts is not None:
+            await self._state.accounts.close()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return build_asgi(self._state)

@@ -43,7 +43,8 @@ class ConsoleCookie:
         if scope["type"] == "http":
             headers: list[tuple[bytes, bytes]] = scope["headers"]
             if any([name == HEADER for name, _ in headers]):
-                scope = {**scope, "headers": _with_bearer(scope)}
+                # In place: the layers around this one find the route in the same scope.
+                scope["headers"] = _with_bearer(scope)
         await self._app(scope, receive, send)
 
 

@@ -88,6 +88,7 @@ class Completion:
         self._record = record
         self._has_left = False
         self.has_failed = False  # by an error that the client receives
+        self.has_begun = False  # a part of the stream was made for the client
         self.first_token_s = 0.0  # time.time() of the first token; 0 before it
         self.engine_s = 0.0  # its share of the time of engines
 
@@ -96,6 +97,7 @@ class Completion:
         builder = self._builder
         while True:
             parts = await self._feed()
+            self.has_begun |= builder.is_done or bool(parts)
             if builder.is_done:
                 return b"".join((*parts, builder.stream_end()))
             if parts:

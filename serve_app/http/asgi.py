@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import ApiError, ClientGoneError, to_api_error
+from serve_app.errors import ApiError, ClientGoneError, shown, to_api_error
 
 logger = logging.getLogger(__name__)
 
@@ -148,5 +149,15 @@ def install_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def respond_to_bad_query(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        message = f"{name}: {first['msg']}, got {shown(first.get('input'))}."
+        return error_response(
+            ApiError(400, message, param=name, code="invalid_value"), request.url.path
+        )
+
     app.add_exception_handler(HTTPException, respond_to_http_error)
+    app.add_exception_handler(RequestValidationError, respond_to_bad_query)
     app.add_exception_handler(Exception, respond)

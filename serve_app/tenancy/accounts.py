@@ -25,6 +25,10 @@ class Accounts:
         self.limits.start()
         self.meter.start()
 
+    async def close(self) -> None:
+        """Sends the use that is left; the leases expire."""
+        await self.meter.close()
+
     def check_tasks(self) -> None:
         """Raises RuntimeError if leases are no longer claimed, or usage is no longer sent."""
         self.limits.check_task()

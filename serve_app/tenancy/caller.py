@@ -4,12 +4,15 @@ ignorant of HTTP and of the database.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from typing import Literal, get_args
 
 Scope = Literal["infer", "load", "admin:read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+_WILD = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,33 @@ class KeyPolicy:
 
     def allows(self, names: tuple[str, ...]) -> bool:
         """Returns True if a glob matches one of the names of a model."""
-        return any(fnmatchcase(name, glob) for glob in self.models for name in names)
+        globs = _split(self.models)
+        return any(globs.match(name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Globs:
+    """Globs by their kind: a key may have a thousand, and a list of models asks 10,000 times."""
+
+    names: frozenset[str]  # without a wildcard
+    prefixes: tuple[str, ...]  # of globs whose only wildcard is a star at the end
+    others: re.Pattern[str] | None
+
+    def match(self, name: str) -> bool:
+        return (
+            name in self.names
+            or name.startswith(self.prefixes)
+            or (self.others is not None and self.others.match(name) is not None)
+        )
+
+
+@lru_cache(maxsize=256)
+def _split(globs: tuple[str, ...]) -> _Globs:
+    names = frozenset(glob for glob in globs if not _WILD.search(glob))
+    stars = {glob for glob in globs if glob[-1:] == "*" and not _WILD.search(glob[:-1])}
+    others = [translate(glob) for glob in globs if glob not in names and glob not in stars]
+    prefixes = tuple(sorted(glob[:-1] for glob in stars))
+    return _Globs(names, prefixes, re.compile("|".join(others)) if others else None)
 
 
 @dataclass(frozen=True, slots=True)

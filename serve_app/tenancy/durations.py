@@ -6,7 +6,7 @@ import re
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400, "mo": 30 * 86_400}
 _DURATION = re.compile(r"([0-9]{1,9})(s|mo|m|h|d|w)")
-_MAX_S = 100 * 365 * 86_400
+MAX_S = 100 * 365 * 86_400
 
 
 def seconds_of(text: str) -> float:
@@ -15,6 +15,6 @@ def seconds_of(text: str) -> float:
     if found is None:
         raise ValueError(f"must be a number with s, m, h, d, w or mo, such as 30d, got {text!r}")
     seconds = int(found[1]) * _UNITS_S[found[2]]
-    if seconds > _MAX_S:
+    if seconds > MAX_S:
         raise ValueError(f"must be 100 years at most, got {text!r}")
     return float(seconds)

@@ -5,7 +5,7 @@ lease runs dry, in one call at a time. Two kinds of limits:
 
 - requests and tokens per minute: a bucket that refills at the limit's rate. A grant is taken from
   it, so all ingresses together never admit more than the bucket's size and what flowed into it.
-  Tokens of a request that needs more than the bucket holds are granted whole and leave a debt.
+  Tokens of one request that needs more than the bucket holds are granted whole and leave a debt.
 - parallel requests, tokens per day and per month: a total. A grant says how much of it the ingress
   may have in use; claims are absolute, so a lost message does no harm.
 
@@ -41,12 +41,14 @@ class Claim:
 
     limit: int  # per minute, or the total
     need: float = 0.0  # of the requests that wait for the answer
+    least: float = 0.0  # of the first of them
     want: float = 0.0  # beyond the amount that it holds, for the next LEASE_S
     demand: float = 0.0  # per second, admitted or not
     returned: float = 0.0  # of a rate: the part of earlier grants that it does not need
     in_use: float = 0.0  # of a total: amounts of open requests, and of use not yet recorded
     is_first: bool = False  # no manager has granted it anything of this limit
     alone: float = 0.0  # per second of a rate: its refill without a manager since its last claim
+    held: float = 0.0  # of slots: as many as it may use without a manager
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Grant:
     amount: float  # of a rate: to add to the lease; of a total: what the ingress may have in use
     alone: float  # while the manager is away: per second of a rate; of a total: in addition
     remaining: float  # what the key may still use now, at all ingresses
-    wait_s: float  # until there is more; 0 if there is some
+    wait_s: float  # until there is more; 0 if it covers the need
 
 
 Claims = Mapping[LimitName, Claim]
@@ -98,6 +100,7 @@ class _Holder:
     claim: Claim
     claimed_s: float
     amount: float = 0.0  # of a total: as granted
+    alone: float = 0.0  # of slots: as granted
 
 
 @dataclass(slots=True)
@@ -133,7 +136,7 @@ class _Bucket:
                 least = min(1.0, claim.need) if self.level + _ROUNDING >= 1 else 0.0
                 amount = max(math.floor(share + _ROUNDING), least)
             else:
-                amount = max(share, claim.need)
+                amount = max(share, claim.least)
             self.level -= amount
         self.holders[ingress_id] = _Holder(claim, now_s)
         alone = fair_share(rate, claim.demand, [one.claim.demand for one in others])
@@ -149,12 +152,21 @@ class _Total:
     """A limit of the sum over all ingresses."""
 
     updated_s: float
+    settled_s: float  # until then ingresses may hold slots of which this manager knows nothing
     holders: dict[str, _Holder] = field(default_factory=dict)
 
     def grant(
-        self, ingress_id: str, claim: Claim, used: float, reset_s: float, now_s: float
+        self,
+        ingress_id: str,
+        claim: Claim,
+        used: float,
+        reset_s: float,
+        now_s: float,
+        *,
+        is_whole: bool,
     ) -> Grant:
-        """`used`: recorded already; `reset_s`: until the total begins again."""
+        """`used`: recorded already; `reset_s`: until the total begins again; `is_whole`: a part
+        of the unit is of no use, and nothing goes beyond the total."""
         self.updated_s = now_s
         for name in [n for n, one in self.holders.items() if now_s - one.claimed_s > MAX_AGE_S]:
             del self.holders[name]
@@ -162,15 +174,24 @@ class _Total:
         free = max(0.0, claim.limit - used - taken - claim.in_use)
         others = _fresh(self.holders, ingress_id, now_s)
         wants = [max(0.0, one.claim.in_use + one.claim.want - one.amount) for one in others]
-        share = fair_share(free, max(claim.want, claim.need), wants)
-        # The last part of a total admits one more request, which may go beyond it.
-        more = max(share, claim.need) if free > 0 else 0.0
-        if claim.limit < claim.in_use + taken + used + more and not reset_s:
-            more = share  # slots cannot be lent twice
-        self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more)
+        more = fair_share(free, max(claim.want, claim.need), wants)
+        if is_whole:
+            least = min(1.0, claim.need) if free + _ROUNDING >= 1 else 0.0
+            more = max(math.floor(more + _ROUNDING), least)
+        elif free > 0:  # the last part of a total admits one more request, which may go beyond it
+            more = max(more, claim.least)
         rest = max(0.0, free - more)
-        wait_s = 0.0 if more >= claim.need else reset_s or _ASK_S
-        return Grant(claim.in_use + more, rest / (1 + len(others)), rest, wait_s)
+        alone = rest / (1 + len(others))
+        if is_whole:  # a part for each would be of no use to any
+            set_aside = sum(one.alone for name, one in self.holders.items() if name != ingress_id)
+            alone = min(math.ceil(alone - _ROUNDING), max(0.0, rest - set_aside))
+        if is_whole and now_s < self.settled_s:  # no more than the last manager granted it
+            own = 0.0 if claim.is_first else max(0.0, claim.held - claim.in_use)
+            more = min(more, math.floor(own + _ROUNDING))
+            alone = own - more
+        self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more, alone)
+        wait_s = 0.0 if more + _ROUNDING >= claim.need else reset_s or _ASK_S
+        return Grant(claim.in_use + more, alone, rest, wait_s)
 
 
 def _fresh(holders: dict[str, _Holder], ingress_id: str, now_s: float) -> list[_Holder]:
@@ -234,8 +255,16 @@ class Leases:
                 level = size if claim.is_first else 0.0  # otherwise an earlier manager granted it
                 bucket = self._buckets[key] = _Bucket(level, now_s)
             return bucket.grant(ingress_id, claim, size, now_s, is_whole=is_whole)
-        total = self._totals.setdefault(key, _Total(now_s))
-        return total.grant(ingress_id, claim, used.get(key, 0.0), resets_s.get(name, 0.0), now_s)
+        total = self._totals.get(key)
+        if total is None:  # after a manager that granted it something, all ingresses claim first
+            is_new = claim.is_first and not claim.in_use
+            total = self._totals[key] = _Total(now_s, now_s if is_new else now_s + _FRESH_S)
+        recorded, reset_s, is_whole = (
+            used.get(key, 0.0),
+            resets_s.get(name, 0.0),
+            name == "parallel",
+        )
+        return total.grant(ingress_id, claim, recorded, reset_s, now_s, is_whole=is_whole)
 
     def _close(self, key_id: str, ingress_id: str) -> None:
         for name in get_args(RateName):

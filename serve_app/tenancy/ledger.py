@@ -115,7 +115,7 @@ class Ledger:
         columns = [_COLUMNS[name] for name in query.by]
         priced = [USAGE.c.base, USAGE.c.rank]
         sums = [func.sum(USAGE.c[name]) for name in _SUMS]
-        is_in = USAGE.c.hour.between(query.from_s, query.to_s - 1)
+        is_in = (USAGE.c.hour >= query.from_s) & (USAGE.c.hour < query.to_s)
         found: defaultdict[tuple[str | int, ...], tuple[Usage, list[float]]]
         found = defaultdict(lambda: (Usage(), []))
         with self._store.transaction() as connection:
@@ -174,7 +174,10 @@ class UsageBook:
             try:
                 await self._read()
                 now_s = self._clock()
+                # Read again if this fails or is cancelled: the database may have the batch.
+                self._is_read = False
                 is_new = await asyncio.to_thread(self._ledger.record, batch, now_s)
+                self._is_read = True
             except StoreUnavailableError:
                 return False
             self.turn(now_s)
@@ -188,11 +191,14 @@ class UsageBook:
         return await asyncio.to_thread(self._ledger.groups, query, self._prices)
 
     def turn(self, now_s: float) -> dict[LimitName, float]:
-        """Begins a new day and month when it is time. Returns the seconds until the next ones."""
+        """Begins a new day and month when it is time, and the next batch reads what is recorded of
+        them: a clock that is set back returns to a day with use. Returns the seconds until the next
+        ones."""
         resets: dict[LimitName, float] = {}
         for name, (begin_s, end_s) in _periods(now_s).items():
             if self._began_s.setdefault(name, begin_s) != begin_s:
                 self._began_s[name] = begin_s
+                self._is_read = False
                 for key in [key for key in self.used if key[1] == name]:
                     del self.used[key]
             resets[name] = end_s - now_s
@@ -206,7 +212,8 @@ class UsageBook:
             await asyncio.sleep(_RETRY_S)
 
     async def _read(self) -> None:
-        """Reads the tokens of this day and month once; later batches are added to them."""
+        """Reads the tokens of this day and month, unless they are known; later batches are added
+        to them."""
         if self._is_read:
             return
         now_s = self._clock()

@@ -42,12 +42,13 @@ class Charge:
     """The amounts that an admitted request holds. `settle` it with its real use and `close` it; a
     charge that is closed without use is refunded. Both are idempotent."""
 
-    __slots__ = ("_is_open", "_lease", "_tokens")
+    __slots__ = ("_is_open", "_lease", "_rates", "_tokens")
 
     def __init__(self, lease: KeyLease | None, tokens: float) -> None:
-        """`lease`: None for a key without limits."""
+        """`lease`: that the tokens are taken from; None for a key without limits."""
         self._lease = lease
         self._tokens = tokens
+        self._rates = (None, None) if lease is None else lease.take(tokens)
         self._is_open = True
 
     def settle(self, num_tokens: int) -> None:
@@ -56,7 +57,7 @@ class Charge:
         if self._is_open:
             self._is_open = False
             if self._lease is not None:
-                self._lease.settle(self._tokens, num_tokens)
+                self._lease.settle(self._rates, self._tokens, num_tokens)
 
     def close(self) -> None:
         self.settle(0)
@@ -82,6 +83,7 @@ class Limits:
         self._closed: list[str] = []
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by key id
         self._asked = asyncio.Event()
+        self._answered = asyncio.Event()  # set at the end of the call that is under way
         self._is_away = False  # the last call of the manager failed
         self._task: asyncio.Task[None] | None = None
 
@@ -99,11 +101,11 @@ class Limits:
     def check(self, caller: Caller) -> None:
         """Refuses a request early, before its body is read, if its key is known to be dry. Raises
         RateLimitError."""
-        lease = self._leases.get(caller.key_id)
-        if lease is not None:
+        if caller.key_id in self._leases and (lease := self._lease(caller)) is not None:
             now_s = self._clock()
             name = lease.lacking(1.0, now_s, is_away=self._is_away)
-            if name is not None and (self._is_away or now_s < lease.dry_until_s):
+            is_dry = now_s < lease.dry_until_s and not lease.offers_slots
+            if name is not None and (self._is_away or is_dry):
                 lease.note_offer(lease.mean_tokens)
                 raise self._refusal(lease, name, 1.0, now_s)
 
@@ -113,8 +115,13 @@ class Limits:
         lease = self._lease(caller)
         if lease is None:
             return Charge(None, 0)
-        now_s, tokens = self._clock(), float(num_tokens)
+        tokens = float(num_tokens)
         lease.note_offer(tokens)
+        if lease.offers_slots and not self._is_away:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_WAIT_S):
+                    await self._answered.wait()
+        now_s = self._clock()
         name = lease.lacking(tokens, now_s, is_away=self._is_away)
         if name is not None and not self._is_away and now_s >= lease.dry_until_s:
             await self._wait_for_grant(caller.key_id, lease, tokens)
@@ -122,7 +129,6 @@ class Limits:
             name = lease.lacking(tokens, now_s, is_away=self._is_away)
         if name is not None:
             raise self._refusal(lease, name, tokens, now_s)
-        lease.take(tokens)
         return Charge(lease, tokens)
 
     def headers(self, caller: Caller, *, for_anthropic: bool = False) -> dict[str, str]:
@@ -171,14 +177,10 @@ class Limits:
         """Waits for the next answer to this key's claims, or until it is late."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key_id, []).append(answered)
-        lease.add_need(tokens)
         self._asked.set()
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await answered
-        finally:
-            lease.add_need(-tokens)
+        with lease.waiting(tokens), suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await answered
 
     async def _run(self) -> None:
         loop, due_s = asyncio.get_running_loop(), self._clock()
@@ -205,6 +207,7 @@ class Limits:
             return
         waiting = {key_id: self._waiting.pop(key_id, []) for key_id in keys}
         request = LeaseRequest(self._ingress_id, keys, tuple(self._closed))
+        self._answered.clear()
         try:
             async with asyncio.timeout(_CALL_S):
                 grants = await self._claim(request)
@@ -219,10 +222,12 @@ class Limits:
                 if (lease := self._leases.get(key_id)) is not None:
                     lease.apply(granted, self._clock())
         finally:
+            self._answered.set()
             for futures in waiting.values():
                 for answered in futures:
                     if not answered.done():
                         answered.set_result(None)
+        await asyncio.sleep(0)  # these requests take their grants before they are claimed again
 
     def _forget_idle(self) -> None:
         now_s = self._clock()

@@ -7,7 +7,8 @@ is away the lease refills by the rate of the last grant; see `leases` for the ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -33,7 +34,6 @@ class _Rate:
     balance: float = 0.0  # negative: requests used more than was expected
     offered: float = 0.0  # since the last claim
     demand: float = 0.0  # mean per second
-    need: float = 0.0
     wanted: float = 0.0  # by the last claim
     remaining: float = 0.0  # at the manager
     is_first: bool = True
@@ -50,21 +50,23 @@ class _Rate:
             return is_dry
         return self.balance + _ROUNDING < amount
 
-    def claim(self, elapsed_s: float) -> Claim:
+    def claim(self, elapsed_s: float, waiting: Collection[float]) -> Claim:
+        """`waiting`: the amounts that requests wait for, the first first."""
         if elapsed_s > 0:
             weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
             self.demand += weight * (self.offered / elapsed_s - self.demand)
             self.offered = 0.0
         wanted = self.demand * LEASE_S
         returned = 0.0
-        if not self.need and not self.was_alone and self.balance > wanted + self.least:
+        if not waiting and not self.was_alone and self.balance > wanted + self.least:
             returned = self.balance - wanted
             self.balance = wanted
         want = max(0.0, wanted - self.balance)
-        need = max(0.0, self.need - self.balance)
+        need = max(0.0, sum(waiting) - self.balance)
+        least = max(0.0, next(iter(waiting), 0.0) - self.balance)
         self.wanted = max(want, need)
         return Claim(
-            *(self.limit, need, self.wanted, self.demand, returned, 0.0),
+            *(self.limit, need, least, self.wanted, self.demand, returned, 0.0),
             *(self.is_first, self.alone if self.was_alone else 0.0),
         )
 
@@ -77,29 +79,40 @@ class _Total:
     granted: float = 0.0  # may be in use here
     in_use: float = 0.0
     alone: float = 0.0  # in addition, while the manager is away
+    offered_back: float = 0.0  # likewise: slots that a claim without an answer named as free
+    is_first: bool = True
     offered: float = 0.0
     demand: float = 0.0
-    need: float = 0.0
 
     def lacks(self, amount: float, is_away: bool) -> bool:
-        free = self.granted + (self.alone if is_away else 0.0) - self.in_use
+        free = self.granted + (self.alone + self.offered_back if is_away else 0.0) - self.in_use
         return free + _ROUNDING < amount
 
-    def claim(self, elapsed_s: float) -> Claim:
+    def claim(self, elapsed_s: float, waiting: Collection[float], *, is_whole: bool) -> Claim:
         if elapsed_s > 0:
             weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
             self.demand += weight * (self.offered / elapsed_s - self.demand)
             self.offered = 0.0
-        want = max(self.need, self.demand * LEASE_S)
-        return Claim(self.limit, self.need, want, self.demand, in_use=self.in_use)
+        if is_whole:  # the manager may lend free slots to others before its answer arrives here
+            self.offered_back += self.granted - self.in_use
+            self.granted = self.in_use
+        need, least = sum(waiting), next(iter(waiting), 0.0)
+        want = max(need, self.demand * LEASE_S)
+        return Claim(
+            *(self.limit, need, least, want, self.demand, 0.0, self.in_use, self.is_first),
+            held=self.granted + self.offered_back + self.alone,
+        )
+
+
+Rates = tuple[_Rate | None, _Rate | None]  # of requests and of tokens
 
 
 class KeyLease:
     """The leases of all limits of a key, from its first request at this ingress on."""
 
     __slots__ = (
-        *("_claimed_s", "_num_open", "_rates", "_requests", "_tokens", "_totals", "_waits_s"),
-        *("dry_until_s", "mean_tokens", "policy", "used_s"),
+        *("_claimed_s", "_num_open", "_open_tokens", "_rates", "_requests", "_tokens", "_totals"),
+        *("_unrecorded", "_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
     )
 
     def __init__(self, policy: KeyPolicy, now_s: float, num_ingresses: int) -> None:
@@ -109,6 +122,9 @@ class KeyLease:
         self.used_s = now_s
         self._claimed_s = now_s
         self._num_open = 0
+        self._open_tokens = 0.0  # that open requests have taken
+        self._unrecorded = 0.0  # tokens of ended requests that the manager does not count yet
+        self._waiting: dict[object, float] = {}  # tokens of requests that wait for a grant, by age
         self._waits_s: dict[LimitName, float] = {}  # until when each limit is dry
         self._requests: _Rate | None = None
         self._tokens: _Rate | None = None
@@ -118,8 +134,10 @@ class KeyLease:
         self.change(policy, num_ingresses)
 
     def change(self, policy: KeyPolicy, num_ingresses: int) -> None:
-        """Applies a changed policy. Limits that it has had keep their leases."""
+        """Applies a changed policy. Limits that it has had keep their leases; in the total of a
+        new one, open requests count."""
         self.policy = policy
+        self.dry_until_s = -math.inf  # by limits that may be gone
         now_s = self.used_s
 
         def rate(old: _Rate | None, limit: int | None, least: float) -> _Rate | None:
@@ -147,9 +165,18 @@ class KeyLease:
         self._totals = []
         for name, limit in limits:
             if limit is not None:
-                total = old_totals.get(name) or _Total(limit, alone=limit / num_ingresses)
+                total = old_totals.get(name)
+                if total is None:
+                    total = _Total(limit, alone=limit / num_ingresses)
+                    tokens = self._open_tokens + self._unrecorded
+                    total.in_use = self._num_open if name == "parallel" else tokens
                 total.limit = limit
                 self._totals.append((name, total))
+
+    @property
+    def offers_slots(self) -> bool:
+        """A claim without an answer named slots as free, which may be used again after it."""
+        return any(total.offered_back > 0 for _, total in self._totals)
 
     @property
     def is_idle(self) -> bool:
@@ -178,50 +205,59 @@ class KeyLease:
             return "tokens"
         return None
 
-    def take(self, tokens: float) -> None:
+    def take(self, tokens: float) -> Rates:
+        """Returns the rates that it is taken from, for `settle`: others may hold at the end."""
         self._num_open += 1
+        self._open_tokens += tokens
         if self._requests is not None:
             self._requests.balance -= 1.0
         if self._tokens is not None:
             self._tokens.balance -= tokens
         for name, total in self._totals:
             total.in_use += 1.0 if name == "parallel" else tokens
+        return self._requests, self._tokens
 
-    def settle(self, tokens: float, num_used: int) -> None:
+    def settle(self, rates: Rates, tokens: float, num_used: int) -> None:
         """Ends a request that took `tokens` and used so many; 0: it is refunded whole."""
         self._num_open -= 1
-        if self._requests is not None and not num_used:
-            self._requests.balance += 1.0
-        if self._tokens is not None:
-            self._tokens.balance += tokens - num_used
+        self._open_tokens -= tokens
+        self._unrecorded += num_used
+        by_request, by_token = rates
+        if by_request is not None and not num_used:
+            by_request.balance += 1.0
+        if by_token is not None:
+            by_token.balance += tokens - num_used
         for name, total in self._totals:
             total.in_use -= 1.0 if name == "parallel" else tokens - num_used
 
     def recorded(self, num_tokens: int) -> None:
-        """The manager counts this use from now on."""
+        """The manager counts this use from now on; a part of it may be older than the lease."""
+        num_own = min(num_tokens, self._unrecorded)
+        self._unrecorded -= num_own
         for name, total in self._totals:
             if name != "parallel":
-                total.in_use = max(0.0, total.in_use - num_tokens)
-                total.granted = max(total.in_use, total.granted - num_tokens)
+                total.in_use -= num_own
+                total.granted = max(total.in_use, total.granted - num_own)
 
-    def add_need(self, tokens: float) -> None:
-        """Adds a request that waits for a grant; negative: it waits no longer."""
-        sign = math.copysign(1.0, tokens)
-        if self._requests is not None:
-            self._requests.need = max(0.0, self._requests.need + sign)
-        if self._tokens is not None:
-            self._tokens.need = max(0.0, self._tokens.need + tokens)
-        for name, total in self._totals:
-            total.need = max(0.0, total.need + (sign if name == "parallel" else tokens))
+    @contextmanager
+    def waiting(self, tokens: float) -> Iterator[None]:
+        """While a request of so many tokens waits for a grant."""
+        request = object()
+        self._waiting[request] = tokens
+        try:
+            yield
+        finally:
+            del self._waiting[request]
 
     def claims(self, now_s: float) -> Claims:
         """Returns the claims for the manager, which `apply` follows. Surplus goes back with it."""
         elapsed_s, self._claimed_s = now_s - self._claimed_s, now_s
         claims: dict[LimitName, Claim] = {}
         for name, rate in self._rates:
-            claims[name] = rate.claim(elapsed_s)
+            claims[name] = rate.claim(elapsed_s, self._needs(name))
         for name, total in self._totals:
-            claims[name] = total.claim(elapsed_s)
+            is_whole = name == "parallel"
+            claims[name] = total.claim(elapsed_s, self._needs(name), is_whole=is_whole)
         return claims
 
     def apply(self, grants: Grants, now_s: float) -> None:
@@ -234,13 +270,14 @@ class KeyLease:
                 self._waits_s[name] = now_s + grant.wait_s
                 # With more demand than its share, the next claims would be in vain as well.
                 is_scarce = grant.amount < rate.wanted and rate.demand > rate.alone
-                if is_scarce or rate.balance + _ROUNDING < rate.need:
+                if is_scarce or grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         for name, total in self._totals:
             if (grant := grants.get(name)) is not None:
-                total.granted, total.alone = grant.amount, grant.alone
+                total.granted, total.alone, total.offered_back = grant.amount, grant.alone, 0.0
+                total.is_first = False
                 self._waits_s[name] = now_s + grant.wait_s
-                if total.granted + _ROUNDING < total.in_use + total.need:
+                if grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         self.dry_until_s = now_s + min(dry_s, _MAX_DRY_S) if dry_s else -math.inf
 
@@ -272,6 +309,12 @@ class KeyLease:
             headers[f"anthropic-ratelimit-{name}-remaining"] = str(remaining)
             headers[f"anthropic-ratelimit-{name}-reset"] = f"{at:%Y-%m-%dT%H:%M:%SZ}"
         return headers
+
+    def _needs(self, name: LimitName) -> Collection[float]:
+        """Returns what the waiting requests need of this limit, the first first."""
+        if name in ("requests", "parallel"):
+            return (1.0,) * len(self._waiting)
+        return self._waiting.values()
 
     def _states(self) -> Iterator[tuple[LimitName, int, int, float]]:
         """Yields each rate: its limit, the rest of it, and the seconds until there is more."""

@@ -2,9 +2,9 @@
 calls. RFC 7519 and 7515, signed with RS256 or ES256 and nothing else; keys by RFC 7517.
 
 PyJWT verifies them. The two algorithms are fixed here, so that no header of a token chooses another
-one; the times are compared with the caller's clock. The issuer's public keys are fetched in a
-thread; a request waits for a fetch only if its key is unknown, and at most one fetch in ten
-seconds.
+one; the times are compared with the caller's clock. A request waits for a fetch of the issuer's
+public keys only if its key is unknown; a fetch has a time limit as a whole, and the next one begins
+ten seconds after its end at the earliest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import hashlib
 import json
 import logging
 import math
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import httpx
@@ -23,7 +25,7 @@ import jwt
 
 from serve_app.config import OidcArgs
 from serve_app.errors import ServiceUnavailableError
-from serve_app.tasks import has_failed, share
+from serve_app.tasks import spawn
 from serve_app.tenancy.caller import SCOPES, Caller, KeyPolicy
 from serve_app.tenancy.table import RefusedKeyError
 
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LEEWAY_S = 60.0  # between the issuer's clock and this one
 _MAX_AGE_S = 3600.0  # then the keys are fetched again
-_MIN_INTERVAL_S = 10.0  # between two fetches
+_MIN_INTERVAL_S = 10.0  # from the end of a fetch to the next one
 _MAX_DOCUMENT_BYTES = 1024**2
 _MIN_RSA_BITS = 2048
 _MAX_VERIFIED = 4096  # tokens; a signature costs 30 to 100 us
@@ -40,7 +42,7 @@ _MAX_GLOBS = 1000
 
 _OPTIONS: Any = {"verify_exp": False, "verify_nbf": False, "verify_iat": False, "verify_jti": False}
 
-Fetch = Callable[[str], Any]
+Fetch = Callable[[str], Awaitable[Any]]
 
 
 def is_token(text: str) -> bool:
@@ -50,13 +52,12 @@ def is_token(text: str) -> bool:
 
 class TokenVerifier:
     def __init__(self, args: OidcArgs, fetch: Fetch | None = None) -> None:
-        """`fetch` returns the JSON document at a URL; it blocks, and raises OSError or
-        ValueError."""
+        """`fetch` returns the JSON document at a URL, and raises OSError or ValueError."""
         self._args = args
         self._fetch = fetch or _fetcher(args.timeout_s)
         self._keys: dict[str, jwt.PyJWK] = {}  # by `kid`
         self._fetched_s = -math.inf  # when the keys last arrived
-        self._tried_s = -math.inf
+        self._ended_s = -math.inf  # when the last fetch ended
         self._fetching: asyncio.Task[None] | None = None
         self._verified: dict[bytes, tuple[Caller, float]] = {}  # by hash; until when
 
@@ -87,9 +88,10 @@ class TokenVerifier:
         return caller
 
     async def _key(self, algorithm: str, kid: object) -> jwt.PyJWK | None:
-        age_s = time.monotonic() - self._fetched_s
-        if age_s > _MAX_AGE_S or self._find(algorithm, kid) is None:
-            await self._refresh()
+        is_old = time.monotonic() - self._fetched_s > _MAX_AGE_S
+        is_unknown = self._find(algorithm, kid) is None
+        if (is_old or is_unknown) and (fetching := self._refresh()) is not None and is_unknown:
+            await asyncio.wait((fetching,))
         if not self._keys:
             raise ServiceUnavailableError("The keys of the token's issuer are not known.", 5)
         return self._find(algorithm, kid)
@@ -101,48 +103,39 @@ class TokenVerifier:
         key = self._keys.get(kid) if isinstance(kid, str) else None
         return key if key is not None and key.algorithm_name == algorithm else None
 
-    async def _refresh(self) -> None:
-        """Fetches the keys, unless that was tried a moment ago. Concurrent callers share it; if it
-        fails, the keys stay as they are."""
-        fetching = self._fetching
-        if fetching is None or fetching.done():
-            if time.monotonic() - self._tried_s < _MIN_INTERVAL_S:
-                return
-            self._tried_s = time.monotonic()
-            self._fetching = fetching = share(self._fetch_keys(), "fetch-issuer-keys")
-        await asyncio.wait((fetching,))
-        if has_failed(fetching):
-            logger.warning("could not fetch the issuer's keys: %s", fetching.exception())
+    def _refresh(self) -> asyncio.Task[None] | None:
+        """Returns the fetch of the keys, which concurrent callers share; None a moment after the
+        last one."""
+        if self._fetching is None and time.monotonic() - self._ended_s >= _MIN_INTERVAL_S:
+            self._fetching = spawn(self._fetch_keys(), "fetch-issuer-keys")
+        return self._fetching
 
     async def _fetch_keys(self) -> None:
-        keys = await asyncio.to_thread(self._read_keys)
-        if _numbers(keys) != _numbers(self._keys):
-            self._verified = {}  # a key that the issuer withdrew ends its tokens
-        self._keys, self._fetched_s = keys, time.monotonic()
+        """If it fails, the keys stay as they are."""
+        try:
+            url, document = await self._fetch_document()
+            keys = await asyncio.to_thread(_read_keys, url, document)
+        except Exception as error:  # whatever the issuer sends
+            logger.warning("could not fetch the issuer's keys: %s", error)
+        else:
+            if _numbers(keys) != _numbers(self._keys):
+                self._verified = {}  # a key that the issuer withdrew ends its tokens
+            self._keys, self._fetched_s = keys, time.monotonic()
+        finally:
+            self._fetching, self._ended_s = None, time.monotonic()
 
-    def _read_keys(self) -> dict[str, jwt.PyJWK]:
+    async def _fetch_document(self) -> tuple[str, Any]:
+        """Returns the list of keys, and its address."""
         url = self._args.jwks_url
         if url is None:
             issuer = self._args.issuer
-            found = self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+            found = await self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
             if not isinstance(found, dict) or found.get("issuer") != issuer:
                 raise ValueError(f"the configuration at {issuer} is of another issuer")
             url = found.get("jwks_uri")
             if not isinstance(url, str) or not url.startswith(("https://", issuer)):
                 raise ValueError(f"the configuration at {issuer} has no jwks_uri of https")
-        document = self._fetch(url)
-        listed = document.get("keys") if isinstance(document, dict) else None
-        if not isinstance(listed, list):
-            raise ValueError(f"{url} has no list of keys")
-        keys: dict[str, jwt.PyJWK] = {}
-        for number, one in enumerate(listed):
-            key = _read_key(one) if isinstance(one, dict) else None
-            if key is not None:
-                kid = one.get("kid")
-                keys[kid if isinstance(kid, str) else f"\0{number}"] = key
-        if not keys:
-            raise ValueError(f"{url} has no key for RS256 or ES256")
-        return keys
+        return url, await self._fetch(url)
 
     def _claims(self, text: str, key: jwt.PyJWK) -> dict[str, Any] | None:
         """Returns the claims; None without a valid signature, or for another issuer or audience."""
@@ -177,21 +170,49 @@ class TokenVerifier:
 
 
 def _fetcher(timeout_s: float) -> Fetch:
-    def fetch(url: str) -> Any:
+    async def fetch(url: str) -> Any:
+        content = b""
         try:
-            with httpx.stream("GET", url, timeout=timeout_s, follow_redirects=False) as answer:
+            # httpx has limits for each read alone: an issuer may send a byte now and then.
+            async with (
+                asyncio.timeout(timeout_s),
+                httpx.AsyncClient(timeout=None, verify=await asyncio.to_thread(_tls)) as client,
+                client.stream("GET", url) as answer,
+            ):
                 if answer.status_code != 200:
                     raise OSError(f"{url} answered {answer.status_code}")
-                content = b""
-                for part in answer.iter_bytes():
+                async for part in answer.aiter_bytes():
                     content += part
                     if len(content) > _MAX_DOCUMENT_BYTES:
                         raise ValueError(f"{url} has more than {_MAX_DOCUMENT_BYTES} bytes")
+        except TimeoutError as error:
+            raise OSError(f"{url} took longer than {timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise OSError(f"{url}: {error or type(error).__name__}") from error
         return json.loads(content)
 
     return fetch
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Reads the authorities' certificates, which takes milliseconds."""
+    return httpx.create_ssl_context()
+
+
+def _read_keys(url: str, document: object) -> dict[str, jwt.PyJWK]:
+    listed = document.get("keys") if isinstance(document, dict) else None
+    if not isinstance(listed, list):
+        raise ValueError(f"{url} has no list of keys")
+    keys: dict[str, jwt.PyJWK] = {}
+    for number, one in enumerate(listed):
+        key = _read_key(one) if isinstance(one, dict) else None
+        if key is not None:
+            kid = one.get("kid")
+            keys[kid if isinstance(kid, str) else f"\0{number}"] = key
+    if not keys:
+        raise ValueError(f"{url} has no key for RS256 or ES256")
+    return keys
 
 
 def _read_key(found: dict[str, Any]) -> jwt.PyJWK | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import (
     URL,
     Connection,
@@ -113,7 +114,11 @@ class Store:
         with self._connection() as connection:
             if self.dialect == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _UPGRADE_LOCK})
-            command.upgrade(_config(connection), revision)
+            try:
+                command.upgrade(_config(connection), revision)
+            except CommandError as error:
+                reason = f"its tables are of another release: {error}"
+                raise StoreUnavailableError(reason) from error
 
     def downgrade(self, revision: str) -> None:
         """Takes the tables back to `revision`; `base` removes them."""

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 SEND_INTERVAL_S = 1.0
 _CALL_S = 10.0  # the manager waits for its database
+_CLOSE_S = 2.0  # at the end of the server the manager may be gone before
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,19 @@ class UsageMeter:
             self._batch = None
             for key, usage in batch.rows:
                 self._on_recorded(key.key_id, usage.num_tokens)
+
+    async def close(self) -> None:
+        """Sends what is left, at the end of an ingress whose requests have ended."""
+        if self._task is not None:
+            self._task.cancel()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                while self._batch is not None or self._sums:
+                    await self.send()
+                    if self._batch is not None:  # the manager's database is away
+                        await asyncio.sleep(SEND_INTERVAL_S / 4)
+        except Exception as error:
+            logger.error("the use of keys in the last second is lost: %r", error)
 
     async def _run(self) -> None:
         is_away = False

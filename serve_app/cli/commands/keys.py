@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from serve_app.admin_api import KeyLine, KeyLines, NewKey
 from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import console, print_facts, print_json, print_table
 
 _PAGE = 1000
+_WHOLE_KEY = re.compile(r"lpx_([a-z0-9]{10})_[\w-]{43}")
 
 
 class _Info(msgspec.Struct):
@@ -66,7 +69,7 @@ def list_keys(tenant: str | None, url: str, json: bool) -> None:
         return
     table = Table("id", "alias", "tenant", "models", "scopes", "limits", "expires", box=None)
     for line in lines:
-        table.add_row(
+        cells = (
             line.token_id,
             line.key_alias or "",
             line.team_id,
@@ -75,10 +78,13 @@ def list_keys(tenant: str | None, url: str, json: bool) -> None:
             ", ".join(f"{words} {value}" for words, value in _limits(line)),
             line.expires or "never",
         )
+        table.add_row(*map(Text, cells))  # the brackets of a glob are no markup
     print_table(table)
 
 
 def info(key: str, url: str, json: bool) -> None:
+    whole = _WHOLE_KEY.fullmatch(key)
+    key = whole[1] if whole else key  # gateways log addresses: the secret is in none
     line = call_server(url, "GET", f"/key/info?key={quote(key, safe='')}", _Info).info
     if json:
         print_json(line)

@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 import msgspec
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from serve_app.admin_api import UsageLine, UsageLines, usage_csv
 from serve_app.cli.commands.admin_client import call_admin
@@ -37,7 +38,8 @@ def _print(names: list[str], found: UsageLines) -> None:
         column.justify = "right"
     for line in found.usage:
         values = msgspec.structs.asdict(line)
-        table.add_row(*(str(values[name]) for name in names), *_cells(line))
+        named = (Text(str(values[name])) for name in names)  # a tenant's name is no markup
+        table.add_row(*named, *_cells(line))
     print_table(table)
     console.print(f"[dim]from {found.from_} to {found.to}[/]", highlight=False)
 

@@ -222,6 +222,18 @@ async def test_a_forbidden_and_an_unknown_name_answer_alike(world: World) -> Non
     assert (await world.http.get("/v1/models/sql", headers=headers)).status_code == 200
 
 
+async def test_a_name_that_is_left_out_shows_no_forbidden_one(world: World) -> None:
+    headers = await world.key(models=("sql",))
+    for answer in (
+        await world.http.post("/tokenize", json={"prompt": "hi"}, headers=headers),
+        await world.http.post("/detokenize", json={"tokens": [1]}, headers=headers),
+        await world.http.get("/tokenizer_info", headers=headers),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "model")
+        assert "base" not in error["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from engine.errors import InvalidRequestError
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.model_access import check_model, check_route
@@ -86,7 +87,12 @@ async def _find_base(request: Request, model: str | None) -> BaseHandle:
     """Returns the handle of the model's base; the name may be left out if there is one base."""
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model
-    check_model(state.gateway, caller_of(request), named)
+    try:
+        check_model(state.gateway, caller_of(request), named)
+    except ApiError:
+        if model is None:  # the error would name the base
+            raise InvalidRequestError("model: required with this API key.", "model") from None
+        raise
     route, leave = await state.cold_starts.admit(named, request.receive)
     leave()
     check_route(state, caller_of(request), named, route)

@@ -7,6 +7,7 @@ square of some counts.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -273,6 +274,8 @@ def _check_size(schema: Schema, field: str) -> None:
             raise FieldError(f"{where}.required: must be a list of names.")
         if (inexact := inexact_number(part)) is not None:
             key, number = inexact
+            if isinstance(number, float) and math.isinf(number):  # 1e999 is read so
+                raise FieldError(f"{where}.{key}: a number is too large.")
             raise FieldError(f"{where}.{key}: {shown(number)} has too many digits to be enforced.")
         for key in _SCHEMA_MAPS:
             inner = part.get(key)

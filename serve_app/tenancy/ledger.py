@@ -176,7 +176,7 @@ class UsageBook:
                 now_s = self._clock()
                 # Read again if this fails or is cancelled: the database may have the batch.
                 self._is_read = False
-                is_new = await asyncio.to_thread(self._ledger.record, batch, now_s)
+                is_new = await _to_its_end(self._ledger.record, batch, now_s)
                 self._is_read = True
             except StoreUnavailableError:
                 return False
@@ -222,6 +222,21 @@ class UsageBook:
                 self.used[key_id, name] = number
             self._began_s[name] = begin_s
         self._is_read = True
+
+
+async def _to_its_end(
+    write: Callable[[UsageBatch, float], bool], batch: UsageBatch, now_s: float
+) -> bool:
+    """Writes in a thread. A caller that is cancelled waits for it: the next one would read a day
+    without the batch and a month with it."""
+    writing = asyncio.ensure_future(asyncio.to_thread(write, batch, now_s))
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,))
+        if not writing.cancelled():
+            writing.exception()  # seen: the batch comes again
+        raise
 
 
 def _periods(now_s: float) -> dict[TotalName, tuple[float, float]]:

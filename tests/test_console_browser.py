@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.console_rig import NARROW, WIDE, is_too_wide, open_browser, open_page, size, violations
 from tests.serve_rig import RIG_ADAPTER, RIG_BASE, RIG_TOKEN, Rig, start_rig
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+pytestmark = pytest.mark.serve
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.serve,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
-]
-AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text()
 PAGES = ("overview", "adapters", "playground", "canaries", "keys", "registry")
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def rig(browser: Any) -> Iterator[Rig]:
     with start_rig(200) as rig:
         for _ in range(3):
             body: dict[str, Any] = {"model": RIG_ADAPTER, "prompt": "hello", "max_tokens": 8}
@@ -34,47 +31,23 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
-@pytest.fixture(scope="module")
-def browser(rig: Rig) -> Iterator[Browser]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def page(browser: Browser, rig: Rig) -> Iterator[Page]:
-    with browser.new_context(base_url=rig.url) as context:
-        page = context.new_page()
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on(
-            "console",
-            lambda line: faults.append(line.text) if "Content Security" in line.text else None,
-        )
-        yield page
-        assert not faults
+def page(browser: Any, rig: Rig) -> Iterator[Any]:
+    with open_page(browser, base_url=rig.url) as opened:
+        yield opened
 
 
-def log_in(page: Page) -> None:
+def log_in(page: Any) -> None:
     page.goto("/console")
     page.get_by_label("Key").fill(RIG_TOKEN)
     page.get_by_role("button", name="Log in").click()
     page.get_by_role("button", name="Log out").wait_for()
 
 
-def violations(page: Page) -> list[str]:
-    page.evaluate(AXE)
-    found = page.evaluate("axe.run()")
-    return [
-        f"{one['id']}: {[node['html'] for node in one['nodes']]}" for one in found["violations"]
-    ]
-
-
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("pixels", [WIDE, NARROW])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_accessible_and_fits(page: Page, scheme: Any, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 900})
+def test_every_page_is_accessible_and_fits(page: Any, scheme: str, pixels: tuple[int, int]) -> None:
+    page.set_viewport_size(size(pixels))
     page.emulate_media(color_scheme=scheme)
     page.goto("/console")
     page.get_by_role("heading", name="Log in").wait_for()
@@ -86,11 +59,10 @@ def test_every_page_is_accessible_and_fits(page: Page, scheme: Any, width: int) 
         page.locator("main h1").wait_for()
         page.wait_for_load_state("networkidle")
         assert (name, violations(page)) == (name, [])
-        overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert (name, page.evaluate(overflow)) == (name, 0)
+        assert (name, is_too_wide(page)) == (name, False)
 
 
-def test_overview_draws_charts_of_the_series(page: Page) -> None:
+def test_overview_draws_charts_of_the_series(page: Any) -> None:
     log_in(page)
     page.locator(".chart canvas").first.wait_for()
     assert page.locator(".chart canvas").count() == 5
@@ -98,7 +70,7 @@ def test_overview_draws_charts_of_the_series(page: Page) -> None:
     assert "running" in row.inner_text()
 
 
-def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Page, rig: Rig) -> None:
+def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Any, rig: Rig) -> None:
     page.goto("/console#/adapters")
     page.get_by_label("Key").focus()
     page.keyboard.type(RIG_TOKEN)
@@ -126,7 +98,7 @@ def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Page, rig: Rig
     assert "Evict" in page.evaluate("document.activeElement.ariaLabel")
 
 
-def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Page) -> None:
+def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Any) -> None:
     log_in(page)
     page.goto("/console#/registry")
     page.get_by_role("rowheader", name=RIG_ADAPTER).wait_for()
@@ -134,3 +106,8 @@ def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Page
     page.get_by_role("button", name="Log out").click()
     page.get_by_role("heading", name="Log in").wait_for()
     assert page.get_by_role("link", name="Registry").count() == 0
+
+
+def answer_with(page: Any, path: str, body: object) -> None:
+    """Gives a page another answer of the server than the rig has."""
+    page.route(f"**{path}", lambda route: route.fulfill(json=body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +112,35 @@ def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Any)
 def answer_with(page: Any, path: str, body: object) -> None:
     """Gives a page another answer of the server than the rig has."""
     page.route(f"**{path}", lambda route: route.fulfill(json=body))
+
+
+def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
+    page.clock.install()
+    log_in(page)
+    page.goto("/console#/registry")
+    page.get_by_role("rowheader", name=RIG_ADAPTER).wait_for()
+    page.route("**/admin/registry", lambda route: None)  # it is never answered
+    page.clock.fast_forward(10_000)
+    page.clock.fast_forward(30_000)
+    page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    assert page.get_by_role("rowheader", name=RIG_ADAPTER).is_visible()
+    page.unroute("**/admin/registry")
+    page.clock.fast_forward(10_000)
+    page.get_by_role("alert").wait_for(state="detached")
+
+
+def test_an_answer_that_breaks_off_has_failed(page: Any) -> None:
+    delta = {"choices": [{"delta": {"content": "half an ans"}}]}
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=f"data: {json.dumps(delta)}\n\n", content_type="text/event-stream"
+        ),
+    )
+    page.goto("/console#/playground")
+    page.get_by_label("Prompt").fill("Say hello.")
+    page.get_by_role("button", name="Send").click()
+    left = page.get_by_role("region", name="Left answer")
+    left.get_by_text("Failed.").wait_for()
+    assert "half an ans" in left.inner_text()
+    assert "broke off" in left.get_by_role("alert").inner_text()

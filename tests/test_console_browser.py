@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,6 +131,36 @@ def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
     page.get_by_role("alert").wait_for(state="detached")
 
 
+def test_cards_show_no_figures_of_the_past(page: Any) -> None:
+    times = [int(time.time()) // 5 * 5 - 5 * before for before in range(180, 0, -1)]
+    gone: list[float | None] = [3.0, *[None] * 179]
+    names = ("requests", "errors", "refused", "prompt_tokens", "output_tokens")
+    gauges = ("ttft_p50_s", "ttft_p95_s", "running", "waiting", "kv_usage")
+    base = {"name": RIG_BASE} | dict.fromkeys([*(f"{one}_per_s" for one in names), *gauges], gone)
+    answer_with(page, "/admin/series", {"interval_s": 5, "times_s": times, "bases": [base]})
+    log_in(page)
+    cards = page.locator(".card")
+    cards.filter(has_text="Running").wait_for()
+    assert not re.search(r"\d", " ".join(cards.locator(".figure").all_inner_texts()))
+
+
+def test_a_filter_does_not_outlive_its_base(page: Any) -> None:
+    def line(base: str) -> dict[str, object]:
+        known = {"version": 1, "pin": False, "aliases": [], "is_default": True, "engines": []}
+        return {"name": f"of-{base}", "digest": base, "base": base} | known
+
+    page.clock.install()
+    answer_with(page, "/admin/adapters", {"adapters": [line("stays"), line("goes")]})
+    log_in(page)
+    page.goto("/console#/adapters")
+    page.get_by_label("Base").select_option("goes")
+    page.get_by_role("rowheader", name="of-stays").wait_for(state="detached")
+    answer_with(page, "/admin/adapters", {"adapters": [line("stays")]})
+    page.clock.fast_forward(5_000)
+    page.get_by_role("rowheader", name="of-stays").wait_for()
+    assert page.get_by_label("Base").input_value() == ""
+
+
 def test_an_answer_that_breaks_off_has_failed(page: Any) -> None:
     delta = {"choices": [{"delta": {"content": "half an ans"}}]}
     page.route(
@@ -144,3 +176,14 @@ def test_an_answer_that_breaks_off_has_failed(page: Any) -> None:
     left.get_by_text("Failed.").wait_for()
     assert "half an ans" in left.inner_text()
     assert "broke off" in left.get_by_role("alert").inner_text()
+
+
+def test_times_are_in_utc(browser: Any, rig: Rig) -> None:
+    with open_page(browser, base_url=rig.url, timezone_id="Asia/Kolkata") as page:
+        log_in(page)
+        page.locator(".chart .u-over").first.hover()
+        shown = page.locator(".chart .u-legend .u-value").filter(has_text="UTC").first.inner_text()
+    minute = int(shown.split(":")[1])
+    # The zone of this browser is half an hour away.
+    now = time.gmtime().tm_min
+    assert min((now - minute) % 60, (minute - now) % 60) <= 16

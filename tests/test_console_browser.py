@@ -178,6 +178,21 @@ def test_an_answer_that_breaks_off_has_failed(page: Any) -> None:
     assert "broke off" in left.get_by_role("alert").inner_text()
 
 
+def test_ctrl_enter_sends_no_setting_that_is_no_number(page: Any) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto("/console#/playground")
+    page.get_by_label("Prompt").fill("Say hello.")
+    page.get_by_role("button", name="Send").click(trial=True)
+    page.get_by_label("Max tokens").focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("-")
+    page.keyboard.press("Control+Enter")
+    assert page.locator("input:invalid").count() == 1
+    assert page.get_by_text("No answer yet.").count() == 2
+    assert not [url for url in asked if url.endswith("/v1/chat/completions")]
+
+
 def test_times_are_in_utc(browser: Any, rig: Rig) -> None:
     with open_page(browser, base_url=rig.url, timezone_id="Asia/Kolkata") as page:
         log_in(page)

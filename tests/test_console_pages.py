@@ -116,6 +116,7 @@ def test_stop_ends_both_answers_and_keeps_what_came(page: Any) -> None:
 
 def test_an_error_is_in_the_column_that_has_it(page: Any) -> None:
     go(page, "Playground")
+    page.locator("datalist option").first.wait_for(state="attached")
     page.get_by_label("Right model").fill(f"{RIG_BASE}@1:nobody@3")
     page.get_by_label("Token probabilities").uncheck()
     ask(page, 8)
@@ -130,13 +131,14 @@ def test_a_key_is_offered_what_it_may_call(browser: Any, rig: Rig) -> None:
     key = make_key(rig, models=[f"{RIG_BASE}:{PLAIN}"])
     with open_page(browser) as page:
         log_in(page, rig, key)
-        pages = page.get_by_role("navigation").get_by_role("link")
-        assert pages.all_inner_texts() == ["Playground"]
+        go(page, "Playground")
         page.locator("datalist option").first.wait_for(state="attached")
         offered = page.locator("datalist option").evaluate_all("all => all.map((x) => x.value)")
         assert offered == [f"{RIG_BASE}:{PLAIN}"]
+        assert page.get_by_label("Left model").input_value() == ""  # the base is not for this key
         ask(page, 4)
         answer(page, "Right").get_by_text("Done.").wait_for()
+        assert answer(page, "Left").get_by_text("No answer yet.").is_visible()
 
 
 def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
@@ -259,6 +261,9 @@ def test_a_canary_is_promoted(page: Any, rig: Rig) -> None:
     canary.get_by_role("button", name="Set weight").click()
     eventually(lambda: rig.registry.snapshot().setting(SPLIT, "canary_weight") == "0.25")
     canary.get_by_role("cell", name="25 %").wait_for()
+    weight.fill("33.3")
+    canary.get_by_role("button", name="Set weight").click()
+    eventually(lambda: rig.registry.snapshot().setting(SPLIT, "canary_weight") == "0.333")
     canary.get_by_role("button", name="Promote version 2").click()
     dialog = page.get_by_role("dialog", name=f"Promote {SPLIT}@2?")
     dialog.get_by_role("button", name="Promote").click()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,52 @@ def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
     row.wait_for(state="detached")
     eventually(lambda: status_with(rig, second) == 401)
+
+
+def test_the_new_secret_of_the_own_key_stays_until_it_is_read(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, key_alias="mine", scopes=["infer", "admin:read", "admin"])
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        go(page, "Keys and usage")
+        page.get_by_role("button", name="Rotate mine").click()
+        page.get_by_label("The former secret counts for").fill("")
+
+        def hold(route: Any) -> None:
+            eventually(lambda: status_with(rig, key) == 401)
+            route.continue_()
+
+        page.route("**/key/list*", hold)
+        page.get_by_role("dialog").get_by_role("button", name="Rotate").click()
+        page.get_by_role("button", name="Copy").wait_for()
+        eventually(lambda: status_with(rig, key) == 401)
+        page.wait_for_load_state("networkidle")
+        second = page.get_by_label("Key", exact=True).input_value()
+        eventually(lambda: status_with(rig, second) == 200)
+        page.get_by_role("button", name="Close").click()
+        page.get_by_role("heading", name="Log in").wait_for()
+        page.get_by_label("Key").fill(second)
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Rotate mine").wait_for()
+
+
+def test_a_page_of_keys_that_empties_gives_way_to_the_one_before(page: Any, rig: Rig) -> None:
+    for alias in ("last but one", "last of all"):
+        make_key(rig, key_alias=alias)
+    # A key a page: the server is asked for the same with another size.
+    page.route(
+        "**/key/list*",
+        lambda route: route.continue_(url=route.request.url.replace("size=100", "size=1")),
+    )
+    go(page, "Keys and usage")
+    shown = page.get_by_text(re.compile(r"^Page \d+ of"))
+    number, total = map(int, re.findall(r"\d+", shown.inner_text())[:2])
+    for following in range(number + 1, total + 1):
+        page.get_by_role("button", name="Next page").click()
+        page.get_by_text(f"Page {following} of").wait_for()
+    page.get_by_role("button", name="Revoke last of all").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    page.get_by_role("button", name="Revoke last of all").wait_for(state="detached")
+    page.get_by_role("button", name="Revoke").first.wait_for()
 
 
 def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:

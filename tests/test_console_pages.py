@@ -258,6 +258,42 @@ def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
     assert int(row[5]) >= 5
 
 
+def test_usage_keeps_its_heading_while_another_grouping_fails(page: Any) -> None:
+    go(page, "Keys and usage")
+    usage = page.get_by_role("region", name="Usage", exact=True)
+    usage.get_by_role("columnheader", name="Adapter").wait_for()
+    refused = {"error": {"message": "The database is away.", "code": "unavailable"}}
+    page.route("**/admin/usage*tenant*", lambda route: route.fulfill(status=503, json=refused))
+    usage.get_by_label("By", exact=True).select_option("tenant")
+    usage.get_by_text("The database is away.").wait_for()
+    assert usage.get_by_role("columnheader", name="Adapter").is_visible()
+    assert usage.get_by_role("columnheader", name="Tenant").count() == 0
+
+
+def test_years_that_are_being_typed_are_not_asked_for(page: Any) -> None:
+    go(page, "Keys and usage")
+    usage = page.get_by_role("region", name="Usage", exact=True)
+    usage.get_by_role("table").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    until = usage.get_by_label("To", exact=True)
+    year = int(until.input_value()[:4]) + 1
+    until.press_sequentially(f"1231{year}")
+    usage.get_by_label("From", exact=True).press_sequentially(f"0101{year - 1}")
+    assert until.input_value() == f"{year}-12-31"
+    page.wait_for_load_state("networkidle")
+    usage.get_by_role("table").wait_for()
+    assert f"from={year - 1}-01-01&to={year + 1}-01-01" in asked[-1]
+    assert all(re.search(r"from=2\d{3}-\d\d-\d\d&to=2\d{3}-\d\d-\d\d$", url) for url in asked)
+    until.evaluate(  # a year of five digits: a field without a limit takes it
+        """(field) => {
+          field.value = "20266-11-23";
+          field.dispatchEvent(new Event("input", {bubbles: true}));
+        }"""
+    )
+    assert usage.get_by_role("table").is_visible()
+
+
 def test_keys_are_made_with_the_keyboard_alone(page: Any) -> None:
     go(page, "Keys and usage")
     create = page.get_by_role("button", name="Create a key")

@@ -116,6 +116,14 @@ def answer_with(page: Any, path: str, body: object) -> None:
     page.route(f"**{path}", lambda route: route.fulfill(json=body))
 
 
+def test_without_keys_the_page_of_keys_says_how_to_switch_them_on(page: Any) -> None:
+    log_in(page)
+    page.goto("/console#/keys")
+    page.get_by_text("Keys are off").wait_for()
+    assert "tenancy.enabled: true" in page.get_by_role("main").inner_text()
+    assert page.get_by_role("main").get_by_role("button").count() == 0
+
+
 def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
     page.clock.install()
     log_in(page)
@@ -129,6 +137,17 @@ def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
     page.unroute("**/admin/registry")
     page.clock.fast_forward(10_000)
     page.get_by_role("alert").wait_for(state="detached")
+
+
+def test_a_console_that_is_opened_too_early_goes_on_by_itself(page: Any) -> None:
+    page.clock.install()
+    page.route("**/console/session", lambda route: route.abort())
+    page.goto("/console")
+    page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    page.unroute("**/console/session")
+    page.clock.fast_forward(10_000)
+    page.get_by_role("heading", name="Log in").wait_for()
+    assert page.get_by_role("alert").count() == 0
 
 
 def test_cards_show_no_figures_of_the_past(page: Any) -> None:

@@ -142,6 +142,50 @@ def test_a_key_is_offered_what_it_may_call(browser: Any, rig: Rig) -> None:
         assert answer(page, "Left").get_by_text("No answer yet.").is_visible()
 
 
+def test_a_key_that_only_asks_models_reaches_no_other_page(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, key_alias="asks")
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        links = page.get_by_role("navigation").get_by_role("link")
+        assert links.all_inner_texts() == ["Playground", "Usage"]
+        statuses: list[tuple[str, int]] = []
+        page.on("response", lambda one: statuses.append((one.url, one.status)))
+        for title in ("overview", "adapters", "canaries", "keys", "registry"):
+            page.goto(f"{rig.url}/console#/{title}")
+            page.get_by_text("This key lacks the scope admin:read.").wait_for()
+        assert not [url for url, _ in statuses if "/admin/" in url or "/key/" in url]
+        # Nor by hand, with the header of the console and the cookie of the login.
+        script = """(path) => fetch(path, {headers: {"x-loraplex-console": "1"}})
+          .then((answer) => answer.status)"""
+        paths = ("/admin/series", "/admin/adapters", "/admin/canaries", "/admin/registry")
+        for path in (*paths, "/admin/usage", "/key/list"):
+            assert (path, page.evaluate(script, path)) == (path, 403)
+
+
+def test_a_key_sees_its_own_use_alone(browser: Any, rig: Rig) -> None:
+    own, other = make_key(rig, team_id="own"), make_key(rig, team_id="other")
+    for key, model in ((own, PLAIN), (other, SPLIT)):
+        body = {"model": model, "prompt": "abc", "max_tokens": 5}
+        headers = {"x-api-key": key}
+        sent = httpx.post(f"{rig.url}/v1/completions", json=body, headers=headers)
+        assert sent.status_code == 200
+
+    def tenants() -> set[str]:
+        found = httpx.get(f"{rig.url}/admin/usage?by=tenant", headers=ADMIN).json()["usage"]
+        return {line["tenant"] for line in found}
+
+    eventually(lambda: {"own", "other"} <= tenants())
+    with open_page(browser) as page:
+        log_in(page, rig, own)
+        go(page, "Usage")
+        page.get_by_role("rowheader", name=f"{PLAIN}@1").wait_for()
+        assert page.get_by_role("rowheader").count() == 1
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Download CSV").click()
+        assert SPLIT not in Path(download.value.path()).read_text()
+        assert (violations(page), is_too_wide(page)) == ([], False)
+
+
 def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
     go(page, "Keys and usage")
     page.get_by_role("button", name="Create a key").click()
@@ -185,6 +229,19 @@ def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
     row.wait_for(state="detached")
     eventually(lambda: status_with(rig, second) == 401)
+
+
+def test_a_key_that_ends_says_so_on_the_open_page(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, key_alias="ends", scopes=["infer", "admin:read"])
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        go(page, "Canaries")
+        page.get_by_role("region", name=f"Canary of {SPLIT}").wait_for()
+        gone = {"key_aliases": ["ends"]}
+        assert httpx.post(f"{rig.url}/key/delete", json=gone, headers=ADMIN).status_code == 200
+        page.get_by_role("heading", name="Log in").wait_for()
+        assert "key" in page.get_by_role("alert").inner_text()
+        assert page.get_by_role("link", name="Canaries").count() == 0
 
 
 def test_the_new_secret_of_the_own_key_stays_until_it_is_read(browser: Any, rig: Rig) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
+import json
+import re
+import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.console_rig import NARROW, WIDE, is_too_wide, open_browser, open_page, size, violations
 from tests.serve_rig import (
     RIG_ADAPTER,
     RIG_BASE,
@@ -20,21 +22,19 @@ from tests.serve_rig import (
     wait_ready,
 )
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+pytestmark = pytest.mark.serve
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.serve,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
-]
-AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text()
 PAGES = ("overview", "adapters", "playground", "canaries", "keys", "registry")
 
 
 @pytest.fixture(scope="module")
-def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def rig(browser: Any, serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     rig = deploy(serve_port, rig_args(200, RIG_BASE), tmp_path_factory.mktemp("console"))
     wait_ready(rig)
     for _ in range(3):
@@ -43,47 +43,23 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     return rig
 
 
-@pytest.fixture(scope="module")
-def browser(rig: Rig) -> Iterator[Browser]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def page(browser: Browser, rig: Rig) -> Iterator[Page]:
-    with browser.new_context(base_url=rig.url) as context:
-        page = context.new_page()
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on(
-            "console",
-            lambda line: faults.append(line.text) if "Content Security" in line.text else None,
-        )
-        yield page
-        assert not faults
+def page(browser: Any, rig: Rig) -> Iterator[Any]:
+    with open_page(browser, base_url=rig.url) as opened:
+        yield opened
 
 
-def log_in(page: Page) -> None:
+def log_in(page: Any) -> None:
     page.goto("/console")
     page.get_by_label("Key").fill(RIG_TOKEN)
     page.get_by_role("button", name="Log in").click()
     page.get_by_role("button", name="Log out").wait_for()
 
 
-def violations(page: Page) -> list[str]:
-    page.evaluate(AXE)
-    found = page.evaluate("axe.run()")
-    return [
-        f"{one['id']}: {[node['html'] for node in one['nodes']]}" for one in found["violations"]
-    ]
-
-
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("pixels", [WIDE, NARROW])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_is_accessible_and_fits(page: Page, scheme: Any, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 900})
+def test_every_page_is_accessible_and_fits(page: Any, scheme: str, pixels: tuple[int, int]) -> None:
+    page.set_viewport_size(size(pixels))
     page.emulate_media(color_scheme=scheme)
     page.goto("/console")
     page.get_by_role("heading", name="Log in").wait_for()
@@ -95,11 +71,10 @@ def test_every_page_is_accessible_and_fits(page: Page, scheme: Any, width: int) 
         page.locator("main h1").wait_for()
         page.wait_for_load_state("networkidle")
         assert (name, violations(page)) == (name, [])
-        overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert (name, page.evaluate(overflow)) == (name, 0)
+        assert (name, is_too_wide(page)) == (name, False)
 
 
-def test_overview_draws_charts_of_the_series(page: Page) -> None:
+def test_overview_draws_charts_of_the_series(page: Any) -> None:
     log_in(page)
     page.locator(".chart canvas").first.wait_for()
     assert page.locator(".chart canvas").count() == 5
@@ -107,7 +82,7 @@ def test_overview_draws_charts_of_the_series(page: Page) -> None:
     assert "running" in row.inner_text()
 
 
-def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Page, rig: Rig) -> None:
+def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Any, rig: Rig) -> None:
     page.goto("/console#/adapters")
     page.get_by_label("Key").focus()
     page.keyboard.type(RIG_TOKEN)
@@ -135,7 +110,7 @@ def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Page, rig: Rig
     assert "Evict" in page.evaluate("document.activeElement.ariaLabel")
 
 
-def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Page) -> None:
+def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Any) -> None:
     log_in(page)
     page.goto("/console#/registry")
     page.get_by_role("rowheader", name=RIG_ADAPTER).wait_for()
@@ -143,3 +118,115 @@ def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Page
     page.get_by_role("button", name="Log out").click()
     page.get_by_role("heading", name="Log in").wait_for()
     assert page.get_by_role("link", name="Registry").count() == 0
+
+
+def answer_with(page: Any, path: str, body: object) -> None:
+    """Gives a page another answer of the server than the rig has."""
+    page.route(f"**{path}", lambda route: route.fulfill(json=body))
+
+
+def test_without_keys_the_page_of_keys_says_how_to_switch_them_on(page: Any) -> None:
+    log_in(page)
+    page.goto("/console#/keys")
+    page.get_by_text("Keys are off").wait_for()
+    assert "tenancy.enabled: true" in page.get_by_role("main").inner_text()
+    assert page.get_by_role("main").get_by_role("button").count() == 0
+
+
+def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
+    page.clock.install()
+    log_in(page)
+    page.goto("/console#/registry")
+    page.get_by_role("rowheader", name=RIG_ADAPTER).wait_for()
+    page.route("**/admin/registry", lambda route: None)  # it is never answered
+    page.clock.fast_forward(10_000)
+    page.clock.fast_forward(30_000)
+    page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    assert page.get_by_role("rowheader", name=RIG_ADAPTER).is_visible()
+    page.unroute("**/admin/registry")
+    page.clock.fast_forward(10_000)
+    page.get_by_role("alert").wait_for(state="detached")
+
+
+def test_a_console_that_is_opened_too_early_goes_on_by_itself(page: Any) -> None:
+    page.clock.install()
+    page.route("**/console/session", lambda route: route.abort())
+    page.goto("/console")
+    page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    page.unroute("**/console/session")
+    page.clock.fast_forward(10_000)
+    page.get_by_role("heading", name="Log in").wait_for()
+    assert page.get_by_role("alert").count() == 0
+
+
+def test_cards_show_no_figures_of_the_past(page: Any) -> None:
+    times = [int(time.time()) // 5 * 5 - 5 * before for before in range(180, 0, -1)]
+    gone: list[float | None] = [3.0, *[None] * 179]
+    names = ("requests", "errors", "refused", "prompt_tokens", "output_tokens")
+    gauges = ("ttft_p50_s", "ttft_p95_s", "running", "waiting", "kv_usage")
+    base = {"name": RIG_BASE} | dict.fromkeys([*(f"{one}_per_s" for one in names), *gauges], gone)
+    answer_with(page, "/admin/series", {"interval_s": 5, "times_s": times, "bases": [base]})
+    log_in(page)
+    cards = page.locator(".card")
+    cards.filter(has_text="Running").wait_for()
+    assert not re.search(r"\d", " ".join(cards.locator(".figure").all_inner_texts()))
+
+
+def test_a_filter_does_not_outlive_its_base(page: Any) -> None:
+    def line(base: str) -> dict[str, object]:
+        known = {"version": 1, "pin": False, "aliases": [], "is_default": True, "engines": []}
+        return {"name": f"of-{base}", "digest": base, "base": base} | known
+
+    page.clock.install()
+    answer_with(page, "/admin/adapters", {"adapters": [line("stays"), line("goes")]})
+    log_in(page)
+    page.goto("/console#/adapters")
+    page.get_by_label("Base").select_option("goes")
+    page.get_by_role("rowheader", name="of-stays").wait_for(state="detached")
+    answer_with(page, "/admin/adapters", {"adapters": [line("stays")]})
+    page.clock.fast_forward(5_000)
+    page.get_by_role("rowheader", name="of-stays").wait_for()
+    assert page.get_by_label("Base").input_value() == ""
+
+
+def test_an_answer_that_breaks_off_has_failed(page: Any) -> None:
+    delta = {"choices": [{"delta": {"content": "half an ans"}}]}
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=f"data: {json.dumps(delta)}\n\n", content_type="text/event-stream"
+        ),
+    )
+    page.goto("/console#/playground")
+    page.get_by_label("Prompt").fill("Say hello.")
+    page.get_by_role("button", name="Send").click()
+    left = page.get_by_role("region", name="Left answer")
+    left.get_by_text("Failed.").wait_for()
+    assert "half an ans" in left.inner_text()
+    assert "broke off" in left.get_by_role("alert").inner_text()
+
+
+def test_ctrl_enter_sends_no_setting_that_is_no_number(page: Any) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto("/console#/playground")
+    page.get_by_label("Prompt").fill("Say hello.")
+    page.get_by_role("button", name="Send").click(trial=True)
+    page.get_by_label("Max tokens").focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("-")
+    page.keyboard.press("Control+Enter")
+    assert page.locator("input:invalid").count() == 1
+    assert page.get_by_text("No answer yet.").count() == 2
+    assert not [url for url in asked if url.endswith("/v1/chat/completions")]
+
+
+def test_times_are_in_utc(browser: Any, rig: Rig) -> None:
+    with open_page(browser, base_url=rig.url, timezone_id="Asia/Kolkata") as page:
+        log_in(page)
+        page.locator(".chart .u-over").first.hover()
+        shown = page.locator(".chart .u-legend .u-value").filter(has_text="UTC").first.inner_text()
+    minute = int(shown.split(":")[1])
+    # The zone of this browser is half an hour away.
+    now = time.gmtime().tm_min
+    assert min((now - minute) % 60, (minute - now) % 60) <= 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def test_stop_ends_both_answers_and_keeps_what_came(page: Any) -> None:
 
 def test_an_error_is_in_the_column_that_has_it(page: Any) -> None:
     go(page, "Playground")
+    page.locator("datalist option").first.wait_for(state="attached")
     page.get_by_label("Right model").fill(f"{RIG_BASE}@1:nobody@3")
     page.get_by_label("Token probabilities").uncheck()
     ask(page, 8)
@@ -130,13 +132,58 @@ def test_a_key_is_offered_what_it_may_call(browser: Any, rig: Rig) -> None:
     key = make_key(rig, models=[f"{RIG_BASE}:{PLAIN}"])
     with open_page(browser) as page:
         log_in(page, rig, key)
-        pages = page.get_by_role("navigation").get_by_role("link")
-        assert pages.all_inner_texts() == ["Playground"]
+        go(page, "Playground")
         page.locator("datalist option").first.wait_for(state="attached")
         offered = page.locator("datalist option").evaluate_all("all => all.map((x) => x.value)")
         assert offered == [f"{RIG_BASE}:{PLAIN}"]
+        assert page.get_by_label("Left model").input_value() == ""  # the base is not for this key
         ask(page, 4)
         answer(page, "Right").get_by_text("Done.").wait_for()
+        assert answer(page, "Left").get_by_text("No answer yet.").is_visible()
+
+
+def test_a_key_that_only_asks_models_reaches_no_other_page(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, key_alias="asks")
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        links = page.get_by_role("navigation").get_by_role("link")
+        assert links.all_inner_texts() == ["Playground", "Usage"]
+        statuses: list[tuple[str, int]] = []
+        page.on("response", lambda one: statuses.append((one.url, one.status)))
+        for title in ("overview", "adapters", "canaries", "keys", "registry"):
+            page.goto(f"{rig.url}/console#/{title}")
+            page.get_by_text("This key lacks the scope admin:read.").wait_for()
+        assert not [url for url, _ in statuses if "/admin/" in url or "/key/" in url]
+        # Nor by hand, with the header of the console and the cookie of the login.
+        script = """(path) => fetch(path, {headers: {"x-loraplex-console": "1"}})
+          .then((answer) => answer.status)"""
+        paths = ("/admin/series", "/admin/adapters", "/admin/canaries", "/admin/registry")
+        for path in (*paths, "/admin/usage", "/key/list"):
+            assert (path, page.evaluate(script, path)) == (path, 403)
+
+
+def test_a_key_sees_its_own_use_alone(browser: Any, rig: Rig) -> None:
+    own, other = make_key(rig, team_id="own"), make_key(rig, team_id="other")
+    for key, model in ((own, PLAIN), (other, SPLIT)):
+        body = {"model": model, "prompt": "abc", "max_tokens": 5}
+        headers = {"x-api-key": key}
+        sent = httpx.post(f"{rig.url}/v1/completions", json=body, headers=headers)
+        assert sent.status_code == 200
+
+    def tenants() -> set[str]:
+        found = httpx.get(f"{rig.url}/admin/usage?by=tenant", headers=ADMIN).json()["usage"]
+        return {line["tenant"] for line in found}
+
+    eventually(lambda: {"own", "other"} <= tenants())
+    with open_page(browser) as page:
+        log_in(page, rig, own)
+        go(page, "Usage")
+        page.get_by_role("rowheader", name=f"{PLAIN}@1").wait_for()
+        assert page.get_by_role("rowheader").count() == 1
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Download CSV").click()
+        assert SPLIT not in Path(download.value.path()).read_text()
+        assert (violations(page), is_too_wide(page)) == ([], False)
 
 
 def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
@@ -184,6 +231,65 @@ def test_a_key_is_created_used_and_revoked(page: Any, rig: Rig) -> None:
     eventually(lambda: status_with(rig, second) == 401)
 
 
+def test_a_key_that_ends_says_so_on_the_open_page(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, key_alias="ends", scopes=["infer", "admin:read"])
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        go(page, "Canaries")
+        page.get_by_role("region", name=f"Canary of {SPLIT}").wait_for()
+        gone = {"key_aliases": ["ends"]}
+        assert httpx.post(f"{rig.url}/key/delete", json=gone, headers=ADMIN).status_code == 200
+        page.get_by_role("heading", name="Log in").wait_for()
+        assert "key" in page.get_by_role("alert").inner_text()
+        assert page.get_by_role("link", name="Canaries").count() == 0
+
+
+def test_the_new_secret_of_the_own_key_stays_until_it_is_read(browser: Any, rig: Rig) -> None:
+    key = make_key(rig, key_alias="mine", scopes=["infer", "admin:read", "admin"])
+    with open_page(browser) as page:
+        log_in(page, rig, key)
+        go(page, "Keys and usage")
+        page.get_by_role("button", name="Rotate mine").click()
+        page.get_by_label("The former secret counts for").fill("")
+
+        def hold(route: Any) -> None:
+            eventually(lambda: status_with(rig, key) == 401)
+            route.continue_()
+
+        page.route("**/key/list*", hold)
+        page.get_by_role("dialog").get_by_role("button", name="Rotate").click()
+        page.get_by_role("button", name="Copy").wait_for()
+        eventually(lambda: status_with(rig, key) == 401)
+        page.wait_for_load_state("networkidle")
+        second = page.get_by_label("Key", exact=True).input_value()
+        eventually(lambda: status_with(rig, second) == 200)
+        page.get_by_role("button", name="Close").click()
+        page.get_by_role("heading", name="Log in").wait_for()
+        page.get_by_label("Key").fill(second)
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Rotate mine").wait_for()
+
+
+def test_a_page_of_keys_that_empties_gives_way_to_the_one_before(page: Any, rig: Rig) -> None:
+    for alias in ("last but one", "last of all"):
+        make_key(rig, key_alias=alias)
+    # A key a page: the server is asked for the same with another size.
+    page.route(
+        "**/key/list*",
+        lambda route: route.continue_(url=route.request.url.replace("size=100", "size=1")),
+    )
+    go(page, "Keys and usage")
+    shown = page.get_by_text(re.compile(r"^Page \d+ of"))
+    number, total = map(int, re.findall(r"\d+", shown.inner_text())[:2])
+    for following in range(number + 1, total + 1):
+        page.get_by_role("button", name="Next page").click()
+        page.get_by_text(f"Page {following} of").wait_for()
+    page.get_by_role("button", name="Revoke last of all").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    page.get_by_role("button", name="Revoke last of all").wait_for(state="detached")
+    page.get_by_role("button", name="Revoke").first.wait_for()
+
+
 def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
     body = {"model": PLAIN, "prompt": "abc", "max_tokens": 5}
     assert httpx.post(f"{rig.url}/v1/completions", json=body, headers=ADMIN).status_code == 200
@@ -207,6 +313,42 @@ def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
     row = next(line.split(",") for line in lines if line.startswith(f"{PLAIN}@1,"))
     assert int(row[2]) >= 1
     assert int(row[5]) >= 5
+
+
+def test_usage_keeps_its_heading_while_another_grouping_fails(page: Any) -> None:
+    go(page, "Keys and usage")
+    usage = page.get_by_role("region", name="Usage", exact=True)
+    usage.get_by_role("columnheader", name="Adapter").wait_for()
+    refused = {"error": {"message": "The database is away.", "code": "unavailable"}}
+    page.route("**/admin/usage*tenant*", lambda route: route.fulfill(status=503, json=refused))
+    usage.get_by_label("By", exact=True).select_option("tenant")
+    usage.get_by_text("The database is away.").wait_for()
+    assert usage.get_by_role("columnheader", name="Adapter").is_visible()
+    assert usage.get_by_role("columnheader", name="Tenant").count() == 0
+
+
+def test_years_that_are_being_typed_are_not_asked_for(page: Any) -> None:
+    go(page, "Keys and usage")
+    usage = page.get_by_role("region", name="Usage", exact=True)
+    usage.get_by_role("table").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    until = usage.get_by_label("To", exact=True)
+    year = int(until.input_value()[:4]) + 1
+    until.press_sequentially(f"1231{year}")
+    usage.get_by_label("From", exact=True).press_sequentially(f"0101{year - 1}")
+    assert until.input_value() == f"{year}-12-31"
+    page.wait_for_load_state("networkidle")
+    usage.get_by_role("table").wait_for()
+    assert f"from={year - 1}-01-01&to={year + 1}-01-01" in asked[-1]
+    assert all(re.search(r"from=2\d{3}-\d\d-\d\d&to=2\d{3}-\d\d-\d\d$", url) for url in asked)
+    until.evaluate(  # a year of five digits: a field without a limit takes it
+        """(field) => {
+          field.value = "20266-11-23";
+          field.dispatchEvent(new Event("input", {bubbles: true}));
+        }"""
+    )
+    assert usage.get_by_role("table").is_visible()
 
 
 def test_keys_are_made_with_the_keyboard_alone(page: Any) -> None:
@@ -259,6 +401,9 @@ def test_a_canary_is_promoted(page: Any, rig: Rig) -> None:
     canary.get_by_role("button", name="Set weight").click()
     eventually(lambda: rig.registry.snapshot().setting(SPLIT, "canary_weight") == "0.25")
     canary.get_by_role("cell", name="25 %").wait_for()
+    weight.fill("33.3")
+    canary.get_by_role("button", name="Set weight").click()
+    eventually(lambda: rig.registry.snapshot().setting(SPLIT, "canary_weight") == "0.333")
     canary.get_by_role("button", name="Promote version 2").click()
     dialog = page.get_by_role("dialog", name=f"Promote {SPLIT}@2?")
     dialog.get_by_role("button", name="Promote").click()

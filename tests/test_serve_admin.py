@@ -36,7 +36,7 @@ ADMIN = {
     *(f"/admin/adapters/{{name}}/{order}" for order in ("pin", "unpin", "preload", "evict")),
     *("/admin/audit", "/admin/usage", "/admin/series", "/admin/registry"),
     *("/key/generate", "/key/update", "/key/regenerate", "/key/delete"),
-    *("/key/info", "/key/list"),
+    *("/key/info", "/key/list", "/key/usage"),
     *("/admin/bases/{name}", "/admin/bases/{name}/sleep", "/admin/bases/{name}/wake"),
     *("/admin/canaries", "/admin/canaries/{adapter}"),
     *(f"/admin/canaries/{{adapter}}/{order}" for order in ("promote", "abort")),

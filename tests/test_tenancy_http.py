@@ -482,6 +482,14 @@ async def test_an_administrative_act_is_in_the_audit_log_and_a_refused_one_is_no
     assert {one["action"] for one in acts} == {"key.generate", "POST /admin/drain"}
 
 
+async def test_a_wrong_duration_is_refused_in_a_plain_sentence(world: World) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = await world.http.post("/key/generate", json={"duration": "-1d"}, headers=headers)
+    assert answer.json()["error"]["message"] == (
+        "duration: must be a number with s, m, h, d, w or mo, such as 30d, got '-1d'."
+    )
+
+
 async def test_keys_are_off_without_tenancy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", TOKEN)
     app = build_asgi(make_state(manager=LocalManager(None)))

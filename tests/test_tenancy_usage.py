@@ -24,6 +24,7 @@ from serve_app.api.ingress import build_asgi
 from serve_app.config import PriceArgs, TenancyArgs
 from serve_app.control.limit_calls import KeyLimits
 from serve_app.ray_calls import refusing
+from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.ledger import (
     Ledger,
     UsageBook,
@@ -121,6 +122,8 @@ def test_the_cost_of_a_group_has_the_price_of_each_rank(store: Store) -> None:  
         (("k1",), 3.6),
         (("k2",), 2.6),
     ]
+    alone = ledger.groups(UsageQuery(("key",), 0, 2 * HOUR, "k2"), prices)
+    assert [group.values for group in alone] == [("k2",)]
     own = {"base": PriceArgs(prompt=5.0), **prices}
     assert ledger.groups(UsageQuery(("base",), 0, 2 * HOUR), own)[0].cost == pytest.approx(15.0)
 
@@ -302,6 +305,9 @@ def test_usage_is_answered_as_json_and_csv(monkeypatch: pytest.MonkeyPatch) -> N
         ["k,2", "base@1", "1", "1", "0", "1", "0.5", "0.0"],
     ]
     assert usage_csv(("key", "model"), found.usage) == answer.text
+    assert client.get("/key/usage?by=key,model").status_code == 200
+    # The token is a key, too; `test_console_pages` asks with one of a client.
+    assert [query.key_id for query in manager.queries] == [None, None, ADMIN.key_id]
 
 
 @pytest.mark.parametrize(

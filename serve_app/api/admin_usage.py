@@ -1,4 +1,6 @@
-"""/admin/usage: the recorded use of the server, as JSON or CSV."""
+"""/admin/usage and /key/usage: the recorded use of the server, and that of the caller's key, as
+JSON or CSV.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,42 @@ from typing import Any, cast
 from fastapi import APIRouter, Depends, Request, Response
 
 from serve_app.admin_api import UsageLine, UsageLines, usage_csv
-from serve_app.api.admin_auth import require_admin
+from serve_app.api.admin_auth import caller_of, require_admin
 from serve_app.api.state import state_of
 from serve_app.errors import ApiError, shown
 from serve_app.http.asgi import json_response
 from serve_app.ray_calls import ask_manager
+from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.ledger import HOUR_S, Group, UsageGroup, UsageQuery, check_groups
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
+router = APIRouter(dependencies=[Depends(require_admin)], include_in_schema=False)
 
 _OFFSET = re.compile(r" (\d\d(:?\d\d)?)$")
 _PARAMETERS = frozenset({"by", "from", "to", "format"})
 
 
-@router.get("/usage")
+@router.get("/admin/usage")
 async def usage(request: Request) -> Response:
     """Returns the sums of requests, tokens, engine time and cost. `by`: comma-separated, of key,
     tenant, base, model, arm, hour and day; `from`, `to`: dates or times, UTC unless they have an
     offset, by default this month until now; `format`: json or csv."""
+    return await _answer(request, None)
+
+
+@router.get("/key/usage")
+async def own_usage(request: Request) -> Response:
+    """Returns the same of the caller's key alone."""
+    return await _answer(request, (caller_of(request) or ADMIN).key_id)
+
+
+async def _answer(request: Request, key_id: str | None) -> Response:
     given = request.query_params
     if unknown := sorted(set(given) - _PARAMETERS):
         raise _bad(unknown[0], f"unknown; use {', '.join(sorted(_PARAMETERS))}")
     kind = given.get("format", "json")
     if kind not in ("json", "csv"):
         raise _bad("format", f"must be json or csv, got {shown(kind)}")
-    query = _query(given.get("by", "key"), given.get("from"), given.get("to"))
+    query = _query(given.get("by", "key"), given.get("from"), given.get("to"), key_id)
     manager = state_of(request).gateway.manager
     groups = cast("list[UsageGroup]", await ask_manager(manager.usage, query))
     lines = [_line(query.by, group) for group in groups]
@@ -43,7 +56,7 @@ async def usage(request: Request) -> Response:
     return json_response(UsageLines(_shown(query.from_s), _shown(query.to_s), lines))
 
 
-def _query(by: str, from_: str | None, to: str | None) -> UsageQuery:
+def _query(by: str, from_: str | None, to: str | None, key_id: str | None) -> UsageQuery:
     try:
         names = check_groups([name.strip() for name in by.split(",")])
     except ValueError as error:
@@ -55,7 +68,7 @@ def _query(by: str, from_: str | None, to: str | None) -> UsageQuery:
     to_s = (time.time() // HOUR_S + 1) * HOUR_S if to is None else _seconds("to", to)
     if from_s >= to_s:
         raise _bad("from", "must be before to")
-    return UsageQuery(names, from_s, to_s)
+    return UsageQuery(names, from_s, to_s, key_id)
 
 
 def _seconds(name: str, text: str) -> float:

@@ -144,7 +144,8 @@ def _to_api_error(error: ValidationError) -> ApiError:
         return ApiError(
             400, f"{field}: is required.", param=field, code="missing_required_parameter"
         )
-    message = f"{field}: {first['msg']}, got {shown(first['input'])}."
+    words = first["msg"].removeprefix("Value error, ")  # pydantic's, before those of a validator
+    message = f"{field}: {words}, got {shown(first['input'])}."
     return ApiError(400, message, param=field, code="invalid_value")
 
 

@@ -77,6 +77,7 @@ ROUTES: dict[str, tuple[Access, Access]] = {
     "/key/regenerate": _ADMIN,
     "/key/list": _ADMIN,
     "/key/info": ("any", "admin"),  # without admin:read about the caller's own key only
+    "/key/usage": ("any", "admin"),  # about the caller's own key
 }
 _PATTERNS: tuple[tuple[re.Pattern[str], tuple[Access, Access]], ...] = tuple(
     (compile_path(path)[0], access) for path, access in ROUTES.items() if "{" in path

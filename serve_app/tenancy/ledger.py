@@ -53,6 +53,7 @@ class UsageQuery:
     by: tuple[Group, ...]
     from_s: float
     to_s: float
+    key_id: str | None = None  # of this key alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ class Ledger:
         priced = [USAGE.c.base, USAGE.c.rank]
         sums = [func.sum(USAGE.c[name]) for name in _SUMS]
         is_in = (USAGE.c.hour >= query.from_s) & (USAGE.c.hour < query.to_s)
+        if query.key_id is not None:
+            is_in &= USAGE.c.key_id == query.key_id
         found: defaultdict[tuple[str | int, ...], tuple[Usage, list[float]]]
         found = defaultdict(lambda: (Usage(), []))
         with self._store.transaction() as connection:

@@ -6,22 +6,34 @@ import {useCallback, useEffect, useState} from "./vendor/preact.js";
 // This file is at ROOT/console/assets/HASH/api.js.
 const ROOT = new URL("../../../", import.meta.url);
 const HEADER = {"x-loraplex-console": "1"};
-export const LOGGED_OUT = "loraplex-logged-out"; // an event of the window
+const SILENT_MS = 30_000; // a server that takes longer to answer a page's question is away
+export const LOGGED_OUT = "loraplex-logged-out"; // an event of the window; its detail is the error
 
-export const getJson = (path) => requestJson("GET", path);
+export async function getJson(path) {
+  const controller = new AbortController();
+  const timer = setTimeout(() => controller.abort(), SILENT_MS);
+  try {
+    return await (await send("GET", path, undefined, controller.signal)).json();
+  } catch (error) {
+    throw error.status === undefined ? unreachable() : error;
+  } finally {
+    clearTimeout(timer);
+  }
+}
 export const postJson = (path, body = {}) => requestJson("POST", path, body);
-export const del = (path) => requestJson("DELETE", path);
 export const getBlob = async (path) => (await send("GET", path)).blob();
 
 // Streams an OpenAI response. onEvent(event, response) receives each parsed event, in order; the
 // promise resolves with the response after the last. Throws as getJson does, also for an error
-// within the stream; AbortError after signal. headers: further ones of the request.
+// within the stream or its early end; AbortError after signal. headers: further ones of the request.
 export async function stream(path, body, onEvent, signal, headers = {}) {
   const response = await send("POST", path, body, signal, headers);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const {value, done} = await reader.read();
+    const {value, done} = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : brokenOff();
+    });
     rest += value ?? "";
     const events = rest.split(/\r?\n\r?\n/);
     rest = events.pop();
@@ -34,7 +46,7 @@ export async function stream(path, body, onEvent, signal, headers = {}) {
       if (parsed.error) throw failure(response.status, parsed);
       onEvent(parsed, response);
     }
-    if (done) return response;
+    if (done) throw brokenOff();
   }
 }
 
@@ -86,14 +98,19 @@ async function send(method, path, body, signal, further = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw failure(0, {error: {message: "The server does not answer.", code: "unreachable"}});
+    throw unreachable();
   }
   if (response.ok) return response;
   const answer = await response.json().catch(() => ({}));
   const error = failure(response.status, answer);
-  if (error.status === 401 && !path.startsWith("/console/")) window.dispatchEvent(new Event(LOGGED_OUT));
+  if (error.status === 401 && !path.startsWith("/console/")) {
+    window.dispatchEvent(new CustomEvent(LOGGED_OUT, {detail: error}));
+  }
   throw error;
 }
+
+const unreachable = () => failure(0, {error: {message: "The server does not answer.", code: "unreachable"}});
+const brokenOff = () => failure(0, {error: {message: "The answer broke off.", code: "broken_off"}});
 
 // The server's error shape: {"error": {"message", "code", ...}}.
 function failure(status, answer) {

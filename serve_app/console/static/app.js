@@ -5,6 +5,7 @@ import {LOGGED_OUT, getJson, postJson} from "./api.js";
 import {Button, ErrorText, Field, has} from "./ui.js";
 import {html, render, useCallback, useEffect, useRef, useState} from "./vendor/preact.js";
 
+// `isFor`: whom else a page is for, besides the scope.
 const PAGES = [
   {id: "overview", title: "Overview", scope: "admin:read"},
   {id: "adapters", title: "Adapters", scope: "admin:read"},
@@ -12,14 +13,18 @@ const PAGES = [
   {id: "canaries", title: "Canaries", scope: "admin:read"},
   {id: "keys", title: "Keys and usage", scope: "admin:read"},
   {id: "registry", title: "Registry", scope: "admin:read"},
+  {id: "usage", title: "Usage", scope: "infer",
+    isFor: (session) => session.tenancy_enabled && !has(session, "admin:read")},
 ];
 const LOGIN = {id: "login", title: "Log in"};
 const THEMES = [["auto", "System theme"], ["light", "Light theme"], ["dark", "Dark theme"]];
 const THEME_KEY = "loraplex-theme";
+const RETRY_MS = 5000;
 
 function App() {
   const [session, setSession] = useState(null);
   const [error, setError] = useState(null);
+  const [ended, setEnded] = useState(null); // why the last login does not count any more
   const [hash, setHash] = useState(location.hash);
   const load = useCallback(async () => {
     try {
@@ -27,22 +32,28 @@ function App() {
       setError(null);
     } catch (failure) {
       setError(failure);
+      setTimeout(load, RETRY_MS);
     }
   }, []);
   useEffect(() => {
     load();
     const follow = () => setHash(location.hash);
+    const end = (event) => {
+      setEnded(event.detail);
+      load();
+    };
     window.addEventListener("hashchange", follow);
-    window.addEventListener(LOGGED_OUT, load);
+    window.addEventListener(LOGGED_OUT, end);
     return () => {
       window.removeEventListener("hashchange", follow);
-      window.removeEventListener(LOGGED_OUT, load);
+      window.removeEventListener(LOGGED_OUT, end);
     };
   }, []);
   const main = useRef(null);
   const wanted = hash.replace(/^#\//, "").split(/[/?]/)[0];
-  const open = session === null ? [] : PAGES.filter((page) => has(session, page.scope));
-  let page = PAGES.find((one) => one.id === wanted);
+  const pages = session === null ? [] : PAGES.filter((page) => page.isFor?.(session) ?? true);
+  const open = pages.filter((page) => has(session, page.scope));
+  let page = pages.find((one) => one.id === wanted);
   if (session === null) page = null;
   else if (wanted === LOGIN.id && session.needs_login) page = LOGIN;
   else if (page && !open.includes(page)) page = session.needs_login ? LOGIN : {...page, isClosed: true};
@@ -56,6 +67,7 @@ function App() {
     main.current.focus();
   };
   const logOut = async () => {
+    setEnded(null);
     try {
       await postJson("/console/logout");
       await load();
@@ -64,6 +76,7 @@ function App() {
     }
   };
   const logIn = (answer) => {
+    setEnded(null);
     setSession(answer);
     if (wanted === LOGIN.id) location.hash = "#/";
   };
@@ -79,13 +92,13 @@ function App() {
       </ul></nav>
       <div class="tools">
         <${Theme} />
-        ${session?.key_id && html`<span class="who" title="The id of the key">${session.tenant || session.key_id}</span>
+        ${session?.key_id && html`<span class="who" title=${`Key ${session.key_id}`}>${session.tenant || session.key_id}</span>
           <${Button} onClick=${logOut}>Log out</${Button}>`}
       </div>
     </header>
     <main ref=${main} id="main" tabindex="-1">
       <${ErrorText} error=${error} />
-      ${page === LOGIN && html`<${Login} session=${session} onLogin=${logIn} />`}
+      ${page === LOGIN && html`<${Login} session=${session} ended=${ended} onLogin=${logIn} />`}
       ${page?.isClosed && html`<h1>${page.title}</h1><p>This key lacks the scope <code>${page.scope}</code>.</p>`}
       ${page && page !== LOGIN && !page.isClosed && html`
         <${Lazy} key=${`${id} ${session.key_id}`} page=${page} session=${session} />`}
@@ -107,15 +120,18 @@ function Lazy({page, session}) {
   return Page ? html`<${Page} session=${session} />` : html`<p class="hint">Loading…</p>`;
 }
 
-function Login({session, onLogin}) {
+function Login({session, ended, onLogin}) {
   const [key, setKey] = useState("");
   const [error, setError] = useState(null);
+  const [isSent, setIsSent] = useState(false);
   const submit = async (event) => {
     event.preventDefault();
+    setIsSent(true);
     try {
       onLogin(await postJson("/console/login", {key}));
     } catch (failure) {
       setError(failure);
+      setIsSent(false);
     }
   };
   const hint = session.tenancy_enabled
@@ -125,16 +141,25 @@ function Login({session, onLogin}) {
     <h1>Log in</h1>
     <${Field} label="Key" type="password" name="key" autocomplete="current-password" required
       spellcheck="false" hint=${hint} value=${key} onInput=${setKey} />
-    <${ErrorText} error=${error} />
-    <${Button} type="submit" kind="primary">Log in</${Button}>
+    <${ErrorText} error=${error ?? ended} />
+    <${Button} type="submit" kind="primary" disabled=${isSent}>Log in</${Button}>
   </form>`;
 }
 
+// null where the user allows pages to keep nothing: the theme holds until the page is left then.
+function storage() {
+  try {
+    return localStorage;
+  } catch {
+    return null;
+  }
+}
+
 function Theme() {
-  const [theme, setTheme] = useState(() => localStorage.getItem(THEME_KEY) ?? "auto");
+  const [theme, setTheme] = useState(() => storage()?.getItem(THEME_KEY) ?? "auto");
   useEffect(() => {
     document.documentElement.dataset.theme = theme;
-    localStorage.setItem(THEME_KEY, theme);
+    storage()?.setItem(THEME_KEY, theme);
   }, [theme]);
   return html`<select aria-label="Theme" onInput=${(event) => setTheme(event.target.value)}>
     ${THEMES.map(([value, text]) => html`

@@ -4,6 +4,7 @@ import {html, useEffect, useRef} from "./vendor/preact.js";
 import uPlot from "./vendor/uplot.js";
 
 const HEIGHT_PX = 180;
+const clock = (time, end) => new Date(time * 1000).toISOString().slice(11, end); // UTC
 
 // times: Unix seconds. lines: [{label, values}], values may be null. format(value) -> text.
 // least: the upper end of the axis while all values are below it.
@@ -22,8 +23,8 @@ export function Chart({title, times, lines, format, least}) {
         cursor: {drag: {x: false, y: false}},
         legend: {live: true},
         scales: {y: {range: (_, low, high) => [Math.min(0, low ?? 0), Math.max((high ?? 0) * 1.1, least)]}},
-        axes: [axis, {...axis, size: 62, values: (_, ticks) => ticks.map(format)}],
-        series: [{value: (_, time) => (time ? new Date(time * 1000).toLocaleTimeString() : "–")},
+        axes: [{...axis, values: (_, ticks) => ticks.map((time) => clock(time, 16))}, {...axis, size: 62, values: (_, ticks) => ticks.map(format)}],
+        series: [{value: (_, time) => (time ? `${clock(time, 19)} UTC` : "–")},
           ...lines.map((line, index) => ({
             label: line.label,
             stroke: getComputedStyle(place.current.querySelectorAll(".colour")[index % 4]).color,

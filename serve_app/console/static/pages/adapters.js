@@ -2,17 +2,19 @@ import {postJson, usePoll} from "../api.js";
 import {Badge, Button, Dialog, ErrorText, Field, Table, formatBytes, formatSeconds, has} from "../ui.js";
 import {html, useState} from "../vendor/preact.js";
 
+const DONE = {pin: "Pinned", unpin: "Unpinned", preload: "Preloaded", evict: "Evicted"};
 const TIERS = {device: "good", host: "warning", disk: "", registry: ""};
 
 export default function Page({session}) {
   const {data, error, reload} = usePoll("/admin/adapters", 5);
   const [filter, setFilter] = useState("");
-  const [base, setBase] = useState("");
+  const [wanted, setWanted] = useState("");
   const [failure, setFailure] = useState(null);
   const [message, setMessage] = useState("");
   const [evicted, setEvicted] = useState(null);
   const all = data?.adapters ?? [];
   const bases = [...new Set(all.map((one) => one.base))].sort();
+  const base = bases.includes(wanted) ? wanted : ""; // a base may go
   const shown = all.filter((one) => (!base || one.base === base)
     && nameOf(one).toLowerCase().includes(filter.toLowerCase()));
   const engines = [...new Set(shown.flatMap((one) => one.engines.map((each) => each.engine)))].sort();
@@ -21,7 +23,7 @@ export default function Page({session}) {
     setMessage("");
     try {
       await postJson(`/admin/adapters/${encodeURIComponent(name)}/${kind}`);
-      setMessage(`${kind} of ${name}: done.`);
+      setMessage(`${DONE[kind]} ${name}.`);
     } catch (one) {
       setFailure(one);
     }
@@ -51,7 +53,7 @@ export default function Page({session}) {
     <p role="status" class="hint">${message}</p>
     <div class="row">
       <${Field} label="Name contains" type="search" value=${filter} onInput=${setFilter} />
-      <${Field} label="Base" value=${base} onInput=${setBase}
+      <${Field} label="Base" value=${base} onInput=${setWanted}
         options=${[["", "All bases"], ...bases.map((one) => [one, one])]} />
     </div>
     ${data ? html`<${Table} caption="Adapters by replica" rows=${shown} keyOf=${nameOf} columns=${columns}

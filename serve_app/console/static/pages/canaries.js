@@ -82,7 +82,7 @@ function Weight({name, trial, reload}) {
   const shown = text ?? String(Math.round(1000 * trial.weight) / 10);
   const save = async (event) => {
     event.preventDefault();
-    const body = {version: trial.version, weight: Number(shown) / 100};
+    const body = {version: trial.version, weight: shareOf(shown)};
     try {
       await postJson(`/admin/canaries/${encodeURIComponent(name)}`, body);
       setError(null);
@@ -130,6 +130,7 @@ function Start({reload}) {
   const empty = {adapter: "", version: "", weight: "5", shadow: ""};
   const [fields, setFields] = useState(empty);
   const [error, setError] = useState(null);
+  const [isSent, setIsSent] = useState(false);
   const {data} = usePoll("/admin/adapters", 30);
   const adapters = data?.adapters ?? [];
   const versions = adapters.filter(({name, is_default: isDefault}) =>
@@ -140,8 +141,9 @@ function Start({reload}) {
   const start = async (event) => {
     event.preventDefault();
     const body = {version: Number(fields.version)};
-    if (fields.weight !== "") body.weight = Number(fields.weight) / 100;
-    if (fields.shadow !== "") body.shadow = Number(fields.shadow) / 100;
+    if (fields.weight !== "") body.weight = shareOf(fields.weight);
+    if (fields.shadow !== "") body.shadow = shareOf(fields.shadow);
+    setIsSent(true);
     try {
       await postJson(`/admin/canaries/${encodeURIComponent(fields.adapter)}`, body);
       setError(null);
@@ -150,6 +152,7 @@ function Start({reload}) {
     } catch (failure) {
       setError(failure);
     }
+    setIsSent(false);
   };
   return html`
     <section class="panel" aria-labelledby="start-canary">
@@ -164,7 +167,7 @@ function Start({reload}) {
           ...${field("version")} />
         <${Field} label="Weight, in %" type="number" min="0" max="100" step="any" ...${field("weight")} />
         <${Field} label="Shadow, in %" type="number" min="0" max="100" step="any" ...${field("shadow")} />
-        <${Button} type="submit">Start<//>
+        <${Button} type="submit" disabled=${isSent}>Start<//>
       </form>
       <p class="hint">The weight is the share of requests that the version answers; a shadow
         receives copies, and its answers are thrown away.</p>
@@ -181,6 +184,10 @@ function shownShare(share) {
   return `${(100 * share).toFixed(1).replace(/\.0$/, "")} %`;
 }
 
+// 33.3 / 100 is 0.33299999999999996, and the registry keeps what it is told.
+function shareOf(percent) {
+  return Number((Number(percent) / 100).toPrecision(12));
+}
 
 // The registry's setting is JSON of version, reason and time; another writer's text is shown as it is.
 function shownRollback(setting) {

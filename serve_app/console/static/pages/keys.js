@@ -1,8 +1,8 @@
 // Keys and usage: the keys of clients, their policies, and the recorded use of the server.
 
-import {html, useEffect, useState} from "../vendor/preact.js";
+import {html, useEffect, useRef, useState} from "../vendor/preact.js";
 import {getJson, postJson} from "../api.js";
-import {Button, Dialog, ErrorText, Field, Table, has} from "../ui.js";
+import {Button, Dialog, ErrorText, Field, Table, formatTime, has} from "../ui.js";
 import {KeyForm, SecretDialog} from "./key_forms.js";
 import {Usage} from "./usage.js";
 
@@ -28,8 +28,13 @@ function KeyList({mayChange}) {
   const [list, setList] = useState(null);
   const [error, setError] = useState(null);
   const [open, setOpen] = useState(null); // {kind, key}: the dialog that is open
+  const wanted = useRef(page); // an answer that comes late does not replace a newer page
+  wanted.current = page;
   const read = () =>
     getJson(`/key/list?return_full_object=true&size=${PAGE}&page=${page}`).then((found) => {
+      const last = Math.max(1, found.total_pages);
+      if (wanted.current !== page) return;
+      if (page > last) return setPage(last); // the keys of this page are revoked
       setList(found);
       setError(null);
     }, setError);
@@ -37,6 +42,12 @@ function KeyList({mayChange}) {
   const close = () => setOpen(null);
   const done = (answer) => {
     setOpen(answer?.key ? {kind: "secret", key: answer} : null);
+    // After a rotation of the user's own key the list would ask for a login, before its secret
+    // is kept.
+    if (!answer?.key) read();
+  };
+  const closeSecret = () => {
+    close();
     read();
   };
   const columns = [
@@ -61,7 +72,7 @@ function KeyList({mayChange}) {
         : html`<${Table} caption="List of keys" columns=${columns} rows=${list.keys}
             keyOf=${(key) => key.token_id} />`)}
       ${list && list.total_pages > 1 && html`
-        <div class="buttons">
+        <div class="pager">
           <${Button} disabled=${page <= 1} onClick=${() => setPage(page - 1)}>Previous page<//>
           <span>Page ${page} of ${list.total_pages}, ${list.total_count} keys</span>
           <${Button} disabled=${page >= list.total_pages} onClick=${() => setPage(page + 1)}>Next page<//>
@@ -71,7 +82,7 @@ function KeyList({mayChange}) {
     ${open?.kind === "edit" && html`<${KeyForm} keyLine=${open.key} close=${close} done=${done} />`}
     ${open?.kind === "rotate" && html`<${Rotate} keyLine=${open.key} close=${close} done=${done} />`}
     ${open?.kind === "revoke" && html`<${Revoke} keyLine=${open.key} close=${close} done=${done} />`}
-    ${open?.kind === "secret" && html`<${SecretDialog} answer=${open.key} close=${close} />`}`;
+    ${open?.kind === "secret" && html`<${SecretDialog} answer=${open.key} close=${closeSecret} />`}`;
 }
 
 function Orders({keyLine, open}) {
@@ -149,7 +160,8 @@ function shownLimits(key) {
 }
 
 function shownExpiry(key) {
-  const words = key.expires ? new Date(key.expires).toLocaleString() : "never";
-  const former = key.previous_secret_until && new Date(key.previous_secret_until);
-  return former > new Date() ? `${words}; former secret until ${former.toLocaleString()}` : words;
+  const shown = (text) => formatTime(Date.parse(text) / 1000);
+  const words = key.expires ? shown(key.expires) : "never";
+  const former = key.previous_secret_until;
+  return Date.parse(former) > Date.now() ? `${words}; former secret until ${shown(former)}` : words;
 }

@@ -5,6 +5,7 @@ import {html, useMemo, useState} from "../vendor/preact.js";
 
 const STATES = {running: "good", asleep: "", starting: "warning", draining: "warning", failed: "bad"};
 const ALL = "";
+const RECENT = 12; // intervals: a minute; an older figure says nothing about now
 const SUMMED = ["requests_per_s", "errors_per_s", "refused_per_s", "prompt_tokens_per_s",
   "output_tokens_per_s", "running", "waiting"];
 const number = (value) => formatNumber(value, 2);
@@ -12,11 +13,12 @@ const number = (value) => formatNumber(value, 2);
 export default function Page() {
   const series = usePoll("/admin/series", 5);
   const bases = usePoll("/admin/bases", 5);
-  const [name, setName] = useState(ALL);
+  const [wanted, setName] = useState(ALL);
   const times = series.data?.times_s ?? [];
   const names = (series.data?.bases ?? []).map((base) => base.name);
+  const name = names.includes(wanted) ? wanted : ALL; // a base may go
   const lines = useMemo(() => chartsOf(series.data, name), [series.data, name]);
-  const now = (key) => lines[key]?.findLast?.((value) => value !== null) ?? null;
+  const now = (key) => lines[key].slice(-RECENT).findLast((value) => value !== null) ?? null;
   return html`
     <h1>Overview</h1>
     <${ErrorText} error=${series.error ?? bases.error} />
@@ -30,7 +32,7 @@ export default function Page() {
       <${Card} label="Time to first token, p95" value=${formatSeconds(now("ttft_p95_s"))} />
       <${Card} label="Errors per second" value=${number(now("errors_per_s"))} />
     </dl>
-    ${series.data && html`<div class="charts">
+    ${series.data && html`<p class="hint">The last quarter of an hour, in UTC.</p><div class="charts">
       <${Chart} title="Requests per second" times=${times} format=${number} lines=${lines.requests} least=${1} />
       <${Chart} title="Tokens per second" times=${times} format=${number} lines=${lines.tokens} least=${10} />
       <${Chart} title="Time to first token" times=${times} format=${formatSeconds} lines=${lines.ttft} least=${0.1} />

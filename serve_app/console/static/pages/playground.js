@@ -22,8 +22,8 @@ export default function Playground({session}) {
     modelNames(session).then(
       (found) => {
         setNames(found);
-        // A name that was typed meanwhile stays.
-        setModels((chosen) => chosen.map((name, at) => name || firstPair(found)[at]));
+        // A side that has been typed into stays.
+        setModels((chosen) => firstPair(found).map((name, at) => chosen[at] || name));
       },
       setError,
     );
@@ -34,6 +34,7 @@ export default function Playground({session}) {
   const maySend = !isRunning && fields.prompt.trim() && models.some((model) => model.trim());
   const send = () => {
     if (!maySend) return;
+    running.current?.abort();
     const controller = new AbortController();
     running.current = controller;
     const headers = has(session, "admin:read") ? {"x-loraplex-explain": "1"} : {};
@@ -50,7 +51,7 @@ export default function Playground({session}) {
   const onKeyDown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
-      send();
+      event.currentTarget.requestSubmit(); // the browser names a field that is no number
     } else if (event.key === "Escape" && isRunning) {
       stop();
     }
@@ -116,9 +117,10 @@ async function modelNames(session) {
   return [...new Set([...names, ...versions])];
 }
 
-// A base and the first adapter over it, or whatever there is.
+// A base and the first adapter over it, or whatever there is. A key may lack the adapter's base.
 function firstPair(names) {
   const adapter = names.find((name) => name.includes(":"));
-  const base = adapter ? adapter.split(":")[0] : names[0];
-  return [base ?? "", adapter ?? names[1] ?? names[0] ?? ""];
+  if (!adapter) return [names[0] ?? "", names[1] ?? names[0] ?? ""];
+  const base = adapter.split(":")[0];
+  return [names.includes(base) ? base : "", adapter];
 }

@@ -16,45 +16,63 @@ const SUMS = {
   cost: "Cost",
 };
 const MAX_SERIES = 6; // the largest ones; the others are one series
+// Days as the fields of dates have them. A date that is being typed is empty or of year 2 at first.
+const DAY = /^2[01]\d\d-\d\d-\d\d$/;
+const [FIRST_DAY, LAST_DAY] = ["2000-01-01", "2199-12-31"];
 const HEIGHT = 220; // pixels
 
-export function Usage() {
+// The page of a key that may not read the administration.
+export default function Page() {
+  const {key, tenant, ...groups} = GROUPS;
+  return html`
+    <h1>Usage</h1>
+    <${Usage} title="Use of this key" source="/key/usage" groups=${groups} />`;
+}
+
+export function Usage({title = "Usage", source = "/admin/usage", groups = GROUPS}) {
   const today = new Date();
   const [query, setQuery] = useState({
     step: "day", group: "model", sum: "output_tokens",
     from: isoDay(new Date(today.getTime() - 6 * 86_400_000)), to: isoDay(today),
   });
-  const [lines, setLines] = useState(null);
+  const [typed, setTyped] = useState({from: query.from, to: query.to});
+  const [found, setFound] = useState(null); // {lines, asked}: the last answer and its query
   const [error, setError] = useState(null);
-  const path = usagePath(query);
+  const path = usagePath(source, query);
   useEffect(() => {
     let isCurrent = true; // an answer that comes late does not replace a newer one
     getJson(path).then(({usage}) => {
-      if (isCurrent) [setLines(usage), setError(null)];
+      if (isCurrent) [setFound({lines: usage, asked: query}), setError(null)];
     }, (failure) => isCurrent && setError(failure));
     return () => (isCurrent = false);
   }, [path]);
   const field = (name) => ({
-    value: query[name],
-    // A date that is being typed is empty until it is whole.
-    onInput: (value) => value && setQuery({...query, [name]: value}),
+    value: query[name], onInput: (value) => setQuery({...query, [name]: value}),
+  });
+  const day = (name) => ({
+    type: "date", required: true, value: typed[name],
+    onInput: (value) => {
+      setTyped({...typed, [name]: value});
+      if (DAY.test(value)) setQuery({...query, [name]: value});
+    },
   });
   const save = () => getBlob(`${path}&format=csv`).then(
     (blob) => keep(blob, `usage-${query.from}-${query.to}.csv`), setError);
-  const sums = useMemo(() => sumsOf(lines ?? [], query.group), [lines]);
+  const {lines = [], asked} = found ?? {};
+  const sums = useMemo(() => (found ? sumsOf(lines, asked.group) : []), [found]);
   const columns = [
-    {label: GROUPS[query.group], render: (line) => line.name || "–", isHeader: true},
+    {label: GROUPS[asked?.group], render: (line) => line.name || "–", isHeader: true},
     ...Object.entries(SUMS).map(([name, label]) => ({
       label, render: (line) => formatNumber(line[name], name === "cost" ? 4 : 0), isNumber: true,
     })),
   ];
   return html`
     <section class="panel" aria-labelledby="usage-title">
-      <h2 id="usage-title">Usage</h2>
+      <h2 id="usage-title">${title}</h2>
       <div class="settings">
-        <${Field} label="From" type="date" required max=${query.to} ...${field("from")} />
-        <${Field} label="To" type="date" required min=${query.from} ...${field("to")} />
-        <${Field} label="By" options=${Object.entries(GROUPS)} ...${field("group")} />
+        <${Field} label="From" min=${FIRST_DAY} max=${query.to} ...${day("from")} />
+        <${Field} label="To" min=${query.from} max=${LAST_DAY} ...${day("to")} />
+        <${Field} label="By" options=${Object.entries(groups)} ...${field("group")} />
         <${Field} label="Per" options=${[["day", "Day"], ["hour", "Hour"]]} ...${field("step")} />
         <${Field} label="Chart of" options=${Object.entries(SUMS)} ...${field("sum")} />
         <${Button} onClick=${save}>Download CSV<//>
@@ -62,10 +80,10 @@ export function Usage() {
       <p class="hint">Days and hours are UTC. The cost is at today's prices
         (<code>tenancy.prices</code>).</p>
       <${ErrorText} error=${error} />
-      ${lines && (lines.length === 0
+      ${found && (lines.length === 0
         ? html`<p>No use is recorded in this time.</p>`
-        : html`<${Chart} lines=${lines} query=${query} sums=${sums} />
-            <${Table} caption=${`Usage by ${GROUPS[query.group].toLowerCase()}`} columns=${columns}
+        : html`<${Chart} lines=${lines} query=${{...asked, sum: query.sum}} sums=${sums} />
+            <${Table} caption=${`Usage by ${GROUPS[asked.group].toLowerCase()}`} columns=${columns}
               rows=${sums} keyOf=${(line) => line.name} />`)}
     </section>`;
 }
@@ -175,10 +193,10 @@ function sumsOf(lines, group) {
   return [...sums.values()].sort((one, other) => other.output_tokens - one.output_tokens);
 }
 
-function usagePath({step, group, from, to}) {
+function usagePath(source, {step, group, from, to}) {
   // The API's `to` is exclusive, the field's day is inclusive.
   const end = isoDay(new Date(Date.parse(`${to}T00:00Z`) + 86_400_000));
-  return `/admin/usage?${new URLSearchParams({by: `${step},${group}`, from, to: end})}`;
+  return `${source}?${new URLSearchParams({by: `${step},${group}`, from, to: end})}`;
 }
 
 function keep(blob, name) {

@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from serve_app.config import PriceArgs
-from serve_app.tasks import keep
+from serve_app.tasks import keep, share
 from serve_app.tenancy.leases import LimitName, TotalName
 from serve_app.tenancy.store import Store, StoreUnavailableError
 from serve_app.tenancy.tables import USAGE, USAGE_BATCHES
@@ -232,7 +232,7 @@ async def _to_its_end(
 ) -> bool:
     """Writes in a thread. A caller that is cancelled waits for it: the next one would read a day
     without the batch and a month with it."""
-    writing = asyncio.ensure_future(asyncio.to_thread(write, batch, now_s))
+    writing = share(asyncio.to_thread(write, batch, now_s), "record-usage")
     try:
         return await asyncio.shield(writing)
     except asyncio.CancelledError:

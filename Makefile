@@ -35,7 +35,7 @@ quick: $(VENV)/.installed-test
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@found=$$(mktemp); nice $(MYPY) >"$$found" 2>&1 & types=$$!; \
+	@found=$$(mktemp); nice -n 19 $(MYPY) >"$$found" 2>&1 & types=$$!; \
 	$(PYTEST); tests=$$?; \
 	wait $$types; typed=$$?; \
 	[ $$typed -eq 0 ] || cat "$$found"; rm "$$found"; \

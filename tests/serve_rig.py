@@ -49,6 +49,7 @@ RIG_BASE = "base"
 RIG_ADAPTER = "pirate"
 RIG_TOKEN = "token of the rig"
 FRONT_TIMEOUT_S = 3.0  # of a header and of a body
+_NICENESS = "RAY_worker_niceness"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ def running_serve() -> Iterator[int]:
         WEBHOOK_SECRET: "of the tests",
         KEY_PEPPER: "the pepper of the rig, without a home",
         FRONT_LIMITS: limits.model_dump_json(),
+        # As `loraplex serve`: at Ray's own 15 they would starve beside other tests.
+        _NICENESS: SERVE_SETTINGS[_NICENESS],
     }
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")

@@ -22,7 +22,7 @@ SPLIT, PLAIN = "pirate", "poet"  # adapters; the first has a canary
 WIDE, NARROW = (1280, 900), (360, 740)  # pixels
 # axe-core 4.14.1, MPL-2.0: the published file.
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
-_WAIT_MS = 20_000
+_WAIT_MS = 60_000
 
 
 def deploy_with_keys(port: int, folder: Path, rate: float = 50.0) -> Rig:

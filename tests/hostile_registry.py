@@ -262,7 +262,7 @@ def stop(made: Manager) -> None:
             task.cancel()
 
 
-async def follows(made: Manager, world: World, timeout_s: float = 30.0) -> None:
+async def follows(made: Manager, world: World, timeout_s: float = 120.0) -> None:
     """Moves the good adapter's alias and returns when a published view has it."""
     world.store.champion = 3 - world.store.champion
     revision = ""

@@ -18,7 +18,7 @@ import httpx
 
 from tests.registry_helpers import template_database
 
-READY_WITHIN_S = 90
+READY_WITHIN_S = 240
 _QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 # Webhooks need permission to call without TLS and on loopback, and a key that outlives a restart.
 # Tests need a short cache: by default a new webhook misses the events of its first minute.

@@ -22,7 +22,7 @@ import psutil
 
 from tests.mlflow_server import free_port
 
-READY_WITHIN_S = 60
+READY_WITHIN_S = 180
 
 
 def binaries() -> Path | None:

@@ -186,7 +186,7 @@ def rig_sources(folder: Path) -> Sources:
     return Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
 
 
-def wait_ready(rig: Rig, timeout_s: float = 120.0) -> None:
+def wait_ready(rig: Rig, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while httpx.get(f"{rig.url}/ready").status_code != 200:
         if time.monotonic() > deadline:

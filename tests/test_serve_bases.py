@@ -56,7 +56,7 @@ def admin(rig: Rig) -> Iterator[httpx.Client]:
         yield connection
 
 
-eventually = partial(waiting.eventually, timeout_s=90.0)
+eventually = partial(waiting.eventually, timeout_s=240.0)
 
 
 def ask(client: httpx.Client, model: str, **fields: object) -> httpx.Response:

@@ -154,12 +154,13 @@ def test_limits_hold_and_use_is_recorded_once_though_the_manager_is_killed(
             refused.append(answer)
 
     async def offer(per_s: float) -> float:
+        """Returns the seconds until the last answer."""
         limits = httpx.Limits(max_connections=None)
+        begun_s, number = time.monotonic(), 0
         async with (
             httpx.AsyncClient(base_url=rig.url, timeout=60, limits=limits) as client,
             asyncio.TaskGroup() as group,
         ):
-            begun_s, number = time.monotonic(), 0
             has_killed = False
             while (past_s := time.monotonic() - begun_s) < OFFERED_S:
                 if past_s > KILLED_S and not has_killed:
@@ -170,14 +171,13 @@ def test_limits_hold_and_use_is_recorded_once_though_the_manager_is_killed(
                     number += 1
                     group.create_task(ask(client))
                 await asyncio.sleep(0.01)
-            return time.monotonic() - begun_s
+        return time.monotonic() - begun_s
 
-    offered_s = asyncio.run(offer(3 * LIMIT / 60))
+    lasted_s = asyncio.run(offer(3 * LIMIT / 60))
     assert set(counts) == {200, 429}, counts
-    admitted = LIMIT / 60 * offered_s
-    # Above it: the burst, and what the new manager and the ingresses overlap. Below it: pauses of
-    # this machine, as an idle key saves up half a second only.
-    assert 0.6 * admitted < counts[200] < 1.1 * admitted
+    # Beyond the rate: the burst, and what the new manager and the ingresses overlap. How much less
+    # a busy machine admits, as an idle key saves up half a second only, is for `limits_http`.
+    assert counts[200] < 1.1 * LIMIT / 60 * lasted_s + LIMIT / 60
     error = refused[0].json()["error"]
     assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
     assert refused[0].headers["x-should-retry"] == "true"

@@ -10,20 +10,22 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
 
 
-def wait_settled(read: Callable[[], object], quiet_s: float = 2.5, timeout_s: float = 60.0) -> None:
+def wait_settled(
+    read: Callable[[], object], quiet_s: float = 2.5, timeout_s: float = 180.0
+) -> None:
     """Waits until `read` has returned the same value for `quiet_s`: processes report their counts
     once a second, so that the count of a request can follow its answer."""
     deadline = time.monotonic() + timeout_s

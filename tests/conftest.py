@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for fixture in fixtures:
             if fixture in _MARKERS:
                 item.add_marker(_MARKERS[fixture])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """Ends the application of the last test of the shared Serve: polling its registry five times a
+    second, it would take a quarter of a core for the rest of the session."""
+    yield
+    is_last = nextitem is None or nextitem.path.stem not in _SHARED_SERVE
+    if is_last and "serve_port" in getattr(item, "fixturenames", ()):
+        from tests.serve_rig import end_application
+
+        end_application()
 
 
 @pytest.fixture(scope="session")

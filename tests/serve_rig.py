@@ -182,6 +182,13 @@ def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None 
     return Rig(port, registry)
 
 
+def end_application() -> None:
+    """Deletes what `deploy` has started, and the application of each base."""
+    if ray.is_initialized():
+        for name in serve.status().applications:
+            serve.delete(name)
+
+
 def rig_sources(folder: Path) -> Sources:
     return Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
 

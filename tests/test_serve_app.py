@@ -315,12 +315,13 @@ async def test_too_many_requests_are_told_to_come_back(rig: Rig, client: httpx.C
 async def test_a_thousand_unfinished_bodies_stop_nobody_and_are_gone_at_the_deadline(
     rig: Rig, client: httpx.Client
 ) -> None:
-    """One more than may be open at once, and a connection that sends nothing."""
+    """A thousand bodies that never end, and a connection that sends nothing."""
     silent, silent_writer = await asyncio.open_connection("127.0.0.1", rig.port)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
-    slow = [await asyncio.open_connection("127.0.0.1", rig.port) for _ in range(1001)]
-    for _, writer in slow:
-        writer.write(head)
+    slow = []
+    for _ in range(1001):
+        slow.append(await asyncio.open_connection("127.0.0.1", rig.port))
+        slow[-1][1].write(head)  # at once: a connection without a header has a deadline of its own
     answer = await asyncio.to_thread(client.post, "/v1/completions", json=completion())
     assert answer.status_code == 200
     for reader, writer in slow:

@@ -23,16 +23,8 @@ from engine.kv_cache import KVCache
 from engine.model import Model
 from lora.pool import AdapterPool
 
-SIZES = (
-    64,
-    128,
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-)  # tokens; beyond, the device is slower than the host
+# Tokens. Beyond, the device is slower than the host; above 512 in tiles of large matrix products.
+SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _PIECE_BYTES = 256 * 1024  # the driver's memory of a graph of a dozen kernels
 
 Piece = Callable[[], None]

@@ -19,12 +19,11 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.step_cost import StepCost
 
-# Of a step, decoding sequences included: multiples of the tile of large matrix products, up to the
-# largest of `piecewise_graphs.SIZES`. Beyond it a step is launched kernel by kernel and lasts as
-# long as one of 1,024 tokens even if it has 600. On an H200 steps of 384, 448, 512, 700 and 1,024
-# tokens last 13, 18, 14, 25 and 25 ms.
-_TILE, _LARGEST_GRAPH = 128, 512
-_LARGE_TILE, _WORTH_LEAVING_GRAPHS, _LEAST_LAUNCHED = 256, 832, 1024
+# Of a step, decoding sequences included: multiples of the tile of large matrix products, coarser
+# beyond the largest of `piecewise_graphs.SIZES`, where a step is launched kernel by kernel. On an
+# H200 steps of 384, 448, 512 and 1,024 tokens last 13, 18, 14 and 25 ms.
+_TILE, _LARGEST_GRAPH, _LARGE_TILE = 128, 1024, 256
+_UNMEASURED = 512  # tokens of a step while the cost of one is unknown
 _GROWTH = 2.0  # of prompt tokens beyond those that were measured
 # Smaller parts of a prompt gain nothing: on every device the fixed cost outweighs them.
 _LEAST = 64
@@ -53,7 +52,7 @@ def prompt_budget(
     if not num_decoding:
         return most
     room = max(1, most - num_decoding)  # the oldest prompt always gets on
-    total = float(_LARGEST_GRAPH)
+    total = float(_UNMEASURED)
     token_s = cost.added_token_s
     if token_s:
         num_rows = max(num_decoding, min(num_sequences, config.max_num_seqs))
@@ -63,7 +62,7 @@ def prompt_budget(
         limit_s *= max(1.0, queued_s / _PATIENCE_S)
         room_s = limit_s - cost.decode_s(num_decoding)
         # The first prompt tokens beside few sequences look free: the device waits for the weights.
-        known = max(_LARGEST_GRAPH, _GROWTH * cost.largest_prompt)
+        known = max(_UNMEASURED, _GROWTH * cost.largest_prompt)
         total = num_decoding + min(room_s / token_s, known)
     else:
         # No step without prompts was measured: the fit overestimates a token, if anything.
@@ -75,6 +74,6 @@ def _rounded(num_tokens: float) -> int:
     """Returns a size near this that a device computes well, smaller rather than larger."""
     if num_tokens < _TILE:
         return int(num_tokens)
-    if num_tokens < _WORTH_LEAVING_GRAPHS:
+    if num_tokens < _LARGEST_GRAPH + _LARGE_TILE:
         return min(int(num_tokens) // _TILE * _TILE, _LARGEST_GRAPH)
-    return max(_LEAST_LAUNCHED, round(min(num_tokens, 1 << 30) / _LARGE_TILE) * _LARGE_TILE)
+    return int(min(num_tokens, 1 << 30)) // _LARGE_TILE * _LARGE_TILE

@@ -36,6 +36,7 @@ class Branch:
 
     def __init__(self, x: torch.Tensor) -> None:
         self._device = x.device
+        self.is_first = options.is_first
         if self._device.type == "cuda":
             side = _side_stream(self._device, options.priority)
             side.wait_stream(torch.cuda.current_stream(self._device))

@@ -13,7 +13,7 @@ import torch.nn.functional
 
 from kernels.backend import uses_triton
 from kernels.few_rows import is_few
-from kernels.graph_branch import Branch, can_branch, options
+from kernels.graph_branch import Branch, can_branch
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_shrink
@@ -69,11 +69,11 @@ def _linear_beside_shrink(
 
     planes = new_planes(x, site, plan)
     branch = Branch(x)
-    if not options.is_first:
+    if not branch.is_first:
         y = torch.nn.functional.linear(x, weight, bias)
     with branch.entered():
         shrink_small_(planes, x, site, plan)
-    if options.is_first:
+    if branch.is_first:
         y = torch.nn.functional.linear(x, weight, bias)
     branch.join()
     return y, Bridge(planes, None)

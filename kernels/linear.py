@@ -1,8 +1,9 @@
 """y = x W^T (+ bias), and next to it the adapters' shrink of the same x.
 
 For few rows one kernel of ours does both: there a shrink is as long as a launch, so it runs where x
-is read anyway. For more rows the library's product, then the shrink. Both give a row the same y
-with and without the shrink, to the bit. Uses tensors and numbers only.
+is read anyway. For more rows the library's product, then the shrink; in a CUDA graph of decodes the
+two beside each other. All give a row the same y with and without the shrink, to the bit. Uses
+tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional
 
+from kernels.backend import uses_triton
 from kernels.few_rows import is_few
+from kernels.graph_branch import Branch, can_branch
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_shrink
+
+MAX_BRANCH_ROWS = 256  # products of more rows leave no room beside them
 
 
 def linear(
@@ -41,5 +46,34 @@ def linear_shrink(
         from kernels.triton_linear_few import launch_linear_shrink_few
 
         return launch_linear_shrink_few(x, weight, bias, site, plan)
+    if _has_branch(x, plan):
+        return _linear_beside_shrink(x, weight, bias, site, plan)
     y = torch.nn.functional.linear(x, weight, bias)
     return y, lora_shrink(x, site, plan)
+
+
+def _has_branch(x: torch.Tensor, plan: LoraPlan) -> bool:
+    if plan.max_large or not plan.max_units or x.shape[0] > MAX_BRANCH_ROWS:
+        return False
+    return uses_triton(x) and can_branch(x)
+
+
+def _linear_beside_shrink(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: SiteRows,
+    plan: LoraPlan,
+) -> tuple[torch.Tensor, Bridge]:
+    from kernels.triton_lora_shrink import new_planes, shrink_small_
+
+    planes = new_planes(x, site, plan)
+    branch = Branch(x)
+    if not branch.is_first:
+        y = torch.nn.functional.linear(x, weight, bias)
+    with branch.entered():
+        shrink_small_(planes, x, site, plan)
+    if branch.is_first:
+        y = torch.nn.functional.linear(x, weight, bias)
+    branch.join()
+    return y, Bridge(planes, None)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
@@ -26,6 +27,8 @@ from kernels.triton_lora_rows import (
 )
 from kernels.triton_lora_tiles import find_strip, load_strip
 from kernels.triton_rms_norm import shape_of
+
+MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -49,6 +52,7 @@ def _lora_add_rms_norm_kernel(
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     start_dependents(OVERLAPPED)
@@ -59,7 +63,7 @@ def _lora_add_rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
-    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     b = load_strip(heap_ptr, entry, columns, HIDDEN, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
@@ -115,6 +119,7 @@ def launch_lora_add_rms_norm(
             hidden,
             eps,
             block,
+            FEW_ROWS if rows <= FEW_ROWS else max(MIN_TILES, triton.next_power_of_2(rows)),
             OVERLAPS,
         ),
         num_warps,

@@ -23,11 +23,12 @@ _TILES = tl.constexpr(FEW_ROWS)
 
 
 @triton.jit
-def find_row(header_ptr, tiles_ptr, token, num_tiles):
+def find_row(header_ptr, tiles_ptr, token, num_tiles, TILES: tl.constexpr = _TILES):
     """Returns the pages of the row's adapter (0: none), the offset in the page list, and the first
-    page. No load waits for another load."""
+    page. No load waits for another load. TILES: the most small tiles that the step can have, which
+    are no more than its rows."""
     count = tl.load(header_ptr)
-    tiles = tl.arange(0, _TILES)
+    tiles = tl.arange(0, TILES)
     at = tiles_ptr + tiles * _TILE
     inside = tiles < num_tiles
     starts = tl.load(at, mask=inside, other=0)

@@ -221,38 +221,45 @@ def chunk_of(in_features: int) -> int:
 
 
 def shrink(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Bridge:
-    assert x.stride(1) == 1
+    planes = new_planes(x, site, plan)
+    shrink_small_(planes, x, site, plan)
     return Bridge(
-        _shrink_small(x, site, plan),
-        _shrink_large(x, site, plan) if plan.max_large and plan.max_rank_pages else None,
+        planes, _shrink_large(x, site, plan) if plan.max_large and plan.max_rank_pages else None
     )
 
 
-def _shrink_small(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
-    num_slices, width = site.num_slices, site.in_features
-    chunk = chunk_of(width)
-    num_chunks = -(-width // chunk)
-    shape = (num_chunks, num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
-    planes = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if plan.max_units:
-        programs = num_programs(plan.max_units, num_chunks * num_slices, NUM_PROGRAMS)
-        _launch(
-            (num_chunks, num_slices, programs),
-            (x, site.heap, planes),
-            (plan.header, plan.units, site.a_entries),
-            (
-                width,
-                x.stride(0),
-                site.stride,
-                num_slices,
-                chunk,
-                SMALL_ROWS,
-                IS_INTERPRETED,
-                OVERLAPS,
-            ),
-            NUM_WARPS,
-        )
-    return planes
+def new_planes(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
+    """Returns the planes of small tiles, to be filled by `shrink_small_`."""
+    num_chunks = -(-site.in_features // chunk_of(site.in_features))
+    shape = (num_chunks, site.num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def shrink_small_(planes: torch.Tensor, x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> None:
+    assert x.stride(1) == 1
+    if not plan.max_units:
+        return
+    num_chunks, num_slices = planes.shape[:2]
+    _launch(
+        (
+            num_chunks,
+            num_slices,
+            num_programs(plan.max_units, num_chunks * num_slices, NUM_PROGRAMS),
+        ),
+        (x, site.heap, planes),
+        (plan.header, plan.units, site.a_entries),
+        (
+            site.in_features,
+            x.stride(0),
+            site.stride,
+            num_slices,
+            chunk_of(site.in_features),
+            SMALL_ROWS,
+            IS_INTERPRETED,
+            OVERLAPS,
+        ),
+        NUM_WARPS,
+    )
 
 
 def _shrink_large(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:

@@ -27,6 +27,13 @@ RUNS: dict[str, tuple[Run, ...]] = {
     "no adapter": ((None, 3),),
     "some slices": ((3, 2), (None, 1), (4, 2)),
 }
+# More rows than have products of their own: the norm alone adds the delta in one launch.
+MORE_RUNS: dict[str, tuple[Run, ...]] = {
+    "nine rows": ((1, 9),),
+    "ragged": ((None, 3), (0, 1), (2, 11), (4, 2), (None, 1)),
+    "sixty-four rows": ((0, 1), (1, 20), (None, 5), (2, 9), (3, 8), (5, 20), (None, 1)),
+    "a page in eight tiles": ((0, 64),),
+}
 LACKING = ((0, 40, 9), (24, 0, 0))  # ranks of each slice, of the last two adapters
 
 

@@ -1,4 +1,4 @@
-"""Products, norms, RoPE and SiLU of few rows with adapters, on a GPU."""
+"""Products, norms, RoPE and SiLU of few rows with adapters, on a GPU; norms of more rows, too."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.graph_branch import Branch
 from kernels.linear import linear, linear_shrink
+from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import LoraPlan
-from kernels.lora_shrink_expand import lora_expand_
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from kernels.rms_norm import add_rms_norm
 from tests.few_rows_cases import (
     LACKING,
+    MORE_RUNS,
     RUNS,
     assert_agrees,
     both_products,
@@ -122,6 +126,57 @@ def test_a_norm_adds_the_delta(hidden: int) -> None:
             assert_agrees(outcome, case.base_rows(), 2e-2)
 
 
+def build_more(runs: str, hidden: int) -> LoraCase:
+    return make_case(
+        RANKS,
+        MORE_RUNS[runs],
+        in_features=512,
+        sizes=(hidden,),
+        dtype=torch.bfloat16,
+        device="cuda",
+        max_tokens=64,
+    )
+
+
+@pytest.mark.parametrize("hidden", [4096, 2048, 576])
+def test_a_norm_of_more_rows_adds_the_delta(hidden: int) -> None:
+    for runs in MORE_RUNS:
+        case = build_more(runs, hidden)
+        for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0])):
+            for outcome in norms(case, plan):
+                assert_agrees(outcome, case.base_rows(), 4e-2)
+        # The norm hides the delta's size: the sum with the residual against float64.
+        bridge = lora_shrink(case.x, case.site, plan)
+        residual, weight = torch.zeros_like(case.y), torch.ones_like(case.y[0])
+        _, found = lora_add_rms_norm(
+            case.y.clone(), residual, weight, 1e-5, bridge, case.site, plan
+        )
+        assert error_of(case, found) < 8e-3
+
+
+def test_a_norm_s_row_keeps_its_bits_among_other_adapters_and_their_nan() -> None:
+    case = build_more("sixty-four rows", 4096)
+    clean = [outcome.found for outcome in norms(case, case.plan(large=False))]
+    row = 21  # the first of the base, then nine of adapter 2
+    for start, end, runs in (
+        (row, row + 5, ((None, 64),)),
+        (row + 5, row + 14, ((None, row + 5), (2, 9), (None, 29))),
+    ):
+        alone = replace(case, runs=runs)
+        for found, expected in zip(norms(alone, alone.plan(large=False)), clean, strict=True):
+            assert torch.equal(found.found[start:end], expected[start:end])
+    for page in case.adapters[1]:
+        a, b = case.site.a(page, 0), case.site.b(page, 0)
+        assert a is not None
+        assert b is not None
+        a[0] = b[0] = float("nan")
+    own = torch.zeros(64, dtype=torch.bool, device="cuda")
+    own[1:21] = True
+    for found, expected in zip(norms(case, case.plan(large=False)), clean, strict=True):
+        assert torch.equal(found.found[~own], expected[~own])
+        assert bool(found.found[own].isnan().any(-1).all())
+
+
 def test_silu_and_rope_add_the_delta() -> None:
     for runs in ALL_RUNS:
         case = build(runs, 512, (1440, 1440))
@@ -167,3 +222,61 @@ def test_one_graph_serves_any_mix() -> None:
         assert torch.equal(replayed, run(case.plan(large=False)))
         base = case.base_rows()
         assert torch.equal(replayed[base], linear(first.x, weight, None)[base])
+
+
+@pytest.mark.parametrize("rows", [9, 32, 64, 96])  # the norm in one launch, and beyond its limit
+def test_a_shrink_beside_the_product_serves_any_mix(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of layers, whose tensors take each other's memory: 30 replays with other adapters and
+    rows have the bits of the kernels in a row, and rows of the base those without adapters."""
+    first = make_case(
+        [8, 16, 64, 48] * 15,
+        [(None, rows)],
+        in_features=1024,
+        sizes=(1024,),
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    weight, norm = draw_weight(first), torch.ones_like(first.y[0])
+    static = torch.from_numpy(write_plan(first, large=False)[0]).cuda()
+    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
+    joined: list[Branch] = []
+    join = Branch.join
+
+    def counted(branch: Branch) -> None:
+        joined.append(branch)
+        join(branch)
+
+    monkeypatch.setattr(Branch, "join", counted)
+
+    def run(plan: LoraPlan | None) -> torch.Tensor:
+        hidden, residual = first.x, first.y.clone()
+        for _ in range(6):
+            if plan is None:
+                y = linear(hidden, weight, None)
+                hidden, residual = add_rms_norm(y, residual, norm, 1e-5)
+                continue
+            y, bridge = linear_shrink(hidden, weight, None, first.site, plan)
+            hidden, residual = lora_add_rms_norm(y, residual, norm, 1e-5, bridge, first.site, plan)
+        return hidden
+
+    run(plan)
+    assert not joined
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(plan)
+    assert len(joined) == 6
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(30):
+        case = with_drawn_runs(first, draw, longest=min(19, rows - 1))
+        first.x.normal_()
+        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, run(case.plan(large=False)))
+        base = case.base_rows()
+        assert torch.equal(replayed[base], run(None)[base])
+        assert not torch.equal(replayed, run(None))
+    assert len(joined) == 6

@@ -7,6 +7,7 @@ import torch
 
 from tests.few_rows_cases import (
     LACKING,
+    MORE_RUNS,
     RUNS,
     assert_agrees,
     both_products,
@@ -17,7 +18,7 @@ from tests.few_rows_cases import (
 )
 from tests.lora_kernel_cases import LoraCase, error_of, make_case
 
-RANKS = (8, 20, 100, *LACKING)
+RANKS = (8, 20, 100, *LACKING, 16)
 
 
 def build(runs: str, in_features: int, sizes: tuple[int, ...]) -> LoraCase:
@@ -55,3 +56,13 @@ def test_what_reads_a_product_adds_the_delta(runs: str) -> None:
     case = build(runs, 64, (512, 256, 256))
     for outcome in turns(case, case.plan(graph_rows=case.x.shape[0])):
         assert_agrees(outcome, case.base_rows(), 4e-3)
+
+
+@pytest.mark.parametrize("runs", MORE_RUNS)
+def test_a_norm_of_more_rows_adds_the_delta(runs: str) -> None:
+    case = make_case(
+        RANKS, MORE_RUNS[runs], in_features=64, sizes=(80,), dtype=torch.float16, max_tokens=64
+    )
+    for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0])):
+        for outcome in norms(case, plan):
+            assert_agrees(outcome, case.base_rows(), 2e-3)

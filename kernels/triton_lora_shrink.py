@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, UNITS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
@@ -48,6 +48,7 @@ def _shrink_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
+    COUNT: tl.constexpr,  # the field of the header that has the number of units
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -58,7 +59,7 @@ def _shrink_kernel(
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     unit = tl.program_id(2)
-    count = tl.load(header_ptr + 1)
+    count = tl.load(header_ptr + COUNT)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -223,12 +224,16 @@ def chunk_of(in_features: int) -> int:
 def shrink(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Bridge:
     assert x.stride(1) == 1
     return Bridge(
-        _shrink_small(x, site, plan),
+        shrink_small(x, site, plan),
         _shrink_large(x, site, plan) if plan.max_large and plan.max_rank_pages else None,
     )
 
 
-def _shrink_small(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
+def shrink_small(
+    x: torch.Tensor, site: SiteRows, plan: LoraPlan, count: int = UNITS
+) -> torch.Tensor:
+    """Returns the planes of small tiles. `count`: the field of the header with the number of
+    units."""
     num_slices, width = site.num_slices, site.in_features
     chunk = chunk_of(width)
     num_chunks = -(-width // chunk)
@@ -245,6 +250,7 @@ def _shrink_small(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tens
                 x.stride(0),
                 site.stride,
                 num_slices,
+                count,
                 chunk,
                 SMALL_ROWS,
                 IS_INTERPRETED,

@@ -4,7 +4,7 @@ adapter.
 All rows of a program gather their columns of A at once, because a row waits for four loads one after
 the other: its id, the id that was drawn, the piece's entry, the column. Tensor cores multiply them by
 B: their factors have B's type already. In a step whose adapters lack the embedding the counts of the
-plan's header are zero, and programs end after one load.
+plan's header are zero, and programs end at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kernels.triton_lora_tiles import (
 )
 
 ROWS = 16  # the tall side of an mma: a small tile and padding, or a part of a large one
-BLOCK = 512
+BLOCK = 256  # 128 registers of a thread in bfloat16; 512 columns take 224
 NUM_WARPS = 4
-NUM_PROGRAMS = 1056  # eight of four warps each per multiprocessor of an H200
+NUM_PROGRAMS = 1056  # twice as many as an H200 holds at a time
 
 
 @triton.jit

@@ -2,9 +2,8 @@
 after the shrink of every other site.
 
 One warp processes 256 columns of a tile as in the expand of small tiles: it keeps a page of B in
-registers and walks the rows two by two. A vocabulary of 128,256 makes 501 programs a tile, enough to
-read the 4 MB of a page as fast as memory gives them. In a step whose adapters lack the head the
-counts of the plan's header are zero, and programs end after one load.
+registers and walks the rows two by two. A vocabulary of 128,256 makes 504 programs a tile. In a step
+whose adapters lack the head the counts of the plan's header are zero, and programs end at once.
 """
 
 from __future__ import annotations

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from kernels.lora_plan import PAGE_ROWS, LoraPlan, lora_plan_size, write_lora_plan
+from kernels.lora_plan import (
+    PAGE_ROWS,
+    LoraPlan,
+    LoraPlanCounts,
+    lora_plan_size,
+    write_lora_plan,
+)
 from kernels.lora_rows import ROW_BITS, UNIT_BYTES, SiteRows
 from tests.lora_kernel_cases import Run
 from tests.lora_strips import Matrices, make_site_rows, pages_of
@@ -40,10 +46,21 @@ class VocabularyCase:
 
     def plan(self, *, large: bool = True, graph_rows: int | None = None) -> LoraPlan:
         """Returns the plan; with `graph_rows`, that of a CUDA graph of that many rows."""
-        large = large and not self.is_head
-        size, tokens = lora_plan_size, len(self.token_ids)
+        large, tokens = large and not self.is_head, len(self.x)
+        buffer, counts = self._write(large, self.has_site)
+        if graph_rows is None:
+            return LoraPlan.for_step(buffer, counts, tokens, self.num_pages, large=large)
+        return LoraPlan.for_graph(buffer, graph_rows, tokens, self.num_pages, large=large)
+
+    def buffer(self, *, large: bool, has_site: bool) -> torch.Tensor:
+        """Returns the plan as it is in memory."""
+        return self._write(large, has_site)[0]
+
+    def _write(self, large: bool, has_site: bool) -> tuple[torch.Tensor, LoraPlanCounts]:
+        tokens = len(self.x)
         # Elements beyond the counts must not be read.
-        buffer = np.full(size(tokens, self.num_pages, large=large), 1 << 30, dtype=np.int32)
+        size = lora_plan_size(tokens, self.num_pages, large=large)
+        buffer = np.full(size, 1 << 30, dtype=np.int32)
         runs = [(() if i is None else self.adapters[i], rows) for i, rows in self.runs]
         counts = write_lora_plan(
             buffer,
@@ -51,13 +68,17 @@ class VocabularyCase:
             tokens,
             self.num_pages,
             large=large,
-            has_head=self.has_site and self.is_head,
-            has_embedding=self.has_site and not self.is_head,
+            has_head=has_site and self.is_head,
+            has_embedding=has_site and not self.is_head,
         )
-        device = torch.from_numpy(buffer).to(self.y.device)
-        if graph_rows is None:
-            return LoraPlan.for_step(device, counts, tokens, self.num_pages, large=large)
-        return LoraPlan.for_graph(device, graph_rows, tokens, self.num_pages, large=large)
+        return torch.from_numpy(buffer).to(self.y.device), counts
+
+    def row(self, row: int, owner: int | None) -> VocabularyCase:
+        """Returns one row, of this owner, as a case."""
+        one = slice(row, row + 1)
+        fields = ("x", "y", "token_ids", "sources")
+        rows = {name: getattr(self, name)[one].contiguous() for name in fields}
+        return replace(self, runs=((owner, 1),), **rows)
 
     def delta(self) -> torch.Tensor:
         """Returns the delta in float64, of the values as they are stored."""
@@ -84,7 +105,7 @@ class VocabularyCase:
         return found
 
     def error_of(self, y: torch.Tensor) -> float:
-        """Returns the relative error of the delta. y is zero before where it is of few bits."""
+        """Returns the relative error of the delta."""
         expected, found = self.delta(), y.double() - self.y.double()
         return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 

@@ -30,7 +30,7 @@ from engine.model import Model
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import with_prompt_logprobs
 from engine.sampler import change_logits_, changes_logits, draws_late, upload
-from engine.step_inputs import SamplingInputs, StepInputs, StepLimits
+from engine.step_inputs import SamplingInputs, StepInputs, StepLimits, is_decode
 from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
 from engine.types import Sequence as Choice
 from kernels.paged_plan import attention_scratch
@@ -67,7 +67,7 @@ class _Logprobs:
 class _Prompts:
     """The state from which prompt log-probabilities are computed when the step is collected."""
 
-    inputs: ForwardInputs
+    inputs: ForwardInputs  # as `StepInputs.for_prompts` returns them
     hidden: torch.Tensor
 
 
@@ -214,7 +214,8 @@ class DeviceSteps:
         """Runs a step outside the graphs on meta tensors, without its copies to the host."""
         inputs, hidden = self._forward_mixed(batch)
         rows = inputs.num_samples
-        self._draw(self._model.logits(hidden[:rows], inputs, 0), self._mixed.sampling(rows))
+        logits = self._model.logits(hidden[:rows], inputs, 0, self._pool)
+        self._draw(logits, self._mixed.sampling(rows))
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
         with device_faults():
@@ -222,7 +223,7 @@ class DeviceSteps:
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
         parts = tuple(part for part in batch.sequences if part.samples)
-        size = self._graphs.size_for(len(parts)) if self._decode.fits_graph(batch) else None
+        size = self._graphs.size_for(len(parts)) if is_decode(batch) else None
         prompts = None
         if size is not None:
             reach = self._decode.write_for_graph(batch, self._drawn_rows, size)
@@ -232,10 +233,10 @@ class DeviceSteps:
             inputs, hidden = self._forward_mixed(batch)
             undrawn = _Undrawn(None, parts, self._mixed, False)
             if parts:
-                logits = self._model.logits(hidden[: len(parts)], inputs, 0)
+                logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
                 undrawn = _Undrawn(logits, parts, self._mixed, False)
             if hidden.shape[0] > len(parts):
-                prompts = _Prompts(inputs, hidden)
+                prompts = _Prompts(self._mixed.for_prompts(inputs, batch), hidden)
         self._drawn_rows = {}
         if any(draws_late(part) for part in parts):
             return DeviceStep(self, batch, prompts, undrawn)
@@ -256,8 +257,6 @@ class DeviceSteps:
 
     def _forward_mixed(self, batch: ScheduledBatch) -> tuple[ForwardInputs, torch.Tensor]:
         size = self._pieces.size_for(batch.num_tokens)
-        if size is not None and not self._mixed.fits_pieces(batch):
-            size = None
         inputs = self._mixed.write(batch, self._drawn_rows, size)
         if size is None:
             return inputs, self._model.forward(inputs, self._kv, self._pool)
@@ -283,12 +282,12 @@ class DeviceSteps:
         if prompts is None:
             return tuple(samples)
         inputs, hidden = prompts.inputs, prompts.hidden
-        return with_prompt_logprobs(batch, samples, inputs, hidden, self._model)
+        return with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
 
     def _run_static(self, key: GraphKey) -> torch.Tensor:
         inputs, sampling = self._decode.for_graph(key.size, key.lora)
         hidden = self._model.forward(inputs, self._kv, self._pool)
-        logits = self._model.logits(hidden, inputs, 0)
+        logits = self._model.logits(hidden, inputs, 0, self._pool)
         self._draw(logits, sampling)
         return logits
 

@@ -33,7 +33,7 @@ class LoraReach(IntEnum):
     """The sites that the adapters of a step have: the others run as without adapters."""
 
     NONE = 0
-    ALL = 1
+    ALL = 1  # lm_head and the embedding included
     QKV = 2
     ATTENTION = 3  # qkv and o
 
@@ -48,7 +48,8 @@ class ForwardInputs:
     host_logit_rows: tuple[int, ...]  # the same on the host
     num_samples: int  # of logit_rows
     lora: LoraBatch | LoraPlan | None
-    optional_lora: LoraBatch | None  # of lm_head and the embedding, if an adapter here has them
+    # Of lm_head: a batch as `lora`; a plan of the rows that sample; None: no adapter here has it.
+    head_lora: LoraBatch | LoraPlan | None
     in_flight: DeviceTokens | None = None  # None: all ids are in token_ids
     reach: LoraReach = LoraReach.ALL  # of `lora`
 
@@ -83,7 +84,7 @@ def build_inputs(
         host_logit_rows=rows,
         num_samples=sum(part.samples for part in parts),
         lora=lora,
-        optional_lora=lora,
+        head_lora=lora,
     )
 
 

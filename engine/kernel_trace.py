@@ -24,12 +24,11 @@ from engine.step_inputs import StepLimits
 from engine.types import ScheduledBatch
 from engine.warm_batches import (
     GREEDY,
-    adapter_ranks,
     batch_shapes,
     make_batch,
     mixes,
     step_sizes,
-    zero_adapter,
+    zero_adapters,
 )
 from engine.weights import empty_weights
 from kernels.backend import Capability, traced_for
@@ -64,8 +63,7 @@ def trace_kernels(
         pool = AdapterPool(
             sites, pool_bytes if has_adapters else 0, dtype, meta, host_bytes=1 << 62
         )
-        ranks = adapter_ranks(limits) if has_adapters else ()
-        adapters = [zero_adapter(lora_sites(short), rank) for rank in ranks]
+        adapters = zero_adapters(lora_sites(short), limits) if has_adapters else ()
         for adapter in adapters:
             pool.insert(
                 layout.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))

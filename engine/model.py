@@ -15,7 +15,10 @@ from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, lora_sites
 from engine.rope import cos_sin_table
 from engine.weights import Weights
-from kernels.embedding import gather_embedding, resolve_tokens
+from kernels.embedding import gather_embedding
+from kernels.lora_embed import lora_embed_
+from kernels.lora_head import lora_head_
+from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope_write import RopeWrite
@@ -47,7 +50,7 @@ class Model:
 
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
         """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens."""
-        added, residual = None, self.embed(inputs)
+        added, residual = None, self.embed(inputs, pool)
         for i in range(self.config.num_layers):
             q, residual = self.before_attention(i, added, residual, inputs, kv, pool)
             attended = self.attend(i, q, inputs, kv)
@@ -115,32 +118,41 @@ class Model:
         residual = residual.index_select(0, inputs.logit_rows)
         return add_rms_norm(hidden, residual, norm, eps)[0]
 
-    def logits(self, hidden: torch.Tensor, inputs: ForwardInputs, first: int) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
+    ) -> torch.Tensor:
         """Turns [R, H] into [R, V] float32. The rows are those of the step's result from `first`
-        on."""
+        on; with a plan of the head's adapters, all rows that sample."""
         head = self.weights.head
         if hidden.is_cuda and hidden.dtype != torch.float32:
             # Rounded to bf16, logits above 16 are 1/8 apart and greedy choices tie.
             logits = torch.mm(hidden, head.T, out_dtype=torch.float32)
         else:
             logits = linear(hidden, head).float()
-        lora = inputs.optional_lora
-        if lora is not None and lora.targets(self._head_site.name):
+        lora = inputs.head_lora
+        if isinstance(lora, LoraPlan):
+            assert first == 0
+            lora_head_(logits, hidden, pool.site_rows(self._head_site.name), lora)
+        elif lora is not None and lora.targets(self._head_site.name):
             rows = inputs.host_logit_rows[first : first + hidden.shape[0]]
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows))
         return logits
 
-    def embed(self, inputs: ForwardInputs) -> torch.Tensor:
+    def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
         if in_flight is None:
             embedded = embedding(token_ids, table)
         else:
             embedded = gather_embedding(token_ids, in_flight.sources, in_flight.drawn, table)
-        lora = inputs.optional_lora
-        if lora is not None and lora.targets(self._embedding_site.name):
-            if in_flight is not None:
-                token_ids = resolve_tokens(token_ids, in_flight.sources, in_flight.drawn)
-            apply_lora_embedding_(self._embedding_site, embedded, token_ids, lora)
+        lora, site = inputs.lora_at(LoraReach.ALL), self._embedding_site
+        if isinstance(lora, LoraPlan):
+            if lora.has_embedding:
+                assert in_flight is not None
+                sources, drawn = in_flight.sources, in_flight.drawn
+                rows = pool.site_rows(site.name)
+                lora_embed_(embedded, token_ids, sources, drawn, rows, lora)
+        elif lora is not None and lora.targets(site.name):
+            apply_lora_embedding_(site, embedded, token_ids, lora)
         return embedded
 
     def _project(

@@ -132,7 +132,7 @@ class PiecewiseGraphs:
         residuals: list[torch.Tensor] = []
 
         def begin() -> None:
-            embedded = model.embed(inputs)
+            embedded = model.embed(inputs, pool)
             residuals.append(model.before_attention(0, None, embedded, inputs, kv, pool, q)[1])
 
         def go_on(i: int) -> None:

@@ -44,8 +44,10 @@ class ReferenceSteps:
         parts = [part for part in batch.sequences if part.samples]
         answers: list[Sample] = []
         if parts:
-            logits = self._model.logits(hidden[: len(parts)], inputs, 0)
+            logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
             answers = sample(logits, parts, self._eos_token_ids)
         drawn = iter(answers)
         samples = [next(drawn) if part.samples else Sample(None) for part in batch.sequences]
-        return FinishedStep(with_prompt_logprobs(batch, samples, inputs, hidden, self._model))
+        return FinishedStep(
+            with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
+        )

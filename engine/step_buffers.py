@@ -3,7 +3,8 @@
 CUDA graphs hold the addresses of the device's copy, so it never moves. The host has two buffers in
 turn: while step n's copy may still wait for the device, step n+1 is written into the other. All
 fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
-step copies only the columns that it needs.
+step copies only the columns that it needs. The plan of the head comes first, for the steps that need
+it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class StepBuffers:
         max_blocks: int,  # per sequence
         attention_words: int,
         lora_words: int,
+        head_words: int,
         device: torch.device,
     ) -> None:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         sizes = {
-            "seeds": 2 * max_seqs,  # 64-bit, hence first
+            "head": head_words,
+            "seeds": 2 * max_seqs,  # 64-bit, hence before fields of any number of words
             **dict.fromkeys(_PER_TOKEN, max_tokens),
             **dict.fromkeys(_PER_SEQUENCE, max_seqs),
             "query_start": max_seqs + 1,
@@ -96,9 +99,10 @@ class StepBuffers:
         """Returns [num_rows, max_blocks]; columns past the width last sent hold old numbers."""
         return self._tables[:num_rows]
 
-    def send(self, num_rows: int, width: int) -> None:
+    def send(self, num_rows: int, width: int, *, with_head: bool = False) -> None:
         """Sends everything up to the end of the packed tables, then the tables to their rows."""
+        start = 0 if with_head else self._fields["seeds"].start
         end = self._tables_start + num_rows * width
-        self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
+        self._device[start:end].copy_(self._hosts[self._turn][start:end], non_blocking=True)
         packed = self._device[self._tables_start : end].view(num_rows, width)
         self._tables[:num_rows, :width].copy_(packed)

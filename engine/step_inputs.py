@@ -8,7 +8,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from kernels.paged_plan import (
 from lora.pool import PAGE_ROWS, AdapterPool
 
 _SEED_MASK = 2**64 - 1
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
 Runs = list[tuple[tuple[int, ...], int]]
 
 
@@ -63,6 +64,11 @@ class SamplingInputs:
     positions: torch.Tensor  # [R] int32, of the token that is drawn
 
 
+def is_decode(batch: ScheduledBatch) -> bool:
+    """Returns True if every sequence has one token and samples."""
+    return all(part.samples and part.end - part.start == 1 for part in batch.sequences)
+
+
 class StepInputs:
     def __init__(
         self,
@@ -89,6 +95,8 @@ class StepInputs:
             limits.max_blocks,
             work_size(limits.max_seqs, max_tokens, limits.heads),
             lora_plan_size(max_tokens, self._max_pages, large=not is_decode),
+            # A decode's logits have the rows of its tokens, and their plan.
+            0 if is_decode else lora_plan_size(limits.max_seqs, self._max_pages, large=False),
             drawn.device,
         )
 
@@ -109,7 +117,9 @@ class StepInputs:
             lora = LoraPlan.for_graph(
                 device("lora"), size, self.max_tokens, self._max_pages, self._limits.max_rank_pages
             )
-        return self._forward_inputs(size, attention, lora, reach=reach), self.sampling(size)
+        head = lora if reach is LoraReach.ALL else None
+        inputs = self._forward_inputs(size, attention, lora, head, reach=reach)
+        return inputs, self.sampling(size)
 
     def sampling(self, num_rows: int) -> SamplingInputs:
         ints, floats = self._buffers.device, self._buffers.device_floats
@@ -134,7 +144,8 @@ class StepInputs:
         self._write_attention(parts, size)
         self._write_sampling(parts, size)
         runs = self._lora_runs(parts, size - len(parts))
-        reach = self._reach(parts)
+        kinds = self._site_kinds(parts)
+        reach = _reach(runs, kinds)
         if reach is not LoraReach.NONE:
             write_lora_plan(
                 self._buffers.host("lora"),
@@ -142,6 +153,8 @@ class StepInputs:
                 self.max_tokens,
                 self._max_pages,
                 large=False,
+                has_head=_HEAD in kinds,
+                has_embedding=_EMBEDDING in kinds,
             )
         self._send(parts, size)
         return reach
@@ -177,14 +190,22 @@ class StepInputs:
         self._buffers.host("logit_rows")[: len(rows)] = rows
         runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
         lora = None
-        reach = self._reach(parts)
+        kinds = self._site_kinds(parts)
+        reach = _reach(runs, kinds)
         if reach is not LoraReach.NONE:
             max_pages = self._max_pages
-            found = write_lora_plan(self._buffers.host("lora"), runs, self.max_tokens, max_pages)
+            found = write_lora_plan(
+                self._buffers.host("lora"),
+                runs,
+                self.max_tokens,
+                max_pages,
+                has_embedding=_EMBEDDING in kinds,
+            )
             lora = LoraPlan.for_step(
                 self._buffers.device("lora"), found, self.max_tokens, max_pages
             )
-        self._send(parts, len(parts))
+        head = self._write_head(sampling) if _HEAD in kinds else None
+        self._send(parts, len(parts), with_head=head is not None)
         attention = PagedPlan.for_step(
             self._buffers.device("query_start")[: len(parts) + 1],
             self._buffers.device("kv_lens")[: len(parts)],
@@ -193,22 +214,44 @@ class StepInputs:
             self._scratch,
             counts,
         )
-        return self._forward_inputs(num_tokens, attention, lora, parts, rows, len(sampling), reach)
+        return self._forward_inputs(
+            num_tokens, attention, lora, head, parts, rows, len(sampling), reach
+        )
+
+    def for_prompts(self, inputs: ForwardInputs, batch: ScheduledBatch) -> ForwardInputs:
+        """Returns inputs for the logits of prompt rows, which stay valid when the buffers have the
+        next step."""
+        parts = batch.sequences
+        lora = None
+        if _HEAD in self._site_kinds(parts):
+            lora = lora_batch(parts, self._pool, self._drawn.device)
+        return replace(inputs, head_lora=lora)
+
+    def _write_head(self, sampling: tuple[ScheduledSequence, ...]) -> LoraPlan | None:
+        """Writes the plan of the rows that sample; None: none of their adapters has the head."""
+        if _HEAD not in self._site_kinds(sampling):
+            return None
+        max_seqs, max_pages = self._limits.max_seqs, self._max_pages
+        runs = [(pages, 1) for pages, _ in self._lora_runs(sampling, 0)]
+        found = write_lora_plan(
+            self._buffers.host("head"), runs, max_seqs, max_pages, large=False, has_head=True
+        )
+        return LoraPlan.for_step(
+            self._buffers.device("head"), found, max_seqs, max_pages, large=False
+        )
 
     def _forward_inputs(
         self,
         num_tokens: int,
         attention: PagedPlan,
         lora: LoraPlan | None,
+        head: LoraPlan | None = None,
         parts: tuple[ScheduledSequence, ...] = (),
         rows: tuple[int, ...] = (),
         num_samples: int = 0,
         reach: LoraReach = LoraReach.ALL,
     ) -> ForwardInputs:
         device = self._buffers.device
-        optional = None
-        if any(self._targets_optional(part) for part in parts):
-            optional = lora_batch(parts, self._pool, self._drawn.device)
         return ForwardInputs(
             token_ids=device("token_ids")[:num_tokens],
             positions=device("positions")[:num_tokens],
@@ -218,7 +261,7 @@ class StepInputs:
             host_logit_rows=rows,
             num_samples=num_samples,
             lora=lora,
-            optional_lora=optional,
+            head_lora=head,
             in_flight=DeviceTokens(device("sources")[:num_tokens], self._drawn),
             reach=reach,
         )
@@ -234,30 +277,10 @@ class StepInputs:
             WorkCounts(0, 0),
         )
 
-    def fits_pieces(self, batch: ScheduledBatch) -> bool:
-        """Returns True if no adapter needs a site that graphs leave out."""
-        return not any(self._targets_optional(part) for part in batch.sequences)
-
-    def fits_graph(self, batch: ScheduledBatch) -> bool:
-        """Returns True if every sequence has one token, and no adapter needs a site that graphs
-        leave out."""
-        return all(
-            part.samples and part.end - part.start == 1 and not self._targets_optional(part)
-            for part in batch.sequences
-        )
-
-    def _reach(self, parts: tuple[ScheduledSequence, ...]) -> LoraReach:
-        adapters = {part.sequence.request.adapter for part in parts} - {None}
-        kinds = frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
-        if not adapters:
-            return LoraReach.NONE
-        if kinds <= {"qkv"}:
-            return LoraReach.QKV
-        return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL
-
-    def _targets_optional(self, part: ScheduledSequence) -> bool:
-        adapter = part.sequence.request.adapter
-        return adapter is not None and self._pool.targets_optional(adapter)
+    def _site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
+        """Returns the kinds of sites that the adapters of these have."""
+        adapters = {part.sequence.request.adapter for part in parts}
+        return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
 
     def _write_tokens(
         self,
@@ -343,11 +366,21 @@ class StepInputs:
             runs.append(((), num_padding))
         return runs
 
-    def _send(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> None:
+    def _send(
+        self, parts: tuple[ScheduledSequence, ...], num_rows: int, *, with_head: bool = False
+    ) -> None:
         block_size = self._limits.block_size
         widths = [-(-part.end // block_size) for part in parts]
         width = max(widths)
         tables = self._buffers.host_tables(num_rows, width)
         for i, part in enumerate(parts):
             tables[i, : widths[i]] = part.sequence.block_table[: widths[i]]
-        self._buffers.send(num_rows, width)
+        self._buffers.send(num_rows, width, with_head=with_head)
+
+
+def _reach(runs: Runs, kinds: frozenset[str]) -> LoraReach:
+    if not any(pages for pages, _ in runs):
+        return LoraReach.NONE
+    if kinds <= {"qkv"}:
+        return LoraReach.QKV
+    return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL

@@ -84,9 +84,21 @@ def _shape(num_tokens: int, num_decodes: int, limits: StepLimits) -> BatchShape 
     return BatchShape(num_decodes, prompts)
 
 
-def zero_adapter(sites: Sequence[Site], rank: int) -> Adapter:
-    """Returns an adapter of all sites that are not optional; its modules share their zeros."""
-    targets = targets_by_module([site for site in sites if not site.is_optional])
+def zero_adapters(sites: Sequence[Site], limits: StepLimits) -> tuple[Adapter, ...]:
+    """Returns adapters of each of the ranks at all sites but the optional, and one of the optional
+    alone: a small pool may have room for some of them only."""
+    usual = [site for site in sites if not site.is_optional]
+    optional = [site for site in sites if site.is_optional]
+    ranks = adapter_ranks(limits)
+    return (
+        *(_zero_adapter(usual, rank, f"warm-up-rank-{rank}") for rank in ranks),
+        _zero_adapter(optional, ranks[0], "warm-up-head"),
+    )
+
+
+def _zero_adapter(sites: Sequence[Site], rank: int, digest: str) -> Adapter:
+    """Returns an adapter of all these sites; its modules share their zeros."""
+    targets = targets_by_module(sites)
     widths = [max(target.site.in_features, target.out_features) for target in targets.values()]
     zeros = torch.zeros(rank * max(widths))
 
@@ -97,7 +109,7 @@ def zero_adapter(sites: Sequence[Site], rank: int) -> Adapter:
         module: ModuleWeights(rows(target.site.in_features), rows(target.out_features))
         for module, target in targets.items()
     }
-    return Adapter(f"warm-up-rank-{rank}", rank, modules, 0, is_noop=True)
+    return Adapter(digest, rank, modules, 0, is_noop=True)
 
 
 def adapter_ranks(limits: StepLimits) -> tuple[int, ...]:

@@ -32,11 +32,10 @@ from engine.warm_batches import (
     GREEDY,
     BatchShape,
     Owners,
-    adapter_ranks,
     batch_shapes,
     make_batch,
     mixes,
-    zero_adapter,
+    zero_adapters,
 )
 from kernels.backend import IS_INTERPRETED, Capability
 from kernels.kernel_call import KernelCall
@@ -142,7 +141,7 @@ def run_warm_up(
 ) -> None:
     """Runs steps of all kinds, then leaves no trace but what libraries and allocators keep."""
     began_s = time.perf_counter()
-    adapters = [zero_adapter(sites, rank) for rank in adapter_ranks(limits)]
+    adapters = zero_adapters(sites, limits)
     digests = [adapter.digest for adapter in adapters if _insert(pool, adapter)]
     num_steps = 0
     steps.mask_once()

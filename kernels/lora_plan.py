@@ -27,8 +27,12 @@ MAX_RANK_PAGES = 32  # of one adapter: rank 512, which `EngineConfig.max_lora_ra
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
 TILE_FIELDS = 8
 UNIT_FIELDS = 8  # row, rows, page, its index among the adapter's pages, row in the bridge
-# small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter
+# Small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter. Then
+# counts once more, zeros if no adapter of the step has the site, so that its kernels end at once.
 HEADER_FIELDS = 16
+UNITS = 1
+HEAD_UNITS, HEAD_TILES = 6, 7
+EMBEDDING_SMALL, EMBEDDING_LARGE = 8, 9
 COUNTERS = 4  # of a large tile: finished programs, per 32 rows; kept at zero
 
 
@@ -73,6 +77,7 @@ class LoraPlanCounts:
     num_small_rows: int  # the tiles of a kind number their rows in the bridge without gaps
     num_large_rows: int
     max_rank_pages: int  # maximum among the adapters in the step; 0: no adapter has a row
+    has_embedding: bool
 
 
 def lora_plan_size(max_tokens: int, max_pages: int, *, large: bool = True) -> int:
@@ -89,11 +94,13 @@ def write_lora_plan(
     max_pages: int,
     *,
     large: bool = True,
+    has_head: bool = False,
+    has_embedding: bool = False,
 ) -> LoraPlanCounts:
     """Writes the plan. The runs cover all rows of the step in order; neighbours with equal pages
     are merged. The rows of an adapter are contiguous. `large=False` for the plan of a CUDA graph of
-    decodes: small tiles only. Elements beyond the counts in `out` are left as they were and are not
-    read."""
+    decodes and for the head: small tiles only. `has_head`, `has_embedding`: an adapter of the step
+    has the site. Elements beyond the counts in `out` are left as they were and are not read."""
     layout = _Layout.of(max_tokens, max_pages, large)
     merged = _merge(runs)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
@@ -138,7 +145,9 @@ def write_lora_plan(
         int(num_pages.max(initial=0)),
     )
     out[: len(header)] = header
-    return LoraPlanCounts(num_tokens, *header)
+    out[HEAD_UNITS], out[HEAD_TILES] = np.array((header[1], header[0])) * has_head
+    out[EMBEDDING_SMALL], out[EMBEDDING_LARGE] = np.array((header[0], header[2])) * has_embedding
+    return LoraPlanCounts(num_tokens, *header, has_embedding)
 
 
 def _merge(runs: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Sequence[int], int]]:
@@ -201,6 +210,7 @@ class LoraPlan:
     max_small_rows: int
     max_large_rows: int
     max_rank_pages: int  # of an adapter: sizes the bridge
+    has_embedding: bool  # False: no launch for the embedding
 
     @classmethod
     def for_graph(
@@ -227,6 +237,7 @@ class LoraPlan:
             num_tokens,
             num_tokens if large else 0,
             min(max_rank_pages, max_pages),
+            True,
         )
 
     @classmethod
@@ -248,6 +259,7 @@ class LoraPlan:
             counts.num_small_rows,
             counts.num_large_rows,
             counts.max_rank_pages,
+            counts.has_embedding,
         )
 
 

@@ -3,7 +3,8 @@
 A strip is the rows of one page at one matrix, A [rows, K] or B [rows, N_s], contiguous. The table
 has a word for each page and matrix: where the strip begins, in units of 256 bytes, and its number
 of rows, 1 to 16; the word 0 means that the adapter lacks the matrix there. So kernels read the rows
-that exist and nothing else, in any place.
+that exist and nothing else, in any place. The one matrix of a site that is as wide as the vocabulary
+may be in pieces of columns, each a strip with a word of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class SiteRows:
     b_entries: torch.Tensor  # [pages, slices] int64, likewise, with the same strides
     in_features: int
     sizes: tuple[int, ...]  # N_s of each slice
+    # Columns of a strip of A of the embedding or B of the head. Their entries are [pages, pieces],
+    # and the last piece may be wider than what is left of the matrix. 0: sites without such a one.
+    piece: int = 0
 
     @property
     def num_slices(self) -> int:
@@ -43,11 +47,20 @@ class SiteRows:
 
     def a(self, page: int, index: int) -> torch.Tensor | None:
         """Returns A [rows, K] of a slice, None if the adapter lacks it. Waits for the device."""
-        return strip(self.heap, int(self.a_entries[page, index]), self.in_features)
+        return self._matrix(self.a_entries, page, index, self.in_features)
 
     def b(self, page: int, index: int) -> torch.Tensor | None:
         """Returns B [rows, N_s] of a slice, None if the adapter lacks it. Waits for the device."""
-        return strip(self.heap, int(self.b_entries[page, index]), self.sizes[index])
+        return self._matrix(self.b_entries, page, index, self.sizes[index])
+
+    def _matrix(
+        self, entries: torch.Tensor, page: int, index: int, width: int
+    ) -> torch.Tensor | None:
+        if entries.shape[1] == self.num_slices:
+            return strip(self.heap, int(entries[page, index]), width)
+        found = [strip(self.heap, entry, self.piece) for entry in entries[page].tolist()]
+        pieces = [piece for piece in found if piece is not None]
+        return torch.cat(pieces, dim=1)[:, :width] if pieces else None
 
 
 def strip(heap: torch.Tensor, entry: int, width: int) -> torch.Tensor | None:

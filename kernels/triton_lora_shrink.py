@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
+from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, UNITS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
@@ -48,6 +48,7 @@ def _shrink_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
+    COUNT: tl.constexpr,  # the field of the header that has the number of units
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -58,7 +59,7 @@ def _shrink_kernel(
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     unit = tl.program_id(2)
-    count = tl.load(header_ptr + 1)
+    count = tl.load(header_ptr + COUNT)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -235,7 +236,10 @@ def new_planes(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def shrink_small_(planes: torch.Tensor, x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> None:
+def shrink_small_(
+    planes: torch.Tensor, x: torch.Tensor, site: SiteRows, plan: LoraPlan, count: int = UNITS
+) -> None:
+    """Fills the planes. `count`: the field of the header with the number of units."""
     assert x.stride(1) == 1
     if not plan.max_units:
         return
@@ -253,6 +257,7 @@ def shrink_small_(planes: torch.Tensor, x: torch.Tensor, site: SiteRows, plan: L
             x.stride(0),
             site.stride,
             num_slices,
+            count,
             chunk_of(site.in_features),
             SMALL_ROWS,
             IS_INTERPRETED,

@@ -43,10 +43,12 @@ class AdapterHeap:
         shape = (num_blocks, layout.num_entries)
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._sites = {site.name: site for site in sites}
-        self._rows = {site.name: self._rows_of(site) for site in sites if not site.is_optional}
+        columns: dict[str, list[int]] = {}  # of the table, by site
+        for column, strip in enumerate(layout.strips):
+            columns.setdefault(strip.site, []).append(column)
+        self._rows = {site.name: self._rows_of(site, columns[site.name]) for site in sites}
 
     def site_rows(self, name: str) -> SiteRows:
-        """Returns the strips of a site that is not optional."""
         return self._rows[name]
 
     def write(self, packed: PackedAdapter, blocks: Sequence[int]) -> None:
@@ -115,14 +117,18 @@ class AdapterHeap:
         width = site.in_features if is_a else site.slices[strip.index].out_features
         return rows[:, : width - strip.start]
 
-    def _rows_of(self, site: Site) -> SiteRows:
-        first, slices = self._layout.first_entry(site.name), len(site.slices)
+    def _rows_of(self, site: Site, columns: Sequence[int]) -> SiteRows:
+        """`columns`: of the table, those of the site's strips, which follow each other."""
+        strips = [self._layout.strips[column] for column in columns]
+        middle = columns[0] + sum(strip.side == "a" for strip in strips)
+        wide = "a" if site.kind == "embedding" else "b"
         return SiteRows(
             self._elements,
-            self._table[:, first : first + slices],
-            self._table[:, first + slices : first + 2 * slices],
+            self._table[:, columns[0] : middle],
+            self._table[:, middle : columns[-1] + 1],
             site.in_features,
             tuple(part.out_features for part in site.slices),
+            next(s.width for s in strips if s.side == wide) if site.is_optional else 0,
         )
 
 

@@ -2,8 +2,8 @@
 
 Joins a site's rows with a step's mapping; the kernels hold the arithmetic, the pool the
 bookkeeping. With a `LoraPlan` in two parts: the shrink with the product, the expand in the op that
-reads it, which may be the next layer's. With a `LoraBatch` (the reference, and sites that need no
-speed) at once.
+reads it, which may be the next layer's. With a `LoraBatch` (the reference, and the head for
+log-probabilities of prompts) at once.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ class PackedAdapter:
     entries: torch.Tensor  # [pages, strips] int64
     num_blocks: int  # at least one for each page: pages have the numbers of blocks
     site_kinds: frozenset[str]  # the last parts of the names of its sites, e.g. qkv
-    targets_optional: bool
 
     @property
     def num_pages(self) -> int:
@@ -91,14 +90,12 @@ class PageLayout:
         self.block_bytes = max(_MIN_BLOCK_BYTES, 1 << (widest * row_bytes - 1).bit_length())
         self._max_width = self.block_bytes // row_bytes
         self.strips = tuple(strip for site in sites for strip in self._strips(site))
-        self._optional = frozenset(site.name for site in sites if site.is_optional)
         self._entries_of: dict[str, list[int]] = defaultdict(list)  # by module
         for entry, strip in enumerate(self.strips):
             self._entries_of[strip.module].append(entry)
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
-        self.page_bytes = self._bytes_of(
-            {s.module: PAGE_ROWS for s in self.strips if s.site not in self._optional}
-        )
+        usual = (part.module for site in sites if not site.is_optional for part in site.slices)
+        self.page_bytes = self._bytes_of(dict.fromkeys(usual, PAGE_ROWS))
 
     @property
     def bytes_per_block(self) -> int:
@@ -151,7 +148,6 @@ class PageLayout:
             entries,
             num_blocks,
             frozenset(self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places),
-            any(self.strips[place.entry].site in self._optional for place in places),
         )
 
     def _place(self, ranks: dict[str, int]) -> tuple[list[_Place], int]:

@@ -283,7 +283,7 @@ class AdapterPool:
         return self._deltas[digest]
 
     def site_rows(self, name: str) -> SiteRows:
-        """Returns the strips of a site that is not optional. They never move."""
+        """Returns the strips of a site. They never move."""
         return self._heap.site_rows(name)
 
     def on_device(self) -> tuple[str, ...]:
@@ -292,10 +292,6 @@ class AdapterPool:
     def on_host(self) -> tuple[str, ...]:
         """Returns all adapters that can be acquired, including those on the device."""
         return tuple(digest for digest in self._host if digest not in self._leaving)
-
-    def targets_optional(self, digest: str) -> bool:
-        """Returns True if the adapter targets an optional site, which graphs leave out."""
-        return self._host[digest].targets_optional
 
     def site_kinds(self, digest: str) -> frozenset[str]:
         """Returns the last parts of the names of the adapter's sites, e.g. qkv."""

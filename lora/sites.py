@@ -26,7 +26,7 @@ class Site:
 
     @property
     def is_optional(self) -> bool:
-        """True for large and rarely adapted sites, which the kernels of a `LoraPlan` leave out."""
+        """True for the two rarely adapted sites, which have a matrix as wide as the vocabulary."""
         return self.kind == "embedding" or self.name == "lm_head"
 
 

@@ -20,13 +20,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decode_graphs import graph_sizes
+from engine.decode_graphs import GraphKey, graph_sizes
 from engine.device_step import DeviceSteps
+from engine.inputs import LoraReach
 from engine.runner import ModelRunner
-from engine.types import Request, ResumedChoice, ScheduledBatch
+from engine.types import Request, ResumedChoice, Sample, ScheduledBatch
 from tests.engine_agreement import (
-    ADAPTERS,
     NUM_TOKENS,
+    OPTIONAL,
     OWNERS,
     PARAMS,
     TOLERANCE,
@@ -48,7 +49,6 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 MAX_SEQS = 64
-IN_GRAPHS = (None, *ADAPTERS)  # those that need no other site
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_what_is_resumed_goes_on_as_if_undisturbed(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("count", [8, 16])  # few rows have kernels of their own
 def test_neighbours_of_the_same_size_change_no_bit(runner: ModelRunner, count: int) -> None:
-    probes = [replace(probe(i, length=3), adapter=IN_GRAPHS[i % 4]) for i in range(6)]
+    probes = [replace(probe(i, length=3), adapter=OWNERS[i]) for i in range(6)]
     others = count - len(probes)
 
     def among(others: list[Request], first: int = 0) -> dict[str, Reply]:
@@ -147,7 +147,7 @@ def test_neighbours_of_the_same_size_change_no_bit(runner: ModelRunner, count: i
 
     expected = among(neighbours(others, 1, 3, (None,)))
     for seed in (2, 3, 4):
-        assert among(neighbours(others, seed, 3, IN_GRAPHS), first=seed) == expected
+        assert among(neighbours(others, seed, 3, OWNERS), first=seed) == expected
     only_base = [replace(p, adapter=None) for p in probes[:1]] + neighbours(
         count - 1, 5, 3, (None,)
     )
@@ -171,7 +171,7 @@ def test_50_replays_with_changed_adapters_equal_steps_without_graphs(runner: Mod
     for _ in range(50):
         count = draw.choice(sizes) if draw.random() < 0.8 else draw.randint(1, MAX_SEQS)
         chosen = [
-            replace(s, request=replace(s.request, adapter=draw.choice(IN_GRAPHS)))
+            replace(s, request=replace(s.request, adapter=draw.choice(OWNERS)))
             for s in draw.sample(sequences, count)
         ]
         chosen.sort(key=lambda s: s.request.adapter or "")
@@ -186,6 +186,41 @@ def test_50_replays_with_changed_adapters_equal_steps_without_graphs(runner: Mod
             assert theirs.logprobs is not None
             difference = ours.logprobs.top[0][1] - theirs.logprobs.top[0][1]
             assert abs(difference) < TOLERANCE[runner.dtype]
+
+
+def test_a_head_or_an_embedding_keeps_a_decode_in_its_graph(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the base keep their bits beside them, rows with them do not have the base's."""
+    assert isinstance(runner._steps, DeviceSteps)
+    graphs, replayed = runner._steps._graphs, list[GraphKey]()
+    replay = graphs.replay
+
+    def noted(key: GraphKey) -> torch.Tensor:
+        replayed.append(key)
+        return replay(key)
+
+    monkeypatch.setattr(graphs, "replay", noted)
+    sequences = decoding(32)
+    for count in (4, 32):
+        step(runner, *(part(sequence) for sequence in sequences[:count]))
+
+        def decoded(*owners: str | None, count: int = count) -> tuple[Sample, ...]:
+            chosen = [
+                replace(s, request=replace(s.request, adapter=owners[i * len(owners) // count]))
+                for i, s in enumerate(sequences[:count])
+            ]
+            return runner.execute(ScheduledBatch(tuple(part(s) for s in chosen)))
+
+        replayed.clear()
+        base, mixed = decoded(None), decoded(None, *OPTIONAL)
+        assert replayed == [GraphKey(count, LoraReach.NONE), GraphKey(count, LoraReach.ALL)]
+        others = count // 3
+        assert mixed[:others] == base[:others]
+        with without_graphs(runner):
+            assert decoded(None, *OPTIONAL) == mixed
+        for ours, theirs in zip(mixed[others + 1 :], base[others + 1 :], strict=True):
+            assert ours.logprobs != theirs.logprobs
 
 
 def test_every_owner_is_asked() -> None:

@@ -11,7 +11,7 @@ from engine.step_buffers import StepBuffers
 
 
 def make_buffers() -> StepBuffers:
-    return StepBuffers(5, 3, 7, 11, 6, torch.device("cpu"))
+    return StepBuffers(5, 3, 7, 11, 6, 9, torch.device("cpu"))
 
 
 def test_every_field_has_words_of_its_own() -> None:
@@ -26,6 +26,20 @@ def test_every_field_has_words_of_its_own() -> None:
         assert buffers.device(name).tolist() == [value] * size
     assert buffers.device_tables(2)[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert buffers.device("seeds").data_ptr() % 16 == 0
+
+
+def test_the_head_s_plan_is_sent_only_if_needed() -> None:
+    buffers = make_buffers()
+    buffers.begin()
+    buffers.host("head")[:] = 4
+    buffers.host("lora")[:] = 5
+    buffers.host_tables(1, 1)[:] = 6
+    buffers.send(1, 1)
+    assert buffers.device("head").tolist() == [0] * 9
+    assert buffers.device("lora").tolist() == [5] * 6
+    buffers.send(1, 1, with_head=True)
+    assert buffers.device("head").tolist() == [4] * 9
+    assert buffers.device_tables(1)[0, 0] == 6
 
 
 def test_floats_and_longs_are_the_same_words() -> None:

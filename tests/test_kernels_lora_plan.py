@@ -9,6 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.lora_plan import (
+    EMBEDDING_LARGE,
+    EMBEDDING_SMALL,
+    HEAD_TILES,
+    HEAD_UNITS,
     MAX_RANK_PAGES,
     LoraPlan,
     lora_plan_size,
@@ -51,6 +55,22 @@ def test_more_than_the_plan_holds_is_refused() -> None:
         tiles_of([((1,), 513)])
     with pytest.raises(ValueError, match="2 rows and 65 pages"):
         tiles_of([((1,), 1), (tuple(range(64)), 1)])
+
+
+@pytest.mark.parametrize(("has_head", "has_embedding"), [(False, True), (True, False)])
+def test_counts_of_a_site_that_no_adapter_has_are_zero(has_head: bool, has_embedding: bool) -> None:
+    out = np.full(lora_plan_size(200, 8), -1, dtype=np.int32)
+    counts = write_lora_plan(
+        out, [((), 1), ((3, 1), 2), ((2,), 65)], 200, 8,
+        has_head=has_head, has_embedding=has_embedding,
+    )  # fmt: skip
+    small, units, large = counts.num_small, counts.num_units, counts.num_large
+    assert (small, units, large) == (2, 2, 1)
+    assert out[[HEAD_UNITS, HEAD_TILES]].tolist() == [units * has_head, small * has_head]
+    assert out[[EMBEDDING_SMALL, EMBEDDING_LARGE]].tolist() == [
+        small * has_embedding, large * has_embedding,
+    ]  # fmt: skip
+    assert counts.has_embedding == has_embedding
 
 
 @given(

@@ -20,6 +20,7 @@ from lora.errors import (
 from lora.layers import apply_lora_, apply_lora_embedding_
 from lora.mapping import LoraBatch, build_lora_batch
 from lora.pool import AdapterPool
+from lora.sites import Site, Slice
 from tests.lora_helpers import (
     ADAPTER_BYTES,
     BLOCK_BYTES,
@@ -231,13 +232,60 @@ def test_a_host_full_of_adapters_in_use_refuses_another() -> None:
     assert pool.on_host() == ("b", "a")
 
 
-def test_the_head_and_the_embedding_are_known_as_optional_targets() -> None:
+def test_the_kinds_of_an_adapter_s_sites_are_known_while_it_runs() -> None:
     pool = loaded("a")
     pool.add(make_adapter("b", {"q": 2, "embed": 2}))
-    assert not pool.targets_optional("a")
+    assert pool.site_kinds("a") == {"qkv", "down"}
     assert pool.acquire("b")
     assert not pool.remove("b")
-    assert pool.targets_optional("b")  # it still runs
+    assert pool.site_kinds("b") == {"qkv", "embed_tokens"}
+
+
+def test_strips_of_the_head_and_the_embedding_are_found_like_others() -> None:
+    pool = make_pool()
+    adapter = make_adapter("a", {"lm_head": 3, "embed": 20})
+    pool.add(adapter)
+    assert pool.acquire("a")
+    first, second = pool.pages("a")
+    head, embedding = pool.site_rows("lm_head"), pool.site_rows("embed_tokens")
+    assert (head.piece, embedding.piece, pool.site_rows("qkv").piece) == (9, 9, 0)
+    for found, expected in (
+        (head.a(first, 0), adapter.modules["lm_head"].a),
+        (head.b(first, 0), adapter.modules["lm_head"].b),
+        (embedding.a(first, 0), adapter.modules["embed"].a[:16]),
+        (embedding.a(second, 0), adapter.modules["embed"].a[16:]),
+        (embedding.b(second, 0), adapter.modules["embed"].b[16:]),
+    ):
+        assert found is not None
+        assert torch.equal(found, expected)
+    assert head.b(second, 0) is None
+
+
+def test_a_vocabulary_in_pieces_is_one_matrix_again() -> None:
+    sites = (
+        Site("o", 8, (Slice("o", 8),)),
+        Site("lm_head", 8, (Slice("lm_head", 300),)),
+        Site("embed_tokens", 300, (Slice("embed", 8),), "embedding"),
+    )
+    pool = AdapterPool(sites, 1 << 20, torch.float32, "cpu", 1 << 20)
+    generator = torch.Generator().manual_seed(0)
+    modules = {
+        name: ModuleWeights(
+            torch.randn(5, k, generator=generator), torch.randn(5, n, generator=generator)
+        )
+        for name, k, n in (("lm_head", 8, 300), ("embed", 300, 8))
+    }
+    pool.add(Adapter("a", 5, modules, 0, False))
+    assert pool.acquire("a")
+    (page,) = pool.pages("a")
+    head, embedding = pool.site_rows("lm_head"), pool.site_rows("embed_tokens")
+    assert (head.piece, head.b_entries.shape[1], embedding.a_entries.shape[1]) == (128, 3, 3)
+    for found, expected in (
+        (head.b(page, 0), modules["lm_head"].b),
+        (embedding.a(page, 0), modules["embed"].a),
+    ):
+        assert found is not None
+        assert torch.equal(found, expected)
 
 
 def test_a_packed_adapter_takes_no_room_for_what_it_does_not_target() -> None:

@@ -72,7 +72,7 @@ class Probe:
 
         def logits() -> Iterator[torch.Tensor]:
             for first in range(0, num_rows, _ROWS):
-                rows = self._model.logits(hidden[first : first + _ROWS], every, first)
+                rows = self._model.logits(hidden[first : first + _ROWS], every, first, pool)
                 if digest is None and not bool(rows.isfinite().all()):
                     raise UnsupportedModelError(
                         f"without any adapter the base gives NaN or infinite logits in {pool.dtype}"

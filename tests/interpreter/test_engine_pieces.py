@@ -33,10 +33,14 @@ from tests.engine_helpers import (
 )
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTERS = {"all": (8, LINEARS), "wide": (20, ("q_proj", "down_proj")), "head": (4, ("lm_head",))}
+ADAPTERS = {
+    "all": (8, LINEARS),
+    "wide": (20, ("q_proj", "down_proj", "embed_tokens")),
+    "head": (4, ("lm_head",)),
+}
 # Adapter, prompt, first step, chunk. One chunk has enough rows for large tiles.
 JOBS = ((None, 5, 0, 5), ("all", 67, 1, 66), ("wide", 20, 2, 11), ("head", 4, 4, 4))
-STEPS = [(5, 12), (67, 72), (12, 12), (10, 12)]  # tokens, size; those with "head" take no pieces
+STEPS = [(5, 12), (67, 72), (12, 12), (10, 12), (5, 12), (1, 12)]  # tokens, size
 
 # numpy's, of what a capture computes: no step has filled its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

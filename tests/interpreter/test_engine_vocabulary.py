@@ -1,0 +1,140 @@
+"""Decodes whose adapters have the head or the embedding, kernels interpreted, as a graph computes
+them: on static buffers, padded to its size. The graph's work is called again instead of replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.decode_graphs import DecodeGraphs, GraphKey
+from engine.device_step import DeviceSteps
+from engine.inputs import LoraReach
+from engine.runner import ModelRunner
+from engine.types import Sample, SamplingParams
+from kernels import triton_lora_expand, triton_lora_head, triton_lora_shrink
+from tests.engine_helpers import (
+    Job,
+    make_adapter,
+    make_base,
+    make_runner,
+    make_sequence,
+    part,
+    random_prompt,
+    run_mixed,
+    step,
+)
+
+ADAPTERS = {
+    "head": (20, ("q_proj", "lm_head")),
+    "words": (3, ("v_proj", "embed_tokens")),
+    "both": (17, ("lm_head", "embed_tokens")),
+    "all": (8, ("q_proj", "o_proj", "up_proj", "down_proj")),
+}
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=9, logprobs=3)
+NUM_TOKENS = 3
+
+
+class CalledGraphs(DecodeGraphs):
+    """Calls what a graph would replay."""
+
+    def __init__(self, steps: DeviceSteps) -> None:
+        super().__init__((1, 8), steps._run_static)
+        self.replayed: list[GraphKey] = []
+
+    def size_for(self, num_sequences: int) -> int | None:
+        return next((size for size in self._sizes if size >= num_sequences), None)
+
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        self.replayed.append(key)
+        return self._run(key)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (triton_lora_expand, triton_lora_head, triton_lora_shrink):
+            patched.setattr(module, "NUM_PROGRAMS", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary in several pieces of columns."""
+    return make_base(
+        tmp_path_factory.mktemp("models") / "base",
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return {
+        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
+        for i, (name, (rank, targets)) in enumerate(ADAPTERS.items())
+    }
+
+
+def open_runner(base: Path, adapters: dict[str, Path], backend: str, dtype: str) -> ModelRunner:
+    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+        assert runner.adapters.acquire(name)
+    return runner
+
+
+def with_graphs(runner: ModelRunner) -> CalledGraphs:
+    assert isinstance(runner._steps, DeviceSteps)
+    graphs = runner._steps._graphs = CalledGraphs(runner._steps)
+    return graphs
+
+
+def outputs(runner: ModelRunner) -> list[list[int]]:
+    """Prompts first, then decodes side by side."""
+    jobs = [
+        Job(make_sequence(random_prompt(3 + i, seed=i), 24 * i, adapter=name))
+        for i, name in enumerate((None, *ADAPTERS))
+    ]
+    return run_mixed(runner, jobs, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_decodes_in_graphs_give_what_the_reference_gives(
+    base: Path, adapters: dict[str, Path], dtype: str
+) -> None:
+    runner = open_runner(base, adapters, "triton", dtype)
+    graphs = with_graphs(runner)
+    found = outputs(runner)
+    assert graphs.replayed == [GraphKey(8, LoraReach.ALL)] * (NUM_TOKENS - 1)
+    assert found == outputs(open_runner(base, adapters, "reference", dtype))
+    assert runner.adapters.site_rows("lm_head").b_entries.shape[1] > 1
+
+
+def decoded(runner: ModelRunner, owners: tuple[str | None, ...]) -> tuple[Sample, ...]:
+    """One decode after the prompts, which are the same for any owners."""
+    sequences = [
+        make_sequence(random_prompt(4, seed=i), 24 * i, LOGPROBS, owner)
+        for i, owner in enumerate(owners)
+    ]
+    for sequence in sequences:
+        step(runner, part(sequence))
+    return step(runner, *(part(sequence) for sequence in sequences))
+
+
+def test_neighbours_with_a_head_change_no_bit(base: Path, adapters: dict[str, Path]) -> None:
+    runner = open_runner(base, adapters, "triton", "float32")
+    graphs = with_graphs(runner)
+    alone = decoded(runner, (None, None, None, "all", None))
+    beside = decoded(runner, (None, "head", None, "all", "both"))
+    again = decoded(runner, (None, "words", None, "all", None))
+    without = decoded(runner, (None,) * 5)
+    for i in (0, 2, 3):
+        assert alone[i] == beside[i] == again[i]
+    assert (without[0], without[2]) == (alone[0], alone[2])
+    assert alone[1].logprobs != beside[1].logprobs != again[1].logprobs
+    assert {key.lora for key in graphs.replayed} == {LoraReach.NONE, LoraReach.ALL}

@@ -4,7 +4,9 @@ tokens; the shrink's pages are more rows of that kind, processed by the first pr
 A product of so few tokens is a walk over the weight. The tensor cores' tall side is the weight, the
 tokens their narrow side. The product is not split along K, so a token's bits depend neither on the
 number of tokens nor on adapters, its own included. The number of tokens and the lengths of the
-shrink are no constants: one binary serves all steps of few rows.
+shrink are no constants: one binary serves all steps of few rows. No kernel writes the weights, so a
+program requests the first bytes of its rows into the second-level cache before it waits for x:
+memory stays busy while the small kernels between two products run.
 
 Of Llama-3-8B on an H200 (2026-11-21), microseconds alone and with the shrink of one rank-16 adapter
 for one token, cuBLAS and a shrink kernel after it in brackets: qkv 14.9 and 15.6 (17.3, 20.0), o
@@ -26,11 +28,34 @@ from kernels.triton_lora_tiles import PAGE, find_strip, page_dot, read_unit, str
 
 BLOCK_N = 16
 BLOCK_K = 256
+# Of a row of the weight or of a page, bytes that a program requests before it waits, a multiple of
+# 128; 0: none.
+PREFETCH = 2048
 STAGES = 4
 NUM_WARPS = 1
 # Of K, of a program of the shrink, in multiples of BLOCK_K: short where few programs shrink.
 CHUNK, SHORT_CHUNK, SHORT_TOKENS = 1024, 512, 2
 WIDE = 8192  # from here on K is cut into chunks of twice the length
+
+
+@triton.jit
+def _prefetch(at, stride, height, length, ROWS: tl.constexpr):
+    """Requests the first `length` bytes of ROWS rows into the second-level cache, `stride` elements
+    apart; beyond `height` the last row again. Two addresses a row, so that each thread of the warp
+    has one: fewer addresses than threads would be requested several times."""
+    lanes = tl.arange(0, 2 * ROWS)
+    row = tl.maximum(tl.minimum(lanes // 2, height - 1), 0)
+    half = length // 2 // 16 * 16
+    # Rounded down to a multiple of 16, which the instruction asks for.
+    address = (at + row * stride).to(tl.int64, bitcast=True) // 16 * 16 + lanes % 2 * half
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [address, half + 0 * lanes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -87,10 +112,12 @@ def _linear_few_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     start_dependents(OVERLAPPED)
+    ELEMENT: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     IS_EVEN: tl.constexpr = K % BLOCK_K == 0
     program = tl.program_id(0)
     offsets = tl.arange(0, ROWS)
@@ -106,6 +133,10 @@ def _linear_few_kernel(
         live = (offsets < num_tokens)[None, :]
         w_at = w_ptr + first.to(tl.int64) * K + lanes[:, None] * K + columns[None, :]
         x_at = x_ptr + offsets[None, :] * STRIDE_X + columns[:, None]
+        if PREFETCH:
+            row_bytes: tl.constexpr = K * ELEMENT
+            length: tl.constexpr = PREFETCH if row_bytes > PREFETCH else row_bytes
+            _prefetch(w_ptr + first.to(tl.int64) * K, K, N - first, length, BLOCK_N)
         wait_for_inputs(OVERLAPPED)
         acc = _walk(
             w_at, x_at, N - first, live, columns, K, K, IS_EVEN, N % BLOCK_N == 0, ROWS, BLOCK_N,
@@ -130,6 +161,11 @@ def _linear_few_kernel(
         a_columns = ranks[:, None] * K + (begin + columns[None, :])
         x_at = x_ptr + offsets[None, :] * STRIDE_X + (begin + columns[:, None])
         walked = tl.minimum(chunk, K - begin)
+        if PREFETCH:  # noqa: SIM102  a constant and a value of the device
+            if (entry != 0) & (walked >= BLOCK_K):
+                a_at, height = strip_at(heap_ptr, entry)
+                length = tl.minimum(walked * ELEMENT, PREFETCH)
+                _prefetch(a_at + begin, K, height, length, PAGE)
         wait_for_inputs(OVERLAPPED)
         while unit < count:
             # An adapter that lacks the module: no column is walked, no row written.
@@ -211,6 +247,7 @@ def _start(
             BLOCK_N,
             BLOCK_K,
             STAGES,
+            PREFETCH if OVERLAPS and width >= BLOCK_K else 0,
             IS_INTERPRETED,
             OVERLAPS,
         ),

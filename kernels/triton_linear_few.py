@@ -2,9 +2,15 @@
 tokens; the shrink's pages are more rows of that kind, processed by the first programs.
 
 A product of so few tokens is a walk over the weight. The tensor cores' tall side is the weight, the
-tokens their narrow side. The product is not split along K, so a token's bits depend neither on the
-number of tokens nor on adapters, its own included. The number of tokens and the lengths of the
-shrink are no constants: one binary serves all steps of few rows.
+tokens their narrow side. Programs do not split K; where there are few of them, their warps do: each
+walks every SPLITth block of columns, as one batch of a dot, and the sums meet at the end. The split
+depends on the weight's shape alone (`walk_of`), so a token's bits depend neither on the number of
+tokens nor on adapters, its own included. The number of tokens and the lengths of the shrink are no
+constants: one binary serves all steps of few rows.
+
+No kernel writes the weights, so a program requests the first bytes of its rows into the
+second-level cache before it waits for x: memory stays busy while the small kernels between two
+products run.
 
 Of Llama-3-8B on an H200 (2026-11-21), microseconds alone and with the shrink of one rank-16 adapter
 for one token, cuBLAS and a shrink kernel after it in brackets: qkv 14.9 and 15.6 (17.3, 20.0), o
@@ -12,6 +18,9 @@ for one token, cuBLAS and a shrink kernel after it in brackets: qkv 14.9 and 15.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,38 +34,73 @@ from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for
 from kernels.triton_lora_tiles import PAGE, find_strip, page_dot, read_unit, strip_at
 
 BLOCK_N = 16
-BLOCK_K = 256
-STAGES = 4
-NUM_WARPS = 1
-# Of K, of a program of the shrink, in multiples of BLOCK_K: short where few programs shrink.
+NARROW = 8192  # rows of a weight, up to here so few programs that one has two warps
+# Of K, of a program of the shrink, in multiples of a block: short where few programs shrink.
 CHUNK, SHORT_CHUNK, SHORT_TOKENS = 1024, 512, 2
 WIDE = 8192  # from here on K is cut into chunks of twice the length
+
+
+class Walk(NamedTuple):
+    """The way in which a program walks its rows of the weight."""
+
+    block_k: int  # columns of a warp at a time
+    stages: int  # of them, at a time
+    split: int  # warps, each with blocks of its own; split * block_k <= SHORT_CHUNK
+    prefetch: int  # bytes of a row that are requested before x is there; 0 or a multiple of 128
+
+
+@functools.cache
+def walk_of(height: int, width: int) -> Walk:
+    """Returns the walk of a weight [height, width]."""
+    if height <= NARROW:
+        return Walk(256, 4, 2, 2048)
+    return Walk(256, 4, 1, 1024)
+
+
+@triton.jit
+def _prefetch(at, stride, height, length, ROWS: tl.constexpr, SPLIT: tl.constexpr):
+    """Requests the first `length` bytes of ROWS rows into the second-level cache, `stride` elements
+    apart; beyond `height` the last row again. Each thread has one address: fewer of them would be
+    requested several times."""
+    PIECES: tl.constexpr = 32 * SPLIT // ROWS
+    lanes = tl.arange(0, ROWS * PIECES)
+    row = tl.maximum(tl.minimum(lanes // PIECES, height - 1), 0)
+    size = length // (16 * PIECES) * 16
+    # Rounded down to a multiple of 16, which the instruction asks for.
+    address = (at + row * stride).to(tl.int64, bitcast=True) // 16 * 16 + lanes % PIECES * size
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [address, size + 0 * lanes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def _walk(
     w_at, x_at, height, live, columns, left, walked,
     IS_EVEN: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Returns [BLOCK_N, ROWS]: `height` rows of a weight times those of x, over `walked` of the
     `left` remaining columns. IS_EVEN: whole blocks of them. IS_FULL: all rows exist."""
-    acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-    lanes = tl.arange(0, BLOCK_N)
-    for k in tl.range(0, walked, BLOCK_K, num_stages=STAGES):
-        x_mask = live
+    acc = tl.zeros([SPLIT, BLOCK_N, ROWS], dtype=tl.float32)
+    exists = (tl.arange(0, BLOCK_N) < height)[None, :, None]
+    for k in tl.range(0, walked, SPLIT * BLOCK_K, num_stages=STAGES):
+        x_mask = live[None, None, :]
         if not IS_EVEN:
-            x_mask = live & (columns < left - k)[:, None]
-        x = tl.load(x_at + k, mask=x_mask, other=0.0)  # [BLOCK_K, ROWS]
+            x_mask = x_mask & (columns < left - k)[:, :, None]
+        x = tl.load(x_at + k, mask=x_mask, other=0.0)  # [SPLIT, BLOCK_K, ROWS]
         if IS_EVEN and IS_FULL:
-            w = tl.load(w_at + k)
+            w = tl.load(w_at + k)  # [SPLIT, BLOCK_N, BLOCK_K]
         elif IS_EVEN:
-            w = tl.load(w_at + k, mask=(lanes < height)[:, None], other=0.0)
-        else:
-            exists = (lanes < height)[:, None] & (columns < left - k)[None, :]
             w = tl.load(w_at + k, mask=exists, other=0.0)
+        else:
+            w = tl.load(w_at + k, mask=exists & (columns < left - k)[:, None, :], other=0.0)
         acc = page_dot(w, x, acc, UPCAST)
-    return acc
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit(
@@ -86,15 +130,19 @@ def _linear_few_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     start_dependents(OVERLAPPED)
-    IS_EVEN: tl.constexpr = K % BLOCK_K == 0
+    IS_EVEN: tl.constexpr = K % (SPLIT * BLOCK_K) == 0
+    ELEMENT: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     program = tl.program_id(0)
     offsets = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_K)
+    # A warp walks every SPLITth block of columns.
+    columns = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     base = program
     if HAS_LORA:
         num_chunks = tl.cdiv(K, chunk)
@@ -103,18 +151,24 @@ def _linear_few_kernel(
         lanes = tl.arange(0, BLOCK_N)
         first = base * BLOCK_N
         names = first + lanes
-        live = (offsets < num_tokens)[None, :]
-        w_at = w_ptr + first.to(tl.int64) * K + lanes[:, None] * K + columns[None, :]
-        x_at = x_ptr + offsets[None, :] * STRIDE_X + columns[:, None]
+        live = offsets < num_tokens
+        row_at = w_ptr + first.to(tl.int64) * K
+        w_at = row_at + lanes[None, :, None] * K + columns[:, None, :]
+        x_at = x_ptr + offsets[None, None, :] * STRIDE_X + columns[:, :, None]
+        if PREFETCH:
+            row_bytes: tl.constexpr = K * ELEMENT
+            length: tl.constexpr = PREFETCH if row_bytes > PREFETCH else row_bytes
+            _prefetch(row_at, K, N - first, length, BLOCK_N, SPLIT)
         wait_for_inputs(OVERLAPPED)
         acc = _walk(
             w_at, x_at, N - first, live, columns, K, K, IS_EVEN, N % BLOCK_N == 0, ROWS, BLOCK_N,
-            BLOCK_K, STAGES, UPCAST,
+            BLOCK_K, SPLIT, STAGES, UPCAST,
         )  # fmt: skip
         if HAS_BIAS:
             acc += tl.load(bias_ptr + names, mask=names < N, other=0.0).to(tl.float32)[:, None]
         y_at = y_ptr + offsets[None, :] * N + names[:, None]
-        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=live & (names < N)[:, None])
+        mask = live[None, :] & (names < N)[:, None]
+        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
     elif HAS_LORA:
         part = program % NUM_SLICES
         plane = program // NUM_SLICES % num_chunks
@@ -127,22 +181,28 @@ def _linear_few_kernel(
         begin = tl.multiple_of(plane * chunk, BLOCK_K)
         entries_ptr += part
         entry = find_strip(entries_ptr, page, unit < count, STRIDE)
-        a_columns = ranks[:, None] * K + (begin + columns[None, :])
-        x_at = x_ptr + offsets[None, :] * STRIDE_X + (begin + columns[:, None])
+        a_columns = ranks[None, :, None] * K + (begin + columns[:, None, :])
+        x_at = x_ptr + offsets[None, None, :] * STRIDE_X + (begin + columns[:, :, None])
         walked = tl.minimum(chunk, K - begin)
+        if PREFETCH:  # noqa: SIM102  a constant and a value of the device
+            if (entry != 0) & (walked >= BLOCK_K):
+                a_at, height = strip_at(heap_ptr, entry)
+                length = tl.minimum(walked * ELEMENT, PREFETCH)
+                _prefetch(a_at + begin, K, height, length, PAGE, SPLIT)
         wait_for_inputs(OVERLAPPED)
         while unit < count:
             # An adapter that lacks the module: no column is walked, no row written.
-            live = (offsets < tl.where(entry != 0, rows, 0))[None, :]
+            live = offsets < tl.where(entry != 0, rows, 0)
             a_at, height = strip_at(heap_ptr, entry)
             acc = _walk(
                 a_at + a_columns, x_at + row * STRIDE_X, height, live, columns, walked,
-                tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, STAGES,
-                UPCAST,
+                tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, SPLIT,
+                STAGES, UPCAST,
             )  # fmt: skip
             block = (plane * NUM_SLICES + part) * rank_pages + index
             there = planes_ptr + (block * num_rows + at_bridge) * PAGE
-            tl.store(there + offsets[None, :] * PAGE + ranks[:, None], acc, mask=live)
+            at = there + offsets[None, :] * PAGE + ranks[:, None]
+            tl.store(at, acc, mask=live[None, :])
             unit += shrinks
             row, rows, page, index, at_bridge = read_unit(units_ptr, unit, unit < count)
             entry = find_strip(entries_ptr, page, unit < count, STRIDE)
@@ -196,6 +256,8 @@ def _start(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     height, width = weight.shape
+    block_k, stages, split, prefetch = walk_of(height, width)
+    assert lengths[2] % (block_k * split) == 0
     _launch(
         (more_programs + -(-height // BLOCK_N), 1, 1),
         (x, weight, weight if bias is None else bias, y, *lora[:2]),
@@ -209,10 +271,12 @@ def _start(
             *constants,
             FEW_ROWS,
             BLOCK_N,
-            BLOCK_K,
-            STAGES,
+            block_k,
+            split,
+            stages,
+            prefetch if OVERLAPS and width >= block_k else 0,
             IS_INTERPRETED,
             OVERLAPS,
         ),
-        NUM_WARPS,
+        split,
     )

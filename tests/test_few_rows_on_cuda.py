@@ -68,6 +68,7 @@ def build(
     [
         (4096, (512, 128, 128), torch.bfloat16),
         (14336, (256,), torch.bfloat16),
+        (3584, (8192, 512), torch.bfloat16),  # above 8192 rows a program has one warp
         (328, (200,), torch.float16),
     ],
 )
@@ -85,6 +86,26 @@ def test_a_product_has_the_same_bits_beside_a_shrink(
             assert float((alone.double() - wanted).norm() / wanted.norm()) < 3e-3
             assert not case.delta().any() or error_of(case, y) < 8e-3
             assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+@pytest.mark.parametrize(("height", "width"), [(4096, 14336), (4100, 4096), (8200, 328)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(height: int, width: int) -> None:
+    x = torch.randn(8, width, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(height, width, device="cuda", dtype=torch.bfloat16)
+    together = linear(x, weight, None)
+    wanted = x.double() @ weight.double().T
+    assert float((together.double() - wanted).norm() / wanted.norm()) < 3e-3
+    for rows in range(1, 8):
+        assert torch.equal(linear(x[:rows], weight, None), together[:rows])
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_a_weight_may_begin_anywhere(offset: int) -> None:
+    """Prefetches ask for addresses that are multiples of 16 bytes."""
+    x = torch.randn(2, 1000, device="cuda", dtype=torch.bfloat16)
+    flat = torch.randn(offset + 40 * 1000, device="cuda", dtype=torch.bfloat16)
+    weight = flat[offset:].view(40, 1000)
+    assert torch.equal(linear(x, weight, None), linear(x, weight.clone(), None))
 
 
 def test_small_integers_are_exact() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.linear import linear
 from tests.few_rows_cases import (
     LACKING,
     MORE_RUNS,
@@ -42,6 +43,19 @@ def test_a_product_has_the_same_bits_beside_a_shrink(
             torch.testing.assert_close(alone, wanted, rtol=1e-3, atol=2e-3)
             assert not case.delta().any() or error_of(case, y) < 2e-3
             assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 1100), (8200, 48)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(height: int, width: int) -> None:
+    """Programs have one warp above 8192 rows of the weight, below they split the columns."""
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn(8, width, generator=draw).half()
+    weight = torch.randn(height, width, generator=draw).half()
+    together = linear(x, weight, None)
+    wanted = torch.nn.functional.linear(x.double(), weight.double())
+    assert float((together.double() - wanted).norm() / wanted.norm()) < 1e-3
+    for rows in (1, 3):
+        assert torch.equal(linear(x[:rows], weight, None), together[:rows])
 
 
 @pytest.mark.parametrize("runs", RUNS)

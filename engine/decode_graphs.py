@@ -1,9 +1,11 @@
 """CUDA graphs of decode steps: forward pass, logits and draw, one graph per batch size.
 
 A replay costs the host one launch instead of some hundreds. Everything that changes between steps
-(tokens, block tables, adapters) is data in static buffers, so a graph serves every mix of adapters;
-steps without any adapter have graphs of their own, without LoRA kernels, and so have steps whose
-adapters have attention's sites only. All graphs share one memory pool: only one runs at a time.
+(tokens, block tables, adapters) is data in static buffers, so a graph serves every mix of adapters.
+Steps without any adapter have graphs of their own, without LoRA kernels, and so have steps whose
+adapters have attention's sites only. The kernels of the head and the embedding, which few adapters
+have, are in the graphs of all sites: where no adapter needs them, their programs end at once. All
+graphs share one memory pool: only one runs at a time.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 CUDA graphs hold the addresses of the device's copy, so it never moves. The host has two buffers in
 turn: while step n's copy may still wait for the device, step n+1 is written into the other. All
 fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
-step copies only the columns that it needs. The plan of the head comes first, for the steps that need
-it.
+step copies only the columns that it needs. The plan of the head comes first: only steps that need
+it copy it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The delta of the embedding: y[t] += A[:, id of t] B, for the rows whose adapters have it.
 
 A token's x is the one-hot of its id, so x A^T is a column of A, which is in pieces of columns. The
-ids are those of `gather_embedding`. A row without the delta keeps its bits. Uses tensors and numbers
-only.
+ids are those of `gather_embedding`. A row without the delta keeps its bits. Uses tensors and
+numbers only.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ MAX_RANK_PAGES = 32  # of one adapter: rank 512, which `EngineConfig.max_lora_ra
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
 TILE_FIELDS = 8
 UNIT_FIELDS = 8  # row, rows, page, its index among the adapter's pages, row in the bridge
-# Small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter. Then
-# counts once more, zeros if no adapter of the step has the site, so that its kernels end at once.
+# Small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter.
+# Then counts once more for the head and the embedding, zeros if no adapter of the step has the
+# site, so that its kernels end at once.
 HEADER_FIELDS = 16
 UNITS = 1
 HEAD_UNITS, HEAD_TILES = 6, 7

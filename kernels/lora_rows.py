@@ -3,8 +3,8 @@
 A strip is the rows of one page at one matrix, A [rows, K] or B [rows, N_s], contiguous. The table
 has a word for each page and matrix: where the strip begins, in units of 256 bytes, and its number
 of rows, 1 to 16; the word 0 means that the adapter lacks the matrix there. So kernels read the rows
-that exist and nothing else, in any place. The one matrix of a site that is as wide as the vocabulary
-may be in pieces of columns, each a strip with a word of its own.
+that exist and nothing else, in any place. A matrix as wide as the vocabulary may be in pieces of
+columns, each a strip with a word of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SiteRows:
     b_entries: torch.Tensor  # [pages, slices] int64, likewise, with the same strides
     in_features: int
     sizes: tuple[int, ...]  # N_s of each slice
-    # Columns of a strip of A of the embedding or B of the head. Their entries are [pages, pieces],
-    # and the last piece may be wider than what is left of the matrix. 0: sites without such a one.
+    # Columns of a strip of the embedding's A or the head's B, whose entries are [pages, pieces].
+    # The last strip may be wider than what is left of the matrix. 0: no such matrix.
     piece: int = 0
 
     @property

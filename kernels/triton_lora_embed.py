@@ -1,10 +1,10 @@
 """The Triton kernel of `lora_embed_`: a program processes some columns of up to 16 rows of one
 adapter.
 
-All rows of a program gather their columns of A at once, because a row waits for four loads one after
-the other: its id, the id that was drawn, the piece's entry, the column. Tensor cores multiply them by
-B: their factors have B's type already. In a step whose adapters lack the embedding the counts of the
-plan's header are zero, and programs end at once.
+All rows of a program gather their columns of A at once, because a row waits for four loads one
+after the other: its id, the id that was drawn, the piece's entry, the column. Tensor cores multiply
+them by B, without rounding: they have its type. In a step whose adapters lack the embedding the
+counts of the plan's header are zero, and programs end at once.
 """
 
 from __future__ import annotations

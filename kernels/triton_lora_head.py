@@ -2,8 +2,8 @@
 after the shrink of every other site.
 
 One warp processes 256 columns of a tile as in the expand of small tiles: it keeps a page of B in
-registers and walks the rows two by two. A vocabulary of 128,256 makes 504 programs a tile. In a step
-whose adapters lack the head the counts of the plan's header are zero, and programs end at once.
+registers and walks the rows two by two. In a step whose adapters lack the head the counts of the
+plan's header are zero, and programs end at once.
 """
 
 from __future__ import annotations

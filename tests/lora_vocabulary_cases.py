@@ -21,7 +21,8 @@ from tests.lora_kernel_cases import Run
 from tests.lora_strips import Matrices, make_site_rows, pages_of
 
 # Ranks of the adapters (0: the adapter lacks the site, and has a page at others), and runs of rows.
-MIXES: dict[str, tuple[tuple[int, ...], tuple[Run, ...]]] = {
+Mix = tuple[tuple[int, ...], tuple[Run, ...]]
+MIXES: dict[str, Mix] = {
     "one row": ((16,), ((0, 1),)),
     "ragged": ((8, 17, 0, 40), ((None, 2), (0, 3), (2, 1), (1, 9), (3, 2), (None, 1))),
     "long runs": ((20, 0, 4), ((None, 1), (0, 70), (1, 65), (2, 2))),
@@ -124,7 +125,7 @@ class VocabularyCase:
 
 
 def make_vocabulary_case(
-    mix: str,
+    mix: str | Mix,
     kind: str,
     *,
     vocab: int,
@@ -134,11 +135,11 @@ def make_vocabulary_case(
     device: str = "cpu",
     has_site: bool = True,
 ) -> VocabularyCase:
-    """Returns a case of the head or the embedding with shuffled pages; memory that no adapter has is
-    full of NaN. `piece`: columns of a strip; the vocabulary's own number for one strip."""
-    ranks, runs = MIXES[mix]
+    """Returns a case of the head or the embedding with shuffled pages; memory that no adapter has
+    is full of NaN. `piece`: columns of a strip; the vocabulary's own number for one strip."""
+    ranks, runs = MIXES[mix] if isinstance(mix, str) else mix
     is_head = kind == "head"
-    draw = torch.Generator().manual_seed(len(mix))
+    draw = torch.Generator().manual_seed(len(runs))
     num_pages = [max(1, -(-rank // PAGE_ROWS)) for rank in ranks]
     total = sum(num_pages) + 3
     order = torch.randperm(total, generator=draw).tolist()
@@ -217,8 +218,9 @@ def _site_rows(
     device: str,
 ) -> SiteRows:
     """Lays all strips of both sides into one heap, as if each were a slice's A."""
-    flat = make_site_rows(num_pages, [*a, *b], [{}] * (len(a) + len(b)), 0, (0,) * (len(a) + len(b)),
-                          dtype, device)  # fmt: skip
+    strips: list[Matrices] = [*a, *b]
+    none: list[Matrices] = [{} for _ in strips]
+    flat = make_site_rows(num_pages, strips, none, 0, [0] * len(strips), dtype, device)
     return SiteRows(
         flat.heap,
         flat.a_entries[:, : len(a)],

@@ -89,7 +89,7 @@ def test_one_adapter_s_nan_reaches_its_own_rows_only(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["head", "embedding"])
 def test_a_graph_follows_the_plan_in_its_buffer(kind: str) -> None:
-    """With the site, then without its counts: its kernels end at once."""
+    """Kernels of a site end at once where the plan has none of its counts."""
     case = build("ragged", kind)
     with_site, without = (case.buffer(large=False, has_site=has) for has in (True, False))
     static, y = with_site.clone(), case.y.clone()

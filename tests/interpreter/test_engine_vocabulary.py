@@ -1,5 +1,6 @@
 """Decodes whose adapters have the head or the embedding, kernels interpreted, as a graph computes
-them: on static buffers, padded to its size. The graph's work is called again instead of replayed."""
+them: on static buffers, padded to its size. The graph's work is called again instead of replayed.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ engine is ready."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ from kernels.triton_launch import recorded_calls
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTERS = {"narrow": (8, LINEARS), "wide": (40, ("q_proj", "down_proj")), "mlp": (16, LINEARS[4:])}
+ADAPTERS = {
+    "narrow": (8, LINEARS),
+    "wide": (40, ("q_proj", "down_proj")),
+    "mlp": (16, LINEARS[4:]),
+    "words": (3, ("lm_head", "embed_tokens")),
+}
 POOL_BYTES = 4 * 1024 * 1024
 PARAMS = (
     SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
@@ -40,13 +46,16 @@ def test_traffic_launches_listed_kernels_only(tmp_path: Path, dtype: str) -> Non
     for i, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
         runner.load_adapter(name, make_adapter(tmp_path / name, base, rank, targets, seed=i))
     config = EngineConfig(model_path=str(base), base_digest="base", **values)  # type: ignore[arg-type]
-    engine, owners = Engine(config, runner), (None, "narrow", "wide", "mlp")
-    for i, (length, owner) in enumerate(zip((5, 66, 1, 9), owners, strict=True)):
+    engine, owners = Engine(config, runner), (None, "narrow", "wide", "mlp", "words")
+    for i, (length, owner) in enumerate(zip((5, 66, 1, 9, 2), owners, strict=True)):
         prompt = tuple(random_prompt(length, seed=i))
-        engine.add_request(Request(f"request-{i}", prompt, PARAMS[i], owner))
+        engine.add_request(Request(f"request-{i}", prompt, PARAMS[i % 4], owner))
     with recorded_calls() as launched:
         while engine.has_work:
             assert not [output for output in engine.step().outputs if output.error]
-    listed = trace_kernels(config, runner.model_config, runner.dtype, runner.max_model_len, (9, 0))
-    assert launched - listed == frozenset()
-    assert len(launched) > 12
+    for is_eager in (False, True):
+        wanted = replace(config, enforce_eager=is_eager)
+        model, length = runner.model_config, runner.max_model_len
+        listed = trace_kernels(wanted, model, runner.dtype, length, (9, 0))
+        assert launched - listed == frozenset()
+    assert len(launched) > 14

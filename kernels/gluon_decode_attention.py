@@ -31,7 +31,7 @@ from kernels.gluon_attention import (
     take,
 )
 from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
-from kernels.triton_launch import launch
+from kernels.triton_launch import launch, start_dependents, wait_for_inputs
 
 BLOCK_N = 64
 
@@ -78,6 +78,7 @@ def paged_decode(
         MAX_SPLITS=MAX_SPLITS,
         num_warps=4,
         maxnreg=256 // programs_per_sm,
+        launch_pdl=True,
     )
 
 
@@ -293,10 +294,13 @@ def _decode_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
 ):  # fmt: skip
+    # The next product prefetches its weights while these programs run.
+    start_dependents(True)
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = k_desc.layout
     k_smem, v_smem, bars = make_ring(dtype, layout, HEAD_DIM // 64, BLOCK_N, STAGES, 1)
     tickets = make_tickets(1)
+    wait_for_inputs(True)
     gl.warp_specialize(
         [
             (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr, lse_ptr,

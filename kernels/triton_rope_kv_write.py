@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.rope_write import RopeWrite
-from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads
 
 HEADS = 8  # maximum per program; 0.9 us for one token, 1.1 with 16
@@ -47,15 +47,16 @@ def _rope_kv_write_kernel(
     lanes = tl.arange(0, BLOCK_HALF)[None, :]
     in_half = lanes < HALF
     inside = in_half & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
-    start_overlapped(OVERLAPPED)
+    start_dependents(OVERLAPPED)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
-    here = qkv_ptr + token * STRIDE_QKV + heads * (2 * HALF) + lanes
-    a = tl.load(here, mask=inside, other=0.0)
-    b = tl.load(here + HALF, mask=inside, other=0.0)
     row = cos_sin_ptr + position * (2 * HALF) + lanes
     cos = tl.load(row, mask=in_half, other=0.0)
     sin = tl.load(row + HALF, mask=in_half, other=0.0)
+    wait_for_inputs(OVERLAPPED)
+    here = qkv_ptr + token * STRIDE_QKV + heads * (2 * HALF) + lanes
+    a = tl.load(here, mask=inside, other=0.0)
+    b = tl.load(here + HALF, mask=inside, other=0.0)
     is_q = heads < NUM_HEADS
     is_v = heads >= NUM_HEADS + NUM_KV_HEADS
     turning_a, turning_b = a, b
@@ -90,7 +91,10 @@ def _rope_kv_write_kernel(
 _launch = Launcher(_rope_kv_write_kernel, launch_pdl=OVERLAPS, enable_fp_fusion=False)
 
 
-def launch_rope_kv_write(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
+def launch_rope_kv_write(
+    qkv: torch.Tensor,
+    write: RopeWrite,  # its positions and slots: copied to the device before the step, by no kernel
+) -> torch.Tensor:
     assert write.k_cache.dtype == write.v_cache.dtype
     tokens, half = qkv.shape[0], write.head_dim // 2
     assert tokens < 65536

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,11 @@ from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm
+from kernels.rope_kv_write import rope_kv_write
+from kernels.rope_write import RopeWrite
+from tests.attention_factory import make_batch
 from tests.few_rows_cases import (
     LACKING,
     MORE_RUNS,
@@ -301,3 +306,62 @@ def test_a_shrink_beside_the_product_serves_any_mix(
         assert torch.equal(replayed[base], run(None)[base])
         assert not torch.equal(replayed, run(None))
     assert len(joined) == 6
+
+
+def test_overlapped_kernels_have_the_bits_of_kernels_in_turn() -> None:
+    """Keys and values that a layer writes are NaN before, and each layer has its own."""
+    batch = make_batch([(1, 300), (1, 40), (1, 1000)], 32, 8, 128, 16, torch.bfloat16, "cuda")
+    plan = batch.host_work()[3]
+    positions = torch.tensor([kv_len - 1 for _, kv_len in batch.lengths])
+    blocks = batch.tables.cpu()[torch.arange(3), positions // 16]
+    slots = (blocks * 16 + positions % 16).cuda()
+    positions = positions.cuda()
+    cos_sin = torch.rand(1000, 2, 64, device="cuda")
+    draw = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=draw, device="cuda") * scale
+        return drawn.to(torch.bfloat16)
+
+    first, norm = normal(3, 4096), normal(4096)
+    layers = [
+        (
+            normal(6144, 4096, scale=1 / 64),
+            normal(4096, 4096, scale=1 / 64),
+            batch.k_cache.clone(),
+            batch.v_cache.clone(),
+        )
+        for _ in range(6)
+    ]
+
+    def run(pause: Callable[[], None]) -> torch.Tensor:
+        hidden, residual = first.clone(), torch.zeros_like(first)
+        for qkv_weight, o_weight, k_cache, v_cache in layers:
+            qkv = linear(hidden, qkv_weight, None)
+            pause()
+            write = RopeWrite(positions, cos_sin, k_cache, v_cache, slots, 32, 8, 128)
+            q = rope_kv_write(qkv, write)
+            pause()
+            attended = paged_attention(q, k_cache, v_cache, plan, 0.1).flatten(1)
+            pause()
+            o = linear(attended, o_weight, None)
+            pause()
+            hidden, residual = add_rms_norm(o, residual, norm, 1e-5)
+            pause()
+        return hidden
+
+    def forget() -> None:
+        for _, _, *caches in layers:
+            for cache in caches:
+                cache.view(-1, 8, 128)[slots] = float("nan")
+
+    forget()
+    in_turn = run(torch.cuda.synchronize)
+    assert in_turn.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overlapped = run(lambda: None)
+    for _ in range(20):
+        forget()
+        graph.replay()
+        assert torch.equal(overlapped, in_turn)

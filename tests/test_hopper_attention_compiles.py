@@ -29,6 +29,8 @@ def test_decode_compiles() -> None:
     ptx = compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
+    starts, waits = (ptx.index(f"griddepcontrol.{half}") for half in ("launch_dependents", "wait"))
+    assert starts < waits < min(ptx.index("ld.global"), ptx.index("cp.async.bulk.tensor"))
 
 
 def test_prefill_compiles() -> None:

@@ -87,6 +87,7 @@ def test_rope_kv_write_has_the_bits_of_torch(
     norms = [randn(dim, dtype=dtype, seed=s) if is_normed else None for s in (2, 3)]
     rest = (heads, kv_heads, dim, norms[0], norms[1], 1e-6)
     slots[5] = -1
+    torch.cuda.synchronize()  # a step's positions and slots are there before its kernels start
     q = rope_kv_write(qkv, RopeWrite(positions, cos_sin, caches[0], caches[1], slots, *rest))
     safe = slots.clone()
     used = set(slots.tolist())
@@ -127,6 +128,7 @@ def ops(rows: int) -> list[torch.Tensor]:
     k_cache, v_cache = torch.zeros(2, 20, 16, 8, 64, dtype=torch.bfloat16, device="cuda")
     place = torch.arange(rows, dtype=torch.int32, device="cuda")
     write = RopeWrite(place, randn(512, 2, 32), k_cache, v_cache, place, 48, 8, 64)
+    torch.cuda.synchronize()  # a step's positions and angles are there before its kernels start
     q = rope_kv_write(x, write)
     return [rms_norm(x, weight, 1e-5), silu_mul(x), q, k_cache[0], v_cache[0]]
 

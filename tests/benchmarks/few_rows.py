@@ -1,0 +1,264 @@
+"""Microseconds of a Llama-3-8B layer without its attention in steps of 1 to 8 rows, in CUDA graphs,
+with and without an adapter, and of its products alone, for several walks of the weights; JSON
+lines.
+
+A variant is the walk of some sites, "o+qkv:256x4x2+2048": columns x stages x split + prefetched
+bytes. The other sites walk as in the engine. The first variant is the one that others are compared
+with. Layers follow each other in a graph, together more than the second-level cache holds; the
+graphs of all variants are replayed in turn, so that clocks favour none. `to_first` is the median of
+the time relative to the first variant's in the same round, `gb_s` the weights' bytes over the time,
+`error` the distance from the library's result, with an adapter from the first variant's.
+
+    python -m tests.benchmarks.few_rows [--rows 1,8] [--variants VARIANT,...] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear as library_linear
+
+from engine.host_memory import available_bytes
+from kernels import triton_linear_few
+from kernels.backend import traced_for
+from kernels.kernel_cache import use_cache
+from kernels.kernel_compiler import compile_all, num_processes_for
+from kernels.linear import linear
+from kernels.triton_launch import recorded_calls
+from kernels.triton_linear_few import Walk, walk_of
+from tests.benchmarks.lora_sites import (
+    NUM_LAYERS,
+    SITES,
+    Layer,
+    Rows,
+    base_layer,
+    lora_layer,
+    make_layer,
+    make_plan,
+    make_rows,
+    normal,
+)
+from tests.benchmarks.report import Report
+
+ROUNDS = 40
+REPEATS = 3  # of the layers in a graph of one site's products
+RANK = 16
+_NARROW = "qkv+o+down"  # the sites with few programs
+VARIANTS = (
+    "all:256x4x1+0",
+    *(f"all:256x4x1+{length}" for length in (512, 1024, 2048, 4096)),
+    *(f"{_NARROW}:{walk}+2048" for walk in ("256x4x2", "128x4x2", "128x6x2", "128x4x4")),
+    *(f"{_NARROW}:{walk}+2048" for walk in ("128x6x4", "256x6x1", "512x4x1")),
+    "all:256x4x2+1024",
+    "all:128x4x2+1024",
+)
+_SITE_OF = {(sum(sizes), width): site for site, (width, sizes) in SITES.items()}
+_BYTES = {site: 2 * sum(sizes) * width for site, (width, sizes) in SITES.items()}
+Step = Callable[[], object]
+
+
+def parse_variant(text: str) -> dict[str, Walk]:
+    """Returns the walk of each site that the variant names."""
+    names, _, walk = text.partition(":")
+    shape, _, prefetch = walk.partition("+")
+    block_k, stages, split = map(int, shape.split("x"))
+    sites = tuple(SITES) if names == "all" else names.split("+")
+    return {site: Walk(block_k, stages, split, int(prefetch)) for site in sites}
+
+
+@contextmanager
+def walking(variant: str) -> Iterator[None]:
+    walks = parse_variant(variant)
+
+    def walk(height: int, width: int) -> Walk:
+        found = walks.get(_SITE_OF[height, width])
+        return walk_of(height, width) if found is None else found
+
+    triton_linear_few.walk_of = walk  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        triton_linear_few.walk_of = walk_of
+
+
+def on_meta(value: Any) -> Any:
+    """Returns the same structure with tensors of the meta device."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=torch.device("meta")
+        )
+    if isinstance(value, dict):
+        return {key: on_meta(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(on_meta, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: on_meta(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def compile_variants(variants: Sequence[str], layer: Layer, rows: Rows) -> int:
+    """Compiles the variants' kernels in parallel; returns their number. The number of rows is in
+    none of them."""
+    capability = torch.cuda.get_device_capability()
+    layer, rows = on_meta(layer), on_meta(rows)
+    with traced_for(capability), recorded_calls() as calls:
+        for variant in variants:
+            with walking(variant):
+                base_layer(layer, rows, linear)
+                lora_layer(layer, rows)
+    failures = compile_all(
+        tuple(calls),
+        capability,
+        use_cache(None),
+        lambda: None,
+        num_processes_for(available_bytes()),
+    )
+    assert not failures, failures
+    return len(calls)
+
+
+def captured(steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in steps:
+            step()
+    return graph
+
+
+def times_us(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[list[float]]:
+    """Returns the times of each graph, one of each round."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for turn in range(ROUNDS + 3):
+        graphs[0].replay()  # the device is busy when the first of the events is recorded
+        marks = []
+        for graph in graphs:
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            marks.append((start, end))
+        torch.cuda.synchronize()
+        for found, (start, end) in zip(times, marks, strict=True):
+            if turn >= 3:
+                found.append(1e3 * start.elapsed_time(end))
+    return times
+
+
+def compare(
+    report: Report,
+    steps: Sequence[Step],
+    num_bytes: int,  # of the weights of a step
+    errors: Mapping[str, float],  # of each variant
+    **labels: object,
+) -> None:
+    graphs = []
+    for variant in errors:
+        with walking(variant):
+            graphs.append(captured(steps))
+    times = times_us(graphs)
+    for (variant, error), found in zip(errors.items(), times, strict=True):
+        us = statistics.median(found) / len(steps)
+        to_first = statistics.median(a / b for a, b in zip(found, times[0], strict=True))
+        report.emit(
+            **labels,
+            variant=variant,
+            us=round(us, 2),
+            to_first=round(to_first, 4),
+            gb_s=round(num_bytes / us / 1e3),
+            error=round(error, 5),
+        )
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def measure_layers(
+    report: Report, layers: Sequence[Layer], num_rows: int, variants: Sequence[str]
+) -> None:
+    plan, _ = make_plan(num_rows, [RANK], decode=True)
+    rows = make_rows(num_rows, plan)
+
+    def first_layer(layer_of: Callable[[Layer, Rows], torch.Tensor]) -> torch.Tensor:
+        # The norms add to the residual.
+        return layer_of(layers[0], replace(rows, residual=rows.residual.clone()))
+
+    def base(layer: Layer, rows: Rows) -> torch.Tensor:
+        return base_layer(layer, rows, linear)
+
+    with walking(variants[0]):
+        wanted = {base: first_layer(partial(base_layer, product=library_linear))}
+        wanted[lora_layer] = first_layer(lora_layer)
+    for layer_of in (base, lora_layer):
+        errors = {}
+        for variant in variants:
+            with walking(variant):
+                errors[variant] = distance(first_layer(layer_of), wanted[layer_of])
+        compare(
+            report,
+            [partial(layer_of, layer, rows) for layer in layers],
+            sum(_BYTES.values()),
+            errors,
+            part="layer",
+            rows=num_rows,
+            adapters=int(layer_of is lora_layer),
+        )
+
+
+def measure_site(
+    report: Report, layers: Sequence[Layer], site: str, num_rows: int, variants: Sequence[str]
+) -> None:
+    """Compares the variants that name the site, each walk once."""
+    named = {parse_variant(v)[site]: v for v in variants if site in parse_variant(v)}
+    weights = [layer.weights[site] for layer in layers]
+    x = normal(num_rows, SITES[site][0])
+    steps = [partial(linear, x, weight, None) for weight in weights] * REPEATS
+    errors = {}
+    for variant in named.values():
+        with walking(variant):
+            errors[variant] = distance(linear(x, weights[0], None), library_linear(x, weights[0]))
+    compare(
+        report,
+        steps,
+        _BYTES[site],
+        errors,
+        part="site",
+        site=site,
+        rows=num_rows,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="1,2,4,8")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    variants, sizes = options.variants.split(","), [int(rows) for rows in options.rows.split(",")]
+    report = Report(options.out)
+    torch.manual_seed(0)
+    plan, num_pages = make_plan(max(sizes), [RANK], decode=True)
+    layers = [make_layer(max(sizes), num_pages) for _ in range(NUM_LAYERS)]
+    num_kernels = compile_variants(variants, layers[0], make_rows(max(sizes), plan))
+    report.emit_machine("few_rows", kernels=num_kernels)
+    for num_rows in sizes:
+        measure_layers(report, layers, num_rows, variants)
+    for site in SITES:
+        for num_rows in sorted({sizes[0], sizes[-1]}):
+            measure_site(report, layers, site, num_rows, variants)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_shrink
 
-MAX_BRANCH_ROWS = 256  # products of more rows leave no room beside them
+MAX_BRANCH_ROWS = 128  # products of more rows leave no room beside them
 
 
 def linear(
@@ -69,11 +69,8 @@ def _linear_beside_shrink(
 
     planes = new_planes(x, site, plan)
     branch = Branch(x)
-    if not branch.is_first:
-        y = torch.nn.functional.linear(x, weight, bias)
+    y = torch.nn.functional.linear(x, weight, bias)
     with branch.entered():
         shrink_small_(planes, x, site, plan)
-    if branch.is_first:
-        y = torch.nn.functional.linear(x, weight, bias)
     branch.join()
     return y, Bridge(planes, None)

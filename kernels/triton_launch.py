@@ -30,14 +30,6 @@ Grid = tuple[int, int, int]
 OVERLAPS = not IS_INTERPRETED  # programmatic dependent launch: the interpreter has none
 
 _records: list[set[KernelCall]] = []  # of the calls of `recorded_calls` in progress
-_is_next_serial = False
-
-
-def serialize_next() -> None:
-    """Launches the next kernel of a `Launcher` after its predecessors' end: its wait for inputs
-    then returns at once."""
-    global _is_next_serial
-    _is_next_serial = True
 
 
 @triton.jit
@@ -112,12 +104,11 @@ class Launcher:
     """One kernel: its arguments are tensors, then metadata tensors (whose parameters must be in
     `do_not_specialize_on_alignment`), then constants, in the order of its parameters."""
 
-    __slots__ = ("_compiled", "_described", "_kernel", "_options", "_serial_options")
+    __slots__ = ("_compiled", "_described", "_kernel", "_options")
 
     def __init__(self, kernel: Any, **options: object) -> None:
         self._kernel = kernel
         self._options = {} if IS_INTERPRETED else options
-        self._serial_options = {} if IS_INTERPRETED else options | {"launch_pdl": False}
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._described: dict[tuple[object, ...], KernelCall] = {}  # on the meta device
 
@@ -131,8 +122,6 @@ class Launcher:
     ) -> None:
         if 0 in grid:
             return
-        global _is_next_serial
-        is_serial, _is_next_serial = _is_next_serial, False
         pointers = [tensor.data_ptr() for tensor in tensors]
         low_bits = 0
         for pointer in pointers:
@@ -141,17 +130,13 @@ class Launcher:
         if metadata:
             pointers += [tensor.data_ptr() for tensor in metadata]
             types += [tensor.dtype for tensor in metadata]
-        key = (tensors[0].get_device(), num_warps, is_serial, constants, *types)
+        key = (tensors[0].get_device(), num_warps, constants, *types)
         compiled = None if low_bits & 15 else self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*pointers, *constants)
             return
         if tensors[0].is_meta:
-            self._describe(key, (*tensors, *metadata, *constants), num_warps, self._options)
-            if is_serial:  # in a graph; in a step without one the other
-                key = (*key, "serial")
-                arguments = (*tensors, *metadata, *constants)
-                self._describe(key, arguments, num_warps, self._serial_options)
+            self._describe(key, (*tensors, *metadata, *constants), num_warps)
             return
         compiled = launch(
             self._kernel,
@@ -160,22 +145,18 @@ class Launcher:
             *metadata,
             *constants,
             num_warps=num_warps,
-            **(self._serial_options if is_serial else self._options),
+            **self._options,
         )
         if compiled is not None and not (low_bits & 15 or IS_INTERPRETED):
             self._compiled[key] = compiled
 
     def _describe(
-        self,
-        key: tuple[object, ...],
-        arguments: tuple[object, ...],
-        num_warps: int,
-        given: dict[str, object],
+        self, key: tuple[object, ...], arguments: tuple[object, ...], num_warps: int
     ) -> None:
         """Records the call. Tensors on the meta device have no address, so the key is all."""
         call = self._described.get(key)
         if call is None:
-            options = {"num_warps": num_warps, **given}
+            options = {"num_warps": num_warps, **self._options}
             call = self._described[key] = describe_call(self._kernel, arguments, options)
         for calls in _records:
             calls.add(call)

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kernels import graph_branch, lora_add_rms_norm, triton_lora_shrink
+from kernels import linear as linear_module
+from kernels import lora_add_rms_norm
 from kernels.backend import traced_for
 from kernels.compilations import load_kernels
-from kernels.graph_branch import BranchOptions
 from kernels.linear import linear
 from kernels.lora_plan import PAGE_ROWS, LoraPlan, lora_plan_size, write_lora_plan
 from kernels.lora_rows import UNIT_BYTES, SiteRows, make_entry
@@ -43,32 +43,26 @@ POOL_PAGES = 1024
 MAX_RANK_PAGES = 4
 TOKENS = "16,32,64,128,256"
 ADAPTERS = "1,8,32"
-NO_BRANCH = BranchOptions(is_used=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    branch: BranchOptions
     norm_rows: int  # up to here the norm adds the delta in one launch
-    programs: int = triton_lora_shrink.NUM_PROGRAMS  # of the shrink
+    branch_rows: int  # up to here the shrink runs beside the product
 
 
 FORMS = {
-    "apart": Form(NO_BRANCH, 8),
-    "norm": Form(NO_BRANCH, 256),
-    "branch": Form(BranchOptions(), 256),
-    "branch_serial": Form(BranchOptions(overlaps=False), 256),
-    "branch_last": Form(BranchOptions(is_first=False), 256),
-    "branch_prior": Form(BranchOptions(priority=-1), 256),
-    "branch_third": Form(BranchOptions(), 256, triton_lora_shrink.NUM_PROGRAMS // 3),
-    "branch_only": Form(BranchOptions(), 8),
+    "apart": Form(8, 0),
+    "norm": Form(256, 0),
+    "branch": Form(256, 256),
+    "branch_only": Form(8, 256),
+    "default": Form(lora_add_rms_norm.MAX_ROWS, linear_module.MAX_BRANCH_ROWS),
 }
 
 
 def use(form: Form) -> None:
-    graph_branch.options = form.branch
     lora_add_rms_norm.MAX_ROWS = form.norm_rows
-    triton_lora_shrink.NUM_PROGRAMS = form.programs
+    linear_module.MAX_BRANCH_ROWS = form.branch_rows
 
 
 def normal(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:

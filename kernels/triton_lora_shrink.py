@@ -31,7 +31,7 @@ NUM_WARPS = 1
 NUM_PROGRAMS = 1584  # a dozen of one warp each per multiprocessor of an H200
 LARGE_PART = 64
 LARGE_CHUNK = 1024
-LARGE_STEP = 64  # of K, in the pipelined loop
+LARGE_STEP = 128  # of K, in the pipelined loop
 LARGE_WARPS = 4
 LARGE_STAGES = 4
 

@@ -294,7 +294,7 @@ def _decode_kernel(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
 ):  # fmt: skip
-    # The next product prefetches its weights while these programs run.
+    # The next kernel's programs may wait on the multiprocessors that are free.
     start_dependents(True)
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = k_desc.layout

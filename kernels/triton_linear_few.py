@@ -2,25 +2,18 @@
 tokens; the shrink's pages are more rows of that kind, processed by the first programs.
 
 A product of so few tokens is a walk over the weight. The tensor cores' tall side is the weight, the
-tokens their narrow side. Programs do not split K; where there are few of them, their warps do: each
-walks every SPLITth block of columns, as one batch of a dot, and the sums meet at the end. The split
-depends on the weight's shape alone (`walk_of`), so a token's bits depend neither on the number of
-tokens nor on adapters, its own included. The number of tokens and the lengths of the shrink are no
-constants: one binary serves all steps of few rows.
+tokens their narrow side. Programs do not split K, their two warps do: each walks every second block
+of columns, as one batch of a dot, and the sums meet at the end. So a token's bits depend neither on
+the number of tokens nor on adapters, its own included. The number of tokens and the lengths of the
+shrink are no constants: one binary serves all steps of few rows.
 
-No kernel writes the weights, so a program requests the first bytes of its rows into the
-second-level cache before it waits for x: memory stays busy while the small kernels between two
-products run.
-
-Of Llama-3-8B on an H200 (2026-11-21), microseconds alone and with the shrink of one rank-16 adapter
-for one token, cuBLAS and a shrink kernel after it in brackets: qkv 14.9 and 15.6 (17.3, 20.0), o
-10.8 and 10.8 (13.9, 15.2), gate_up 56.6 and 56.6 (62.7, 65.2), down 30.3 and 30.4 (32.8, 34.6).
+The walk of one Llama-3-8B layer without attention on an H200 (2026-11-24), microseconds with no
+adapter and one of rank 16 for one token: 117.1 and 124.4; one warp with blocks of 256 columns in 4
+stages 124.6 and 130.6. Requesting the weight's first bytes into the second-level cache before x is
+there gained nothing: 0 to 12 more with 512 to 4,096 bytes a row.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -34,48 +27,12 @@ from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for
 from kernels.triton_lora_tiles import PAGE, find_strip, page_dot, read_unit, strip_at
 
 BLOCK_N = 16
-NARROW = 8192  # rows of a weight, up to here so few programs that one has two warps
+BLOCK_K = 128  # columns of a warp at a time
+STAGES = 6  # of them, at a time
+SPLIT = 2  # warps, each with blocks of its own; SPLIT * BLOCK_K <= SHORT_CHUNK
 # Of K, of a program of the shrink, in multiples of a block: short where few programs shrink.
 CHUNK, SHORT_CHUNK, SHORT_TOKENS = 1024, 512, 2
 WIDE = 8192  # from here on K is cut into chunks of twice the length
-
-
-class Walk(NamedTuple):
-    """The way in which a program walks its rows of the weight."""
-
-    block_k: int  # columns of a warp at a time
-    stages: int  # of them, at a time
-    split: int  # warps, each with blocks of its own; split * block_k <= SHORT_CHUNK
-    prefetch: int  # bytes of a row that are requested before x is there; 0 or a multiple of 128
-
-
-@functools.cache
-def walk_of(height: int, width: int) -> Walk:
-    """Returns the walk of a weight [height, width]."""
-    if height <= NARROW:
-        return Walk(256, 4, 2, 2048)
-    return Walk(256, 4, 1, 1024)
-
-
-@triton.jit
-def _prefetch(at, stride, height, length, ROWS: tl.constexpr, SPLIT: tl.constexpr):
-    """Requests the first `length` bytes of ROWS rows into the second-level cache, `stride` elements
-    apart; beyond `height` the last row again. Each thread has one address: fewer of them would be
-    requested several times."""
-    PIECES: tl.constexpr = 32 * SPLIT // ROWS
-    lanes = tl.arange(0, ROWS * PIECES)
-    row = tl.maximum(tl.minimum(lanes // PIECES, height - 1), 0)
-    size = length // (16 * PIECES) * 16
-    # Rounded down to a multiple of 16, which the instruction asks for.
-    address = (at + row * stride).to(tl.int64, bitcast=True) // 16 * 16 + lanes % PIECES * size
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [address, size + 0 * lanes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -132,13 +89,11 @@ def _linear_few_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     start_dependents(OVERLAPPED)
     IS_EVEN: tl.constexpr = K % (SPLIT * BLOCK_K) == 0
-    ELEMENT: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     program = tl.program_id(0)
     offsets = tl.arange(0, ROWS)
     # A warp walks every SPLITth block of columns.
@@ -152,13 +107,8 @@ def _linear_few_kernel(
         first = base * BLOCK_N
         names = first + lanes
         live = offsets < num_tokens
-        row_at = w_ptr + first.to(tl.int64) * K
-        w_at = row_at + lanes[None, :, None] * K + columns[:, None, :]
+        w_at = w_ptr + first.to(tl.int64) * K + lanes[None, :, None] * K + columns[:, None, :]
         x_at = x_ptr + offsets[None, None, :] * STRIDE_X + columns[:, :, None]
-        if PREFETCH:
-            row_bytes: tl.constexpr = K * ELEMENT
-            length: tl.constexpr = PREFETCH if row_bytes > PREFETCH else row_bytes
-            _prefetch(row_at, K, N - first, length, BLOCK_N, SPLIT)
         wait_for_inputs(OVERLAPPED)
         acc = _walk(
             w_at, x_at, N - first, live, columns, K, K, IS_EVEN, N % BLOCK_N == 0, ROWS, BLOCK_N,
@@ -184,11 +134,6 @@ def _linear_few_kernel(
         a_columns = ranks[None, :, None] * K + (begin + columns[:, None, :])
         x_at = x_ptr + offsets[None, None, :] * STRIDE_X + (begin + columns[:, :, None])
         walked = tl.minimum(chunk, K - begin)
-        if PREFETCH:  # noqa: SIM102  a constant and a value of the device
-            if (entry != 0) & (walked >= BLOCK_K):
-                a_at, height = strip_at(heap_ptr, entry)
-                length = tl.minimum(walked * ELEMENT, PREFETCH)
-                _prefetch(a_at + begin, K, height, length, PAGE, SPLIT)
         wait_for_inputs(OVERLAPPED)
         while unit < count:
             # An adapter that lacks the module: no column is walked, no row written.
@@ -256,8 +201,6 @@ def _start(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     height, width = weight.shape
-    block_k, stages, split, prefetch = walk_of(height, width)
-    assert lengths[2] % (block_k * split) == 0
     _launch(
         (more_programs + -(-height // BLOCK_N), 1, 1),
         (x, weight, weight if bias is None else bias, y, *lora[:2]),
@@ -271,12 +214,11 @@ def _start(
             *constants,
             FEW_ROWS,
             BLOCK_N,
-            block_k,
-            split,
-            stages,
-            prefetch if OVERLAPS and width >= block_k else 0,
+            BLOCK_K,
+            SPLIT,
+            STAGES,
             IS_INTERPRETED,
             OVERLAPS,
         ),
-        split,
+        SPLIT,
     )

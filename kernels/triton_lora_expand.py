@@ -34,7 +34,7 @@ NUM_WARPS = 1
 NUM_PROGRAMS = (
     4096  # one program per tile for 32 adapters; walking tiles is slower than new programs
 )
-LARGE_PART = 32  # rows of a program; mma.sync, whose left operand may come from registers
+LARGE_PART = 16  # rows of a program; mma.sync, whose left operand may come from registers
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
 LARGE_STAGES = 3

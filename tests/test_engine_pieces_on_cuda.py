@@ -126,22 +126,22 @@ def test_chunks_of_prompts_beside_decodes(runner: ModelRunner) -> None:
     assert sizes  # the head and the embedding
 
 
-def test_a_step_of_exactly_a_size_has_the_same_logits(runner: ModelRunner) -> None:
-    """Nothing is padded. On an H200 bfloat16 was equal to the bit, fp32 was not: cuBLAS may choose
-    another product inside a graph, where its workspace is another."""
-    for i, size in enumerate(SIZES):
-        adapter = OWNERS[i % len(OWNERS)]
-        sequence = make_sequence(random_prompt(size, seed=i), 0, PARAMS, adapter, num_blocks=80)
-        batch = ScheduledBatch((part(sequence),))
-        with counted(runner) as sizes:
-            replayed = runner.execute(batch)
-        assert sizes == Counter({size: 1})
-        with without_pieces(runner):
-            (eager,), (graph,) = runner.execute(batch), replayed
-        assert graph.token_id == eager.token_id
-        assert graph.logprobs is not None
-        assert eager.logprobs is not None
-        assert graph.logprobs.logprob == pytest.approx(eager.logprobs.logprob, abs=1e-4)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_of_exactly_a_size_has_the_same_logits(runner: ModelRunner, size: int) -> None:
+    """Nothing is padded. On an H200 bfloat16 was equal to the bit up to 512 tokens, fp32 was not:
+    cuBLAS may choose another product inside a graph, where its workspace is another."""
+    adapter = OWNERS[SIZES.index(size) % len(OWNERS)]
+    sequence = make_sequence(random_prompt(size, seed=size), 0, PARAMS, adapter, num_blocks=80)
+    batch = ScheduledBatch((part(sequence),))
+    with counted(runner) as sizes:
+        replayed = runner.execute(batch)
+    assert sizes == Counter({size: 1})
+    with without_pieces(runner):
+        (eager,), (graph,) = runner.execute(batch), replayed
+    assert graph.token_id == eager.token_id
+    assert graph.logprobs is not None
+    assert eager.logprobs is not None
+    assert graph.logprobs.logprob == pytest.approx(eager.logprobs.logprob, abs=1e-4)
 
 
 def test_padding_writes_no_keys(runner: ModelRunner) -> None:

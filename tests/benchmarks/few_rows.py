@@ -2,8 +2,8 @@
 with and without an adapter, and of its products alone, for several walks of the weights; JSON
 lines.
 
-A variant is the walk of some sites, "o+qkv:256x4x2+2048": columns x stages x split + prefetched
-bytes. The other sites walk as in the engine. The first variant is the one that others are compared
+A variant is the walk of all weights, "128x6x2": columns of a warp at a time x stages x warps of a
+program. The first variant is the one that others are compared
 with. Layers follow each other in a graph, together more than the second-level cache holds; the
 graphs of all variants are replayed in turn, so that clocks favour none. `to_first` is the median of
 the time relative to the first variant's in the same round, `gb_s` the weights' bytes over the time,
@@ -33,7 +33,6 @@ from kernels.kernel_cache import use_cache
 from kernels.kernel_compiler import compile_all, num_processes_for
 from kernels.linear import linear
 from kernels.triton_launch import recorded_calls
-from kernels.triton_linear_few import Walk, walk_of
 from tests.benchmarks.lora_sites import (
     NUM_LAYERS,
     SITES,
@@ -51,42 +50,22 @@ from tests.benchmarks.report import Report
 ROUNDS = 40
 REPEATS = 3  # of the layers in a graph of one site's products
 RANK = 16
-_NARROW = "qkv+o+down"  # the sites with few programs
-VARIANTS = (
-    "all:256x4x1+0",
-    *(f"all:256x4x1+{length}" for length in (512, 1024, 2048, 4096)),
-    *(f"{_NARROW}:{walk}+2048" for walk in ("256x4x2", "128x4x2", "128x6x2", "128x4x4")),
-    *(f"{_NARROW}:{walk}+2048" for walk in ("128x6x4", "256x6x1", "512x4x1")),
-    "all:256x4x2+1024",
-    "all:128x4x2+1024",
-)
-_SITE_OF = {(sum(sizes), width): site for site, (width, sizes) in SITES.items()}
+VARIANTS = ("256x4x1", "128x6x2", "128x4x2", "256x4x2", "128x4x4", "128x6x4", "256x6x1", "512x4x1")
 _BYTES = {site: 2 * sum(sizes) * width for site, (width, sizes) in SITES.items()}
 Step = Callable[[], object]
 
 
-def parse_variant(text: str) -> dict[str, Walk]:
-    """Returns the walk of each site that the variant names."""
-    names, _, walk = text.partition(":")
-    shape, _, prefetch = walk.partition("+")
-    block_k, stages, split = map(int, shape.split("x"))
-    sites = tuple(SITES) if names == "all" else names.split("+")
-    return {site: Walk(block_k, stages, split, int(prefetch)) for site in sites}
-
-
 @contextmanager
 def walking(variant: str) -> Iterator[None]:
-    walks = parse_variant(variant)
-
-    def walk(height: int, width: int) -> Walk:
-        found = walks.get(_SITE_OF[height, width])
-        return walk_of(height, width) if found is None else found
-
-    triton_linear_few.walk_of = walk  # type: ignore[assignment]
+    names = ("BLOCK_K", "STAGES", "SPLIT")
+    before = [getattr(triton_linear_few, name) for name in names]
+    for name, value in zip(names, variant.split("x"), strict=True):
+        setattr(triton_linear_few, name, int(value))
     try:
         yield
     finally:
-        triton_linear_few.walk_of = walk_of
+        for name, old in zip(names, before, strict=True):
+            setattr(triton_linear_few, name, old)
 
 
 def on_meta(value: Any) -> Any:
@@ -220,13 +199,11 @@ def measure_layers(
 def measure_site(
     report: Report, layers: Sequence[Layer], site: str, num_rows: int, variants: Sequence[str]
 ) -> None:
-    """Compares the variants that name the site, each walk once."""
-    named = {parse_variant(v)[site]: v for v in variants if site in parse_variant(v)}
     weights = [layer.weights[site] for layer in layers]
     x = normal(num_rows, SITES[site][0])
     steps = [partial(linear, x, weight, None) for weight in weights] * REPEATS
     errors = {}
-    for variant in named.values():
+    for variant in variants:
         with walking(variant):
             errors[variant] = distance(linear(x, weights[0], None), library_linear(x, weights[0]))
     compare(

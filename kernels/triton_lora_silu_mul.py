@@ -33,7 +33,9 @@ if not IS_INTERPRETED:
     from triton.language.extra.cuda import libdevice
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 2112
+NUM_PROGRAMS = 4224
+# Of a tile: its rows are a chain of loads, and a program for each part shortens it.
+PARTS = 2
 LARGE_PART = 16
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -66,6 +68,7 @@ def _lora_silu_mul_kernel(
     STRIDE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile, of ROWS each
     COLUMNS: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -73,12 +76,12 @@ def _lora_silu_mul_kernel(
     start_dependents(OVERLAPPED)
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.load(header_ptr)
+    count = tl.load(header_ptr) * PARTS
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
-    live = (num_pages > 0) & (tile < count)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
+    live = (num_pages > 0) & (tile < count) & (rows > 0)
     gate_entry = find_strip(entries_ptr, page, live, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, live, STRIDE)
     gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
@@ -88,10 +91,11 @@ def _lora_silu_mul_kernel(
     while tile < count:
         tile += tl.num_programs(1)
         next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
-            tiles_ptr, tile, tile < count, ROWS, 1
+            tiles_ptr, tile, tile < count, ROWS, PARTS
         )
-        next_gate_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
-        next_up_entry = find_strip(entries_ptr + 1, next_page, next_num_pages > 0, STRIDE)
+        live = (next_num_pages > 0) & (next_rows > 0)
+        next_gate_entry = find_strip(entries_ptr, next_page, live, STRIDE)
+        next_up_entry = find_strip(entries_ptr + 1, next_page, live, STRIDE)
         left = rows
         x_at = x_ptr + row.to(tl.int64) * STRIDE_X
         out_at = out_ptr + row.to(tl.int64) * WIDTH
@@ -233,7 +237,7 @@ def launch_lora_silu_mul(
     if plan.max_small:
         blocks = -(-width // COLUMNS)
         _launch(
-            (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
+            (blocks, num_programs(plan.max_small * PARTS, blocks, NUM_PROGRAMS), 1),
             (gate_up, bridge.planes, site.heap, out),
             (plan.header, plan.small, plan.pages, site.b_entries),
             (
@@ -241,7 +245,8 @@ def launch_lora_silu_mul(
                 gate_up.stride(0),
                 site.stride,
                 bridge.planes.shape[0],
-                SMALL_ROWS,
+                SMALL_ROWS // PARTS,
+                PARTS,
                 COLUMNS,
                 not IS_INTERPRETED,
                 OVERLAPS,

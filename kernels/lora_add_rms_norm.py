@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from kernels.few_rows import has_row_programs
-from kernels.lora_plan import Bridge, LoraPlan
+from kernels.backend import uses_triton
+from kernels.few_rows import HALF_TYPES
+from kernels.lora_plan import LARGE_MIN_RUN, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_
 from kernels.rms_norm import add_rms_norm
 
-MAX_HIDDEN = 4096  # limit of the one launch: it holds a page of B in registers
+# Limits of the one launch. A program holds a page of B in registers, and each row reads one: from
+# some number of rows on, the expand, which reads a page for eight rows, is faster.
+MAX_HIDDEN = 4096
+MAX_ROWS = 64
 
 
 def lora_add_rms_norm(
@@ -29,9 +33,19 @@ def lora_add_rms_norm(
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normed values and the new residual. Consumes x and residual."""
-    if has_row_programs(x, plan) and x.shape[1] <= MAX_HIDDEN:
+    if _is_one_launch(x, plan):
         from kernels.triton_lora_add_rms_norm import launch_lora_add_rms_norm
 
         return launch_lora_add_rms_norm(x, residual, weight, eps, bridge, site, plan), residual
     lora_expand_(x, bridge, site, plan)
     return add_rms_norm(x, residual, weight, eps)
+
+
+def _is_one_launch(x: torch.Tensor, plan: LoraPlan) -> bool:
+    """Decides by the number of rows, and not by the adapters of some of them: a row's bits are the
+    same with and without its neighbours' adapters. So many rows that some may be in a large tile
+    and others not need a plan without room for large tiles."""
+    rows, hidden = x.shape
+    if rows > MAX_ROWS or hidden > MAX_HIDDEN or x.dtype not in HALF_TYPES or plan.max_large:
+        return False
+    return uses_triton(x) and (rows <= LARGE_MIN_RUN or not len(plan.large))

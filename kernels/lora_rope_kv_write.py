@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import uses_triton
-from kernels.few_rows import has_row_programs
+from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_reference_
@@ -27,7 +27,7 @@ def lora_rope_kv_write(
     write: RopeWrite,
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]. `qkv` itself may be changed."""
-    if has_row_programs(qkv, plan) and write.q_norm is None and write.k_norm is None:
+    if is_few(qkv, plan) and write.q_norm is None and write.k_norm is None:
         from kernels.triton_lora_rope_few import launch_rope_few
 
         return launch_rope_few(qkv, bridge, site, plan, write)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import uses_triton
-from kernels.few_rows import has_row_programs
+from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_expand_reference_
@@ -23,7 +23,7 @@ def lora_silu_mul(
     plan: LoraPlan,
 ) -> torch.Tensor:
     """Returns [T, I], rows without adapter included. `gate_up` itself may be changed."""
-    if has_row_programs(gate_up, plan):
+    if is_few(gate_up, plan):
         from kernels.triton_lora_silu_few import launch_silu_few
 
         return launch_silu_few(gate_up, bridge, site, plan)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
@@ -23,10 +24,11 @@ from kernels.triton_lora_rows import (
     more_delta,
     read_planes,
     row_delta,
-    tiles_of,
 )
 from kernels.triton_lora_tiles import find_strip, load_strip
 from kernels.triton_rms_norm import shape_of
+
+MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -117,7 +119,7 @@ def launch_lora_add_rms_norm(
             hidden,
             eps,
             block,
-            tiles_of(rows),
+            FEW_ROWS if rows <= FEW_ROWS else max(MIN_TILES, triton.next_power_of_2(rows)),
             OVERLAPS,
         ),
         num_warps,

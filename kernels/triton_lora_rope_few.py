@@ -22,7 +22,6 @@ from kernels.triton_lora_rows import (
     more_delta,
     read_planes,
     row_delta,
-    tiles_of,
 )
 from kernels.triton_lora_tiles import find_strip, load_strip
 
@@ -55,7 +54,6 @@ def _rope_few_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    TILES: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -81,7 +79,7 @@ def _rope_few_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
-    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     live = entry != 0
     low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
@@ -148,7 +146,6 @@ def launch_rope_few(
             write.num_heads,
             write.num_kv_heads,
             write.head_dim // 2,
-            tiles_of(qkv.shape[0]),
             not IS_INTERPRETED,
             OVERLAPS,
         ),

@@ -32,9 +32,7 @@ from kernels.triton_lora_tiles import (
 )
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 4224
-# Of a tile: its rows are a chain of loads, and a program for each part shortens it.
-PARTS = 2
+NUM_PROGRAMS = 2112
 
 
 @triton.jit
@@ -137,7 +135,6 @@ def _lora_rope_kernel(
     EPS: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,  # of a tile, of ROWS each
     LANES: tl.constexpr,  # halves of heads side by side: as many columns as the expand's
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -156,13 +153,12 @@ def _lora_rope_kernel(
     if not IS_EVEN:
         low_columns = tl.where(exists, low_columns, width)  # beyond its end: masked
     high_columns = low_columns + HALF
-    count = tl.load(header_ptr) * PARTS
+    count = tl.load(header_ptr)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
-    live = (num_pages > 0) & (tile < count) & (rows > 0)
-    entry = find_strip(entries_ptr, page, live, STRIDE)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
+    entry = find_strip(entries_ptr, page, (num_pages > 0) & (tile < count), STRIDE)
     low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
     high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
@@ -172,10 +168,9 @@ def _lora_rope_kernel(
     while tile < count:
         tile += tl.num_programs(1)
         next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
-            tiles_ptr, tile, tile < count, ROWS, PARTS
+            tiles_ptr, tile, tile < count, ROWS, 1
         )
-        live = (next_num_pages > 0) & (next_rows > 0)
-        next_entry = find_strip(entries_ptr, next_page, live, STRIDE)
+        next_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
         left = rows
         while left > 0:
             owned = tl.where(entry != 0, left, 0)
@@ -256,14 +251,13 @@ def launch_lora_rope_kv_write(
         heads = COLUMNS // (1 << (half - 1).bit_length())
         blocks = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
         _launch(
-            (blocks, num_programs(plan.max_small * PARTS, blocks, NUM_PROGRAMS), 1),
+            (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
             (qkv, bridge.planes, *tensors),
             (plan.header, plan.small, plan.pages, site.b_entries, write.positions, write.slots),
             (
                 *constants,
                 bridge.planes.shape[0],
-                SMALL_ROWS // PARTS,
-                PARTS,
+                SMALL_ROWS,
                 COLUMNS,
                 not IS_INTERPRETED,
                 OVERLAPS,

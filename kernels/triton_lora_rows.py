@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.few_rows import FEW_ROWS, MAX_ROW_PROGRAMS
+from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import TILE_FIELDS, Bridge
 from kernels.triton_lora_tiles import PAGE, find_strip, load_strip
 
@@ -19,10 +19,11 @@ METADATA = ("header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr")
 LENGTHS = ("num_tiles", "num_planes")  # of the plan at most; of the bridge
 MIN_PLANES = 16  # read of a bridge, masked: one binary for most shapes
 _TILE = tl.constexpr(TILE_FIELDS)
+_TILES = tl.constexpr(FEW_ROWS)
 
 
 @triton.jit
-def find_row(header_ptr, tiles_ptr, token, num_tiles, TILES: tl.constexpr):
+def find_row(header_ptr, tiles_ptr, token, num_tiles, TILES: tl.constexpr = _TILES):
     """Returns the pages of the row's adapter (0: none), the offset in the page list, and the first
     page. No load waits for another load. TILES: the most small tiles that the step can have, which
     are no more than its rows."""
@@ -77,8 +78,3 @@ def read_planes(bridge: Bridge) -> tuple[int, int]:
     """Returns planes of the bridge, planes to read"""
     num_planes = bridge.planes.shape[0]
     return num_planes, max(MIN_PLANES, 1 << (num_planes - 1).bit_length())
-
-
-def tiles_of(rows: int) -> int:
-    """Returns the small tiles that a program looks at: two binaries serve all steps."""
-    return FEW_ROWS if rows <= FEW_ROWS else max(MAX_ROW_PROGRAMS, 1 << (rows - 1).bit_length())

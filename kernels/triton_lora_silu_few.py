@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
@@ -24,13 +23,12 @@ from kernels.triton_lora_rows import (
     more_delta,
     read_planes,
     row_delta,
-    tiles_of,
 )
 from kernels.triton_lora_silu_mul import silu_product
 from kernels.triton_lora_tiles import find_strip, load_strip
 
-# Columns and warps of a program: of few rows, and of more, which fill the device anyway.
-FEW_SHAPE, SHAPE = (64, 2), (128, 2)
+COLUMNS = 64
+NUM_WARPS = 2
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -50,7 +48,6 @@ def _silu_few_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -61,7 +58,7 @@ def _silu_few_kernel(
     inside = columns < WIDTH
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
-    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
     gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
     gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
@@ -104,9 +101,8 @@ def launch_silu_few(
     assert gate_up.stride(1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
-    columns, num_warps = FEW_SHAPE if rows <= FEW_ROWS else SHAPE
     _launch(
-        (-(-width // columns), rows, 1),
+        (-(-width // COLUMNS), rows, 1),
         (gate_up, bridge.planes, site.heap, out),
         (plan.header, plan.small, plan.pages, site.b_entries),
         (
@@ -115,11 +111,10 @@ def launch_silu_few(
             width,
             gate_up.stride(0),
             site.stride,
-            columns,
-            tiles_of(rows),
+            COLUMNS,
             not IS_INTERPRETED,
             OVERLAPS,
         ),
-        num_warps,
+        NUM_WARPS,
     )
     return out

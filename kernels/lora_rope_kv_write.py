@@ -1,9 +1,9 @@
 """The expand of q, k and v inside RoPE and the KV write: one pass over the fused projection.
 
-Equal to the expand followed by `rope_kv_write`, without writing the sums back; to the bit for heads
-of 128, see `triton_lora_rope_kv_write`, except for rows with an adapter in a step of few rows. A
-slot below zero marks a padding row, which is not written to the cache. Uses tensors and numbers
-only.
+Equal to the expand followed by `rope_kv_write`, without writing the sums back: rows without an
+adapter to the bit for heads of 128, see `triton_lora_rope_kv_write`, the others up to a rounding of
+the sum. A slot below zero marks a padding row, which is not written to the cache. Uses tensors and
+numbers only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The Triton kernel of `lora_rope_kv_write`: a program processes some heads of a tile.
+"""The Triton kernel of `lora_rope_kv_write`: a program processes one head of small tiles.
 
-The sums are rounded to the activations' type, then rotated as `rope_kv_write` does it, product by
-product; the expand of small tiles is the same code as `lora_expand_`'s. So the bits are those of
-the two ops apart for heads of 128. For 64 and 80 the compiler may contract a rotation's products
-and sums differently (a unit in the last place, seen on an H200), and with q_norm and k_norm the
-squares of a head may add up in another order.
+A head's two halves are two products on tensor cores, whose sums begin at qkv. They are rounded to
+the activations' type, then rotated as `rope_kv_write` does it, product by product. So rows without
+an adapter have the bits of `rope_kv_write` for heads of 128; rows with one may differ from the
+expand's by a rounding. For 64 and 80 the compiler may contract a rotation's products and sums
+differently (a unit in the last place, seen on an H200), and with q_norm and k_norm the squares of a
+head may add up in another order.
 """
 
 from __future__ import annotations
@@ -19,85 +20,91 @@ from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import norm_heads, pick_heads, turn
-from kernels.triton_lora_rope_large import launch_lora_rope_large
-from kernels.triton_lora_tiles import (
-    COLUMNS,
-    find_strip,
-    load_pair,
-    load_planes,
-    load_strip,
-    num_programs,
-    pair_delta,
-    read_tile,
+from kernels.triton_lora_mma import (
+    BLOCK_COLUMNS,
+    BLOCK_ROWS,
+    add_page,
+    drop_rows,
+    load_block,
+    load_bridge_rows,
+    rows_of_small,
+    swap_columns,
 )
+from kernels.triton_lora_rope_large import launch_lora_rope_large
+from kernels.triton_lora_tiles import find_strip, num_programs, read_tile
 
 NUM_WARPS = 1
-NUM_PROGRAMS = 2112
+MAX_REGISTERS = 168  # of a thread: twelve programs then fit a multiprocessor
+NUM_PROGRAMS = 1584  # twelve per multiprocessor of an H200
 
 
 @triton.jit
-def _finish_row(
-    low,
-    high,
-    token,
-    part,
-    head,  # of each lane, within its slice
-    lane,
-    exists,
+def _offsets(ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Returns the row offsets of half a head, [ROWS * LANES / 32]: those of its first 32 columns,
+    then those of its next. In this shape a thread has eight of each 32 columns, as `swap_columns`
+    leaves them."""
+    return tl.arange(0, ROWS * (LANES // 32)) % ROWS
+
+
+@triton.jit
+def _spread(at, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr):
+    """Returns the addresses and the mask of half a head, [ROWS * LANES / 32, 32]."""
+    lane = tl.arange(0, ROWS * (LANES // 32))[:, None] // ROWS * 32 + tl.arange(0, 32)[None, :]
+    return at[:, None] + lane, live[:, None] & (lane < HALF)
+
+
+@triton.jit
+def _load_half(at, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr):
+    """Returns [ROWS, LANES]: half a head from each row's address on."""
+    spread, mask = _spread(at, live, ROWS, HALF, LANES)
+    parts = tl.reshape(tl.load(spread, mask=mask, other=0.0), [LANES // 32, ROWS, 32])
+    return drop_rows(tl.reshape(tl.permute(parts, [1, 0, 2]), [ROWS, LANES]), ROWS)
+
+
+@triton.jit
+def _store_half(at, x, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr):
+    spread, mask = _spread(at, live, ROWS, HALF, LANES)
+    parts = tl.permute(tl.reshape(x, [ROWS, LANES // 32, 32]), [1, 0, 2])
+    tl.store(spread, tl.reshape(parts, [ROWS * (LANES // 32), 32]), mask=mask)
+
+
+@triton.jit
+def _request_tile(
+    tiles_ptr,
+    tile,
+    is_inside,  # of the table
+    is_live,  # below the number of tiles
+    heap_ptr,
+    entries_ptr,
     cos_sin_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    q_ptr,
     positions_ptr,
     slots_ptr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    part,
+    low_columns,
+    width,
+    STRIDE: tl.constexpr,
     HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):
-    """Norms, rotates and writes one token's heads, [LANES] of either half."""
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    table = cos_sin_ptr + position * (2 * HALF) + lane
-    cos = tl.load(table, mask=exists, other=0.0)
-    sin = tl.load(table + HALF, mask=exists, other=0.0)
-    turning_low, turning_high = low, high
-    if HAS_NORM:
-        LANES: tl.constexpr = low.shape[0]
-        norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
-        weight_low = tl.load(norm_ptr, mask=exists, other=0.0)
-        weight_high = tl.load(norm_ptr + HALF, mask=exists, other=0.0)
-        normed_low, normed_high = norm_heads(
-            tl.reshape(low, [HEADS, LANES // HEADS]),
-            tl.reshape(high, [HEADS, LANES // HEADS]),
-            tl.reshape(weight_low, [HEADS, LANES // HEADS]),
-            tl.reshape(weight_high, [HEADS, LANES // HEADS]),
-            2 * HALF,
-            EPS,
-        )
-        turning_low = tl.reshape(normed_low, [LANES])
-        turning_high = tl.reshape(normed_high, [LANES])
-    turned_low, turned_high = turn(turning_low, turning_high, cos, sin, EXACT)
-    if part == 0:
-        q_at = q_ptr + (token.to(tl.int64) * NUM_HEADS + head) * (2 * HALF) + lane
-        tl.store(q_at, turned_low, mask=exists)
-        tl.store(q_at + HALF, turned_high, mask=exists)
-    else:
-        # A negative slot marks a padding row of a CUDA graph.
-        written = exists & (lane < tl.where(slot >= 0, HALF, 0))
-        kv_at = (slot * NUM_KV_HEADS + head) * (2 * HALF) + lane
-        cached: tl.constexpr = k_cache_ptr.dtype.element_ty
-        if part == 1:
-            tl.store(k_cache_ptr + kv_at, turned_low.to(cached), mask=written)
-            tl.store(k_cache_ptr + kv_at + HALF, turned_high.to(cached), mask=written)
-        else:
-            tl.store(v_cache_ptr + kv_at, low.to(cached), mask=written)
-            tl.store(v_cache_ptr + kv_at + HALF, high.to(cached), mask=written)
+    """Loads what no kernel of a step writes: the tile, its first page of B, angles and slots."""
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, is_inside, TILE, 1)
+    rows = tl.where(is_live, rows, 0)
+    num_pages = tl.where(is_live, num_pages, 0)
+    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    low_b = load_block(heap_ptr, entry, low_columns, width, LANES, IS_EVEN)
+    high_b = load_block(heap_ptr, entry, low_columns + HALF, width, LANES, IS_EVEN)
+    offsets = _offsets(ROWS, LANES)
+    token = row + offsets
+    live = rows_of_small(offsets, rows)
+    position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
+    table = cos_sin_ptr + position * (2 * HALF)
+    cos = _load_half(table, live & (part != 2), ROWS, HALF, LANES)
+    sin = _load_half(table + HALF, live & (part != 2), ROWS, HALF, LANES)
+    return row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin
 
 
 @triton.jit(
@@ -134,90 +141,96 @@ def _lora_rope_kernel(
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     NUM_PLANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,  # halves of heads side by side: as many columns as the expand's
+    TILE: tl.constexpr,  # rows of a tile, at most
+    ROWS: tl.constexpr,  # of an mma
+    LANES: tl.constexpr,  # for half a head
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     start_dependents(OVERLAPPED)
-    WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
-    HEADS: tl.constexpr = LANES // WIDTH
-    IS_EVEN: tl.constexpr = WIDTH == HALF and NUM_HEADS % HEADS == 0 and NUM_KV_HEADS % HEADS == 0
-    part, heads, head, before = pick_heads(tl.program_id(0), NUM_HEADS, NUM_KV_HEADS, HEADS)
+    IS_EVEN: tl.constexpr = LANES == HALF
+    part, heads, head, before = pick_heads(tl.program_id(0), NUM_HEADS, NUM_KV_HEADS, 1)
     entries_ptr += part
-    lane = tl.arange(0, LANES) % WIDTH
-    head += tl.arange(0, LANES) // WIDTH
-    exists = (lane < HALF) & (head < heads)
+    lane = tl.arange(0, LANES)
+    exists = (lane < HALF)[None, :]
     width = heads * (2 * HALF)
+    # Lanes that are in no half read B of its neighbour: their sums are used nowhere.
     low_columns = head * (2 * HALF) + lane
-    if not IS_EVEN:
-        low_columns = tl.where(exists, low_columns, width)  # beyond its end: masked
-    high_columns = low_columns + HALF
+    offsets = _offsets(ROWS, LANES)
     count = tl.load(header_ptr)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
-    entry = find_strip(entries_ptr, page, (num_pages > 0) & (tile < count), STRIDE)
-    low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
-    high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
+    row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin = _request_tile(
+        tiles_ptr, tile, True, tile < count, heap_ptr, entries_ptr, cos_sin_ptr, positions_ptr,
+        slots_ptr, part, low_columns, width, STRIDE, HALF, TILE, ROWS, LANES, IS_EVEN,
+    )  # fmt: skip
+    if HAS_NORM:
+        # For each row: a load for all would pass through shared memory.
+        norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + 0 * offsets
+        low_weight = _load_half(norm_ptr, offsets < TILE, ROWS, HALF, LANES)
+        high_weight = _load_half(norm_ptr + HALF, offsets < TILE, ROWS, HALF, LANES)
     wait_for_inputs(OVERLAPPED)
     block = part * rank_pages
     blocks = 3 * rank_pages
-    begin = before * (2 * HALF)
+    cached: tl.constexpr = k_cache_ptr.dtype.element_ty
+    cache_ptr = tl.where(part == 1, k_cache_ptr, v_cache_ptr)
     while tile < count:
-        tile += tl.num_programs(1)
-        next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
-            tiles_ptr, tile, tile < count, ROWS, 1
-        )
-        next_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
-        left = rows
-        while left > 0:
-            owned = tl.where(entry != 0, left, 0)
-            x_at = qkv_ptr + row.to(tl.int64) * STRIDE_QKV + begin
-            h_0, h_1 = load_planes(
-                planes_ptr, block, blocks, at_bridge, owned, num_rows, NUM_PLANES
-            )
-            low_0, low_1 = load_pair(x_at, STRIDE_QKV, low_columns, width, left)
-            high_0, high_1 = load_pair(x_at, STRIDE_QKV, high_columns, width, left)
-            if entry != 0:
-                delta_0, delta_1, low_b = pair_delta(
-                    heap_ptr, entries_ptr, entry, low_b, h_0, h_1, low_columns, width,
-                    num_pages, first, pages_ptr, planes_ptr, block, blocks, at_bridge, left,
-                    num_rows, NUM_PLANES, STRIDE, IS_EVEN,
-                )  # fmt: skip
-                low_0 = (low_0.to(tl.float32) + delta_0).to(low_0.dtype)
-                low_1 = (low_1.to(tl.float32) + delta_1).to(low_1.dtype)
-                delta_0, delta_1, high_b = pair_delta(
-                    heap_ptr, entries_ptr, entry, high_b, h_0, h_1, high_columns, width,
-                    num_pages, first, pages_ptr, planes_ptr, block, blocks, at_bridge, left,
-                    num_rows, NUM_PLANES, STRIDE, IS_EVEN,
-                )  # fmt: skip
-                high_0 = (high_0.to(tl.float32) + delta_0).to(high_0.dtype)
-                high_1 = (high_1.to(tl.float32) + delta_1).to(high_1.dtype)
-            _finish_row(
-                low_0, high_0, row, part, head, lane, exists, cos_sin_ptr, k_cache_ptr,
-                v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr, NUM_HEADS,
-                NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
-            )  # fmt: skip
-            if left > 1:
-                _finish_row(
-                    low_1, high_1, row + 1, part, head, lane, exists, cos_sin_ptr, k_cache_ptr,
-                    v_cache_ptr, q_norm_ptr, k_norm_ptr, q_ptr, positions_ptr, slots_ptr,
-                    NUM_HEADS, NUM_KV_HEADS, HALF, HEADS, HAS_NORM, EPS, EXACT,
-                )  # fmt: skip
-            row += 2
-            at_bridge += 2
-            left -= 2
-        row, rows, num_pages, first, at_bridge = (
-            next_row, next_rows, next_num_pages, next_first, next_at,
+        owns = entry != 0
+        live = rows_of_small(offsets, rows)
+        token = (row + offsets).to(tl.int64)
+        x_at = qkv_ptr + token * STRIDE_QKV + (before + head) * (2 * HALF)
+        h = load_bridge_rows(
+            planes_ptr, block, blocks, at_bridge, tl.where(owns, rows, 0), num_rows, NUM_PLANES,
+            ROWS,
         )  # fmt: skip
-        entry = next_entry
-        low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
-        high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
+        low = _load_half(x_at, live, ROWS, HALF, LANES)
+        high = _load_half(x_at + HALF, live, ROWS, HALF, LANES)
+        if owns:  # a row without a delta keeps its bits, also those of -0
+            low_sum = swap_columns(low.to(tl.float32), ROWS, LANES)
+            high_sum = swap_columns(high.to(tl.float32), ROWS, LANES)
+            low_sum = drop_rows(add_page(low_sum, h, low_b, ROWS, not EXACT), ROWS)
+            high_sum = drop_rows(add_page(high_sum, h, high_b, ROWS, not EXACT), ROWS)
+            for i in range(1, num_pages):
+                more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+                more_low = load_block(heap_ptr, more, low_columns, width, LANES, IS_EVEN)
+                more_high = load_block(heap_ptr, more, low_columns + HALF, width, LANES, IS_EVEN)
+                # Beyond the rank of this module the bridge holds arbitrary values.
+                more_h = load_bridge_rows(
+                    planes_ptr, block + i, blocks, at_bridge, tl.where(more != 0, rows, 0),
+                    num_rows, NUM_PLANES, ROWS,
+                )  # fmt: skip
+                low_sum = drop_rows(add_page(low_sum, more_h, more_low, ROWS, not EXACT), ROWS)
+                high_sum = drop_rows(add_page(high_sum, more_h, more_high, ROWS, not EXACT), ROWS)
+            low = swap_columns(low_sum, ROWS, LANES).to(low.dtype)
+            high = swap_columns(high_sum, ROWS, LANES).to(high.dtype)
+        if part != 2:
+            if HAS_NORM:
+                if not IS_EVEN:
+                    low = tl.where(exists, low, 0.0)
+                    high = tl.where(exists, high, 0.0)
+                low, high = norm_heads(low, high, low_weight, high_weight, 2 * HALF, EPS)
+            low, high = turn(low, high, cos, sin, EXACT)
+        if part == 0:
+            q_at = q_ptr + (token * NUM_HEADS + head) * (2 * HALF)
+            _store_half(q_at, low, live, ROWS, HALF, LANES)
+            _store_half(q_at + HALF, high, live, ROWS, HALF, LANES)
+        else:
+            # A negative slot marks a padding row of a CUDA graph.
+            kv_at = cache_ptr + (slot * NUM_KV_HEADS + head) * (2 * HALF)
+            _store_half(kv_at, low.to(cached), live & (slot >= 0), ROWS, HALF, LANES)
+            _store_half(kv_at + HALF, high.to(cached), live & (slot >= 0), ROWS, HALF, LANES)
+        tile += tl.num_programs(1)
+        row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin = (
+            _request_tile(
+                tiles_ptr, tile, tile < count, tile < count, heap_ptr, entries_ptr, cos_sin_ptr,
+                positions_ptr, slots_ptr, part, low_columns, width, STRIDE, HALF, TILE, ROWS,
+                LANES, IS_EVEN,
+            )
+        )  # fmt: skip
 
 
-_launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS)
+_launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS, num_stages=1, maxnreg=MAX_REGISTERS)
 
 
 def launch_lora_rope_kv_write(
@@ -248,8 +261,7 @@ def launch_lora_rope_kv_write(
         write.eps,
     )
     if plan.max_small:
-        heads = COLUMNS // (1 << (half - 1).bit_length())
-        blocks = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
+        blocks = num_heads + 2 * num_kv_heads
         _launch(
             (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
             (qkv, bridge.planes, *tensors),
@@ -258,7 +270,8 @@ def launch_lora_rope_kv_write(
                 *constants,
                 bridge.planes.shape[0],
                 SMALL_ROWS,
-                COLUMNS,
+                BLOCK_ROWS,
+                max(BLOCK_COLUMNS, 1 << (half - 1).bit_length()),
                 not IS_INTERPRETED,
                 OVERLAPS,
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.lora_plan import LoraPlan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
@@ -13,6 +14,7 @@ from kernels.silu_mul import silu_mul
 from tests.lora_kernel_cases import LoraCase
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # fused, apart
+Turned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and where no delta is added, bool
 
 
 def silu_both_ways(case: LoraCase, *, graph_rows: int | None = None, large: bool = True) -> Pair:
@@ -32,7 +34,7 @@ def rope_both_ways(
     graph_rows: int | None = None,
     large: bool = True,
     has_norm: bool = False,
-) -> tuple[Pair, Pair, Pair]:
+) -> tuple[Turned, Turned, Turned]:
     """q, the K cache, the V cache; every fifth row is padding and has no slot."""
     tokens, device, dtype = case.x.shape[0], case.x.device, case.x.dtype
     draw = torch.Generator().manual_seed(5)
@@ -61,4 +63,44 @@ def rope_both_ways(
     lora_expand_(y, bridge, case.site, plan)
     k_apart, v_apart = caches()
     apart = rope_kv_write(y, write(k_apart, v_apart))
-    return (fused, apart), (k, k_apart), (v, v_apart)
+    untouched = case.untouched().view(tokens, -1, head_dim)
+    kept = slots >= 0
+    same = [untouched[:, :num_heads]]
+    for part in untouched[kept, num_heads:].split(num_kv_heads, dim=1):
+        same.append(torch.ones_like(k, dtype=torch.bool))
+        same[-1].view(-1, num_kv_heads, head_dim)[slots[kept]] = part
+    return (fused, apart, same[0]), (k, k_apart, same[1]), (v, v_apart, same[2])
+
+
+def assert_turns_agree(turned: Turned) -> None:
+    """A sum may be rounded the other way, and a turn spreads that over a head: beyond a few units
+    in the last place of a head's largest element nothing differs, and without a delta nothing."""
+    fused, apart, untouched = turned
+    assert torch.equal(fused[untouched], apart[untouched])
+    scale = apart.float().abs().amax(-1, keepdim=True)
+    unit = torch.finfo(apart.dtype).eps
+    assert bool(((fused.float() - apart.float()).abs() <= 4 * unit * scale).all())
+
+
+def turn_heads(
+    case: LoraCase,
+    plan: LoraPlan | None,  # None: the base's op, without deltas
+    num_heads: int,
+    num_kv_heads: int,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    norm: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns [T, Hq + 2 * Hkv, D]: q, then what the caches hold."""
+    tokens, device = case.x.shape[0], case.x.device
+    size = cos_sin.shape[2] * 2
+    k, v = (case.y.new_zeros(tokens, 1, num_kv_heads, size) for _ in "kv")
+    slots = torch.arange(tokens, device=device)
+    heads = (num_heads, num_kv_heads, size)
+    write = RopeWrite(positions, cos_sin, k, v, slots, *heads, norm, norm, 1e-5)
+    if plan is None:
+        q = rope_kv_write(case.y.clone(), write)
+    else:
+        bridge = lora_shrink(case.x, case.site, plan)
+        q = lora_rope_kv_write(case.y.clone(), bridge, case.site, plan, write)
+    return torch.cat((q, k.squeeze(1), v.squeeze(1)), dim=1)

@@ -146,5 +146,5 @@ def test_the_fused_references_are_the_two_ops() -> None:
     case = make_case(
         (8, 20), ((None, 1), (0, 3)), in_features=16, sizes=(32, 16, 16), dtype=torch.float32
     )
-    for fused, apart in rope_both_ways(case, 2, 1, 16):
+    for fused, apart, _ in rope_both_ways(case, 2, 1, 16):
         assert torch.equal(fused, apart)

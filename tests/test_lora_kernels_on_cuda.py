@@ -9,7 +9,12 @@ import torch
 
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
-from tests.lora_fused_cases import rope_both_ways, silu_both_ways
+from tests.lora_fused_cases import (
+    assert_turns_agree,
+    rope_both_ways,
+    silu_both_ways,
+    turn_heads,
+)
 from tests.lora_kernel_cases import (
     LoraCase,
     Rank,
@@ -164,20 +169,110 @@ def test_silu_mul_is_that_of_the_sums_to_the_bit(mix: str, width: int, large: bo
 def test_rope_is_that_of_the_sums(
     mix: str, heads: int, kv_heads: int, head_dim: int, large: bool
 ) -> None:
-    """The same to the bit for heads of 128. Otherwise an element may be a bfloat16 apart (seen on
-    an H200 in 3 of 42 cases): the compiler contracts a turn's products and sums as the layout
-    suggests."""
+    """Heads without a delta to the bit for heads of 128. Otherwise an element may be a bfloat16
+    apart (seen on an H200 in 3 of 42 cases): the compiler contracts a turn's products and sums as
+    the layout suggests."""
     case = build(mix, sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
-    for fused, apart in rope_both_ways(case, heads, kv_heads, head_dim, large=large):
-        if head_dim == 128:
-            assert torch.equal(fused, apart)
-        else:
-            torch.testing.assert_close(fused, apart, rtol=2**-7, atol=2**-7)
+    for fused, apart, untouched in rope_both_ways(case, heads, kv_heads, head_dim, large=large):
+        bits = untouched if head_dim == 128 else torch.zeros_like(untouched)
+        assert_turns_agree((fused, apart, bits))
+
+
+HEADS = (8, 4)
+TURNED = ((16, 17, 64, 8) * 8, (1024, 512, 512))  # ranks, sizes
+
+
+def angles() -> torch.Tensor:
+    """Returns [50, 2, 64]."""
+    drawn = torch.rand(50, 64, generator=torch.Generator().manual_seed(6))
+    return torch.stack((drawn.cos(), drawn.sin()), dim=1).cuda()
+
+
+@pytest.mark.parametrize("in_features", [64, 320])
+def test_small_integers_are_exact_in_heads(in_features: int) -> None:
+    for mix in ("ragged ranks", "many adapters", "some slices"):
+        case = build(mix, in_features=in_features, integers=True, sizes=TURNED[1])
+        case.x.mul_(torch.rand(case.x.shape, device="cuda") < 8 / in_features)
+        positions = torch.zeros(len(case.x), dtype=torch.int64, device="cuda")
+        still = torch.stack((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).cuda()
+        expected = (case.y.double() + case.delta()).to(torch.bfloat16)
+        for plan in (case.plan(), case.plan(large=False)):
+            found = turn_heads(case, plan, *HEADS, positions, still)
+            assert torch.equal(found.flatten(1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_of_other_types(dtype: torch.dtype) -> None:
+    case = build("ragged ranks", dtype=dtype, sizes=TURNED[1])
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-6
+    for fused, apart, untouched in rope_both_ways(case, *HEADS, 128, large=False):
+        assert torch.equal(fused[untouched], apart[untouched])
+        assert float((fused - apart).float().norm() / apart.float().norm()) < tolerance
+
+
+def test_one_graph_turns_any_mix() -> None:
+    """20 replays with other adapters, runs, rows and positions: eager to the bit, and rows of the
+    base as in a step without adapters."""
+    rows, cos_sin = 32, angles()
+    first = make_case(
+        TURNED[0],
+        [(None, rows)],
+        in_features=1024,
+        sizes=TURNED[1],
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    static = torch.from_numpy(write_plan(first, large=False)[0]).cuda()
+    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    turn_heads(first, plan, *HEADS, positions, cos_sin)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = turn_heads(first, plan, *HEADS, positions, cos_sin)
+    draw = torch.Generator().manual_seed(4)
+    for _ in range(20):
+        case = with_drawn_runs(first, draw, longest=19)
+        first.x.normal_()
+        positions.copy_(torch.randint(0, 50, (rows,), generator=draw))
+        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
+        graph.replay()
+        replayed = found.clone()
+        eager = turn_heads(case, case.plan(large=False), *HEADS, positions, cos_sin)
+        assert torch.equal(replayed, eager)
+        base = case.base_rows()
+        assert torch.equal(replayed[base], turn_heads(case, None, *HEADS, positions, cos_sin)[base])
+
+
+def test_a_row_of_normed_heads_alone_has_its_bits_and_only_its_nan() -> None:
+    # With norms the kernel is the same for one row.
+    case = build("ragged ranks", sizes=TURNED[1])
+    cos_sin, norm = angles(), torch.rand(128, device="cuda").to(torch.bfloat16)
+    positions = torch.arange(len(case.x), device="cuda") % 50
+    together = turn_heads(case, case.plan(large=False), *HEADS, positions, cos_sin, norm)
+    row = 0
+    for adapter, rows in case.runs:
+        for _ in range(rows):
+            here = slice(row, row + 1)
+            alone = replace(case, x=case.x[here], y=case.y[here], runs=((adapter, 1),))
+            found = turn_heads(alone, alone.plan(), *HEADS, positions[here], cos_sin, norm)
+            assert torch.equal(found, together[here])
+            row += 1
+    for page in case.adapters[2]:
+        for s in range(3):
+            for strip in (case.site.a(page, s), case.site.b(page, s)):
+                assert strip is not None
+                strip[0] = float("nan")
+    broken = turn_heads(case, case.plan(large=False), *HEADS, positions, cos_sin, norm)
+    own = torch.zeros(len(case.x), dtype=torch.bool, device="cuda")
+    own[24:29] = True
+    assert torch.equal(broken[~own], together[~own])
+    assert bool(broken[own].isnan().flatten(1).any(-1).all())
 
 
 def test_normed_heads_are_those_of_the_sums() -> None:
     case = build("long runs", sizes=(1024, 512, 512))
-    for fused, apart in rope_both_ways(case, 8, 4, 128, has_norm=True):
+    for fused, apart, _ in rope_both_ways(case, 8, 4, 128, has_norm=True):
         torch.testing.assert_close(fused, apart, rtol=1e-2, atol=1e-2)
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lora_fused_cases import rope_both_ways, silu_both_ways
+from kernels import triton_lora_rope_kv_write
+from tests.lora_fused_cases import (
+    assert_turns_agree,
+    rope_both_ways,
+    silu_both_ways,
+    turn_heads,
+)
 from tests.lora_kernel_cases import Run, make_case
 
 RUNS: dict[str, tuple[Run, ...]] = {
@@ -48,13 +54,39 @@ def test_rope_is_that_of_the_sums(runs: str, heads: int, kv_heads: int, head_dim
         sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim),
         dtype=torch.float16,
     )
-    for fused, apart in rope_both_ways(case, heads, kv_heads, head_dim):
-        check(runs, fused, apart)
+    for turned in rope_both_ways(case, heads, kv_heads, head_dim):
+        assert_turns_agree(turned)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 1, 128), (2, 2, 80)])
+def test_a_program_turns_one_tile_after_the_other(
+    heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact on small integers, of several pages too; a slice without delta keeps even -0."""
+    monkeypatch.setattr(triton_lora_rope_kv_write, "NUM_PROGRAMS", 1)
+    case = make_case(
+        RANKS,
+        ((None, 3), (0, 9), (1, 5), (2, 3), (None, 1), (3, 2)),
+        in_features=8,
+        sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim),
+        dtype=torch.float16,
+        integers=True,
+    )
+    case.y[:, ::3] = -0.0
+    positions = torch.zeros(len(case.y), dtype=torch.int64)
+    still = torch.stack((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1)
+    found = turn_heads(case, case.plan(), heads, kv_heads, positions, still).flatten(1)
+    expected = (case.y.double() + case.delta()).to(torch.float16)
+    assert torch.equal(found, expected)
+    stored = found[:, -kv_heads * head_dim :].contiguous().view(torch.int16)
+    untouched = case.untouched()[:, -kv_heads * head_dim :]
+    before = case.y[:, -kv_heads * head_dim :].contiguous().view(torch.int16)
+    assert torch.equal(stored[untouched], before[untouched])
 
 
 def test_normed_heads_are_those_of_the_sums() -> None:
     case = make_case(
         (8, 20), RUNS["a large tile"], in_features=32, sizes=(128, 64, 64), dtype=torch.float16
     )
-    for fused, apart in rope_both_ways(case, 4, 2, 32, has_norm=True):
+    for fused, apart, _ in rope_both_ways(case, 4, 2, 32, has_norm=True):
         torch.testing.assert_close(fused, apart, rtol=1e-3, atol=1e-3)

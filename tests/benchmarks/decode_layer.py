@@ -4,11 +4,11 @@ A graph holds layers whose weights and adapters rotate, together more than the s
 holds, each with the output of the one before as its input. The graphs of all forms are replayed in
 turn, so that clocks favour none. A line gives the median microseconds a layer of each form, the
 base without adapters among them, and the base's share of it. `differs` has the forms with another
-result than the first one and its largest difference: those with a program for each row may differ
-in the last places, and all of these among each other in nothing.
+result than the first one and its largest difference: those whose norm adds the delta in one
+launch may differ in the last places, and all of these among each other in nothing.
 
     python -m tests.benchmarks.decode_layer [--tokens 16,32] [--adapters 1,8,32] [--rank 16]
-        [--forms apart,rows] [--out FILE]
+        [--forms apart,norm] [--out FILE]
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kernels import few_rows, triton_lora_rope_kv_write, triton_lora_silu_few, triton_lora_silu_mul
 from kernels import linear as linear_module
+from kernels import lora_add_rms_norm, triton_lora_silu_mul
 from kernels.backend import traced_for
 from kernels.compilations import load_kernels
 from kernels.linear import linear
@@ -47,28 +47,27 @@ ADAPTERS = "1,8,32"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    row_programs: int  # up to so many rows a program for each row adds the delta
+    norm_rows: int  # up to so many rows the norm adds the delta in one launch
     branch_rows: int  # up to so many rows the shrink runs beside the product
-    parts: int  # of a tile of eight rows, beyond
-    silu_shape: tuple[int, int] = triton_lora_silu_few.SHAPE  # columns and warps
+    parts: int  # of a tile of eight rows, each with a program of SiLU
 
 
 FORMS = {
     "apart": Form(8, 0, 1),
-    "rows": Form(64, 0, 1),
-    "branch": Form(64, 128, 1),
-    "wide": Form(64, 128, 1, (256, 4)),
-    "narrow": Form(64, 128, 1, (64, 2)),
-    "parts": Form(64, 128, 2),
-    "pairs": Form(64, 128, 4),
+    "norm": Form(256, 0, 1),
+    "branch": Form(256, 256, 1),
+    "parts": Form(256, 256, 2),
+    "pairs": Form(256, 256, 4),
+    "default": Form(
+        lora_add_rms_norm.MAX_ROWS, linear_module.MAX_BRANCH_ROWS, triton_lora_silu_mul.PARTS
+    ),
 }
 
 
 def use(form: Form) -> None:
-    few_rows.MAX_ROW_PROGRAMS = form.row_programs
+    lora_add_rms_norm.MAX_ROWS = form.norm_rows
     linear_module.MAX_BRANCH_ROWS = form.branch_rows
-    triton_lora_silu_few.SHAPE = form.silu_shape
-    triton_lora_silu_mul.PARTS = triton_lora_rope_kv_write.PARTS = form.parts
+    triton_lora_silu_mul.PARTS = form.parts
 
 
 def normal(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -34,7 +34,8 @@ if not IS_INTERPRETED:
 
 NUM_WARPS = 1
 NUM_PROGRAMS = 4224
-# Of a tile: its rows are a chain of loads, and a program for each part shortens it.
+# Of a tile: its rows are a chain of loads, and a program for each part shortens it. A layer of 128
+# rows of one adapter 195 -> 188 us, of 32 adapters 198 -> 200 (H200, RoPE in two parts as well).
 PARTS = 2
 LARGE_PART = 16
 LARGE_COLUMNS = 128

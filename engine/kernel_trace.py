@@ -57,13 +57,15 @@ def trace_kernels(
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
         layout = PageLayout(sites, dtype)
         # Kernels depend on whether there is a pool, not on its size. This one has room for adapters
-        # of all sites, though small ones may fit into the engine's own pool alone.
+        # of all sites, though small ones may fit into the engine's own pool alone; the head of a
+        # wide vocabulary can be larger than eight pages of a small model's layers.
         has_adapters = config.adapter_pool_bytes != 0
-        pool_bytes = max(config.adapter_pool_bytes or 0, _POOL_PAGES * layout.page_bytes)
+        adapters = zero_adapters(lora_sites(short), limits) if has_adapters else ()
+        room = max(_POOL_PAGES * layout.page_bytes, sum(map(layout.num_bytes, adapters)))
+        pool_bytes = max(config.adapter_pool_bytes or 0, room)
         pool = AdapterPool(
             sites, pool_bytes if has_adapters else 0, dtype, meta, host_bytes=1 << 62
         )
-        adapters = zero_adapters(lora_sites(short), limits) if has_adapters else ()
         for adapter in adapters:
             pool.insert(
                 layout.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))

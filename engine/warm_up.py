@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,8 +142,7 @@ def run_warm_up(
 ) -> None:
     """Runs steps of all kinds, then leaves no trace but what libraries and allocators keep."""
     began_s = time.perf_counter()
-    adapters = zero_adapters(sites, limits)
-    digests = [adapter.digest for adapter in adapters if _insert(pool, adapter)]
+    digests = insert_those_that_fit(pool, zero_adapters(sites, limits))
     num_steps = 0
     steps.mask_once()
     try:
@@ -160,13 +160,15 @@ def run_warm_up(
     logger.info("%d steps to warm up in %.1f s", num_steps, time.perf_counter() - began_s)
 
 
-def _insert(pool: AdapterPool, adapter: Adapter) -> bool:
-    """Returns False if the pool or the host tier is too small for such an adapter."""
-    try:
-        pool.insert(pool.pack(adapter))
-    except (AdapterTooLargeError, HostMemoryError):
-        return False
-    return True
+def insert_those_that_fit(pool: AdapterPool, adapters: Iterable[Adapter]) -> list[str]:
+    """Returns the digests of the adapters that the pool has afterwards. A small host tier drops one
+    for the next."""
+    digests = []
+    for adapter in adapters:
+        with suppress(AdapterTooLargeError, HostMemoryError):
+            pool.insert(pool.pack(adapter))
+            digests.append(adapter.digest)
+    return [digest for digest in digests if pool.has(digest)]
 
 
 def _mixes(pool: AdapterPool, adapters: list[str]) -> Iterator[Owners]:

@@ -21,8 +21,10 @@ from engine.config import EngineConfig
 from engine.kernel_trace import trace_kernels
 from engine.model_config import ModelConfig, parse_model_config
 from engine.warm_batches import BatchShape, step_sizes
+from engine.warm_up import insert_those_that_fit
 from kernels.backend import HAS_TRITON
 from kernels.kernel_call import KernelCall, Pointer
+from tests.lora_helpers import make_adapter, make_pool
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),
@@ -58,6 +60,9 @@ MODELS: dict[str, dict[str, object]] = {
     "mistral-with-a-window": LLAMA
     | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096, "vocab_size": 32003},
     "qwen2-with-biases": LLAMA | {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584},
+    "tiny-with-a-wide-vocabulary": LLAMA
+    | {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    | {"num_attention_heads": 2, "num_key_value_heads": 1},
 }
 
 
@@ -199,6 +204,13 @@ def test_the_number_of_kernels_stays_small() -> None:
     assert traced("llama-3-8b", max_tokens=8192) == traced("llama-3-8b")
     assert traced("llama-3-8b", max_seqs=64) == traced("llama-3-8b")
     assert traced("llama-3-8b", num_pages=700) == traced("llama-3-8b")
+
+
+def test_a_warm_up_leaves_out_adapters_that_the_host_has_no_room_for() -> None:
+    sizes = [make_pool().pack(make_adapter(name)).num_bytes for name in "ab"]
+    for limit, wanted in ((sum(sizes), ["a", "b"]), (sum(sizes) - 1, ["b"]), (sizes[0] - 1, [])):
+        pool = make_pool(host_bytes=limit)
+        assert insert_those_that_fit(pool, [make_adapter("a"), make_adapter("b")]) == wanted
 
 
 def test_an_engine_without_adapters_needs_no_kernels_for_them() -> None:

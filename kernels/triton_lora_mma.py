@@ -1,4 +1,4 @@
-"""The shared parts of kernels that add h B to y on tensor cores without shared memory.
+"""The shared parts of kernels that add h B to y on tensor cores, with the product in registers.
 
 A warp holds an mma's product scattered: a thread has two neighbouring columns of every eight. So
 the columns of B enter in another order: then a thread's part of the product is eight neighbouring

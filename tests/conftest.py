@@ -41,6 +41,9 @@ _SLOW_FILES = (
     "test_benchmarks",
     "test_control_plane_orders",
     "test_import_names",
+    "test_tenancy_oidc",
+    "test_benchmark_soak",
+    "test_hopper_attention_compiles",
 )
 # Files whose tests deploy on one Ray Serve, hence in one process. With its start, and the pauses in
 # which it waits, this is the longest part of all.

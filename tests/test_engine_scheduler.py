@@ -400,6 +400,7 @@ class Trace:
             assert tuple(self.tokens[key]) == expected[: len(self.tokens[key])]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=2500,
     deadline=None,

@@ -3,11 +3,11 @@ with and without an adapter, and of its products alone, for several walks of the
 lines.
 
 A variant is the walk of all weights, "128x6x2": columns of a warp at a time x stages x warps of a
-program. The first variant is the one that others are compared
-with. Layers follow each other in a graph, together more than the second-level cache holds; the
-graphs of all variants are replayed in turn, so that clocks favour none. `to_first` is the median of
-the time relative to the first variant's in the same round, `gb_s` the weights' bytes over the time,
-`error` the distance from the library's result, with an adapter from the first variant's.
+program. The first variant is the one that others are compared with. Layers follow each other in a
+graph, together more than the second-level cache holds; the graphs of all variants are replayed in
+turn, so that clocks favour none. `to_first` is the median of the time relative to the first
+variant's in the same round, `gb_s` the weights' bytes over the time, `error` the distance from the
+library's result, with an adapter from the first variant's.
 
     python -m tests.benchmarks.few_rows [--rows 1,8] [--variants VARIANT,...] [--out FILE]
 """
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import linear as library_linear
@@ -39,11 +38,13 @@ from tests.benchmarks.lora_sites import (
     Layer,
     Rows,
     base_layer,
+    constants,
     lora_layer,
     make_layer,
     make_plan,
     make_rows,
     normal,
+    on_meta,
 )
 from tests.benchmarks.report import Report
 
@@ -55,32 +56,9 @@ _BYTES = {site: 2 * sum(sizes) * width for site, (width, sizes) in SITES.items()
 Step = Callable[[], object]
 
 
-@contextmanager
-def walking(variant: str) -> Iterator[None]:
-    names = ("BLOCK_K", "STAGES", "SPLIT")
-    before = [getattr(triton_linear_few, name) for name in names]
-    for name, value in zip(names, variant.split("x"), strict=True):
-        setattr(triton_linear_few, name, int(value))
-    try:
-        yield
-    finally:
-        for name, old in zip(names, before, strict=True):
-            setattr(triton_linear_few, name, old)
-
-
-def on_meta(value: Any) -> Any:
-    """Returns the same structure with tensors of the meta device."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=torch.device("meta")
-        )
-    if isinstance(value, dict):
-        return {key: on_meta(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(on_meta, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: on_meta(getattr(value, f.name)) for f in fields(value)})
-    return value
+def walking(variant: str) -> AbstractContextManager[None]:
+    values = dict(zip(("BLOCK_K", "STAGES", "SPLIT"), map(int, variant.split("x")), strict=True))
+    return constants(triton_linear_few, values)
 
 
 def compile_variants(variants: Sequence[str], layer: Layer, rows: Rows) -> int:

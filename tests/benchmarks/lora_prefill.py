@@ -36,9 +36,11 @@ from tests.benchmarks.lora_sites import (
     Layer,
     Rows,
     base_layer,
+    constants,
     make_layer,
     make_plan,
     make_rows,
+    on_meta,
 )
 from tests.benchmarks.report import Report
 
@@ -84,19 +86,6 @@ class Variant:
     @property
     def us(self) -> float:
         return statistics.median(self.times_us)
-
-
-@contextmanager
-def constants(module: str, values: dict[str, object]) -> Iterator[None]:
-    found = importlib.import_module(module)
-    before = {name: getattr(found, name) for name in values}
-    for name, value in values.items():
-        setattr(found, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(found, name, value)
 
 
 @contextmanager
@@ -196,26 +185,11 @@ def compile_ahead(layers: Sequence[Layer], rows: Rows) -> None:
     with traced_for(capability), recorded_calls() as calls:
         lora_layer(layer, rows)
         for module, values in CANDIDATES.values():
-            with constants(module, values):
+            with constants(importlib.import_module(module), values):
                 lora_layer(layer, rows)
     with targeted(capability):
         missing = missing_calls(calls)
         compile_all(missing, capability, cache, lambda: None, os.cpu_count() or 1)
-
-
-def on_meta(value: Any) -> Any:
-    """Returns a dataclass with its tensors on the meta device."""
-    if isinstance(value, torch.Tensor):
-        strides = value.stride()
-        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
-    if isinstance(value, dict):
-        return {name: on_meta(one) for name, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(on_meta(one) for one in value)
-    names = getattr(value, "__dataclass_fields__", None)
-    if names is None:
-        return value
-    return type(value)(**{name: on_meta(getattr(value, name)) for name in names})
 
 
 def measure(case: str, before: Path | None, modules: Modules, report: Report) -> None:
@@ -255,7 +229,7 @@ def tune(case: str, report: Report) -> None:
     compile_ahead(layers, rows)
     variants = [capture("now", steps, memory)]
     for name, (module, values) in CANDIDATES.items():
-        with constants(module, values):
+        with constants(importlib.import_module(module), values):
             variants.append(capture(name, steps, memory))
     time_in_turn(variants)
     now = variants[0].us

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -255,6 +258,32 @@ def measure(case: str, report: Report) -> None:
         pairs_us=pairs,
         pairs_sum_us=round(sum(pairs.values()), 1),
     )
+
+
+@contextmanager
+def constants(module: ModuleType, values: Mapping[str, object]) -> Iterator[None]:
+    """Gives a module other constants for a while."""
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def on_meta(value: Any) -> Any:
+    """Returns the same structure with tensors of the meta device."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=torch.device("meta")
+        )
+    if isinstance(value, dict):
+        return {key: on_meta(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(on_meta, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: on_meta(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 def main() -> None:

@@ -31,14 +31,17 @@ def lora_add_rms_norm(
     bridge: Bridge,
     site: SiteRows,
     plan: LoraPlan,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the normed values and the new residual. Consumes x and residual."""
+    """Returns the normed values and the new residual, scale * (x + delta) + residual. Consumes x
+    and residual."""
     if _is_one_launch(x, plan):
         from kernels.triton_lora_add_rms_norm import launch_lora_add_rms_norm
 
-        return launch_lora_add_rms_norm(x, residual, weight, eps, bridge, site, plan), residual
+        normed = launch_lora_add_rms_norm(x, residual, weight, eps, bridge, site, plan, scale)
+        return normed, residual
     lora_expand_(x, bridge, site, plan)
-    return add_rms_norm(x, residual, weight, eps)
+    return add_rms_norm(x, residual, weight, eps, scale)
 
 
 def _is_one_launch(x: torch.Tensor, plan: LoraPlan) -> bool:

@@ -14,8 +14,8 @@ from kernels.backend import uses_triton
 from kernels.few_rows import is_few
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
-from kernels.lora_shrink_expand import lora_expand_reference_
-from kernels.rope_kv_write import rope_kv_write_reference
+from kernels.lora_shrink_expand import lora_expand_, lora_expand_reference_
+from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from kernels.rope_write import RopeWrite
 
 
@@ -27,6 +27,9 @@ def lora_rope_kv_write(
     write: RopeWrite,
 ) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D]. `qkv` itself may be changed."""
+    if write.has_wide_norm:
+        lora_expand_(qkv, bridge, site, plan)
+        return rope_kv_write(qkv, write)
     if is_few(qkv, plan) and write.q_norm is None and write.k_norm is None:
         from kernels.triton_lora_rope_few import launch_rope_few
 

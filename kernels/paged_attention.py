@@ -1,10 +1,11 @@
 """Causal attention of packed queries over a paged KV cache: softmax(scale * q k^T) v.
 
 Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", arXiv 2309.06180;
-grouped queries as in Ainslie et al., arXiv 2305.13245. The queries of a sequence are the last of
-its positions. Values that depend on lengths and block tables only are built once per step
-(`plan_attention`) and shared by all layers. Uses tensors and numbers only; computes in float32 for
-every cache type.
+grouped queries as in Ainslie et al., arXiv 2305.13245. Soft caps as in Gemma 2, arXiv 2408.00118;
+sinks, logits that weigh in the softmax and have no value, as in gpt-oss. The queries of a sequence
+are the last of its positions. Values that depend on lengths and block tables only are built once
+per step (`plan_attention`) and shared by all layers. Uses tensors and numbers only; computes in
+float32 for every cache type.
 """
 
 from __future__ import annotations
@@ -89,16 +90,24 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     out: torch.Tensor | None = None,  # [T, Hq, D]
+    *,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> torch.Tensor:
-    """Returns [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before
-    it."""
+    """Returns [T, Hq, D]. A window of w lets a query see itself and the w - 1 positions before it.
+    A soft cap of c turns a logit x = scale * q k into c * tanh(x / c). A head's sink is one more
+    logit in the denominator of its softmax, neither scaled nor capped."""
+    assert soft_cap is None or soft_cap > 0
     if isinstance(plan, PagedPlan):
-        if uses_triton(q) and _fits_hopper(q, k_cache, sliding_window):
+        is_plain = sliding_window is None and soft_cap is None and sinks is None
+        if uses_triton(q) and is_plain and _fits_hopper(q, k_cache):
             return _paged_attention_hopper(q, k_cache, v_cache, plan, scale, out)
-        if uses_triton(q):
+        if uses_triton(q) and soft_cap is None and sinks is None:
             return _paged_attention_triton(q, k_cache, v_cache, plan, scale, sliding_window, out)
         plan = _plan_on_host(plan, k_cache.shape[1])
-    attended = paged_attention_reference(q, k_cache, v_cache, plan, scale, sliding_window)
+    attended = paged_attention_reference(
+        q, k_cache, v_cache, plan, scale, sliding_window, soft_cap, sinks
+    )
     return attended if out is None else out.copy_(attended)
 
 
@@ -141,10 +150,9 @@ def _paged_attention_hopper(
     return out
 
 
-def _fits_hopper(q: torch.Tensor, k_cache: torch.Tensor, sliding_window: int | None) -> bool:
+def _fits_hopper(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     return (
-        sliding_window is None
-        and q.dtype == k_cache.dtype
+        q.dtype == k_cache.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and k_cache.shape[1] in (16, 32, 64, 128)
@@ -166,6 +174,8 @@ def paged_attention_reference(
     plan: AttentionPlan,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.zeros_like(q)
     k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, Hkv, D]
@@ -178,9 +188,13 @@ def paged_attention_reference(
         # The queries of one KV head are one batch of G rows: K and V are never repeated.
         q_group = q.index_select(0, group.rows).view(n, num_kv_heads, -1, head_dim).float()
         mask = _decode_mask(plan, i, sliding_window)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q_group, k, v, attn_mask=mask, scale=scale
-        )
+        if soft_cap is None and sinks is None:
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q_group, k, v, attn_mask=mask, scale=scale
+            )
+        else:
+            head_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            attended = _capped_attention(q_group, k, v, mask, scale, soft_cap, head_sinks)
         out.index_copy_(0, group.rows, attended.reshape(n, -1, head_dim).to(q.dtype))
     for i, chunk in enumerate(plan.prefills):
         k = _gather(k_flat, chunk.slots, plan, "k").transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
@@ -188,17 +202,46 @@ def paged_attention_reference(
         length = chunk.end - chunk.start
         q_chunk = q[chunk.start : chunk.end].view(length, num_kv_heads, -1, head_dim)
         q_chunk = q_chunk.permute(1, 2, 0, 3).float()  # [Hkv, G, length, D]
-        mask = _prefill_mask(plan, i, sliding_window)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q_chunk,
-            k.expand(-1, q_chunk.shape[1], -1, -1),
-            v.expand(-1, q_chunk.shape[1], -1, -1),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-        )
+        if soft_cap is None and sinks is None:
+            mask = _prefill_mask(plan, i, sliding_window)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q_chunk,
+                k.expand(-1, q_chunk.shape[1], -1, -1),
+                v.expand(-1, q_chunk.shape[1], -1, -1),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+            )
+        else:
+            mask = _prefill_mask(plan, i, sliding_window, is_needed=True)
+            head_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+            attended = _capped_attention(q_chunk, k, v, mask, scale, soft_cap, head_sinks)
         out[chunk.start : chunk.end] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
+
+
+def _capped_attention(
+    q: torch.Tensor,  # [..., queries, D]
+    k: torch.Tensor,  # [..., keys, D]
+    v: torch.Tensor,
+    mask: torch.Tensor | None,  # [..., queries, keys], added after the cap
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,  # [..., queries or 1, 1]
+) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    if mask is not None:
+        scores = scores + mask
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    return torch.matmul(weights / total, v)
 
 
 def _gather(
@@ -287,15 +330,19 @@ def _decode_mask(plan: AttentionPlan, index: int, window: int | None) -> torch.T
     return plan.masks[key]
 
 
-def _prefill_mask(plan: AttentionPlan, index: int, window: int | None) -> torch.Tensor | None:
+def _prefill_mask(
+    plan: AttentionPlan, index: int, window: int | None, is_needed: bool = False
+) -> torch.Tensor | None:
+    """Returns [length, kv_len], or None where the causal mask of a whole sequence is not needed as
+    a tensor."""
     chunk = plan.prefills[index]
     if window is not None and window >= chunk.kv_len:
         window = None
-    key = ("prefill", index, window)
+    key = ("whole prefill" if is_needed else "prefill", index, window)
     if key not in plan.masks:
         mask: torch.Tensor | None = None
         length = chunk.end - chunk.start
-        if length < chunk.kv_len or window is not None:
+        if length < chunk.kv_len or window is not None or is_needed:
             keys = torch.arange(chunk.kv_len, device=chunk.slots.device)
             queries = keys[chunk.kv_len - length :, None]
             seen = keys <= queries

@@ -1,9 +1,10 @@
 """Root-mean-square normalisation: y = weight * x / sqrt(mean(x^2) + eps).
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467. The mean is computed
-in float32 and the quotient is rounded to x's type before the weight is applied, the order of
-Hugging Face's Llama, so that bf16 results agree with it bit for bit. A row's result depends on that
-row only. Uses tensors and numbers only.
+in float32. Weights of x's type: the quotient is rounded to it before the weight is applied, the
+order of Hugging Face's Llama. Float32 weights with x in 16 bits: the product is rounded once, the
+order of its Gemma (whose weights get their 1 + w in float32) and OLMo 2. So bf16 results agree with
+it bit for bit. A row's result depends on that row only. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kernels.backend import uses_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Maps x [..., H] and weight [H] to [..., H]."""
+    """Maps x [..., H] and weight [H] to [..., H] of x's type."""
     if uses_triton(x):
         from kernels.triton_rms_norm import launch_rms_norm
 
@@ -25,27 +26,30 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maps x and residual [T, H] to (normed, new residual), the latter x + residual in x's type.
+    """Maps x and residual [T, H] to (normed, new residual), the latter scale * x + residual in x's
+    type. The product is rounded to it first: Granite's residual multiplier.
 
     On a GPU the new residual replaces the old one in memory: use the returned tensor.
     """
     if uses_triton(x):
         from kernels.triton_rms_norm import launch_rms_norm
 
-        return launch_rms_norm(x, residual, weight, eps), residual
-    return add_rms_norm_reference(x, residual, weight, eps)
+        return launch_rms_norm(x, residual, weight, eps, scale), residual
+    return add_rms_norm_reference(x, residual, weight, eps, scale)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (wide * inverse * weight).to(x.dtype)
     return (wide * inverse).to(x.dtype) * weight
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + residual
+    total = (x if scale == 1.0 else x * scale) + residual
     return rms_norm_reference(total, weight, eps), total

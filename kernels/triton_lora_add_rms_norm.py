@@ -26,7 +26,7 @@ from kernels.triton_lora_rows import (
     row_delta,
 )
 from kernels.triton_lora_tiles import find_strip, load_strip
-from kernels.triton_rms_norm import shape_of
+from kernels.triton_rms_norm import norm_row, scale_row, shape_of
 
 MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
 
@@ -34,7 +34,7 @@ MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
 def _lora_add_rms_norm_kernel(
     x_ptr,  # [T, HIDDEN]
-    residual_ptr,  # becomes x + delta + residual
+    residual_ptr,  # becomes SCALE * (x + delta) + residual
     weight_ptr,
     out_ptr,
     planes_ptr,
@@ -51,6 +51,7 @@ def _lora_add_rms_norm_kernel(
     STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -81,12 +82,10 @@ def _lora_add_rms_norm_kernel(
                 num_rows, num_planes, columns, HIDDEN, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
         x = (x.to(tl.float32) + delta).to(x.dtype)
+    x = scale_row(x, SCALE)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(there, x, mask=inside)
-    wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + EPS)
-    normed = (wide * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * HIDDEN + columns, normed.to(x.dtype), mask=inside)
+    tl.store(out_ptr + row * HIDDEN + columns, norm_row(x, weight, HIDDEN, EPS), mask=inside)
 
 
 _launch = Launcher(_lora_add_rms_norm_kernel, launch_pdl=OVERLAPS)
@@ -100,10 +99,10 @@ def launch_lora_add_rms_norm(
     bridge: Bridge,
     site: SiteRows,
     plan: LoraPlan,
+    scale: float,
 ) -> torch.Tensor:
     rows, hidden = x.shape
     assert x.stride(1) == 1
-    assert weight.dtype == x.dtype
     out = torch.empty_like(x)
     block, num_warps = shape_of(hidden)
     _launch(
@@ -118,6 +117,7 @@ def launch_lora_add_rms_norm(
             site.stride,
             hidden,
             eps,
+            scale,
             block,
             FEW_ROWS if rows <= FEW_ROWS else max(MIN_TILES, triton.next_power_of_2(rows)),
             OVERLAPS,

@@ -136,7 +136,15 @@ def launch_rope_few(
     q = write.new_q(qkv)
     _launch(
         (write.num_heads + 2 * write.num_kv_heads, qkv.shape[0], 1),
-        (qkv, bridge.planes, site.heap, write.cos_sin, write.k_cache, write.v_cache, q),
+        (
+            qkv,
+            bridge.planes,
+            site.heap,
+            write.cos_sin if write.cos_sin is not None else qkv,
+            write.k_cache,
+            write.v_cache,
+            q,
+        ),
         (plan.header, plan.small, plan.pages, site.b_entries, write.positions, write.slots),
         (
             plan.max_small,

@@ -244,7 +244,7 @@ def launch_lora_rope_kv_write(
     num_heads, num_kv_heads, half = write.num_heads, write.num_kv_heads, write.head_dim // 2
     tensors = (
         site.heap,
-        write.cos_sin,
+        write.cos_sin if write.cos_sin is not None else qkv,
         write.k_cache,
         write.v_cache,
         write.q_norm if write.q_norm is not None else qkv,

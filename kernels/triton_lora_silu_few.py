@@ -24,8 +24,8 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_silu_mul import silu_product
 from kernels.triton_lora_tiles import find_strip, load_strip
+from kernels.triton_silu_mul import gated
 
 COLUMNS = 64
 NUM_WARPS = 2
@@ -48,6 +48,7 @@ def _silu_few_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GELU: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -89,14 +90,14 @@ def _silu_few_kernel(
             )  # fmt: skip
         up = (up.to(tl.float32) + up_delta).to(up.dtype)
     out_at = out_ptr + token.to(tl.int64) * WIDTH + columns
-    tl.store(out_at, silu_product(gate, up, EXACT), mask=inside)
+    tl.store(out_at, gated(gate, up, GELU, EXACT), mask=inside)
 
 
 _launch = Launcher(_silu_few_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_silu_few(
-    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan
+    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan, is_gelu: bool
 ) -> torch.Tensor:
     assert gate_up.stride(1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -112,6 +113,7 @@ def launch_silu_few(
             gate_up.stride(0),
             site.stride,
             COLUMNS,
+            is_gelu,
             not IS_INTERPRETED,
             OVERLAPS,
         ),

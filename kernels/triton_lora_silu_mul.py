@@ -28,9 +28,7 @@ from kernels.triton_lora_tiles import (
     read_tile,
     store_pair,
 )
-
-if not IS_INTERPRETED:
-    from triton.language.extra.cuda import libdevice
+from kernels.triton_silu_mul import gated
 
 NUM_WARPS = 1
 NUM_PROGRAMS = 4224
@@ -41,17 +39,6 @@ LARGE_PART = 16
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
 LARGE_STAGES = 3
-
-
-@triton.jit
-def silu_product(gate, up, EXACT: tl.constexpr):
-    """Computes `silu_mul`: torch's exponential and quotient, silu rounded before the product."""
-    wide = gate.to(tl.float32)
-    if EXACT:  # noqa: SIM108  one branch is not compiled
-        silu = tl.div_rn(wide, 1.0 + libdevice.exp(-wide))
-    else:
-        silu = wide / (1.0 + tl.exp(-wide))
-    return (silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
@@ -71,6 +58,7 @@ def _lora_silu_mul_kernel(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,  # of a tile, of ROWS each
     COLUMNS: tl.constexpr,
+    GELU: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -129,8 +117,8 @@ def _lora_silu_mul_kernel(
                 )  # fmt: skip
                 up_0 = (up_0.to(tl.float32) + delta_0).to(up_0.dtype)
                 up_1 = (up_1.to(tl.float32) + delta_1).to(up_1.dtype)
-            out_0 = silu_product(gate_0, up_0, EXACT)
-            out_1 = silu_product(gate_1, up_1, EXACT)
+            out_0 = gated(gate_0, up_0, GELU, EXACT)
+            out_1 = gated(gate_1, up_1, GELU, EXACT)
             store_pair(out_at, WIDTH, columns, WIDTH, left, out_0, out_1)
             gate_0, gate_1, up_0, up_1 = next_gate_0, next_gate_1, next_up_0, next_up_1
             out_at += 2 * WIDTH
@@ -162,6 +150,7 @@ def _lora_silu_mul_large_kernel(
     IS_SINGLE: tl.constexpr,  # no adapter has more than a page
     STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GELU: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -222,7 +211,7 @@ def _lora_silu_mul_large_kernel(
         gate = add_delta(gate, gate_delta, adds_gate)
         up = add_delta(up, up_delta, adds_up)
         out_at = out_ptr + token * WIDTH + columns[None, :]
-        tl.store(out_at, silu_product(gate, up, EXACT), mask=mask)
+        tl.store(out_at, gated(gate, up, GELU, EXACT), mask=mask)
 
 
 _launch = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS)
@@ -230,7 +219,7 @@ _launch_large = Launcher(_lora_silu_mul_large_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_lora_silu_mul(
-    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan
+    gate_up: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan, is_gelu: bool
 ) -> torch.Tensor:
     width = gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
@@ -249,6 +238,7 @@ def launch_lora_silu_mul(
                 SMALL_ROWS // PARTS,
                 PARTS,
                 COLUMNS,
+                is_gelu,
                 not IS_INTERPRETED,
                 OVERLAPS,
             ),
@@ -270,6 +260,7 @@ def launch_lora_silu_mul(
                 is_single,
                 LARGE_STAGES if is_single else 1,
                 LARGE_COLUMNS,
+                is_gelu,
                 not IS_INTERPRETED,
                 OVERLAPS,
             ),

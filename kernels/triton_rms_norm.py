@@ -20,9 +20,29 @@ MAX_BLOCK = 65536
 
 
 @triton.jit
+def scale_row(x, SCALE: tl.constexpr):
+    """Multiplies in x's type. 1.0 leaves no instruction."""
+    if SCALE != 1.0:
+        x = (x.to(tl.float32) * SCALE).to(x.dtype)
+    return x
+
+
+@triton.jit
+def norm_row(x, weight, HIDDEN: tl.constexpr, EPS: tl.constexpr):
+    """Normalises a row in x's type. Weights of another type are applied before the rounding."""
+    wide = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + EPS)
+    if weight.dtype == x.dtype:
+        normed = (wide * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    else:
+        normed = wide * inverse * weight.to(tl.float32)
+    return normed.to(x.dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
-    residual_ptr,  # becomes x + residual
+    residual_ptr,  # becomes SCALE * x + residual
     weight_ptr,
     out_ptr,
     STRIDE_X: tl.constexpr,
@@ -30,6 +50,7 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     ADDS: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -42,25 +63,26 @@ def _rms_norm_kernel(
     if ADDS:
         there = residual_ptr + row * STRIDE_RESIDUAL + columns
         residual = tl.load(there, mask=inside, other=0.0)
+        x = scale_row(x, SCALE)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(there, x, mask=inside)
-    wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + EPS)
-    normed = (wide * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * HIDDEN + columns, normed.to(x.dtype), mask=inside)
+    tl.store(out_ptr + row * HIDDEN + columns, norm_row(x, weight, HIDDEN, EPS), mask=inside)
 
 
 _launch = Launcher(_rms_norm_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Maps x [T, H] to normed [T, H]. `residual` [T, H] becomes x + residual, which is then
+    """Maps x [T, H] to normed [T, H]. `residual` [T, H] becomes scale * x + residual, which is then
     normed."""
     rows, hidden = x.shape
     assert x.stride(1) == 1
-    assert weight.dtype == x.dtype
     assert hidden <= MAX_BLOCK
     out = torch.empty_like(x)
     adds = residual is not None
@@ -70,7 +92,7 @@ def launch_rms_norm(
         (rows, 1, 1),
         (x, other, weight, out),
         (),
-        (x.stride(0), other.stride(0), hidden, eps, adds, block, OVERLAPS),
+        (x.stride(0), other.stride(0), hidden, eps, adds, scale, block, OVERLAPS),
         num_warps,
     )
     return out

@@ -107,7 +107,7 @@ def launch_rope_kv_write(
         (-(-total // block), tokens, 1),
         (
             qkv,
-            write.cos_sin,
+            write.cos_sin if write.cos_sin is not None else qkv,
             write.k_cache,
             write.v_cache,
             write.q_norm if write.q_norm is not None else qkv,

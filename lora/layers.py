@@ -16,6 +16,7 @@ import torch
 
 from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
+from kernels.lora_norm_add_norm import lora_norm_add_norm
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_rows import SiteRows
@@ -27,10 +28,11 @@ from kernels.lora_shrink_expand import (
     lora_expand_,
 )
 from kernels.lora_silu_mul import lora_silu_mul
+from kernels.norm_add_norm import norm_add_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.rope_write import RopeWrite
-from kernels.silu_mul import silu_mul
+from kernels.silu_mul import Activation, silu_mul
 from lora.mapping import LoraBatch
 from lora.pool import AdapterPool
 from lora.sites import Site
@@ -105,22 +107,40 @@ def adapted_linear(
     return Product(y)
 
 
-def product_silu_mul(gate_up: Product) -> torch.Tensor:
+def product_silu_mul(gate_up: Product, activation: Activation = "silu") -> torch.Tensor:
     """Turns [T, 2 * I] into [T, I]."""
     delta = gate_up.delta
     if delta is None:
-        return silu_mul(gate_up.base)
-    return lora_silu_mul(gate_up.base, delta.bridge, delta.site, delta.plan)
+        return silu_mul(gate_up.base, activation)
+    return lora_silu_mul(gate_up.base, delta.bridge, delta.site, delta.plan, activation)
 
 
 def product_add_rms_norm(
-    x: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normed values and the new residual, as `add_rms_norm` does."""
     delta = x.delta
     if delta is None:
-        return add_rms_norm(x.base, residual, weight, eps)
-    return lora_add_rms_norm(x.base, residual, weight, eps, delta.bridge, delta.site, delta.plan)
+        return add_rms_norm(x.base, residual, weight, eps, scale)
+    return lora_add_rms_norm(
+        x.base, residual, weight, eps, delta.bridge, delta.site, delta.plan, scale
+    )
+
+
+def product_norm_add_norm(
+    x: Product,
+    residual: torch.Tensor,
+    post_weight: torch.Tensor,
+    next_weight: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the next block's input and the new residual, as `norm_add_norm` does."""
+    delta = x.delta
+    if delta is None:
+        return norm_add_norm(x.base, residual, post_weight, next_weight, eps)
+    return lora_norm_add_norm(
+        x.base, residual, post_weight, next_weight, eps, delta.bridge, delta.site, delta.plan
+    )
 
 
 def product_rope_kv_write(qkv: Product, write: RopeWrite) -> torch.Tensor:

@@ -99,6 +99,10 @@ def pool_bytes(model: ModelConfig, num_pages: int) -> int:
     return num_pages * PageLayout(lora_sites(model), torch.bfloat16).page_bytes
 
 
+# Kernels that no family in engine/model_config.py reaches.
+OF_NO_FAMILY = {"kernels.triton_norm_add_norm._norm_add_norm_kernel"}
+
+
 def names(calls: frozenset[KernelCall]) -> set[str]:
     return {f"{call.module}.{call.name}" for call in calls}
 
@@ -153,7 +157,7 @@ def test_the_list_has_every_kernel_of_the_folder() -> None:
         traced("mistral-with-a-window"),
         traced("llama-3-8b", capability=AMPERE),
     )
-    assert names(everywhere) == launched_kernels()
+    assert names(everywhere) == launched_kernels() - OF_NO_FAMILY
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -61,13 +61,25 @@ class Case:
         for q_len, _ in lengths:
             self.query_start.append(self.query_start[-1] + q_len)
 
-    def run(self, window: int | None = None) -> torch.Tensor:
+    def run(
+        self,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         starts = torch.tensor(self.query_start, dtype=torch.int32)
         kv_lens = torch.tensor([kv_len for _, kv_len in self.lengths], dtype=torch.int32)
         plan = plan_attention(starts, kv_lens, self.tables, self.block_size)
-        return paged_attention(self.q, self.k_cache, self.v_cache, plan, 0.3, window)
+        return paged_attention(
+            self.q, self.k_cache, self.v_cache, plan, 0.3, window, soft_cap=cap, sinks=sinks
+        )
 
-    def expected(self, window: int | None = None) -> torch.Tensor:
+    def expected(
+        self,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         rows = []
         for s, (q_len, kv_len) in enumerate(self.lengths):
             for i in range(q_len):
@@ -76,14 +88,22 @@ class Case:
                 begin = 0 if window is None else max(0, end - window)
                 k = self.keys[s][begin:end].repeat_interleave(self.groups, dim=1)
                 v = self.values[s][begin:end].repeat_interleave(self.groups, dim=1)
-                weights = torch.softmax(0.3 * torch.einsum("hd,lhd->hl", query, k), dim=-1)
+                logits = 0.3 * torch.einsum("hd,lhd->hl", query, k)
+                if cap is not None:
+                    logits = cap * torch.tanh(logits / cap)
+                if sinks is not None:
+                    logits = torch.cat((logits, sinks.double()[:, None]), dim=1)
+                weights = torch.softmax(logits, dim=-1)[:, : len(k)]
                 rows.append(torch.einsum("hl,lhd->hd", weights, v))
         return torch.stack(rows)
 
 
+def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
 def error(case: Case, window: int | None = None) -> float:
-    expected = case.expected(window)
-    return float((case.run(window).double() - expected).norm() / expected.norm())
+    return relative(case.run(window), case.expected(window))
 
 
 DECODES = [(1, 1), (1, 3), (1, 4), (1, 5), (1, 8), (1, 40)]
@@ -108,6 +128,44 @@ def test_lengths_around_the_block(lengths: Lengths, block_size: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 5, 17, 100])
 def test_a_window_hides_what_is_before_it(window: int) -> None:
     assert error(Case([*DECODES, *CHUNKS]), window) < 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cap", [0.01, 1.0, 50.0])  # saturated, bent, nearly straight
+def test_a_soft_cap_bends_logits(cap: float, window: int | None) -> None:
+    case = Case([*DECODES, *CHUNKS])
+    assert relative(case.run(window, cap), case.expected(window, cap)) < 2e-6
+
+
+def test_a_saturated_cap_makes_signs_of_logits() -> None:
+    case = Case([(1, 6), (2, 7)])
+    case.q *= 1e4
+    capped = case.run(cap=2.0)
+    assert relative(capped, case.expected(cap=2.0)) < 2e-6
+    assert not torch.allclose(capped, case.run())
+
+
+SINKS = torch.tensor([20.0, -20.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("cap", [None, 1.0])
+def test_sinks_weigh_in_the_softmax(cap: float | None, window: int | None) -> None:
+    case = Case([*DECODES, *CHUNKS])
+    out, expected = case.run(window, cap, SINKS), case.expected(window, cap, SINKS)
+    for head in range(4):  # apart: a sink of 20 leaves a head next to nothing
+        assert relative(out[:, head], expected[:, head]) < 2e-6
+    plain = case.run(window, cap)
+    torch.testing.assert_close(out[:, 1], plain[:, 1], rtol=1e-6, atol=1e-6)
+    assert float(out[:, 0].abs().max()) < 1e-4
+
+
+def test_a_sink_far_below_or_above_all_logits_stays_finite() -> None:
+    case = Case([(1, 6), (3, 5)])
+    sinks = torch.tensor([1e4, -1e4, float("-inf"), 0.0])
+    out = case.run(sinks=sinks)
+    assert torch.equal(out[:, 0], torch.zeros_like(out[:, 0]))
+    torch.testing.assert_close(out[:, 1:3], case.run()[:, 1:3], rtol=1e-6, atol=1e-6)
 
 
 def test_layers_with_and_without_a_window_share_a_plan() -> None:

@@ -165,6 +165,7 @@ class DeviceSteps:
         started_s = time.perf_counter()
         graphs, pieces = self._graphs.keys(self._has_lora), self._pieces.keys(self._has_lora)
         memory = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
         with tqdm(
             total=len(graphs) + len(pieces), desc="capturing CUDA graphs", unit="graph"
         ) as bar:

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from engine.decode_graphs import GraphKey, GraphMemory
+from engine.decode_graphs import GraphKey, GraphMemory, capture_graph
 from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
 from engine.model import Model
@@ -36,9 +36,7 @@ def piece_sizes(max_tokens: int) -> tuple[int, ...]:
 
 def record(piece: Piece, memory: GraphMemory) -> Piece:
     """Captures a piece and returns the function that replays it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
-        piece()
+    graph, _ = capture_graph(piece, memory)
     return graph.replay
 
 

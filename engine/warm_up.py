@@ -146,8 +146,8 @@ def run_warm_up(
     num_steps = 0
     steps.mask_once()
     try:
-        for owners in _mixes(pool, digests):
-            for batch in _batches(config, limits, num_blocks, owners):
+        for owners, sizes in _mixes(pool, digests, _sizes(max_step_tokens(config))):
+            for batch in _batches(sizes, limits, num_blocks, owners):
                 # Adapters move outside of it: buffers made in inference mode cannot be reused.
                 with torch.inference_mode():
                     step = steps.launch(batch)
@@ -171,12 +171,17 @@ def insert_those_that_fit(pool: AdapterPool, adapters: Iterable[Adapter]) -> lis
     return [digest for digest in digests if pool.has(digest)]
 
 
-def _mixes(pool: AdapterPool, adapters: list[str]) -> Iterator[Owners]:
+def _mixes(
+    pool: AdapterPool, adapters: list[str], sizes: tuple[int, ...]
+) -> Iterator[tuple[Owners, tuple[int, ...]]]:
     """Yields no adapter, then the one of a page, then all of them that fit together, acquired
-    while the caller uses them."""
-    for owners in dict.fromkeys((*mixes(adapters)[:2], *mixes(adapters)[-1:])):
+    while the caller uses them; and the sizes of their steps. Libraries choose by the size alone, so
+    that only one mix takes all of them: the first, which has no adapter, takes the least time."""
+    few = tuple(sorted({sizes[0], sizes[-1]}))
+    for number, owners in enumerate(dict.fromkeys((*mixes(adapters)[:2], *mixes(adapters)[-1:]))):
         held = [adapter for adapter in owners if adapter is not None and _acquire(pool, adapter)]
-        yield tuple(owner for owner in owners if owner is None or owner in held) or (None,)
+        fitting = tuple(owner for owner in owners if owner is None or owner in held) or (None,)
+        yield fitting, few if number else sizes
         for adapter in held:
             pool.release(adapter)
 
@@ -190,9 +195,8 @@ def _acquire(pool: AdapterPool, adapter: str) -> bool:
 
 
 def _batches(
-    config: EngineConfig, limits: StepLimits, num_blocks: int, owners: Owners
+    sizes: tuple[int, ...], limits: StepLimits, num_blocks: int, owners: Owners
 ) -> Iterator[ScheduledBatch]:
-    sizes = _sizes(max_step_tokens(config))
     for num_tokens in sizes:
         for shape in batch_shapes(num_tokens, limits):
             yield make_batch(shape, owners, limits, num_blocks, GREEDY)

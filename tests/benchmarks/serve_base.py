@@ -36,7 +36,8 @@ RANK = 16
 def prepare_home(
     home: Path, shape: ModelShape, num_adapters: int, *, has_weights: bool, device: str
 ) -> list[str]:
-    """Registers the base and its adapters in an empty home. Returns the adapters' names."""
+    """Registers the base and its adapters in an empty home, with the adapters' files in the disk
+    cache. Returns the adapters' names."""
     os.environ["LORAPLEX_HOME"] = str(home)
     folder = shape.write_config(home / "base")
     write_tokenizer(folder, shape.vocab_size)
@@ -54,7 +55,10 @@ def prepare_home(
     adapters = [AdapterSpec(RANK, index) for index in range(num_adapters)]
     folders = write_adapters(home / "adapters", shape, adapters, device)
     for adapter in folders:
-        register_adapter(registry, adapter, adapter.name, BASE, cache=cache, probe="never")
+        registered = register_adapter(
+            registry, adapter, adapter.name, BASE, cache=cache, probe="never"
+        )
+        cache.release(registry.fetch(registered.version, cache))
     return [adapter.name for adapter in folders]
 
 

@@ -3,8 +3,8 @@
 The server starts twice, with an empty cache of compiled kernels and with the one that the first
 start left. Each time: the seconds until it is ready, with the loading of the weights apart; rounds
 of streams from then on, of which a warm server makes equal ones; and the first tokens of adapters
-that were never used, on the idle server and beside 32 streams. The clients of a round start within
-2 s after the one before it has ended.
+that were never used, their files in the disk cache, on the idle server and beside 32 streams. The
+clients of a round start within 2 s after the one before it has ended.
 """
 
 from __future__ import annotations

@@ -102,8 +102,10 @@ def paged_attention(
         is_plain = sliding_window is None and soft_cap is None and sinks is None
         if uses_triton(q) and is_plain and _fits_hopper(q, k_cache):
             return _paged_attention_hopper(q, k_cache, v_cache, plan, scale, out)
-        if uses_triton(q) and soft_cap is None and sinks is None:
-            return _paged_attention_triton(q, k_cache, v_cache, plan, scale, sliding_window, out)
+        if uses_triton(q):
+            return _paged_attention_triton(
+                q, k_cache, v_cache, plan, scale, sliding_window, out, soft_cap, sinks
+            )
         plan = _plan_on_host(plan, k_cache.shape[1])
     attended = paged_attention_reference(
         q, k_cache, v_cache, plan, scale, sliding_window, soft_cap, sinks
@@ -119,15 +121,18 @@ def _paged_attention_triton(
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     from kernels.triton_decode_attention import paged_decode
     from kernels.triton_prefill_attention import paged_prefill
 
     out = torch.empty_like(q) if out is None else out
+    arguments = (q, k_cache, v_cache, out, plan, scale, sliding_window)
     if plan.num_tiles:
-        paged_prefill(q, k_cache, v_cache, out, plan, scale, sliding_window)
+        paged_prefill(*arguments, soft_cap=soft_cap, sinks=sinks)
     if plan.max_items:
-        paged_decode(q, k_cache, v_cache, out, plan, scale, sliding_window)
+        paged_decode(*arguments, soft_cap=soft_cap, sinks=sinks)
     return out
 
 

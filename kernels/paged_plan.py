@@ -36,6 +36,15 @@ MAX_SPLITS = 16
 LOG2_E = 1.4426950408889634  # the kernels use powers of 2: they get the scale times this
 
 
+def kernel_scale(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Returns the kernels' factor of q k and their cap, 0 without one. In powers of 2 a logit is
+    factor * q k, or cap * tanh(x) = cap - 2 * cap / (2^(factor * q k) + 1) with x = scale * q k /
+    soft_cap."""
+    if soft_cap is None:
+        return scale * LOG2_E, 0.0
+    return 2 * scale * LOG2_E / soft_cap, soft_cap * LOG2_E
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShape:
     """The heads of this device, of one layer."""

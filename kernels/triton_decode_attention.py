@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED, num_sms
-from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
+from kernels.paged_plan import MAX_SPLITS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch
 
 
@@ -48,6 +48,9 @@ def paged_decode(
     scale: float,
     sliding_window: int | None = None,
     config: DecodeConfig | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> None:
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -56,6 +59,7 @@ def paged_decode(
     resident = 2 if IS_INTERPRETED else num_sms(q.device) * config.programs_per_sm
     grid = (min(plan.max_items * num_kv_heads, resident),)
     group = num_heads // num_kv_heads
+    factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _decode_kernel,
         grid,
@@ -71,8 +75,9 @@ def paged_decode(
         plan.kv_lens,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * LOG2_E,
+        factor,
         sliding_window or 0,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -83,10 +88,29 @@ def paged_decode(
         BLOCK_D=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_SPLITS,
         HAS_WINDOW=sliding_window is not None,
+        SOFT_CAP=cap,
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+@triton.jit
+def scaled(scores, scale, SOFT_CAP: tl.constexpr):
+    """Returns logits in base 2: see `kernel_scale`. tanh has an error of 1e-7, whatever the
+    score."""
+    if SOFT_CAP == 0.0:
+        return scores * scale
+    power = tl.exp2(tl.minimum(scores * scale, 80.0))  # tanh is 1 from there on
+    return SOFT_CAP - (2.0 * SOFT_CAP) / (power + 1.0)
+
+
+@triton.jit
+def sink_weight(sinks_ptr, heads, exists, top):
+    """Returns what the heads' sinks add to their sums of weights, where `top` has weight 1."""
+    sinks = tl.load(sinks_ptr + heads, mask=exists, other=float("-inf")) * 1.4426950408889634
+    is_empty = top <= -1e30  # without keys there is nothing to share
+    return tl.where(is_empty, 0.0, tl.exp2(sinks - tl.where(is_empty, 0.0, top)))
 
 
 @triton.jit
@@ -103,8 +127,9 @@ def _decode_kernel(
     kv_lens_ptr,
     tables_ptr,
     stride_table,
-    scale,  # times log2(e): softmax in base 2
+    scale,  # with log2(e): softmax in base 2
     window,
+    sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -115,6 +140,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # 0: none
     UPCAST: tl.constexpr,
 ):
     num_units = tl.load(work_ptr) * NUM_KV_HEADS
@@ -140,8 +166,12 @@ def _decode_kernel(
         table = tables_ptr + seq.to(tl.int64) * stride_table
         acc, top, total = _attend(
             q, k_ptr, v_ptr, table, head, begin, end, seen, scale,
-            NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, UPCAST,
+            NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, SOFT_CAP,
+            UPCAST,
         )  # fmt: skip
+        if sinks_ptr is not None:  # noqa: SIM102  only this is known to the compiler
+            if merge & 31 == 1:  # otherwise added when the splits merge
+                total += sink_weight(sinks_ptr, head * GROUP + offs_m, offs_m < GROUP, top)
         total = tl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding, and lse -inf
         attended = acc / total[:, None]
         splits = merge & 31
@@ -151,6 +181,8 @@ def _decode_kernel(
         else:
             slots = (merge >> 9).to(tl.int64)
             slot = slots + ((merge >> 5) & 15)
+            if HAS_WINDOW:  # nothing is stored of an item before the window, nor read
+                row_mask = row_mask & (begin < end)
             tl.store(partial_ptr + slot * (num_heads * HEAD_DIM) + head_rows, attended, row_mask)
             lse = top + tl.log2(total)
             tl.store(lse_ptr + slot * num_heads + head * GROUP + offs_m, lse, offs_m < GROUP)
@@ -159,8 +191,8 @@ def _decode_kernel(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                 tl.debug_barrier()
                 _merge(
-                    out_ptr, partial_ptr, lse_ptr, row, slots, splits, head,
-                    num_heads, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, MAX_SPLITS,
+                    out_ptr, partial_ptr, lse_ptr, sinks_ptr, row, slots, splits, head,
+                    num_heads, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, MAX_SPLITS, HAS_WINDOW,
                 )  # fmt: skip
                 tl.store(counter, 0)
 
@@ -183,6 +215,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Returns acc [BLOCK_M, BLOCK_D], the largest score and the sum, both [BLOCK_M], not
@@ -213,7 +246,7 @@ def _attend(
         visible = keys < end
         if HAS_WINDOW:
             visible = visible & (keys >= seen)
-        scores = tl.where(visible[None, :], scores * scale, float("-inf"))
+        scores = tl.where(visible[None, :], scaled(scores, scale, SOFT_CAP), float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))  # finite: every tile holds a visible key
         weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
@@ -232,6 +265,7 @@ def _merge(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    sinks_ptr,
     row,
     slots,
     splits,
@@ -242,6 +276,7 @@ def _merge(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Merges all splits at once, in parts of the head dimension: one trip to L2 for each part
     instead of one per split."""
@@ -255,6 +290,10 @@ def _merge(
     top = tl.where(top == float("-inf"), 0.0, top)  # rows past the group
     weights = tl.exp2(lse - top[None, :])
     total = tl.sum(weights, 0)
+    if sinks_ptr is not None:
+        total += sink_weight(sinks_ptr, head * GROUP + heads, heads < GROUP, top)
+    if HAS_WINDOW:
+        here = here & (lse > float("-inf"))
     weights = weights / tl.where(total == 0.0, 1.0, total)[None, :]
     for first in tl.static_range(0, BLOCK_D, PART):
         dims = first + tl.arange(0, PART)

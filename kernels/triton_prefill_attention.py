@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.paged_plan import LOG2_E, TILE_ROWS, PagedPlan
+from kernels.paged_plan import TILE_ROWS, PagedPlan, kernel_scale
+from kernels.triton_decode_attention import scaled, sink_weight
 from kernels.triton_launch import launch
 
 
@@ -44,11 +45,15 @@ def paged_prefill(
     scale: float,
     sliding_window: int | None = None,
     config: PrefillConfig | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> None:
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     config = config or prefill_config(head_dim, k_cache.element_size())
+    factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
         (plan.num_tiles * num_kv_heads,),
@@ -62,8 +67,9 @@ def paged_prefill(
         plan.kv_lens,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * LOG2_E,
+        factor,
         sliding_window or 0,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -72,6 +78,7 @@ def paged_prefill(
         BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(head_dim),
         HAS_WINDOW=sliding_window is not None,
+        SOFT_CAP=cap,
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -90,8 +97,9 @@ def _prefill_kernel(
     kv_lens_ptr,
     tables_ptr,
     stride_table,
-    scale,  # times log2(e): softmax in base 2
+    scale,  # with log2(e): softmax in base 2
     window,
+    sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -100,6 +108,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # 0: none
     UPCAST: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -126,20 +135,26 @@ def _prefill_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_WINDOW:
-        begin = tl.maximum(first + before - window + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        begin = 0
-        full_end = (first + before + 1) // BLOCK_N * BLOCK_N  # keys that every query sees
+    full_end = (first + before + 1) // BLOCK_N * BLOCK_N  # keys that every query sees
+    begin = 0
+    if HAS_WINDOW:  # from the first key that the first query sees, to the first that all see
+        start = tl.maximum(first + before - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = (tl.maximum(end - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         acc, top, total = _attend(
-            q, acc, top, total, k_ptr, v_ptr, table, head, positions, begin, full_end, end, scale,
-            window, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, False, False, UPCAST,
+            q, acc, top, total, k_ptr, v_ptr, table, head, positions, start,
+            tl.minimum(begin, full_end), end, scale, window, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N,
+            BLOCK_D, True, True, SOFT_CAP, UPCAST,
         )  # fmt: skip
-        begin = full_end
     acc, top, total = _attend(
-        q, acc, top, total, k_ptr, v_ptr, table, head, positions, begin, end, end, scale,
-        window, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, UPCAST,
+        q, acc, top, total, k_ptr, v_ptr, table, head, positions, begin, full_end, end, scale,
+        window, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, False, False, SOFT_CAP, UPCAST,
     )  # fmt: skip
+    acc, top, total = _attend(
+        q, acc, top, total, k_ptr, v_ptr, table, head, positions, full_end, end, end, scale,
+        window, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True, HAS_WINDOW, SOFT_CAP, UPCAST,
+    )  # fmt: skip
+    if sinks_ptr is not None:
+        total += sink_weight(sinks_ptr, heads, offs_m >= 0, top)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # rows past the last query
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -167,6 +182,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     offs_n = tl.arange(0, BLOCK_N)
@@ -201,14 +217,18 @@ def _attend(
             visible = keys[None, :] <= positions[:, None]
             if HAS_WINDOW:
                 visible = visible & (keys[None, :] > positions[:, None] - window)
-            scores = tl.where(visible, scores * scale, float("-inf"))
+            scores = tl.where(visible, scaled(scores, scale, SOFT_CAP), float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             if HAS_WINDOW:  # no key of the tile may lie in the window of a late query
                 new_top = tl.where(new_top == float("-inf"), -1e30, new_top)
             weights = tl.exp2(scores - new_top[:, None])
-        else:
+        elif SOFT_CAP == 0.0:
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             weights = tl.exp2(scores * scale - new_top[:, None])
+        else:
+            scores = scaled(scores, scale, SOFT_CAP)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]

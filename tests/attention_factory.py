@@ -59,14 +59,26 @@ class Batch:
         )
         return host[0], host[1], host[2], plan
 
-    def run(self, window: int | None = None) -> torch.Tensor:
+    def run(
+        self,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         plan = self.host_work()[3]
-        out = paged_attention(self.q, self.k_cache, self.v_cache, plan, SCALE, window)
+        out = paged_attention(
+            self.q, self.k_cache, self.v_cache, plan, SCALE, window, soft_cap=cap, sinks=sinks
+        )
         assert not plan.scratch.arrived.any()
         assert not plan.scratch.tickets.any()
         return out
 
-    def expected(self, window: int | None = None) -> torch.Tensor:
+    def expected(
+        self,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Computes in float64, sequence by sequence; zeros for a sequence without keys."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.device)
         block_size = self.k_cache.shape[1]
@@ -81,11 +93,17 @@ class Batch:
             q = self.q[starts[s] : starts[s + 1]].double()
             q = q.view(q_len, self.shape.num_kv_heads, self.shape.group, -1)
             scores = SCALE * torch.einsum("qhgd,khd->hgqk", q, k)
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
             positions = torch.arange(kv_len - q_len, kv_len, device=self.device)[:, None]
             visible = keys <= positions
             if window is not None:
                 visible &= keys > positions - window
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                column = sinks.double().view(self.shape.num_kv_heads, -1, 1, 1)
+                scores = torch.cat((scores, column.expand(-1, -1, q_len, 1)), dim=-1)
+            weights = scores.softmax(-1)[..., :kv_len]
             attended = torch.einsum("hgqk,khd->qhgd", weights, v)
             out[starts[s] : starts[s + 1]] = attended.flatten(1, 2)
         return out

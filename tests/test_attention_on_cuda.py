@@ -49,6 +49,43 @@ def test_windows(window: int, block_size: int) -> None:
     assert relative_error(batch.run(window), batch.expected(window)) < 8e-3
 
 
+VARIANTS = {  # heads, KV heads, D, window, cap, sinks
+    "gemma-2": (8, 4, 256, None, 50.0, False),
+    "gemma-2 in a window": (8, 4, 256, 100, 50.0, False),
+    "gemma-3 in a window": (4, 1, 256, 512, None, False),
+    "gpt-oss": (64, 8, 64, None, None, True),
+    "gpt-oss in a window": (64, 8, 64, 128, None, True),
+    "phi-3 in a window": (8, 8, 96, 600, None, False),
+    "all at once": (8, 2, 128, 1, 1.0, True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_families(name: str) -> None:
+    heads, kv_heads, dim, window, cap, has_sinks = VARIANTS[name]
+    batch = make_batch(MIXED + DECODES, heads, kv_heads, dim, 16, torch.bfloat16, "cuda")
+    draw = torch.Generator().manual_seed(3)
+    sinks = 4 * torch.randn(heads, generator=draw).cuda() if has_sinks else None
+    out = batch.run(window, cap, sinks)
+    assert relative_error(out, batch.expected(window, cap, sinks)) < 8e-3
+    assert torch.equal(out, batch.run(window, cap, sinks))
+
+
+def test_sinks_of_twenty_leave_a_head_its_own() -> None:
+    batch = make_batch(MIXED + DECODES, 4, 2, 64, 16, torch.bfloat16, "cuda")
+    sinks = torch.tensor([20.0, -20.0, 0.0, float("-inf")], device="cuda")
+    out, expected = batch.run(sinks=sinks), batch.expected(sinks=sinks)
+    for head in range(4):
+        assert relative_error(out[:, head], expected[:, head]) < 8e-3
+
+
+@pytest.mark.parametrize("cap", [0.01, 50.0])
+def test_soft_caps_up_to_saturation(cap: float) -> None:
+    batch = make_batch(MIXED + DECODES, 8, 2, 64, 16, torch.float32, "cuda")
+    batch.q *= 30
+    assert relative_error(batch.run(cap=cap), batch.expected(cap=cap)) < 2e-5
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_means_of_small_integers_are_exact(dim: int, block_size: int) -> None:

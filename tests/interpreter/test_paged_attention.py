@@ -31,9 +31,35 @@ def test_a_window_hides_what_lies_before_it_even_whole_splits(window: int) -> No
     assert relative_error(batch.run(window), batch.expected(window)) < 2e-6
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("cap", [0.01, 1.0, 50.0])  # saturated, bent, nearly straight
+def test_a_soft_cap_bends_logits(cap: float, window: int | None) -> None:
+    batch = make_batch([(1, 600), (3, 130), (1, 7), (70, 90)])
+    assert relative_error(batch.run(window, cap), batch.expected(window, cap)) < 4e-6
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("cap", [None, 1.0])
+def test_sinks_weigh_in_whole_sequences_and_in_splits(
+    cap: float | None, window: int | None
+) -> None:
+    batch = make_batch([(1, 600), (3, 130), (1, 7), (1, 0), (70, 90)])
+    sinks = torch.tensor([20.0, -20.0, 0.0, float("-inf")])
+    out, expected = batch.run(window, cap, sinks), batch.expected(window, cap, sinks)
+    for head in range(4):  # apart: a sink of 20 leaves a head next to nothing
+        assert relative_error(out[:, head], expected[:, head]) < 4e-6
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size"),
-    [(3, 3, 64, 16), (9, 3, 64, 32), (7, 1, 80, 64), (8, 1, 128, 128), (2, 1, 256, 64)],
+    [
+        (3, 3, 64, 16),
+        (9, 3, 64, 32),
+        (7, 1, 80, 64),
+        (8, 1, 128, 128),
+        (2, 1, 256, 64),
+        (4, 2, 96, 16),
+    ],
 )
 def test_shapes_of_heads_and_blocks(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
     lengths = [(1, 5), (1, 290), (20, 90)]

@@ -35,7 +35,7 @@ def lora_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normed values and the new residual, scale * (x + delta) + residual. Consumes x
     and residual."""
-    if _is_one_launch(x, plan):
+    if is_one_launch(x, plan):
         from kernels.triton_lora_add_rms_norm import launch_lora_add_rms_norm
 
         normed = launch_lora_add_rms_norm(x, residual, weight, eps, bridge, site, plan, scale)
@@ -44,7 +44,7 @@ def lora_add_rms_norm(
     return add_rms_norm(x, residual, weight, eps, scale)
 
 
-def _is_one_launch(x: torch.Tensor, plan: LoraPlan) -> bool:
+def is_one_launch(x: torch.Tensor, plan: LoraPlan) -> bool:
     """Decides by the number of rows, and not by the adapters of some of them: a row's bits are the
     same with and without its neighbours' adapters. So many rows that some may be in a large tile
     and others not need a plan without room for large tiles."""

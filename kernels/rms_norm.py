@@ -40,6 +40,16 @@ def add_rms_norm(
     return add_rms_norm_reference(x, residual, weight, eps, scale)
 
 
+def rms_norm_(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Normalises x [T, H], whose rows may lie apart, in place."""
+    if uses_triton(x):
+        from kernels.triton_rms_norm import launch_rms_norm
+
+        launch_rms_norm(x, None, weight, eps, out=x)
+    else:
+        x.copy_(rms_norm_reference(x, weight, eps))
+
+
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

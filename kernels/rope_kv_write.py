@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import uses_triton
-from kernels.rms_norm import rms_norm, rms_norm_reference
+from kernels.rms_norm import rms_norm_, rms_norm_reference
 from kernels.rope_write import QueryScaling, RopeWrite
 
 
@@ -39,8 +39,8 @@ def norm_wide_(qkv: torch.Tensor, write: RopeWrite) -> RopeWrite:
     q_size = write.num_heads * write.head_dim
     q = qkv[:, :q_size]
     k = qkv[:, q_size : q_size + write.num_kv_heads * write.head_dim]
-    q.copy_(rms_norm(q, write.q_norm, write.eps))
-    k.copy_(rms_norm(k, write.k_norm, write.eps))
+    rms_norm_(q, write.q_norm, write.eps)
+    rms_norm_(k, write.k_norm, write.eps)
     return write._replace(q_norm=None, k_norm=None)
 
 

@@ -54,6 +54,15 @@ class RopeWrite(NamedTuple):
     def has_wide_norm(self) -> bool:
         return self.q_norm is not None and self.q_norm.shape[0] != self.head_dim
 
+    @property
+    def constants(self) -> tuple[int, float, int]:
+        """Returns the pairs of a head that turn, and beta (0: no scaling) and length of the
+        queries' scaling: the Triton kernels are compiled for them."""
+        scaling = self.q_scaling
+        if scaling is None or scaling.beta == 0.0:
+            return self.rotary_dim // 2, 0.0, 1
+        return self.rotary_dim // 2, scaling.beta, scaling.original_max_len
+
     def new_q(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns `out`, or a new tensor of its shape, after a check of the layouts that the
         Triton kernels require."""
@@ -61,8 +70,7 @@ class RopeWrite(NamedTuple):
         assert self.k_cache.is_contiguous()
         assert self.v_cache.is_contiguous()
         assert self.cos_sin is None or self.cos_sin.is_contiguous()
-        assert self.rotary_dim == self.head_dim
-        assert self.q_scaling is None
+        assert self.rotary_dim <= self.head_dim
         shape = (qkv.shape[0], self.num_heads, self.head_dim)
         q = qkv.new_empty(shape) if self.out is None else self.out
         assert q.is_contiguous()

@@ -85,7 +85,8 @@ def _lora_add_rms_norm_kernel(
     x = scale_row(x, SCALE)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(there, x, mask=inside)
-    tl.store(out_ptr + row * HIDDEN + columns, norm_row(x, weight, HIDDEN, EPS), mask=inside)
+    normed = norm_row(x, weight, HIDDEN, EPS)
+    tl.store(out_ptr + row * HIDDEN + columns, normed, mask=inside)
 
 
 _launch = Launcher(_lora_add_rms_norm_kernel, launch_pdl=OVERLAPS)

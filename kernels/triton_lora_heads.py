@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
+from kernels.triton_rms_norm import weigh
 
 if not IS_INTERPRETED:
     from triton.language.extra.cuda import libdevice
+
+_EXACT = tl.constexpr(not IS_INTERPRETED)
 
 
 @triton.jit
@@ -34,6 +37,32 @@ def pick_heads(
 
 
 @triton.jit
+def is_partial(HALF: tl.constexpr, TURNING: tl.constexpr):
+    """Returns a constant: of the HALF pairs of a head, TURNING turn, and others do not."""
+    return (TURNING > 0) & (TURNING < HALF)
+
+
+@triton.jit
+def place_lanes(lanes, HALF: tl.constexpr, TURNING: tl.constexpr):
+    """Returns the first dimension of each lane's pair and the distance to the second. Pairs that
+    turn are in the first lanes; those of the dimensions that stay follow."""
+    if is_partial(HALF, TURNING):
+        first = tl.where(lanes < TURNING, lanes, lanes + TURNING)
+        gap = tl.where(lanes < TURNING, TURNING, HALF - TURNING)
+    else:
+        first = lanes
+        gap: tl.constexpr = HALF
+    return first, gap
+
+
+@triton.jit
+def query_factor(position, BETA: tl.constexpr, LENGTH: tl.constexpr):
+    """Computes `QueryScaling.factors`, with the same bits in every kernel."""
+    steps = (position // LENGTH).to(tl.float32)
+    return 1.0 + rounded_product(tl.log(1.0 + steps), BETA, _EXACT)
+
+
+@triton.jit
 def rounded_product(a, b, EXACT: tl.constexpr):
     """Returns a product that is never fused into a multiply-add: torch rounds it."""
     if EXACT:  # noqa: SIM108  one branch is not compiled
@@ -52,11 +81,23 @@ def turn(low, high, cos, sin, EXACT: tl.constexpr):
 
 
 @triton.jit
+def turn_lanes(
+    low, high, cos, sin, turns, HALF: tl.constexpr, TURNING: tl.constexpr, EXACT: tl.constexpr
+):
+    """Turns the pairs in the lanes `turns`, which is read where some do not."""
+    turned_low, turned_high = turn(low, high, cos, sin, EXACT)
+    if is_partial(HALF, TURNING):
+        turned_low = tl.where(turns, turned_low, low)
+        turned_high = tl.where(turns, turned_high, high)
+    return turned_low, turned_high
+
+
+@triton.jit
 def norm_heads(low, high, weight_low, weight_high, HEAD_DIM: tl.constexpr, EPS: tl.constexpr):
     """Applies RMSNorm over the last axis of both halves together."""
     a, b = low.to(tl.float32), high.to(tl.float32)
     squares = tl.sum(a * a + b * b, axis=1)
     inverse = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]
-    normed_low = (a * inverse).to(low.dtype).to(tl.float32) * weight_low.to(tl.float32)
-    normed_high = (b * inverse).to(low.dtype).to(tl.float32) * weight_high.to(tl.float32)
+    normed_low = weigh(a * inverse, weight_low, low.dtype)
+    normed_high = weigh(b * inverse, weight_high, low.dtype)
     return normed_low.to(low.dtype), normed_high.to(low.dtype)

@@ -13,7 +13,7 @@ from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_lora_heads import turn
+from kernels.triton_lora_heads import is_partial, place_lanes, query_factor, turn_lanes
 from kernels.triton_lora_rows import (
     LENGTHS,
     METADATA,
@@ -54,6 +54,9 @@ def _rope_few_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNING: tl.constexpr,
+    Q_BETA: tl.constexpr,
+    Q_LENGTH: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -70,8 +73,12 @@ def _rope_few_kernel(
     local = head - tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, tl.where(is_k, NUM_HEADS, 0))
     lane = tl.arange(0, WIDTH)
     exists = lane < HALF
-    low_columns = local * (2 * HALF) + lane
-    high_columns = low_columns + HALF
+    place, gap = place_lanes(lane, HALF, TURNING)
+    turns = exists
+    if is_partial(HALF, TURNING):
+        turns = lane < TURNING
+    low_columns = local * (2 * HALF) + place
+    high_columns = low_columns + gap
     if not IS_EVEN:
         low_columns = tl.where(exists, low_columns, width)  # beyond its end: masked
         high_columns = tl.where(exists, high_columns, width)
@@ -84,13 +91,14 @@ def _rope_few_kernel(
     live = entry != 0
     low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
     high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
-    table = cos_sin_ptr + position * (2 * HALF) + lane
-    cos = tl.load(table, mask=exists, other=0.0)
-    sin = tl.load(table + HALF, mask=exists, other=0.0)
+    if TURNING > 0:
+        table = cos_sin_ptr + position * (2 * TURNING) + lane
+        cos = tl.load(table, mask=turns, other=0.0)
+        sin = tl.load(table + TURNING, mask=turns, other=0.0)
     wait_for_inputs(OVERLAPPED)
-    x_at = qkv_ptr + token.to(tl.int64) * STRIDE_QKV + head * (2 * HALF) + lane
+    x_at = qkv_ptr + token.to(tl.int64) * STRIDE_QKV + head * (2 * HALF) + place
     low = tl.load(x_at, mask=exists, other=0.0)
-    high = tl.load(x_at + HALF, mask=exists, other=0.0)
+    high = tl.load(x_at + gap, mask=exists, other=0.0)
     block, blocks = part * rank_pages, 3 * rank_pages
     h = load_bridge(planes_ptr, block, blocks, token, live, num_rows, num_planes, PLANES)
     if live:
@@ -107,20 +115,25 @@ def _rope_few_kernel(
             )  # fmt: skip
         low = (low.to(tl.float32) + low_delta).to(low.dtype)
         high = (high.to(tl.float32) + high_delta).to(high.dtype)
-    turned_low, turned_high = turn(low, high, cos, sin, EXACT)
-    low = tl.where(is_v, low, turned_low)
-    high = tl.where(is_v, high, turned_high)
+    if TURNING > 0:
+        turned_low, turned_high = turn_lanes(low, high, cos, sin, turns, HALF, TURNING, EXACT)
+        low = tl.where(is_v, low, turned_low)
+        high = tl.where(is_v, high, turned_high)
     if is_k:
         # A negative slot marks a padding row of a CUDA graph.
         written = exists & (lane < tl.where(slot >= 0, HALF, 0))
         cache_ptr = tl.where(is_v, v_cache_ptr, k_cache_ptr)
-        at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + lane
+        at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + place
         tl.store(at, low.to(cache_ptr.dtype.element_ty), mask=written)
-        tl.store(at + HALF, high.to(cache_ptr.dtype.element_ty), mask=written)
+        tl.store(at + gap, high.to(cache_ptr.dtype.element_ty), mask=written)
     else:
-        at = q_ptr + (token.to(tl.int64) * NUM_HEADS + local) * (2 * HALF) + lane
+        if Q_BETA != 0.0:
+            factor = query_factor(position, Q_BETA, Q_LENGTH)
+            low = (low.to(tl.float32) * factor).to(low.dtype)
+            high = (high.to(tl.float32) * factor).to(low.dtype)
+        at = q_ptr + (token.to(tl.int64) * NUM_HEADS + local) * (2 * HALF) + place
         tl.store(at, low, mask=exists)
-        tl.store(at + HALF, high, mask=exists)
+        tl.store(at + gap, high, mask=exists)
 
 
 _launch = Launcher(_rope_few_kernel, launch_pdl=OVERLAPS)
@@ -154,6 +167,7 @@ def launch_rope_few(
             write.num_heads,
             write.num_kv_heads,
             write.head_dim // 2,
+            *write.constants,
             not IS_INTERPRETED,
             OVERLAPS,
         ),

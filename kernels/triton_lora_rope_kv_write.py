@@ -19,7 +19,14 @@ from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_lora_heads import norm_heads, pick_heads, turn
+from kernels.triton_lora_heads import (
+    is_partial,
+    norm_heads,
+    pick_heads,
+    place_lanes,
+    query_factor,
+    turn_lanes,
+)
 from kernels.triton_lora_mma import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -47,25 +54,49 @@ def _offsets(ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _spread(at, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr):
-    """Returns the addresses and the mask of half a head, [ROWS * LANES / 32, 32]."""
+def _spread(
+    at, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, TURNING: tl.constexpr,
+    SECOND: tl.constexpr,
+):  # fmt: skip
+    """Returns the addresses and the mask of the first or second half of the pairs of heads that
+    begin at `at`, [ROWS * LANES / 32, 32]."""
     lane = tl.arange(0, ROWS * (LANES // 32))[:, None] // ROWS * 32 + tl.arange(0, 32)[None, :]
-    return at[:, None] + lane, live[:, None] & (lane < HALF)
+    place, gap = place_lanes(lane, HALF, TURNING)
+    if is_partial(HALF, TURNING):
+        if SECOND:
+            place += gap
+    elif SECOND:
+        at += gap
+    return at[:, None] + place, live[:, None] & (lane < HALF)
 
 
 @triton.jit
-def _load_half(at, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr):
-    """Returns [ROWS, LANES]: half a head from each row's address on."""
-    spread, mask = _spread(at, live, ROWS, HALF, LANES)
+def _load_half(
+    at, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, TURNING: tl.constexpr,
+    SECOND: tl.constexpr,
+):  # fmt: skip
+    """Returns [ROWS, LANES]: half of the head at each row's address."""
+    spread, mask = _spread(at, live, ROWS, HALF, LANES, TURNING, SECOND)
     parts = tl.reshape(tl.load(spread, mask=mask, other=0.0), [LANES // 32, ROWS, 32])
     return drop_rows(tl.reshape(tl.permute(parts, [1, 0, 2]), [ROWS, LANES]), ROWS)
 
 
 @triton.jit
-def _store_half(at, x, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr):
-    spread, mask = _spread(at, live, ROWS, HALF, LANES)
+def _store_half(
+    at, x, live, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, TURNING: tl.constexpr,
+    SECOND: tl.constexpr,
+):  # fmt: skip
+    spread, mask = _spread(at, live, ROWS, HALF, LANES, TURNING, SECOND)
     parts = tl.permute(tl.reshape(x, [ROWS, LANES // 32, 32]), [1, 0, 2])
     tl.store(spread, tl.reshape(parts, [ROWS * (LANES // 32), 32]), mask=mask)
+
+
+@triton.jit
+def _scale_rows(x, factors, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Multiplies the rows of x [ROWS, LANES] by their factors in the order of `_offsets`."""
+    wide = tl.broadcast_to(factors[:, None], [ROWS * (LANES // 32), 32])
+    wide = tl.permute(tl.reshape(wide, [LANES // 32, ROWS, 32]), [1, 0, 2])
+    return (x.to(tl.float32) * tl.reshape(wide, [ROWS, LANES])).to(x.dtype)
 
 
 @triton.jit
@@ -81,9 +112,11 @@ def _request_tile(
     slots_ptr,
     part,
     low_columns,
+    gap,
     width,
     STRIDE: tl.constexpr,
     HALF: tl.constexpr,
+    TURNING: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
@@ -95,15 +128,16 @@ def _request_tile(
     num_pages = tl.where(is_live, num_pages, 0)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     low_b = load_block(heap_ptr, entry, low_columns, width, LANES, IS_EVEN)
-    high_b = load_block(heap_ptr, entry, low_columns + HALF, width, LANES, IS_EVEN)
+    high_b = load_block(heap_ptr, entry, low_columns + gap, width, LANES, IS_EVEN)
     offsets = _offsets(ROWS, LANES)
     token = row + offsets
     live = rows_of_small(offsets, rows)
     position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
-    table = cos_sin_ptr + position * (2 * HALF)
-    cos = _load_half(table, live & (part != 2), ROWS, HALF, LANES)
-    sin = _load_half(table + HALF, live & (part != 2), ROWS, HALF, LANES)
+    # Not read where nothing turns.
+    table = cos_sin_ptr + position * (2 * TURNING)
+    cos = _load_half(table, live & (part != 2), ROWS, TURNING, LANES, TURNING, False)
+    sin = _load_half(table, live & (part != 2), ROWS, TURNING, LANES, TURNING, True)
     return row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin
 
 
@@ -121,7 +155,7 @@ def _lora_rope_kernel(
     qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]
     planes_ptr,
     heap_ptr,
-    cos_sin_ptr,  # [max_positions, 2, D / 2]
+    cos_sin_ptr,  # [max_positions, 2, TURNING]
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,
     q_norm_ptr,
@@ -138,6 +172,9 @@ def _lora_rope_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNING: tl.constexpr,
+    Q_BETA: tl.constexpr,
+    Q_LENGTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     NUM_PLANES: tl.constexpr,
@@ -155,7 +192,8 @@ def _lora_rope_kernel(
     exists = (lane < HALF)[None, :]
     width = heads * (2 * HALF)
     # Lanes that are in no half read B of its neighbour: their sums are used nowhere.
-    low_columns = head * (2 * HALF) + lane
+    place, gap = place_lanes(lane, HALF, TURNING)
+    low_columns = head * (2 * HALF) + place
     offsets = _offsets(ROWS, LANES)
     count = tl.load(header_ptr)
     num_rows = tl.load(header_ptr + 3)
@@ -163,13 +201,13 @@ def _lora_rope_kernel(
     tile = tl.program_id(1)
     row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin = _request_tile(
         tiles_ptr, tile, True, tile < count, heap_ptr, entries_ptr, cos_sin_ptr, positions_ptr,
-        slots_ptr, part, low_columns, width, STRIDE, HALF, TILE, ROWS, LANES, IS_EVEN,
+        slots_ptr, part, low_columns, gap, width, STRIDE, HALF, TURNING, TILE, ROWS, LANES, IS_EVEN,
     )  # fmt: skip
     if HAS_NORM:
         # For each row: a load for all would pass through shared memory.
         norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + 0 * offsets
-        low_weight = _load_half(norm_ptr, offsets < TILE, ROWS, HALF, LANES)
-        high_weight = _load_half(norm_ptr + HALF, offsets < TILE, ROWS, HALF, LANES)
+        low_weight = _load_half(norm_ptr, offsets < TILE, ROWS, HALF, LANES, TURNING, False)
+        high_weight = _load_half(norm_ptr, offsets < TILE, ROWS, HALF, LANES, TURNING, True)
     wait_for_inputs(OVERLAPPED)
     block = part * rank_pages
     blocks = 3 * rank_pages
@@ -184,8 +222,8 @@ def _lora_rope_kernel(
             planes_ptr, block, blocks, at_bridge, tl.where(owns, rows, 0), num_rows, NUM_PLANES,
             ROWS,
         )  # fmt: skip
-        low = _load_half(x_at, live, ROWS, HALF, LANES)
-        high = _load_half(x_at + HALF, live, ROWS, HALF, LANES)
+        low = _load_half(x_at, live, ROWS, HALF, LANES, TURNING, False)
+        high = _load_half(x_at, live, ROWS, HALF, LANES, TURNING, True)
         if owns:  # a row without a delta keeps its bits, also those of -0
             low_sum = swap_columns(low.to(tl.float32), ROWS, LANES)
             high_sum = swap_columns(high.to(tl.float32), ROWS, LANES)
@@ -194,7 +232,7 @@ def _lora_rope_kernel(
             for i in range(1, num_pages):
                 more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
                 more_low = load_block(heap_ptr, more, low_columns, width, LANES, IS_EVEN)
-                more_high = load_block(heap_ptr, more, low_columns + HALF, width, LANES, IS_EVEN)
+                more_high = load_block(heap_ptr, more, low_columns + gap, width, LANES, IS_EVEN)
                 # Beyond the rank of this module the bridge holds arbitrary values.
                 more_h = load_bridge_rows(
                     planes_ptr, block + i, blocks, at_bridge, tl.where(more != 0, rows, 0),
@@ -210,22 +248,30 @@ def _lora_rope_kernel(
                     low = tl.where(exists, low, 0.0)
                     high = tl.where(exists, high, 0.0)
                 low, high = norm_heads(low, high, low_weight, high_weight, 2 * HALF, EPS)
-            low, high = turn(low, high, cos, sin, EXACT)
+            if TURNING > 0:
+                turns = (lane < TURNING)[None, :]
+                low, high = turn_lanes(low, high, cos, sin, turns, HALF, TURNING, EXACT)
         if part == 0:
             q_at = q_ptr + (token * NUM_HEADS + head) * (2 * HALF)
-            _store_half(q_at, low, live, ROWS, HALF, LANES)
-            _store_half(q_at + HALF, high, live, ROWS, HALF, LANES)
+            if Q_BETA != 0.0:
+                position = tl.load(positions_ptr + token, mask=live, other=0)
+                factor = query_factor(position, Q_BETA, Q_LENGTH)
+                low = _scale_rows(low, factor, ROWS, LANES)
+                high = _scale_rows(high, factor, ROWS, LANES)
+            _store_half(q_at, low, live, ROWS, HALF, LANES, TURNING, False)
+            _store_half(q_at, high, live, ROWS, HALF, LANES, TURNING, True)
         else:
             # A negative slot marks a padding row of a CUDA graph.
             kv_at = cache_ptr + (slot * NUM_KV_HEADS + head) * (2 * HALF)
-            _store_half(kv_at, low.to(cached), live & (slot >= 0), ROWS, HALF, LANES)
-            _store_half(kv_at + HALF, high.to(cached), live & (slot >= 0), ROWS, HALF, LANES)
+            written = live & (slot >= 0)
+            _store_half(kv_at, low.to(cached), written, ROWS, HALF, LANES, TURNING, False)
+            _store_half(kv_at, high.to(cached), written, ROWS, HALF, LANES, TURNING, True)
         tile += tl.num_programs(1)
         row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin = (
             _request_tile(
                 tiles_ptr, tile, tile < count, tile < count, heap_ptr, entries_ptr, cos_sin_ptr,
-                positions_ptr, slots_ptr, part, low_columns, width, STRIDE, HALF, TILE, ROWS,
-                LANES, IS_EVEN,
+                positions_ptr, slots_ptr, part, low_columns, gap, width, STRIDE, HALF, TURNING,
+                TILE, ROWS, LANES, IS_EVEN,
             )
         )  # fmt: skip
 
@@ -257,6 +303,7 @@ def launch_lora_rope_kv_write(
         num_heads,
         num_kv_heads,
         half,
+        *write.constants,
         write.has_norm,
         write.eps,
     )

@@ -11,7 +11,14 @@ from kernels.lora_plan import LARGE_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_lora_heads import norm_heads, pick_heads, turn
+from kernels.triton_lora_heads import (
+    is_partial,
+    norm_heads,
+    pick_heads,
+    place_lanes,
+    query_factor,
+    turn_lanes,
+)
 from kernels.triton_lora_tiles import (
     PAGE,
     add_delta,
@@ -58,6 +65,9 @@ def _lora_rope_large_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNING: tl.constexpr,
+    Q_BETA: tl.constexpr,
+    Q_LENGTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -86,6 +96,7 @@ def _lora_rope_large_kernel(
     IS_EVEN: tl.constexpr = LANES == HALF
     lane = tl.arange(0, LANES)
     exists = lane < HALF
+    place, gap = place_lanes(lane, HALF, TURNING)
     width = heads * (2 * HALF)
     offsets = tl.arange(0, ROWS)
     token = (row + offsets).to(tl.int64)
@@ -94,9 +105,13 @@ def _lora_rope_large_kernel(
     position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
     written = inside & (slot >= 0)[:, None]
-    table = cos_sin_ptr + position[:, None] * (2 * HALF) + lane[None, :]
-    cos = tl.load(table, mask=inside, other=0.0)
-    sin = tl.load(table + HALF, mask=inside, other=0.0)
+    turns = inside
+    if is_partial(HALF, TURNING):
+        turns = live[:, None] & (lane < TURNING)[None, :]
+    if TURNING > 0:
+        table = cos_sin_ptr + position[:, None] * (2 * TURNING) + lane[None, :]
+        cos = tl.load(table, mask=turns, other=0.0)
+        sin = tl.load(table + TURNING, mask=turns, other=0.0)
     owned = (offsets < tl.where(owns, rows, 0))[:, None]
     page_stride = num_rows.to(tl.int64) * PAGE
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
@@ -107,24 +122,24 @@ def _lora_rope_large_kernel(
     cache_ptr = tl.where(part == 1, k_cache_ptr, v_cache_ptr)
     end = tl.minimum(first_head + HEADS, heads)
     for head in tl.range(first_head, end, num_stages=STAGES):
-        low_columns = head * (2 * HALF) + lane
+        low_columns = head * (2 * HALF) + place
         if not IS_EVEN:
             low_columns = tl.where(exists, low_columns, width)
         x_at = qkv_ptr + token[:, None] * STRIDE_QKV + (before * (2 * HALF) + low_columns)[None, :]
         low = tl.load(x_at, mask=inside, other=0.0)
-        high = tl.load(x_at + HALF, mask=inside, other=0.0)
+        high = tl.load(x_at + gap, mask=inside, other=0.0)
         delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
         delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
         if IS_SINGLE:
             low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
-            high_b = load_strip(heap_ptr, entry, low_columns + HALF, width, IS_EVEN)
+            high_b = load_strip(heap_ptr, entry, low_columns + gap, width, IS_EVEN)
             delta_low = page_dot(h, low_b, delta_low, not EXACT)
             delta_high = page_dot(h, high_b, delta_high, not EXACT)
         else:
             for i in range(num_pages):
                 more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
                 low_b = load_strip(heap_ptr, more, low_columns, width, IS_EVEN)
-                high_b = load_strip(heap_ptr, more, low_columns + HALF, width, IS_EVEN)
+                high_b = load_strip(heap_ptr, more, low_columns + gap, width, IS_EVEN)
                 h = tl.load(h_at + i * page_stride, mask=owned & (more != 0), other=0.0)
                 delta_low = page_dot(h, low_b, delta_low, not EXACT)
                 delta_high = page_dot(h, high_b, delta_high, not EXACT)
@@ -132,24 +147,29 @@ def _lora_rope_large_kernel(
         high = add_delta(high, delta_high, owns)
         if part != 2:
             if HAS_NORM:
-                norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + lane
+                norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + place
                 low, high = norm_heads(
                     low,
                     high,
                     tl.load(norm_ptr, mask=exists, other=0.0)[None, :],
-                    tl.load(norm_ptr + HALF, mask=exists, other=0.0)[None, :],
+                    tl.load(norm_ptr + gap, mask=exists, other=0.0)[None, :],
                     2 * HALF,
                     EPS,
                 )
-            low, high = turn(low, high, cos, sin, EXACT)
+            if TURNING > 0:
+                low, high = turn_lanes(low, high, cos, sin, turns, HALF, TURNING, EXACT)
         if part == 0:
-            q_at = q_ptr + (token[:, None] * NUM_HEADS + head) * (2 * HALF) + lane[None, :]
+            if Q_BETA != 0.0:
+                factor = query_factor(position, Q_BETA, Q_LENGTH)[:, None]
+                low = (low.to(tl.float32) * factor).to(low.dtype)
+                high = (high.to(tl.float32) * factor).to(low.dtype)
+            q_at = q_ptr + (token[:, None] * NUM_HEADS + head) * (2 * HALF) + place[None, :]
             tl.store(q_at, low, mask=inside)
-            tl.store(q_at + HALF, high, mask=inside)
+            tl.store(q_at + gap, high, mask=inside)
         else:
-            kv_at = cache_ptr + (slot[:, None] * NUM_KV_HEADS + head) * (2 * HALF) + lane[None, :]
+            kv_at = cache_ptr + (slot[:, None] * NUM_KV_HEADS + head) * (2 * HALF) + place[None, :]
             tl.store(kv_at, low.to(cached), mask=written)
-            tl.store(kv_at + HALF, high.to(cached), mask=written)
+            tl.store(kv_at + gap, high.to(cached), mask=written)
 
 
 _launch = Launcher(_lora_rope_large_kernel, launch_pdl=OVERLAPS)

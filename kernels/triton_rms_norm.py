@@ -28,15 +28,19 @@ def scale_row(x, SCALE: tl.constexpr):
 
 
 @triton.jit
+def weigh(normed, weight, dtype: tl.constexpr):
+    """Applies the weights of a norm in float32. Those of the activations' type meet a rounded
+    value."""
+    if weight.dtype == dtype:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed * weight.to(tl.float32)
+
+
+@triton.jit
 def norm_row(x, weight, HIDDEN: tl.constexpr, EPS: tl.constexpr):
-    """Normalises a row in x's type. Weights of another type are applied before the rounding."""
     wide = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + EPS)
-    if weight.dtype == x.dtype:
-        normed = (wide * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    else:
-        normed = wide * inverse * weight.to(tl.float32)
-    return normed.to(x.dtype)
+    return weigh(wide * inverse, weight, x.dtype).to(x.dtype)
 
 
 @triton.jit
@@ -47,6 +51,7 @@ def _rms_norm_kernel(
     out_ptr,
     STRIDE_X: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
+    STRIDE_OUT: tl.constexpr,
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     ADDS: tl.constexpr,
@@ -66,7 +71,8 @@ def _rms_norm_kernel(
         x = scale_row(x, SCALE)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(there, x, mask=inside)
-    tl.store(out_ptr + row * HIDDEN + columns, norm_row(x, weight, HIDDEN, EPS), mask=inside)
+    normed = norm_row(x, weight, HIDDEN, EPS)
+    tl.store(out_ptr + row * STRIDE_OUT + columns, normed, mask=inside)
 
 
 _launch = Launcher(_rms_norm_kernel, launch_pdl=OVERLAPS)
@@ -78,13 +84,15 @@ def launch_rms_norm(
     weight: torch.Tensor,
     eps: float,
     scale: float = 1.0,
+    out: torch.Tensor | None = None,  # may be x
 ) -> torch.Tensor:
     """Maps x [T, H] to normed [T, H]. `residual` [T, H] becomes scale * x + residual, which is then
     normed."""
     rows, hidden = x.shape
     assert x.stride(1) == 1
     assert hidden <= MAX_BLOCK
-    out = torch.empty_like(x)
+    stride_out = hidden if out is None else out.stride(0)
+    out = torch.empty_like(x) if out is None else out
     adds = residual is not None
     other = residual if residual is not None else x
     block, num_warps = shape_of(hidden)
@@ -92,7 +100,7 @@ def launch_rms_norm(
         (rows, 1, 1),
         (x, other, weight, out),
         (),
-        (x.stride(0), other.stride(0), hidden, eps, adds, scale, block, OVERLAPS),
+        (x.stride(0), other.stride(0), stride_out, hidden, eps, adds, scale, block, OVERLAPS),
         num_warps,
     )
     return out

@@ -8,14 +8,16 @@ import torch
 
 from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
+from kernels.lora_norm_add_norm import lora_norm_add_norm
 from kernels.lora_plan import LoraPlan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
+from kernels.norm_add_norm import norm_add_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
-from kernels.rope_write import RopeWrite
-from kernels.silu_mul import silu_mul
+from kernels.rope_write import QueryScaling, RopeWrite
+from kernels.silu_mul import Activation, silu_mul
 from tests.lora_kernel_cases import LoraCase, Run
 
 EPS = 1e-5
@@ -72,40 +74,63 @@ def expanded(case: LoraCase, plan: LoraPlan) -> torch.Tensor:
     return y
 
 
-def norms(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
+def norms(
+    case: LoraCase, plan: LoraPlan, scale: float = 1.0, weight_type: torch.dtype | None = None
+) -> list[Outcome]:
     """Returns the outcomes of one slice: the residual, then the normed values."""
     draw = torch.Generator().manual_seed(12)
     residual = torch.randn(case.y.shape, generator=draw).to(case.y)
-    weight = torch.rand(case.y.shape[1], generator=draw).to(case.y)
+    weight = torch.rand(case.y.shape[1], generator=draw).to(case.y).to(weight_type)
     bridge = lora_shrink(case.x, case.site, plan)
     found = lora_add_rms_norm(
-        case.y.clone(), residual.clone(), weight, EPS, bridge, case.site, plan
+        case.y.clone(), residual.clone(), weight, EPS, bridge, case.site, plan, scale
     )
-    expected = add_rms_norm(expanded(case, plan), residual.clone(), weight, EPS)
-    base = add_rms_norm(case.y.clone(), residual.clone(), weight, EPS)
+    expected = add_rms_norm(expanded(case, plan), residual.clone(), weight, EPS, scale)
+    base = add_rms_norm(case.y.clone(), residual.clone(), weight, EPS, scale)
     return [Outcome(*each) for each in zip(found, expected, base, strict=True)][::-1]
 
 
-def products(case: LoraCase, plan: LoraPlan) -> Outcome:
+def double_norms(case: LoraCase, plan: LoraPlan, *, has_next: bool = True) -> list[Outcome]:
+    """Returns the outcomes of one slice: the residual, then the next block's input."""
+    draw = torch.Generator().manual_seed(12)
+    residual = torch.randn(case.y.shape, generator=draw).to(case.y)
+    post, following = torch.rand(2, case.y.shape[1], generator=draw).to(case.y.device)
+    weights = (post, following if has_next else None)
+    bridge = lora_shrink(case.x, case.site, plan)
+    found = lora_norm_add_norm(
+        case.y.clone(), residual.clone(), *weights, EPS, bridge, case.site, plan
+    )
+    expected = norm_add_norm(expanded(case, plan), residual.clone(), *weights, EPS)
+    base = norm_add_norm(case.y.clone(), residual.clone(), *weights, EPS)
+    return [Outcome(*each) for each in zip(found, expected, base, strict=True)][::-1]
+
+
+def products(case: LoraCase, plan: LoraPlan, activation: Activation = "silu") -> Outcome:
     """Returns the outcome of two slices."""
     bridge = lora_shrink(case.x, case.site, plan)
-    found = lora_silu_mul(case.y.clone(), bridge, case.site, plan)
-    return Outcome(found, silu_mul(expanded(case, plan)), silu_mul(case.y))
+    found = lora_silu_mul(case.y.clone(), bridge, case.site, plan, activation)
+    return Outcome(found, silu_mul(expanded(case, plan), activation), silu_mul(case.y, activation))
 
 
-def turns(case: LoraCase, plan: LoraPlan) -> list[Outcome]:
+def turns(
+    case: LoraCase,
+    plan: LoraPlan,
+    rotary_dim: int = HEADS[2],  # 0: nothing turns
+    scaling: QueryScaling | None = None,
+) -> list[Outcome]:
     """Returns the outcomes of three slices: q and both caches."""
     draw = torch.Generator().manual_seed(5)
     rows, size, device = case.y.shape[0], HEADS[2], case.y.device
     positions = torch.randint(0, 50, (rows,), generator=draw).to(device)
     slots = torch.randperm(16, generator=draw)[:rows].to(device)
     slots[-1] = -1
-    cos_sin = torch.rand(50, 2, size // 2, generator=draw).to(device)
+    drawn = torch.rand(50, 2, rotary_dim // 2, generator=draw).to(device)
+    cos_sin = drawn if rotary_dim else None
     bridge = lora_shrink(case.x, case.site, plan)
     outcomes = []
     for kind in ("found", "expected", "base"):
         k, v = (torch.zeros(16, 1, HEADS[1], size).to(case.y) for _ in "kv")
-        write = RopeWrite(positions, cos_sin, k, v, slots, *HEADS)
+        write = RopeWrite(positions, cos_sin, k, v, slots, *HEADS, q_scaling=scaling)
         if kind == "found":
             q = lora_rope_kv_write(case.y.clone(), bridge, case.site, plan, write)
         else:

@@ -9,20 +9,27 @@ from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
 from kernels.rope_kv_write import rope_kv_write
-from kernels.rope_write import RopeWrite
-from kernels.silu_mul import silu_mul
+from kernels.rope_write import QueryScaling, RopeWrite
+from kernels.silu_mul import Activation, silu_mul
 from tests.lora_kernel_cases import LoraCase
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # fused, apart
 Turned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and where no delta is added, bool
 
 
-def silu_both_ways(case: LoraCase, *, graph_rows: int | None = None, large: bool = True) -> Pair:
+def silu_both_ways(
+    case: LoraCase,
+    *,
+    graph_rows: int | None = None,
+    large: bool = True,
+    activation: Activation = "silu",
+) -> Pair:
     plan = case.plan(large=large, graph_rows=graph_rows)
     bridge = lora_shrink(case.x, case.site, plan)
     y = case.y.clone()
     lora_expand_(y, bridge, case.site, plan)
-    return lora_silu_mul(case.y.clone(), bridge, case.site, plan), silu_mul(y)
+    fused = lora_silu_mul(case.y.clone(), bridge, case.site, plan, activation)
+    return fused, silu_mul(y, activation)
 
 
 def rope_both_ways(
@@ -34,17 +41,21 @@ def rope_both_ways(
     graph_rows: int | None = None,
     large: bool = True,
     has_norm: bool = False,
+    norm_type: torch.dtype | None = None,  # None: that of the activations
+    rotary_dim: int | None = None,  # None: all of a head; 0: nothing turns
+    scaling: QueryScaling | None = None,
 ) -> tuple[Turned, Turned, Turned]:
     """q, the K cache, the V cache; every fifth row is padding and has no slot."""
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
     tokens, device, dtype = case.x.shape[0], case.x.device, case.x.dtype
     draw = torch.Generator().manual_seed(5)
     positions = torch.randint(0, 50, (tokens,), generator=draw).to(device)
     slots = torch.randperm(tokens + 20, generator=draw)[:tokens].to(device)
     slots[4::5] = -1
-    angles = torch.rand(50, head_dim // 2, generator=draw)
-    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(device)  # [50, 2, D / 2]
+    angles = torch.rand(50, rotary_dim // 2, generator=draw)
+    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1).to(device)  # [50, 2, R / 2]
     blocks = -(-(tokens + 20) // 4)
-    norm = torch.rand(head_dim, generator=draw).to(device, dtype) if has_norm else None
+    norm = torch.rand(head_dim, generator=draw).to(device, norm_type or dtype) if has_norm else None
 
     def caches() -> tuple[torch.Tensor, torch.Tensor]:
         k = torch.zeros(blocks, 4, num_kv_heads, head_dim, device=device, dtype=dtype)
@@ -55,7 +66,8 @@ def rope_both_ways(
     heads = (num_heads, num_kv_heads, head_dim)
 
     def write(k: torch.Tensor, v: torch.Tensor) -> RopeWrite:
-        return RopeWrite(positions, cos_sin, k, v, slots, *heads, norm, norm, 1e-5)
+        table = cos_sin if rotary_dim else None
+        return RopeWrite(positions, table, k, v, slots, *heads, norm, norm, 1e-5, q_scaling=scaling)
 
     k, v = caches()
     fused = lora_rope_kv_write(case.y.clone(), bridge, case.site, plan, write(k, v))

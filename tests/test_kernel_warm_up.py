@@ -100,7 +100,10 @@ def pool_bytes(model: ModelConfig, num_pages: int) -> int:
 
 
 # Kernels that no family in engine/model_config.py reaches.
-OF_NO_FAMILY = {"kernels.triton_norm_add_norm._norm_add_norm_kernel"}
+OF_NO_FAMILY = {
+    "kernels.triton_norm_add_norm._norm_add_norm_kernel",
+    "kernels.triton_lora_norm_add_norm._lora_norm_add_norm_kernel",
+}
 
 
 def names(calls: frozenset[KernelCall]) -> set[str]:

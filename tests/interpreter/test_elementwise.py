@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from kernels.embedding import gather_embedding, gather_embedding_reference
+from kernels.norm_add_norm import norm_add_norm, norm_add_norm_reference
 from kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
     rms_norm,
+    rms_norm_,
     rms_norm_reference,
 )
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from kernels.rope_write import RopeWrite
+from kernels.rope_write import QueryScaling, RopeWrite
 from kernels.silu_mul import silu_mul, silu_mul_reference
 
 DTYPES = (torch.float16, torch.float32)
@@ -92,6 +94,71 @@ def test_rope_kv_write(
     check(q, expected)
     check(caches[0], caches[2])
     assert torch.equal(caches[1], caches[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dim", "rotary_dim"), [(96, 24), (32, 24), (16, 2), (128, 96), (64, 0), (256, 256)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_variants_of_rope(dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads = 3, 2
+    qkv = randn(4, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    positions = torch.tensor([0, 1, 30, 7], dtype=torch.int32)
+    cos_sin = randn(32, 2, rotary_dim // 2, seed=1) if rotary_dim else None
+    slots = torch.tensor([0, 11, 3, 9])
+    norms = (randn(dim, seed=2), randn(dim, seed=3)) if normed else (None, None)
+    caches = [torch.full((3, 4, kv_heads, dim), UNTOUCHED, dtype=dtype) for _ in range(4)]
+    write = RopeWrite(positions, cos_sin, *caches[:2], slots, heads, kv_heads, dim, *norms, 1e-6)
+    write = write._replace(q_scaling=QueryScaling(0.5, 8))
+    q = rope_kv_write(qkv, write)
+    expected = rope_kv_write_reference(qkv, write._replace(k_cache=caches[2], v_cache=caches[3]))
+    assert_near(q, expected)
+    assert_near(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_families(dtype: torch.dtype) -> None:
+    x, residual = randn(4, 33, dtype=dtype), randn(4, 33, dtype=dtype, seed=1)
+    weight, following = randn(33, seed=2), randn(33, seed=3)
+    assert_near(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    for found, expected in (
+        (
+            add_rms_norm(x, residual.clone(), weight, 1e-6, 0.22),
+            add_rms_norm_reference(x, residual, weight, 1e-6, 0.22),
+        ),
+        (
+            norm_add_norm(x, residual.clone(), weight, following, 1e-6),
+            norm_add_norm_reference(x, residual, weight, following, 1e-6),
+        ),
+        (
+            norm_add_norm(x, residual.clone(), weight, None, 1e-6),
+            norm_add_norm_reference(x, residual, weight, None, 1e-6),
+        ),
+    ):
+        for one, other in zip(found, expected, strict=True):
+            assert_near(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_in_place_leaves_its_neighbours(dtype: torch.dtype) -> None:
+    x, weight = randn(3, 40, dtype=dtype), randn(16, seed=2)
+    expected = x.clone()
+    expected[:, 16:32] = rms_norm_reference(x[:, 16:32], weight, 1e-6)
+    rms_norm_(x[:, 16:32], weight, 1e-6)
+    assert_near(x, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_mul(dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(3, 2 * 1030, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([80.0, -80.0, 0.0, -0.0])
+    found = silu_mul(gate_up, "gelu_tanh")
+    # 1 + tanh is next to 0 for negative numbers: what is left of it is a rounding.
+    torch.testing.assert_close(
+        found, silu_mul_reference(gate_up, "gelu_tanh"), rtol=1e-3, atol=1e-5
+    )
 
 
 def test_a_negative_slot_is_written_nowhere() -> None:

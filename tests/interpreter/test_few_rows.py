@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from kernels.linear import linear
+from kernels.rope_write import QueryScaling
 from tests.few_rows_cases import (
     LACKING,
     MORE_RUNS,
     RUNS,
     assert_agrees,
     both_products,
+    double_norms,
     draw_weight,
     norms,
     products,
@@ -65,10 +67,26 @@ def test_what_reads_a_product_adds_the_delta(runs: str) -> None:
         for outcome in norms(case, case.plan(graph_rows=case.x.shape[0])):
             assert_agrees(outcome, case.base_rows(), 2e-3)
     case = build(runs, 64, (72, 72))
-    outcome = products(case, case.plan(large=False))
-    assert_agrees(outcome, case.base_rows(), 4e-3)
+    for activation in ("silu", "gelu_tanh"):
+        outcome = products(case, case.plan(large=False), activation)
+        assert_agrees(outcome, case.base_rows(), 4e-3)
     case = build(runs, 64, (512, 256, 256))
     for outcome in turns(case, case.plan(graph_rows=case.x.shape[0])):
+        assert_agrees(outcome, case.base_rows(), 4e-3)
+
+
+@pytest.mark.parametrize("runs", ["one row of many pages", "some slices"])
+def test_what_reads_a_product_of_another_family_adds_the_delta(runs: str) -> None:
+    case = build(runs, 64, (80,))
+    plan = case.plan(graph_rows=case.x.shape[0])
+    found = norms(case, plan, 0.22) + norms(case, plan, weight_type=torch.float32)
+    found += double_norms(case, plan) + double_norms(case, plan, has_next=False)
+    for outcome in found:
+        assert_agrees(outcome, case.base_rows(), 2e-3)
+    case = build(runs, 64, (512, 256, 256))
+    plan = case.plan(graph_rows=case.x.shape[0])
+    found = turns(case, plan, 96) + turns(case, plan, 0)
+    for outcome in found + turns(case, plan, scaling=QueryScaling(0.5, 8)):
         assert_agrees(outcome, case.base_rows(), 4e-3)
 
 
@@ -78,5 +96,5 @@ def test_a_norm_of_more_rows_adds_the_delta(runs: str) -> None:
         RANKS, MORE_RUNS[runs], in_features=64, sizes=(80,), dtype=torch.float16, max_tokens=64
     )
     for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0])):
-        for outcome in norms(case, plan):
+        for outcome in norms(case, plan) + double_norms(case, plan):
             assert_agrees(outcome, case.base_rows(), 2e-3)

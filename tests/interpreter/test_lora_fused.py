@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kernels import triton_lora_rope_kv_write
+from kernels.lora_rope_kv_write import lora_rope_kv_write
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from kernels.rope_kv_write import rope_kv_write_reference
+from kernels.rope_write import QueryScaling, RopeWrite
 from tests.lora_fused_cases import (
     assert_turns_agree,
     rope_both_ways,
@@ -42,6 +48,72 @@ def test_silu_mul_is_that_of_the_sums(runs: str, width: int) -> None:
     case = make_case(RANKS, RUNS[runs], in_features=32, sizes=(width, width), dtype=torch.float16)
     fused, apart = silu_both_ways(case)
     check(runs, fused, apart)
+
+
+@pytest.mark.parametrize("runs", ["small tiles", "a large tile of one page", "some slices"])
+def test_gelu_mul_is_that_of_the_sums(runs: str) -> None:
+    case = make_case(RANKS, RUNS[runs], in_features=32, sizes=(264, 264), dtype=torch.float16)
+    fused, apart = silu_both_ways(case, activation="gelu_tanh")
+    check(runs, fused, apart)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "a part of a head turns": {"rotary_dim": 24},
+    "a part of a normed head turns": {"rotary_dim": 32, "has_norm": True},
+    "nothing turns": {"rotary_dim": 0},
+    "queries are scaled": {"scaling": QueryScaling(0.5, 8)},
+    "norms in float32": {"has_norm": True, "norm_type": torch.float32},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("runs", ["small tiles", "a large tile", "a large tile of one page"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 1, 96), (2, 2, 64)])
+def test_variants_of_rope_are_those_of_the_sums(
+    runs: str, heads: int, kv_heads: int, head_dim: int, name: str
+) -> None:
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    case = make_case(RANKS, RUNS[runs], in_features=32, sizes=sizes, dtype=torch.float16)
+    variant = VARIANTS[name]
+    for turned in rope_both_ways(case, heads, kv_heads, head_dim, **variant):
+        if "has_norm" in variant:
+            torch.testing.assert_close(turned[0], turned[1], rtol=2e-3, atol=2e-3)
+        else:
+            assert_turns_agree(turned)
+
+
+@pytest.mark.parametrize("runs", ["small tiles", "a large tile of one page"])
+def test_heads_of_256(runs: str) -> None:
+    case = make_case(RANKS, RUNS[runs], in_features=16, sizes=(512, 256, 256), dtype=torch.float16)
+    for fused, apart, _ in rope_both_ways(
+        case, 2, 1, 256, has_norm=True, norm_type=torch.float32, rotary_dim=256
+    ):
+        torch.testing.assert_close(fused, apart, rtol=2e-3, atol=2e-3)
+
+
+def test_a_norm_of_all_heads_comes_after_the_sums() -> None:
+    case = make_case(
+        RANKS, RUNS["some slices"], in_features=32, sizes=(64, 32, 32), dtype=torch.float16
+    )
+    plan = case.plan()
+    bridge = lora_shrink(case.x, case.site, plan)
+    norms = (torch.rand(64), torch.rand(32))
+    tokens = len(case.x)
+    where, angles = torch.arange(tokens), torch.rand(tokens, 2, 8)
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for out in (found, expected):
+        k, v = (torch.zeros(tokens, 1, 2, 16, dtype=torch.float16) for _ in "kv")
+        write = RopeWrite(where, angles, k, v, where, 4, 2, 16, *norms, 1e-5)
+        y = case.y.clone()
+        if out is found:
+            q = lora_rope_kv_write(y, bridge, case.site, plan, write)
+        else:
+            lora_expand_(y, bridge, case.site, plan)
+            q = rope_kv_write_reference(y, write)
+        out += [q, k, v]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("runs", RUNS)

@@ -1,0 +1,139 @@
+"""The Triton kernel of `lora_norm_add_norm`: a program processes a whole row and finds its tile in
+the plan.
+
+As `lora_add_rms_norm`'s, with a norm before the addition. The block and its warps are those of
+`norm_add_norm`: a row without adapter gets the bits of that op.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.few_rows import FEW_ROWS
+from kernels.lora_plan import Bridge, LoraPlan
+from kernels.lora_rows import SiteRows
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_lora_add_rms_norm import MIN_TILES
+from kernels.triton_lora_rows import (
+    LENGTHS,
+    METADATA,
+    find_row,
+    load_bridge,
+    more_delta,
+    read_planes,
+    row_delta,
+)
+from kernels.triton_lora_tiles import find_strip, load_strip
+from kernels.triton_rms_norm import norm_row, shape_of
+
+
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
+def _lora_norm_add_norm_kernel(
+    x_ptr,  # [T, HIDDEN]
+    residual_ptr,  # becomes norm(x + delta) + residual
+    post_ptr,
+    next_ptr,
+    out_ptr,
+    planes_ptr,
+    heap_ptr,
+    header_ptr,
+    tiles_ptr,
+    pages_ptr,
+    entries_ptr,
+    num_tiles,
+    num_planes,
+    PLANES: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE_RESIDUAL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    EPS: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    IS_EVEN: tl.constexpr = HIDDEN == BLOCK
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    post = tl.load(post_ptr + columns, mask=inside, other=0.0)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
+    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    b = load_strip(heap_ptr, entry, columns, HIDDEN, IS_EVEN)
+    wait_for_inputs(OVERLAPPED)
+    row = token.to(tl.int64)
+    x = tl.load(x_ptr + row * STRIDE_X + columns, mask=inside, other=0.0)
+    there = residual_ptr + row * STRIDE_RESIDUAL + columns
+    residual = tl.load(there, mask=inside, other=0.0)
+    live = entry != 0
+    h = load_bridge(planes_ptr, 0, rank_pages, token, live, num_rows, num_planes, PLANES)
+    if live:
+        delta = row_delta(h, b)
+        for i in range(1, num_pages):
+            delta = more_delta(
+                delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
+                num_rows, num_planes, columns, HIDDEN, PLANES, STRIDE, IS_EVEN,
+            )  # fmt: skip
+        x = (x.to(tl.float32) + delta).to(x.dtype)
+    normed = norm_row(x, post, HIDDEN, EPS)
+    total = (residual.to(tl.float32) + normed.to(tl.float32)).to(x.dtype)
+    tl.store(there, total, mask=inside)
+    if HAS_NEXT:
+        following = tl.load(next_ptr + columns, mask=inside, other=0.0)
+        out = norm_row(total, following, HIDDEN, EPS)
+        tl.store(out_ptr + row * HIDDEN + columns, out, mask=inside)
+
+
+_launch = Launcher(_lora_norm_add_norm_kernel, launch_pdl=OVERLAPS)
+
+
+def launch_lora_norm_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    post_weight: torch.Tensor,
+    next_weight: torch.Tensor | None,
+    eps: float,
+    bridge: Bridge,
+    site: SiteRows,
+    plan: LoraPlan,
+) -> torch.Tensor:
+    """Returns the next block's input [T, H], which is `residual` where no second norm is made."""
+    rows, hidden = x.shape
+    assert x.stride(1) == 1
+    assert residual.stride(1) == 1
+    out = residual if next_weight is None else torch.empty_like(x)
+    block, num_warps = shape_of(hidden)
+    _launch(
+        (rows, 1, 1),
+        (
+            x,
+            residual,
+            post_weight,
+            post_weight if next_weight is None else next_weight,
+            out,
+            bridge.planes,
+            site.heap,
+        ),
+        (plan.header, plan.small, plan.pages, site.b_entries),
+        (
+            plan.max_small,
+            *read_planes(bridge),
+            x.stride(0),
+            residual.stride(0),
+            site.stride,
+            hidden,
+            eps,
+            next_weight is not None,
+            block,
+            FEW_ROWS if rows <= FEW_ROWS else max(MIN_TILES, triton.next_power_of_2(rows)),
+            OVERLAPS,
+        ),
+        num_warps,
+    )
+    return out

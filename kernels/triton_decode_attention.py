@@ -99,10 +99,11 @@ def paged_decode(
 def scaled(scores, scale, SOFT_CAP: tl.constexpr):
     """Returns logits in base 2: see `kernel_scale`. tanh has an error of 1e-7, whatever the
     score."""
-    if SOFT_CAP == 0.0:
-        return scores * scale
-    power = tl.exp2(tl.minimum(scores * scale, 80.0))  # tanh is 1 from there on
-    return SOFT_CAP - (2.0 * SOFT_CAP) / (power + 1.0)
+    logits = scores * scale
+    if SOFT_CAP != 0.0:
+        power = tl.exp2(tl.minimum(logits, 80.0))  # tanh is 1 from there on
+        logits = SOFT_CAP - (2.0 * SOFT_CAP) / (power + 1.0)
+    return logits
 
 
 @triton.jit

@@ -46,12 +46,12 @@ def is_partial(HALF: tl.constexpr, TURNING: tl.constexpr):
 def place_lanes(lanes, HALF: tl.constexpr, TURNING: tl.constexpr):
     """Returns the first dimension of each lane's pair and the distance to the second. Pairs that
     turn are in the first lanes; those of the dimensions that stay follow."""
-    if is_partial(HALF, TURNING):
-        first = tl.where(lanes < TURNING, lanes, lanes + TURNING)
-        gap = tl.where(lanes < TURNING, TURNING, HALF - TURNING)
-    else:
+    if not is_partial(HALF, TURNING):
         first = lanes
         gap: tl.constexpr = HALF
+    else:
+        first = tl.where(lanes < TURNING, lanes, lanes + TURNING)
+        gap = tl.where(lanes < TURNING, TURNING, HALF - TURNING)
     return first, gap
 
 

@@ -41,6 +41,7 @@ from kernels.triton_lora_rope_large import launch_lora_rope_large
 from kernels.triton_lora_tiles import find_strip, num_programs, read_tile
 
 NUM_WARPS = 1
+WIDE_WARPS = 4  # heads of 256: one warp would spill 1 KB a thread, two 800 bytes, four nothing
 MAX_REGISTERS = 168  # of a thread: twelve programs then fit a multiprocessor
 NUM_PROGRAMS = 1584  # twelve per multiprocessor of an H200
 
@@ -322,7 +323,7 @@ def launch_lora_rope_kv_write(
                 not IS_INTERPRETED,
                 OVERLAPS,
             ),
-            NUM_WARPS,
+            NUM_WARPS if half <= 64 else WIDE_WARPS,
         )
     if plan.max_large:
         launch_lora_rope_large(qkv, bridge, site, plan, write, tensors, constants)

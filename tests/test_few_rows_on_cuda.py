@@ -16,7 +16,7 @@ from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
-from kernels.rope_write import RopeWrite
+from kernels.rope_write import QueryScaling, RopeWrite
 from tests.attention_factory import make_batch
 from tests.few_rows_cases import (
     LACKING,
@@ -24,6 +24,7 @@ from tests.few_rows_cases import (
     RUNS,
     assert_agrees,
     both_products,
+    double_norms,
     draw_weight,
     norms,
     products,
@@ -180,6 +181,17 @@ def test_a_norm_of_more_rows_adds_the_delta(hidden: int) -> None:
         assert error_of(case, found) < 8e-3
 
 
+@pytest.mark.parametrize("hidden", [2304, 4096])
+def test_norms_of_other_families_add_the_delta(hidden: int) -> None:
+    for runs in ("ragged", "sixty-four rows"):
+        case = build_more(runs, hidden)
+        plan = case.plan(graph_rows=case.x.shape[0])
+        found = norms(case, plan, 0.22) + norms(case, plan, weight_type=torch.float32)
+        found += double_norms(case, plan) + double_norms(case, plan, has_next=False)
+        for outcome in found:
+            assert_agrees(outcome, case.base_rows(), 4e-2)
+
+
 def test_a_norm_s_row_keeps_its_bits_among_other_adapters_and_their_nan() -> None:
     case = build_more("sixty-four rows", 4096)
     clean = [outcome.found for outcome in norms(case, case.plan(large=False))]
@@ -201,6 +213,18 @@ def test_a_norm_s_row_keeps_its_bits_among_other_adapters_and_their_nan() -> Non
     for found, expected in zip(norms(case, case.plan(large=False)), clean, strict=True):
         assert torch.equal(found.found[~own], expected[~own])
         assert bool(found.found[own].isnan().any(-1).all())
+
+
+def test_gelu_and_variants_of_rope_add_the_delta() -> None:
+    for runs in ("one row", "eight", "some slices"):
+        case = build(runs, 512, (1440, 1440))
+        outcome = products(case, case.plan(graph_rows=case.x.shape[0]), "gelu_tanh")
+        assert_agrees(outcome, case.base_rows(), 4e-2)
+        case = build(runs, 512, (512, 256, 256))
+        plan = case.plan(graph_rows=case.x.shape[0])
+        found = turns(case, plan, 96) + turns(case, plan, 0)
+        for outcome in found + turns(case, plan, scaling=QueryScaling(0.5, 8)):
+            assert_agrees(outcome, case.base_rows(), 4e-2)
 
 
 def test_silu_and_rope_add_the_delta() -> None:

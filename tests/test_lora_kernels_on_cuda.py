@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
+from kernels.rope_write import QueryScaling
 from tests.lora_fused_cases import (
     assert_turns_agree,
     rope_both_ways,
@@ -176,6 +178,38 @@ def test_rope_is_that_of_the_sums(
     for fused, apart, untouched in rope_both_ways(case, heads, kv_heads, head_dim, large=large):
         bits = untouched if head_dim == 128 else torch.zeros_like(untouched)
         assert_turns_agree((fused, apart, bits))
+
+
+VARIANTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "phi-4-mini": ((6, 2, 128), {"rotary_dim": 96}),
+    "phi-3-mini": ((8, 8, 96), {}),
+    "smollm3 without positions": ((8, 4, 128), {"rotary_dim": 0}),
+    "ministral-3": ((8, 2, 128), {"scaling": QueryScaling(0.1, 8)}),
+    "gemma-2": ((4, 2, 256), {}),
+    "gemma-3": ((4, 1, 256), {"has_norm": True, "norm_type": torch.float32}),
+}
+
+
+@pytest.mark.parametrize("mix", ["nine rows", "ragged ranks", "long runs", "some slices"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rope_of_other_families_is_that_of_the_sums(name: str, mix: str) -> None:
+    (heads, kv_heads, head_dim), variant = VARIANTS[name]
+    case = build(mix, sizes=(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+    for large in (True, False):
+        for turned in rope_both_ways(case, heads, kv_heads, head_dim, large=large, **variant):
+            if "has_norm" in variant:
+                torch.testing.assert_close(turned[0], turned[1], rtol=1e-2, atol=1e-2)
+            else:
+                bits = turned[2] if head_dim == 128 else torch.zeros_like(turned[2])
+                assert_turns_agree((*turned[:2], bits))
+
+
+@pytest.mark.parametrize("mix", ["nine rows", "long runs", "some slices of one page"])
+def test_gelu_mul_is_that_of_the_sums_to_the_bit(mix: str) -> None:
+    for large in (True, False):
+        case = build(mix, sizes=(328, 328))
+        fused, apart = silu_both_ways(case, large=large, activation="gelu_tanh")
+        assert torch.equal(fused, apart)
 
 
 HEADS = (8, 4)

@@ -9,9 +9,16 @@ import torch
 
 from kernels.embedding import gather_embedding, gather_embedding_reference
 from kernels.mask_logits import mask_logits_, mask_logits_reference_
-from kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from kernels.norm_add_norm import norm_add_norm, norm_add_norm_reference
+from kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_,
+    rms_norm_reference,
+)
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from kernels.rope_write import RopeWrite
+from kernels.rope_write import QueryScaling, RopeWrite
 from kernels.sampling import draw_reference, gather_logprobs, sample_rows
 from kernels.silu_mul import silu_mul, silu_mul_reference
 from tests.mask_cases import random_masks
@@ -68,6 +75,71 @@ def test_rms_norm(rows: int, hidden: int, dtype: torch.dtype) -> None:
 def test_silu_mul_has_the_bits_of_torch(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = 4 * randn(rows, 2 * width, dtype=dtype)
     assert torch.equal(silu_mul(gate_up), silu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_mul_has_the_values_of_torch(dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(300, 2 * 1536, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([80.0, -80.0, 0.0, -0.0])
+    found, expected = silu_mul(gate_up, "gelu_tanh"), silu_mul_reference(gate_up, "gelu_tanh")
+    if dtype == torch.float32:  # what is left of 1 + tanh for negative numbers is a rounding
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert share_of_differences(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("hidden", [2304, 4096])
+def test_norms_of_other_families(hidden: int) -> None:
+    dtype = torch.bfloat16
+    x, residual = randn(70, hidden, dtype=dtype), randn(70, hidden, dtype=dtype, seed=1)
+    post, following = 1 + randn(hidden, seed=2), 1 + randn(hidden, seed=3)
+    assert share_of_differences(rms_norm(x, post, 1e-6), rms_norm_reference(x, post, 1e-6)) < 2e-3
+    normed, total = add_rms_norm(x, residual.clone(), post.to(dtype), 1e-6, 0.22)
+    expected, wanted = add_rms_norm_reference(x, residual, post.to(dtype), 1e-6, 0.22)
+    assert torch.equal(total, wanted)
+    assert share_of_differences(normed, expected) < 2e-3
+    for next_weight in (following, None):
+        found = norm_add_norm(x, residual.clone(), post, next_weight, 1e-6)
+        reference = norm_add_norm_reference(x, residual, post, next_weight, 1e-6)
+        for one, other in zip(found, reference, strict=True):
+            # A neighbour before the addition may be some units of a small sum.
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=4e-2)
+            assert float((one != other).double().mean()) < 5e-3
+    in_place = torch.cat((x, residual), dim=1)
+    rms_norm_(in_place[:, hidden:], post, 1e-6)
+    assert torch.equal(in_place[:, :hidden], x)
+    assert torch.equal(in_place[:, hidden:], rms_norm(residual, post, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim", "is_normed"),
+    [
+        (24, 8, 128, 96, False),
+        (16, 4, 128, 0, False),
+        (8, 4, 256, 256, True),
+        (8, 1, 256, 64, True),
+    ],
+)
+def test_rope_of_other_families(
+    heads: int, kv_heads: int, dim: int, rotary_dim: int, is_normed: bool
+) -> None:
+    tokens, dtype = 37, torch.bfloat16
+    qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    positions = torch.arange(tokens, device="cuda", dtype=torch.int32) * 3
+    cos_sin = randn(128, 2, rotary_dim // 2, seed=1) if rotary_dim else None
+    slots = torch.randperm(64, device="cuda")[:tokens].int()
+    caches = [torch.zeros(4, 16, kv_heads, dim, dtype=dtype, device="cuda") for _ in range(4)]
+    norms = [1 + randn(dim, seed=s) if is_normed else None for s in (2, 3)]
+    write = RopeWrite(positions, cos_sin, *caches[:2], slots, heads, kv_heads, dim, *norms, 1e-6)
+    write = write._replace(q_scaling=QueryScaling(0.1, 8))
+    torch.cuda.synchronize()
+    q = rope_kv_write(qkv, write)
+    expected = rope_kv_write_reference(qkv, write._replace(k_cache=caches[2], v_cache=caches[3]))
+    assert torch.equal(caches[1], caches[3])
+    scale = float(expected.abs().max())
+    for actual, wanted in ((q, expected), (caches[0], caches[2])):
+        assert float((actual.double() - wanted.double()).abs().max()) < 4 * EPS[dtype] * scale
+        assert float((actual != wanted).double().mean()) < 2e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -87,26 +87,53 @@ def scores_of(q_a, q_b, k_smem, stage, zeros, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def softmax(scores, top, total, scale, limits, start, MASKED: gl.constexpr,
-            weights_layout: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
+def softmax(
+    scores, top, total, scale,
+    limits,  # the last key that each row sees
+    floors,  # the first one, if WINDOWED
+    start, MASKED: gl.constexpr, WINDOWED: gl.constexpr, SOFT_CAP: gl.constexpr,
+    weights_layout: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
     """Returns the weights, the factor by which the sums so far fade, the new top and the new
-    total."""
+    total. SOFT_CAP: see `kernel_scale`; 0: none."""
     layout: gl.constexpr = scores.type.layout
     BLOCK_N: gl.constexpr = scores.shape[1]
+    if SOFT_CAP != 0.0:
+        power = gl.exp2(gl.minimum(scores * scale, 80.0))  # tanh is 1 from there on
+        scores = SOFT_CAP - (2.0 * SOFT_CAP) / (power + 1.0)
     if MASKED:
         keys = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         scores = gl.where(keys[None, :] <= limits[:, None], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
-    weights = gl.exp2(scores * scale - new_top[:, None])
+        if WINDOWED:
+            scores = gl.where(keys[None, :] >= floors[:, None], scores, float("-inf"))
+    if SOFT_CAP != 0.0:
+        new_top = gl.maximum(top, gl.max(scores, 1))
+    else:
+        new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+    if WINDOWED:  # a late row may see none of these keys
+        new_top = gl.maximum(new_top, -1e30)
+    if SOFT_CAP != 0.0:
+        weights = gl.exp2(scores - new_top[:, None])
+    else:
+        weights = gl.exp2(scores * scale - new_top[:, None])
     fade = gl.exp2(top - new_top)
     total = total * fade + gl.sum(weights, 1)
     return gl.convert_layout(weights.to(dtype), weights_layout), fade, new_top, total
 
 
 @gluon.jit
+def sink_weight(sinks_ptr, heads, exists, top):
+    """Returns what the heads' sinks add to their sums of weights, where `top` has weight 1."""
+    sinks = gl.load(sinks_ptr + heads, mask=exists, other=float("-inf")) * 1.4426950408889634
+    is_empty = top <= -1e30  # without keys there is nothing to share
+    return gl.where(is_empty, 0.0, gl.exp2(sinks - gl.where(is_empty, 0.0, top)))
+
+
+@gluon.jit
 def first_step(
-    q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, start,
-    weights_layout: gl.constexpr, dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, floors, start,
+    WINDOWED: gl.constexpr, SOFT_CAP: gl.constexpr, weights_layout: gl.constexpr,
+    dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     stage = count % STAGES
     mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1)
@@ -115,15 +142,17 @@ def first_step(
     barrier()
     mbarrier.arrive(bars[1].index(stage), count=1)
     weights, _fade, top, total = softmax(
-        scores, top, total, scale, limits, start, True, weights_layout, dtype
-    )
+        scores, top, total, scale, limits, floors, start, True, WINDOWED, SOFT_CAP,
+        weights_layout, dtype,
+    )  # fmt: skip
     return weights, top, total
 
 
 @gluon.jit
 def step(
     q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total, acc_a, acc_b,
-    scale, limits, start, MASKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    scale, limits, floors, start, MASKED: gl.constexpr, WINDOWED: gl.constexpr,
+    SOFT_CAP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Computes the scores of these keys while it multiplies the values of the keys before them."""
     weights_layout: gl.constexpr = weights.type.layout
@@ -140,8 +169,9 @@ def step(
     barrier()
     mbarrier.arrive(bars[1].index(stage), count=1)
     new_weights, fade, top, total = softmax(
-        scores, top, total, scale, limits, start, MASKED, weights_layout, dtype
-    )
+        scores, top, total, scale, limits, floors, start, MASKED, WINDOWED, SOFT_CAP,
+        weights_layout, dtype,
+    )  # fmt: skip
     # The weights are named here so that no register of theirs is reused before the product is done:
     # ptxas before 13.1 does not see to that itself.
     if PARTS == 2:

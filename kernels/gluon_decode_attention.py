@@ -27,10 +27,11 @@ from kernels.gluon_attention import (
     make_ring,
     make_tickets,
     second_unit,
+    sink_weight,
     step,
     take,
 )
-from kernels.paged_plan import LOG2_E, MAX_SPLITS, PagedPlan
+from kernels.paged_plan import MAX_SPLITS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch, start_dependents, wait_for_inputs
 
 BLOCK_N = 64
@@ -43,8 +44,12 @@ def paged_decode(
     out: torch.Tensor,  # [T, Hq, D]; the rows of sequences with one query are written
     plan: PagedPlan,
     scale: float,
+    sliding_window: int | None = None,
     stages: int | None = None,
     programs_per_sm: int = 2,
+    *,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> None:
     _, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
@@ -53,6 +58,7 @@ def paged_decode(
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
     flat = (num_blocks * block_size, num_kv_heads * head_dim)
     box = [min(block_size, BLOCK_N), 64]
+    factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _decode_kernel,
         (min(num_sms(q.device) * programs_per_sm, plan.max_items * num_kv_heads),),
@@ -68,7 +74,9 @@ def paged_decode(
         plan.query_start,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * LOG2_E,
+        factor,
+        None if sliding_window is None else plan.kv_lens,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -76,6 +84,8 @@ def paged_decode(
         BLOCK_N=BLOCK_N,
         STAGES=stages or 3 * 128 // head_dim,
         MAX_SPLITS=MAX_SPLITS,
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=cap,
         num_warps=4,
         maxnreg=256 // programs_per_sm,
         launch_pdl=True,
@@ -85,8 +95,8 @@ def paged_decode(
 @gluon.jit
 def _fetch_items(
     k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr, tables_ptr, stride_table,
-    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    kv_lens_ptr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     num_units = gl.load(work_ptr) * NUM_KV_HEADS
     unit = gl.program_id(0)
@@ -96,6 +106,7 @@ def _fetch_items(
     count = 0
     while unit < num_units:
         next_seq, next_begin, next_end, _merge = _item(work_ptr, next_unit, num_units, NUM_KV_HEADS)
+        begin, _seen = _window_start(kv_lens_ptr, seq, begin, WINDOW, BLOCK_N)
         count = fetch(
             k_desc, v_desc, k_smem, v_smem, bars, count,
             tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
@@ -113,9 +124,10 @@ def _fetch_items(
 @gluon.jit
 def _attend_items(
     k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, work_ptr,
-    query_start_ptr, scale,
+    query_start_ptr, scale, kv_lens_ptr, sinks_ptr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
     PARTS: gl.constexpr = HEAD_DIM // 64
@@ -125,6 +137,7 @@ def _attend_items(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    WINDOWED: gl.constexpr = WINDOW > 0
     zeros = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
     q_rows = gl.arange(0, 64, gl.SliceLayout(1, q_layout))
     q_dims = gl.arange(0, 64, gl.SliceLayout(0, q_layout))
@@ -153,28 +166,34 @@ def _attend_items(
             work_ptr, next_unit, num_units, NUM_KV_HEADS
         )
         head = unit % NUM_KV_HEADS
+        begin, seen = _window_start(kv_lens_ptr, seq, begin, WINDOW, BLOCK_N)
         acc_a = gl.zeros([64, 64], gl.float32, out_layout)
         acc_b = gl.zeros([64, 64], gl.float32, out_layout)
         top = gl.full([64], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([64], gl.float32, rows_layout)
         if begin < end:
             limits = gl.full([64], end - 1, gl.int32, rows_layout)
+            floors = limits
+            if WINDOWED:  # the keys before the window are all in the first step
+                floors = gl.full([64], seen, gl.int32, rows_layout)
             weights, top, total = first_step(
-                q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, begin,
-                weights_layout, dtype, PARTS, STAGES,
+                q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, floors, begin,
+                WINDOWED, SOFT_CAP, weights_layout, dtype, PARTS, STAGES,
             )  # fmt: skip
             for start in range(begin + BLOCK_N, end // BLOCK_N * BLOCK_N, BLOCK_N):
                 count += 1
                 weights, top, total, acc_a, acc_b = step(
                     q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
-                    acc_a, acc_b, scale, limits, start, False, PARTS, STAGES,
+                    acc_a, acc_b, scale, limits, floors, start, False, False, SOFT_CAP, PARTS,
+                    STAGES,
                 )  # fmt: skip
             ragged = end // BLOCK_N * BLOCK_N
             if (ragged < end) & (ragged > begin):
                 count += 1
                 weights, top, total, acc_a, acc_b = step(
                     q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
-                    acc_a, acc_b, scale, limits, ragged, True, PARTS, STAGES,
+                    acc_a, acc_b, scale, limits, floors, ragged, True, False, SOFT_CAP, PARTS,
+                    STAGES,
                 )  # fmt: skip
             acc_a, acc_b = last_values(
                 v_smem, bars, count, weights, acc_a, acc_b, end, PARTS, STAGES
@@ -185,6 +204,10 @@ def _attend_items(
             q_ptr, query_start_ptr, next_seq, next_unit, num_units, q_offsets, in_group,
             NUM_KV_HEADS, GROUP, HEAD_DIM,
         )  # fmt: skip
+        if sinks_ptr is not None:  # noqa: SIM102  only this is known to the compiler
+            if merge & 31 == 1:  # otherwise added when the splits merge
+                rows = gl.arange(0, 64, rows_layout)
+                total += sink_weight(sinks_ptr, head * GROUP + rows, rows < GROUP, top)
         total = gl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
         acc_a = acc_a * inverse[:, None]
@@ -212,7 +235,7 @@ def _attend_items(
             if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                 barrier()
                 _merge(
-                    out_ptr + first_head * HEAD_DIM, partial_ptr, lse_ptr,
+                    out_ptr + first_head * HEAD_DIM, partial_ptr, lse_ptr, sinks_ptr, head,
                     slots * NUM_HEADS + head * GROUP, splits,
                     NUM_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
                 )  # fmt: skip
@@ -220,6 +243,16 @@ def _attend_items(
         seq, begin, end, merge = next_seq, next_begin, next_end, next_merge
         first_head, q_a, q_b = next_first, next_a, next_b
         unit = next_unit
+
+
+@gluon.jit
+def _window_start(kv_lens_ptr, seq, begin, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Returns where an item's keys begin that may be in the window, and the window's first key."""
+    seen = 0
+    if WINDOW > 0:
+        seen = gl.maximum(gl.load(kv_lens_ptr + seq) - WINDOW, 0)
+        begin = gl.maximum(begin, seen // BLOCK_N * BLOCK_N)
+    return begin, seen
 
 
 @gluon.jit
@@ -253,8 +286,9 @@ def _queries(
 
 
 @gluon.jit
-def _merge(out_ptr, partial_ptr, lse_ptr, first, splits, NUM_HEADS: gl.constexpr,
-           GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, MAX_SPLITS: gl.constexpr):  # fmt: skip
+def _merge(out_ptr, partial_ptr, lse_ptr, sinks_ptr, kv_head, first, splits,
+           NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+           MAX_SPLITS: gl.constexpr):  # fmt: skip
     """Merges the splits, unrolled: the loads do not wait for one another. Warp by warp, four heads
     at a time."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
@@ -280,6 +314,8 @@ def _merge(out_ptr, partial_ptr, lse_ptr, first, splits, NUM_HEADS: gl.constexpr
             partial = gl.load(where, mask=both, other=0.0, cache_modifier=".cg")
             acc += partial * weight[:, None]
             total += weight
+        if sinks_ptr is not None:
+            total += sink_weight(sinks_ptr, kv_head * GROUP + heads, heads < GROUP, top)
         result = acc / gl.where(total == 0.0, 1.0, total)[:, None]
         target = out_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
         mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -290,9 +326,12 @@ def _merge(out_ptr, partial_ptr, lse_ptr, first, splits, NUM_HEADS: gl.constexpr
 def _decode_kernel(
     q_ptr, k_desc, v_desc, out_ptr, partial_ptr, lse_ptr, arrived_ptr, work_ptr, counter_ptr,
     query_start_ptr, tables_ptr, stride_table,
-    scale,  # times log2(e): softmax in base 2
+    scale,  # with log2(e): softmax in base 2
+    kv_lens_ptr,  # None without a window
+    sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     # The next kernel's programs may wait on the multiprocessors that are free.
     start_dependents(True)
@@ -304,11 +343,12 @@ def _decode_kernel(
     gl.warp_specialize(
         [
             (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr, lse_ptr,
-                             arrived_ptr, work_ptr, query_start_ptr, scale, NUM_KV_HEADS, GROUP,
-                             HEAD_DIM, BLOCK_N, STAGES, MAX_SPLITS)),
+                             arrived_ptr, work_ptr, query_start_ptr, scale, kv_lens_ptr,
+                             sinks_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES, MAX_SPLITS,
+                             WINDOW, SOFT_CAP)),
             (_fetch_items, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr,
-                            tables_ptr, stride_table, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N,
-                            STAGES)),
+                            tables_ptr, stride_table, kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM, PAGE,
+                            BLOCK_N, STAGES, WINDOW)),
         ],
         [1],
         [40],

@@ -8,8 +8,7 @@ arXiv 2407.08608, without its barriers between warpgroups). Programs are persist
 heaviest first; the copies of a tile start while the last one ends. On an H200, bfloat16, 32 heads
 of 128 over 8: 533 TFLOP/s for 4096 queries and 537 for 2048 after 6144, where cuDNN without pages
 gives 535 for the former and plain Triton 443. Same plan, same results up to rounding as
-triton_prefill_attention, which covers the remaining cases: windows, other head sizes, other
-machines.
+triton_prefill_attention, which covers the remaining cases: other head sizes, other machines.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ from kernels.gluon_attention import (
     make_ring,
     make_tickets,
     second_unit,
+    sink_weight,
     step,
     take,
 )
-from kernels.paged_plan import LOG2_E, TILE_ROWS, PagedPlan
+from kernels.paged_plan import TILE_ROWS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch
 
 BLOCK_N = 128
@@ -49,6 +49,10 @@ def paged_prefill(
     out: torch.Tensor,  # [T, Hq, D]; the rows of sequences with several queries are written
     plan: PagedPlan,
     scale: float,
+    sliding_window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> None:
     _, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
@@ -58,6 +62,7 @@ def paged_prefill(
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
     flat = (num_blocks * block_size, num_kv_heads * head_dim)
+    factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
         (min(num_sms(q.device), num_units),),
@@ -73,7 +78,8 @@ def paged_prefill(
         plan.kv_lens,
         plan.block_tables,
         plan.block_tables.stride(0),
-        scale * LOG2_E,
+        factor,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -81,6 +87,8 @@ def paged_prefill(
         TILE_ROWS=TILE_ROWS,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=cap,
         num_warps=4,
     )
 
@@ -106,11 +114,21 @@ def _tile(
 
 
 @gluon.jit
+def _first_tile(first, before, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Returns the number of the first BLOCK_N keys of which the tile's first query sees one."""
+    tile = 0
+    if WINDOW > 0:
+        tile = gl.maximum(first + before - WINDOW + 1, 0) // BLOCK_N
+    return tile
+
+
+@gluon.jit
 def _fetch_tiles(
     k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr, tiles_start, num_units,
     query_start_ptr, kv_lens_ptr, tables_ptr, stride_table,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     unit = gl.program_id(0)
     next_unit = second_unit()
@@ -139,7 +157,8 @@ def _fetch_tiles(
         count = fetch(
             k_desc, v_desc, k_smem, v_smem, bars, count,
             tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
-            0, end, PAGE, HEAD_DIM // 64, BLOCK_N, STAGES,
+            _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, PAGE, HEAD_DIM // 64,
+            BLOCK_N, STAGES,
         )  # fmt: skip
         unit = next_unit
         seq, first, query_end, before = (
@@ -158,9 +177,10 @@ def _fetch_tiles(
 @gluon.jit
 def _attend_tiles(
     k_smem, v_smem, q_smem, bars, tickets, q_ptr, out_ptr, work_ptr, tiles_start, num_units,
-    query_start_ptr, kv_lens_ptr, scale,
+    query_start_ptr, kv_lens_ptr, scale, sinks_ptr,
     WARPGROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
     TOKENS: gl.constexpr = TILE_ROWS // GROUP
@@ -170,6 +190,7 @@ def _attend_tiles(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    WINDOWED: gl.constexpr = WINDOW > 0
     zeros = gl.zeros([64, BLOCK_N], gl.float32, score_layout)
     unit = gl.program_id(0)
     next_unit = second_unit()
@@ -217,29 +238,51 @@ def _attend_tiles(
         limits = first + mma_rows // GROUP + before  # the last key that each row sees
         full = (first + WARPGROUP * 64 // GROUP + before + 1) // BLOCK_N  # unmasked steps
         steps = (end + BLOCK_N - 1) // BLOCK_N
+        begin = _first_tile(first, before, WINDOW, BLOCK_N)
+        floors = limits
+        seen_by_all = begin + 1  # from this step on, no row's window begins later
+        if WINDOWED:
+            floors = limits - (WINDOW - 1)
+            last = first + (WARPGROUP * 64 + 63) // GROUP + before
+            later = (gl.maximum(last - WINDOW + 1, 0) + BLOCK_N - 1) // BLOCK_N
+            seen_by_all = gl.maximum(gl.minimum(later, steps), begin + 1)
         top = gl.full([64], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([64], gl.float32, rows_layout)
         acc_a = gl.zeros([64, 64], gl.float32, out_layout)
         acc_b = gl.zeros([64, 64], gl.float32, out_layout)
         weights, top, total = first_step(
-            q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, 0,
-            weights_layout, dtype, PARTS, STAGES,
+            q_a, q_b, k_smem, bars, count, zeros, top, total, scale, limits, floors,
+            begin * BLOCK_N, WINDOWED, SOFT_CAP, weights_layout, dtype, PARTS, STAGES,
         )  # fmt: skip
-        for i in range(1, full):
+        if WINDOWED:
+            for i in range(begin + 1, seen_by_all):
+                count += 1
+                weights, top, total, acc_a, acc_b = step(
+                    q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
+                    acc_a, acc_b, scale, limits, floors, i * BLOCK_N, True, True, SOFT_CAP,
+                    PARTS, STAGES,
+                )  # fmt: skip
+        for i in range(seen_by_all, full):
             count += 1
             weights, top, total, acc_a, acc_b = step(
                 q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
-                acc_a, acc_b, scale, limits, i * BLOCK_N, False, PARTS, STAGES,
+                acc_a, acc_b, scale, limits, floors, i * BLOCK_N, False, False, SOFT_CAP,
+                PARTS, STAGES,
             )  # fmt: skip
-        for i in range(gl.maximum(full, 1), steps):
+        for i in range(gl.maximum(full, seen_by_all), steps):
             count += 1
             weights, top, total, acc_a, acc_b = step(
                 q_a, q_b, k_smem, v_smem, bars, count, zeros, weights, top, total,
-                acc_a, acc_b, scale, limits, i * BLOCK_N, True, PARTS, STAGES,
+                acc_a, acc_b, scale, limits, floors, i * BLOCK_N, True, False, SOFT_CAP,
+                PARTS, STAGES,
             )  # fmt: skip
         acc_a, acc_b = last_values(v_smem, bars, count, weights, acc_a, acc_b, end, PARTS, STAGES)
         count += 1
 
+        if sinks_ptr is not None:
+            total += sink_weight(
+                sinks_ptr, head * GROUP + mma_rows % GROUP, mma_rows < TOKENS * GROUP, top
+            )
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
         result = gl.convert_layout((acc_a * inverse[:, None]).to(dtype), copy_layout)
         gl.store(out_ptr + offsets, result, mask=valid)
@@ -254,9 +297,11 @@ def _attend_tiles(
 def _prefill_kernel(
     q_ptr, k_desc, v_desc, out_ptr, work_ptr, counter_ptr, tiles_start, num_units, query_start_ptr,
     kv_lens_ptr, tables_ptr, stride_table,
-    scale,  # times log2(e): softmax in base 2
+    scale,  # with log2(e): softmax in base 2
+    sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
-    TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = k_desc.layout
@@ -268,15 +313,17 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
-                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, 0,
-                             NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
+                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, sinks_ptr,
+                             0, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES, WINDOW,
+                             SOFT_CAP)),
             (_attend_tiles, (k_smem, v_smem, q1_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
-                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, 1,
-                             NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES)),
+                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, sinks_ptr,
+                             1, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES, WINDOW,
+                             SOFT_CAP)),
             (_fetch_tiles, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr,
                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, tables_ptr,
                             stride_table, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE, TILE_ROWS, BLOCK_N,
-                            STAGES)),
+                            STAGES, WINDOW)),
         ],
         [4, 1],
         [232, 40],

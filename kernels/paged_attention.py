@@ -11,7 +11,7 @@ float32 for every cache type.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,9 +99,6 @@ def paged_attention(
     logit in the denominator of its softmax, neither scaled nor capped."""
     assert soft_cap is None or soft_cap > 0
     if isinstance(plan, PagedPlan):
-        is_plain = sliding_window is None and soft_cap is None and sinks is None
-        if uses_triton(q) and is_plain and _fits_hopper(q, k_cache):
-            return _paged_attention_hopper(q, k_cache, v_cache, plan, scale, out)
         if uses_triton(q):
             return _paged_attention_triton(
                 q, k_cache, v_cache, plan, scale, sliding_window, out, soft_cap, sinks
@@ -124,34 +121,24 @@ def _paged_attention_triton(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    from kernels.triton_decode_attention import paged_decode
-    from kernels.triton_prefill_attention import paged_prefill
+    prefill: Callable[..., None]
+    decode: Callable[..., None]
+    if _fits_hopper(q, k_cache):
+        from kernels import gluon_decode_attention, gluon_prefill_attention
 
+        prefill = gluon_prefill_attention.paged_prefill
+        decode = gluon_decode_attention.paged_decode
+    else:
+        from kernels import triton_decode_attention, triton_prefill_attention
+
+        prefill = triton_prefill_attention.paged_prefill
+        decode = triton_decode_attention.paged_decode
     out = torch.empty_like(q) if out is None else out
     arguments = (q, k_cache, v_cache, out, plan, scale, sliding_window)
     if plan.num_tiles:
-        paged_prefill(*arguments, soft_cap=soft_cap, sinks=sinks)
+        prefill(*arguments, soft_cap=soft_cap, sinks=sinks)
     if plan.max_items:
-        paged_decode(*arguments, soft_cap=soft_cap, sinks=sinks)
-    return out
-
-
-def _paged_attention_hopper(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    plan: PagedPlan,
-    scale: float,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    from kernels.gluon_decode_attention import paged_decode
-    from kernels.gluon_prefill_attention import paged_prefill
-
-    out = torch.empty_like(q) if out is None else out
-    if plan.num_tiles:
-        paged_prefill(q, k_cache, v_cache, out, plan, scale)
-    if plan.max_items:
-        paged_decode(q, k_cache, v_cache, out, plan, scale)
+        decode(*arguments, soft_cap=soft_cap, sinks=sinks)
     return out
 
 

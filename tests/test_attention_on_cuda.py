@@ -42,7 +42,7 @@ def test_shapes_of_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype
     assert relative_error(batch.run(), batch.expected()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("window", [1, 100, 128, 600])
+@pytest.mark.parametrize("window", [1, 100, 128, 600, 4096])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_windows(window: int, block_size: int) -> None:
     batch = make_batch(MIXED + DECODES, 8, 2, 128, block_size, torch.bfloat16, "cuda")
@@ -113,7 +113,8 @@ def test_two_runs_are_equal_and_a_decode_does_not_depend_on_who_else_is_among_th
     assert torch.equal(first[-1:], alone.run())
 
 
-def test_a_graph_stays_right_when_the_metadata_changes() -> None:
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_graph_stays_right_when_the_metadata_changes(window: int | None) -> None:
     capacity, width, block_size = 24, 96, 16
     full = make_batch(
         [(1, width * block_size)] * capacity, 8, 2, 128, block_size, torch.bfloat16, "cuda"
@@ -126,7 +127,7 @@ def test_a_graph_stays_right_when_the_metadata_changes() -> None:
     plan = PagedPlan.for_graph(starts, kv_lens, tables, work, full.scratch(), capacity)
 
     def attend() -> torch.Tensor:
-        return paged_attention(full.q, full.k_cache, full.v_cache, plan, SCALE)
+        return paged_attention(full.q, full.k_cache, full.v_cache, plan, SCALE, window)
 
     attend()
     torch.cuda.synchronize()
@@ -146,7 +147,7 @@ def test_a_graph_stays_right_when_the_metadata_changes() -> None:
         graph.replay()
         now = Batch(full.shape, [(1, int(n)) for n in lengths], full.q, full.k_cache,
                     full.v_cache, tables)  # fmt: skip
-        assert torch.equal(out, now.run())
+        assert torch.equal(out, now.run(window))
         assert not out[live:].any()
         if live:
-            assert relative_error(out, now.expected()) < 8e-3
+            assert relative_error(out, now.expected(window)) < 8e-3

@@ -3,6 +3,7 @@ compiler needs no device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Triton on its next version's defaults
 ]
 SHAPE = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
-POINTERS = {"q_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
+POINTERS = {"q_ptr": "*bf16", "out_ptr": "*bf16"} | dict.fromkeys(
+    ("partial_ptr", "lse_ptr", "sinks_ptr"), "*fp32"
+)
+PLAIN: dict[str, object] = {"WINDOW": 0, "SOFT_CAP": 0.0, "sinks_ptr": None}
+VARIANTS: dict[str, dict[str, object]] = {
+    "a window": {"WINDOW": 1000},
+    "a soft cap": {"SOFT_CAP": 43.0},
+    "all at once, small heads": {"WINDOW": 128, "SOFT_CAP": 43.0, "sinks": True, "HEAD_DIM": 64},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +31,24 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def test_decode_compiles() -> None:
+def decode(variant: dict[str, object]) -> str:
     from kernels.gluon_decode_attention import BLOCK_N, _decode_kernel
 
-    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "MAX_SPLITS": 16}
-    ptx = compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "MAX_SPLITS": 16, **variant}
+    if not variant["WINDOW"]:
+        sizes["kv_lens_ptr"] = None
+    return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
+
+
+def prefill(variant: dict[str, object]) -> str:
+    from kernels.gluon_prefill_attention import BLOCK_N, STAGES, _prefill_kernel
+
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": STAGES, "TILE_ROWS": 128, **variant}
+    return compiled(_prefill_kernel, 16, BLOCK_N, sizes)
+
+
+def test_decode_compiles() -> None:
+    ptx = decode(PLAIN)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     starts, waits = (ptx.index(f"griddepcontrol.{half}") for half in ("launch_dependents", "wait"))
@@ -34,21 +56,34 @@ def test_decode_compiles() -> None:
 
 
 def test_prefill_compiles() -> None:
-    from kernels.gluon_prefill_attention import BLOCK_N, STAGES, _prefill_kernel
-
-    sizes = {"BLOCK_N": BLOCK_N, "STAGES": STAGES, "TILE_ROWS": 128}
-    ptx = compiled(_prefill_kernel, 16, BLOCK_N, sizes)
+    ptx = prefill(PLAIN)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
 
 
-def compiled(kernel: object, page: int, block_n: int, sizes: dict[str, int], **options: int) -> str:
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("kernel", [decode, prefill])
+def test_variants_of_families_compile(
+    kernel: Callable[[dict[str, object]], str], name: str
+) -> None:
+    variant = PLAIN | VARIANTS[name]
+    if variant.pop("sinks", False):
+        del variant["sinks_ptr"]  # a pointer like others
+    ptx = kernel(variant)
+    assert "wgmma.mma_async" in ptx
+    # The quotient of a cap's tanh; the window needs none.
+    assert (ptx.count("div.full.f32") > 32) == bool(variant["SOFT_CAP"])
+
+
+def compiled(
+    kernel: object, page: int, block_n: int, sizes: dict[str, object], **options: int
+) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = {**SHAPE, "PAGE": page, **sizes}
+    constants: dict[str, object] = {**SHAPE, "PAGE": page, **sizes}
     layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], gl.bfloat16)
     descriptor = f"tensordesc<bf16[{min(page, block_n)}, 64],{layout!r}>"
 

@@ -33,6 +33,7 @@ from kernels.gluon_attention import (
 )
 from kernels.paged_plan import MAX_SPLITS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch, start_dependents, wait_for_inputs
+from kernels.triton_window_items import window_cut, window_item
 
 BLOCK_N = 64
 
@@ -58,10 +59,11 @@ def paged_decode(
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
     flat = (num_blocks * block_size, num_kv_heads * head_dim)
     box = [min(block_size, BLOCK_N), 64]
+    num_units = plan.max_decode_items(sliding_window) * num_kv_heads
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _decode_kernel,
-        (min(num_sms(q.device) * programs_per_sm, plan.max_items * num_kv_heads),),
+        (min(num_sms(q.device) * programs_per_sm, num_units),),
         q,
         TensorDescriptor.from_tensor(k_cache.view(flat), box, layout),
         TensorDescriptor.from_tensor(v_cache.view(flat), box, layout),
@@ -95,18 +97,27 @@ def paged_decode(
 @gluon.jit
 def _fetch_items(
     k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr, tables_ptr, stride_table,
-    kv_lens_ptr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    query_start_ptr, kv_lens_ptr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
-    num_units = gl.load(work_ptr) * NUM_KV_HEADS
+    num_units, splits, chunk = _count(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     unit = gl.program_id(0)
     next_unit = second_unit()
-    seq, begin, end, _merge = _item(work_ptr, unit, unit + 1, NUM_KV_HEADS)
+    stop = unit + 1
+    if WINDOW > 0:
+        stop = num_units
+    seq, begin, end, _merge, _seen = _item(
+        work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+        BLOCK_N, MAX_SPLITS, WINDOW,
+    )  # fmt: skip
     turn = 0
     count = 0
     while unit < num_units:
-        next_seq, next_begin, next_end, _merge = _item(work_ptr, next_unit, num_units, NUM_KV_HEADS)
-        begin, _seen = _window_start(kv_lens_ptr, seq, begin, WINDOW, BLOCK_N)
+        next_seq, next_begin, next_end, _merge, _seen = _item(
+            work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
+            NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
+        )  # fmt: skip
         count = fetch(
             k_desc, v_desc, k_smem, v_smem, bars, count,
             tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
@@ -131,7 +142,6 @@ def _attend_items(
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
     PARTS: gl.constexpr = HEAD_DIM // 64
-    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -145,13 +155,20 @@ def _attend_items(
     out_dims = gl.arange(0, 64, gl.SliceLayout(0, out_layout))
     offsets = out_rows[:, None] * HEAD_DIM + out_dims[None, :]
     mine = (out_rows < GROUP)[:, None] & (out_dims < 64)[None, :]
-    num_units = gl.load(work_ptr) * NUM_KV_HEADS
+    num_units, splits, chunk = _count(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     in_group = (q_rows < GROUP)[:, None] & (q_dims < 64)[None, :]
     q_offsets = q_rows[:, None] * HEAD_DIM + q_dims[None, :]
     unit = gl.program_id(0)
     next_unit = second_unit()
-    # The first item is read before their number is known: there is room for one per program.
-    seq, begin, end, merge = _item(work_ptr, unit, unit + 1, NUM_KV_HEADS)
+    # The first item is read before their number is known: there is room for one per program. A
+    # window's is not: the limit of sequences may be reached.
+    stop = unit + 1
+    if WINDOWED:
+        stop = num_units
+    seq, begin, end, merge, seen = _item(
+        work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+        BLOCK_N, MAX_SPLITS, WINDOW,
+    )  # fmt: skip
     first_head, q_a, q_b = _queries(
         q_ptr, query_start_ptr, seq, unit, num_units, q_offsets, in_group,
         NUM_KV_HEADS, GROUP, HEAD_DIM,
@@ -162,11 +179,11 @@ def _attend_items(
         if turn > 0:
             next_unit = take(tickets, turn - 1)
         turn += 1
-        next_seq, next_begin, next_end, next_merge = _item(
-            work_ptr, next_unit, num_units, NUM_KV_HEADS
-        )
+        next_seq, next_begin, next_end, next_merge, next_seen = _item(
+            work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
+            NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
+        )  # fmt: skip
         head = unit % NUM_KV_HEADS
-        begin, seen = _window_start(kv_lens_ptr, seq, begin, WINDOW, BLOCK_N)
         acc_a = gl.zeros([64, 64], gl.float32, out_layout)
         acc_b = gl.zeros([64, 64], gl.float32, out_layout)
         top = gl.full([64], float("-inf"), gl.float32, rows_layout)
@@ -204,68 +221,90 @@ def _attend_items(
             q_ptr, query_start_ptr, next_seq, next_unit, num_units, q_offsets, in_group,
             NUM_KV_HEADS, GROUP, HEAD_DIM,
         )  # fmt: skip
-        if sinks_ptr is not None:  # noqa: SIM102  only this is known to the compiler
-            if merge & 31 == 1:  # otherwise added when the splits merge
-                rows = gl.arange(0, 64, rows_layout)
-                total += sink_weight(sinks_ptr, head * GROUP + rows, rows < GROUP, top)
+        if sinks_ptr is not None and merge & 31 == 1:  # otherwise added when the splits merge
+            rows = gl.arange(0, 64, rows_layout)
+            total += sink_weight(sinks_ptr, head * GROUP + rows, rows < GROUP, top)
         total = gl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
         acc_a = acc_a * inverse[:, None]
         acc_b = acc_b * inverse[:, None]
-        splits = merge & 31
-        if splits == 1:
-            gl.store(
-                out_ptr + first_head * HEAD_DIM + offsets,
-                acc_a.to(dtype),
-                mask=mine,
-            )
+        parts = merge & 31  # 0: a window has no such item
+        if parts == 1:
+            gl.store(out_ptr + first_head * HEAD_DIM + offsets, acc_a.to(dtype), mask=mine)
             if PARTS == 2:
                 target = out_ptr + first_head * HEAD_DIM + 64 + offsets
                 gl.store(target, acc_b.to(dtype), mask=mine)
-        else:
-            slots = (merge >> 9).to(gl.int64)
-            here = (slots + ((merge >> 5) & 15)) * NUM_HEADS + head * GROUP
-            gl.store(partial_ptr + here * HEAD_DIM + offsets, acc_a, mask=mine)
-            if PARTS == 2:
-                gl.store(partial_ptr + here * HEAD_DIM + 64 + offsets, acc_b, mask=mine)
-            rows = gl.arange(0, 64, rows_layout)
-            gl.store(lse_ptr + here + rows, top + gl.log2(total), mask=rows < GROUP)
-            barrier()
-            counter = arrived_ptr + seq * NUM_KV_HEADS + head
-            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-                barrier()
-                _merge(
-                    out_ptr + first_head * HEAD_DIM, partial_ptr, lse_ptr, sinks_ptr, head,
-                    slots * NUM_HEADS + head * GROUP, splits,
-                    NUM_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
-                )  # fmt: skip
-                gl.store(counter, 0)
-        seq, begin, end, merge = next_seq, next_begin, next_end, next_merge
+        elif not WINDOWED or parts > 1:
+            _meet(
+                acc_a, acc_b, top, total, offsets, mine, out_ptr, partial_ptr, lse_ptr,
+                arrived_ptr, sinks_ptr, seq, head, first_head, merge,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
+            )  # fmt: skip
+        seq, begin, end, merge, seen = next_seq, next_begin, next_end, next_merge, next_seen
         first_head, q_a, q_b = next_first, next_a, next_b
         unit = next_unit
 
 
 @gluon.jit
-def _window_start(kv_lens_ptr, seq, begin, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Returns where an item's keys begin that may be in the window, and the window's first key."""
-    seen = 0
-    if WINDOW > 0:
-        seen = gl.maximum(gl.load(kv_lens_ptr + seq) - WINDOW, 0)
-        begin = gl.maximum(begin, seen // BLOCK_N * BLOCK_N)
-    return begin, seen
+def _meet(
+    acc_a, acc_b, top, total, offsets, mask, out_ptr, partial_ptr, lse_ptr, arrived_ptr, sinks_ptr,
+    seq, kv_head, first_head, merge, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, MAX_SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Stores the result of an item; the last one of its sequence merges all of them."""
+    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    slots = (merge >> 9).to(gl.int64)
+    here = (slots + ((merge >> 5) & 15)) * NUM_HEADS + kv_head * GROUP
+    gl.store(partial_ptr + here * HEAD_DIM + offsets, acc_a, mask=mask)
+    if HEAD_DIM == 128:
+        gl.store(partial_ptr + here * HEAD_DIM + 64 + offsets, acc_b, mask=mask)
+    rows = gl.arange(0, 64, top.type.layout)
+    gl.store(lse_ptr + here + rows, top + gl.log2(total), mask=rows < GROUP)
+    barrier()
+    splits = merge & 31
+    counter = arrived_ptr + seq * NUM_KV_HEADS + kv_head
+    if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        barrier()
+        _merge(
+            out_ptr + first_head * HEAD_DIM, partial_ptr, lse_ptr, sinks_ptr, kv_head,
+            slots * NUM_HEADS + kv_head * GROUP, splits, NUM_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
+        )  # fmt: skip
+        gl.store(counter, 0)
 
 
 @gluon.jit
-def _item(work_ptr, unit, stop, NUM_KV_HEADS: gl.constexpr):
-    """Returns the sequence, the first key, the end of its keys, and where the splits of its
-    sequence meet."""
+def _count(work_ptr, NUM_KV_HEADS: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr):
+    """Returns the number of units, and how windows are cut."""
+    splits = 1
+    chunk = 0
+    num_items = gl.load(work_ptr)
+    if WINDOW > 0:
+        splits, chunk = window_cut(work_ptr, WINDOW, MAX_SPLITS)
+        num_items = gl.load(work_ptr + 1) * splits
+    return num_items * NUM_KV_HEADS, splits, chunk
+
+
+@gluon.jit
+def _item(
+    work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS: gl.constexpr,
+    BLOCK_N: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Returns the sequence, the first key, the end of its keys, where the splits of its sequence
+    meet, and the first key of its window."""
     exists = unit < stop
-    item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
-    seq = gl.load(item_ptr, mask=exists, other=0)
-    begin = gl.load(item_ptr + 1, mask=exists, other=0)
-    end = gl.load(item_ptr + 2, mask=exists, other=0)
-    merge = gl.load(item_ptr + 3, mask=exists, other=0)
-    return seq, begin, end, merge
+    if WINDOW > 0:
+        seq, begin, end, merge, seen = window_item(
+            unit // NUM_KV_HEADS, exists, splits, chunk, query_start_ptr, kv_lens_ptr, WINDOW,
+            BLOCK_N, MAX_SPLITS,
+        )  # fmt: skip
+    else:
+        item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
+        seq = gl.load(item_ptr, mask=exists, other=0)
+        begin = gl.load(item_ptr + 1, mask=exists, other=0)
+        end = gl.load(item_ptr + 2, mask=exists, other=0)
+        merge = gl.load(item_ptr + 3, mask=exists, other=0)
+        seen = 0
+    return seq, begin, end, merge, seen
 
 
 @gluon.jit
@@ -347,8 +386,8 @@ def _decode_kernel(
                              sinks_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES, MAX_SPLITS,
                              WINDOW, SOFT_CAP)),
             (_fetch_items, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr,
-                            tables_ptr, stride_table, kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM, PAGE,
-                            BLOCK_N, STAGES, WINDOW)),
+                            tables_ptr, stride_table, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+                            HEAD_DIM, PAGE, BLOCK_N, STAGES, MAX_SPLITS, WINDOW)),
         ],
         [1],
         [40],

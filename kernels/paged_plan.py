@@ -5,6 +5,8 @@ over these tensors stays right when their contents change. A sequence with one q
 *items*, stretches of its keys that are processed apart and merged; a sequence with several is a row
 of *tiles*, TILE_ROWS (query, head) pairs each. Both lists are heaviest first.
 
+Layers with a window need no items: their kernels cut the keys of each window themselves.
+
 The cuts of a sequence depend on its own length, and on whether the step has few sequences, where
 more items are needed to occupy the device: a decode result is the same to the last bit in all steps
 with few sequences, and in all steps with many. Uses numpy and tensors; the kernels are elsewhere.
@@ -21,7 +23,7 @@ import torch
 Ints = npt.NDArray[np.int32]
 
 TILE_ROWS = 128  # (query, head of a group) pairs per prefill program
-HEADER = 4  # [num_items, 0, 0, 0]
+HEADER = 4  # [num_items, sequences, 1 if they are few, 0]
 # [sequence, first key, last key + 1, (first slot << 9) + (split << 5) + splits]: int32 holds the
 # slots of 262,144 sequences
 ITEM = 4
@@ -43,6 +45,14 @@ def kernel_scale(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return scale * LOG2_E, 0.0
     return 2 * scale * LOG2_E / soft_cap, soft_cap * LOG2_E
+
+
+def window_splits(window: int, is_few: bool) -> int:
+    """Returns the most items into which the kernels cut the keys of a window, which begin with the
+    tile of its first one: of the least size, or more keys where there would be too many items."""
+    keys = window + CHUNK_STEP
+    largest = -(-keys // (MAX_SPLITS * CHUNK_STEP)) * CHUNK_STEP
+    return -(-keys // max(MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK, largest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,12 @@ class PagedPlan:
     max_items: int  # of the decode launch; 0: there is none
     tiles_start: int  # offset of the tiles in `work`
     num_tiles: int
+
+    def max_decode_items(self, window: int | None) -> int:
+        """Returns the limit of the decode launch of a layer, for its grid."""
+        if window is None:
+            return self.max_items
+        return self.num_sequences * window_splits(window, is_few=True)
 
     @classmethod
     def for_graph(
@@ -160,8 +176,9 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     """Fills `out`; for a graph, pass all the sequences it was captured with (padding: kv_len 0)."""
     queries = np.diff(query_start)
     decodes = np.flatnonzero(queries == 1)
-    num_items = _write_items(out, decodes, kv_lens, shape) if len(decodes) else 0
-    out[:HEADER] = (num_items, 0, 0, 0)
+    is_few = int(np.count_nonzero(kv_lens[decodes])) * shape.num_kv_heads <= FEW
+    num_items = _write_items(out, decodes, kv_lens, is_few) if len(decodes) else 0
+    out[:HEADER] = (num_items, len(kv_lens), is_few, 0)
     start = HEADER + ITEM * num_items
     prefills = np.flatnonzero(queries > 1)
     if not len(prefills):
@@ -170,9 +187,8 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     return WorkCounts(num_items, num_tiles)
 
 
-def _write_items(out: Ints, decodes: npt.NDArray[np.intp], kv_lens: Ints, shape: HeadShape) -> int:
+def _write_items(out: Ints, decodes: npt.NDArray[np.intp], kv_lens: Ints, is_few: bool) -> int:
     lengths = kv_lens[decodes].astype(np.int64)
-    is_few = np.count_nonzero(lengths) * shape.num_kv_heads <= FEW
     splits, chunks = _cut(lengths, MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK)
     used = np.where(splits > 1, splits, 0)
     order = np.argsort(-np.minimum(chunks, lengths), kind="stable")

@@ -1,6 +1,7 @@
 """Decode attention in Triton: one query per sequence, its keys cut into items that merge in place.
 
-A persistent grid walks the items of a PagedPlan times the KV heads. A program holds the group of
+A persistent grid walks the items of a PagedPlan times the KV heads; in a layer with a window, the
+items of all sequences' windows, which the kernel cuts itself. A program holds the group of
 query heads that share a KV head as the 16 rows of one mma tile (mma.sync: ptxas 12.8 miscompiles
 wgmma with its left operand in registers). The program that finishes a sequence's last item merges
 all of them in the order of the keys, so results are the same in every run and do not depend on the
@@ -18,6 +19,7 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED, num_sms
 from kernels.paged_plan import MAX_SPLITS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch
+from kernels.triton_window_items import window_cut, window_item
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def paged_decode(
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     config = config or decode_config(head_dim, k_cache.element_size())
     resident = 2 if IS_INTERPRETED else num_sms(q.device) * config.programs_per_sm
-    grid = (min(plan.max_items * num_kv_heads, resident),)
+    grid = (min(plan.max_decode_items(sliding_window) * num_kv_heads, resident),)
     group = num_heads // num_kv_heads
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
@@ -144,58 +146,108 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,  # 0: none
     UPCAST: tl.constexpr,
 ):
-    num_units = tl.load(work_ptr) * NUM_KV_HEADS
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    num_items = tl.load(work_ptr)
+    if HAS_WINDOW:
+        splits, chunk = window_cut(work_ptr, window, MAX_SPLITS)
+        num_items = tl.load(work_ptr + 1) * splits
+    num_units = num_items * NUM_KV_HEADS
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         head = unit % NUM_KV_HEADS
-        item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
-        seq = tl.load(item_ptr)
-        begin = tl.load(item_ptr + 1)
-        end = tl.load(item_ptr + 2)
-        merge = tl.load(item_ptr + 3)
-        row = tl.load(query_start_ptr + seq).to(tl.int64)
         if HAS_WINDOW:
-            seen = tl.maximum(tl.load(kv_lens_ptr + seq) - window, 0)
-            begin = tl.maximum(begin, seen // BLOCK_N * BLOCK_N)
-        else:
-            seen = 0
-        row_mask = (offs_m < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
-        head_rows = (head * GROUP + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
-        num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-        q = tl.load(q_ptr + row * (num_heads * HEAD_DIM) + head_rows, mask=row_mask, other=0.0)
-        table = tables_ptr + seq.to(tl.int64) * stride_table
-        acc, top, total = _attend(
-            q, k_ptr, v_ptr, table, head, begin, end, seen, scale,
-            NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, SOFT_CAP,
-            UPCAST,
-        )  # fmt: skip
-        if sinks_ptr is not None:  # noqa: SIM102  only this is known to the compiler
-            if merge & 31 == 1:  # otherwise added when the splits merge
-                total += sink_weight(sinks_ptr, head * GROUP + offs_m, offs_m < GROUP, top)
-        total = tl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding, and lse -inf
-        attended = acc / total[:, None]
-        splits = merge & 31
-        if splits == 1:
-            out_rows = out_ptr + row * (num_heads * HEAD_DIM) + head_rows
-            tl.store(out_rows, attended.to(out_ptr.dtype.element_ty), mask=row_mask)
-        else:
-            slots = (merge >> 9).to(tl.int64)
-            slot = slots + ((merge >> 5) & 15)
-            if HAS_WINDOW:  # nothing is stored of an item before the window, nor read
-                row_mask = row_mask & (begin < end)
-            tl.store(partial_ptr + slot * (num_heads * HEAD_DIM) + head_rows, attended, row_mask)
-            lse = top + tl.log2(total)
-            tl.store(lse_ptr + slot * num_heads + head * GROUP + offs_m, lse, offs_m < GROUP)
-            tl.debug_barrier()
-            counter = arrived_ptr + seq * NUM_KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
-                tl.debug_barrier()
-                _merge(
-                    out_ptr, partial_ptr, lse_ptr, sinks_ptr, row, slots, splits, head,
-                    num_heads, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, MAX_SPLITS, HAS_WINDOW,
+            seq, begin, end, merge, seen = window_item(
+                unit // NUM_KV_HEADS, True, splits, chunk, query_start_ptr, kv_lens_ptr, window,
+                BLOCK_N, MAX_SPLITS,
+            )  # fmt: skip
+            if merge != 0:
+                _attend_item(
+                    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr,
+                    query_start_ptr, tables_ptr, stride_table, scale, sinks_ptr, head, seq, begin,
+                    end, merge, seen, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE, BLOCK_M, BLOCK_G,
+                    BLOCK_N, BLOCK_D, MAX_SPLITS, True, SOFT_CAP, UPCAST,
                 )  # fmt: skip
-                tl.store(counter, 0)
+        else:
+            item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
+            seq = tl.load(item_ptr)
+            begin = tl.load(item_ptr + 1)
+            end = tl.load(item_ptr + 2)
+            merge = tl.load(item_ptr + 3)
+            _attend_item(
+                q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, query_start_ptr,
+                tables_ptr, stride_table, scale, sinks_ptr, head, seq, begin, end, merge, 0,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE, BLOCK_M, BLOCK_G, BLOCK_N, BLOCK_D,
+                MAX_SPLITS, False, SOFT_CAP, UPCAST,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend_item(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrived_ptr,
+    query_start_ptr,
+    tables_ptr,
+    stride_table,
+    scale,
+    sinks_ptr,
+    head,  # of K and V
+    seq,
+    begin,
+    end,
+    merge,
+    seen,  # keys before it are outside the window
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    row = tl.load(query_start_ptr + seq).to(tl.int64)
+    row_mask = (offs_m < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    head_rows = (head * GROUP + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
+    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    q = tl.load(q_ptr + row * (num_heads * HEAD_DIM) + head_rows, mask=row_mask, other=0.0)
+    table = tables_ptr + seq.to(tl.int64) * stride_table
+    acc, top, total = _attend(
+        q, k_ptr, v_ptr, table, head, begin, end, seen, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, SOFT_CAP,
+        UPCAST,
+    )  # fmt: skip
+    if sinks_ptr is not None and merge & 31 == 1:  # otherwise added when the splits merge
+        total += sink_weight(sinks_ptr, head * GROUP + offs_m, offs_m < GROUP, top)
+    total = tl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding, and lse -inf
+    attended = acc / total[:, None]
+    splits = merge & 31
+    if splits == 1:
+        out_rows = out_ptr + row * (num_heads * HEAD_DIM) + head_rows
+        tl.store(out_rows, attended.to(out_ptr.dtype.element_ty), mask=row_mask)
+    else:
+        slots = (merge >> 9).to(tl.int64)
+        slot = slots + ((merge >> 5) & 15)
+        tl.store(partial_ptr + slot * (num_heads * HEAD_DIM) + head_rows, attended, row_mask)
+        lse = top + tl.log2(total)
+        tl.store(lse_ptr + slot * num_heads + head * GROUP + offs_m, lse, offs_m < GROUP)
+        tl.debug_barrier()
+        counter = arrived_ptr + seq * NUM_KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.debug_barrier()
+            _merge(
+                out_ptr, partial_ptr, lse_ptr, sinks_ptr, row, slots, splits, head,
+                num_heads, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, MAX_SPLITS,
+            )  # fmt: skip
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -277,7 +329,6 @@ def _merge(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
 ):
     """Merges all splits at once, in parts of the head dimension: one trip to L2 for each part
     instead of one per split."""
@@ -293,8 +344,6 @@ def _merge(
     total = tl.sum(weights, 0)
     if sinks_ptr is not None:
         total += sink_weight(sinks_ptr, head * GROUP + heads, heads < GROUP, top)
-    if HAS_WINDOW:
-        here = here & (lse > float("-inf"))
     weights = weights / tl.where(total == 0.0, 1.0, total)[None, :]
     for first in tl.static_range(0, BLOCK_D, PART):
         dims = first + tl.arange(0, PART)

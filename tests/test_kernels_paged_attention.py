@@ -14,6 +14,7 @@ from kernels.paged_plan import (
     MAX_SPLITS,
     MIN_CHUNK,
     HeadShape,
+    window_splits,
     work_size,
     write_work,
 )
@@ -215,6 +216,22 @@ def test_an_empty_sequence_takes_no_rows() -> None:
     assert torch.equal(out, case.run())
 
 
+@pytest.mark.parametrize(
+    ("window", "few", "many"),
+    [
+        (1, 1, 1),
+        (128, 1, 1),
+        (192, 1, 1),
+        (193, 2, 1),
+        (1024, 5, 2),
+        (4096, 13, 5),
+        (10**6, 16, 16),
+    ],
+)
+def test_windows_are_cut_into_items_of_some_size(window: int, few: int, many: int) -> None:
+    assert (window_splits(window, True), window_splits(window, False)) == (few, many)
+
+
 def test_the_splits_of_four_thousand_sequences_have_slots_of_their_own() -> None:
     num_seqs, shape = 4096, HeadShape(4, 2, 16)
     out = np.zeros(work_size(num_seqs, num_seqs, shape), dtype=np.int32)
@@ -222,6 +239,7 @@ def test_the_splits_of_four_thousand_sequences_have_slots_of_their_own() -> None
     lengths = np.full(num_seqs, MAX_SPLITS * MIN_CHUNK, dtype=np.int32)
     counts = write_work(out, starts, lengths, shape)
     assert counts.num_items == num_seqs * MAX_SPLITS
+    assert out[:HEADER].tolist() == [num_seqs * MAX_SPLITS, num_seqs, 0, 0]
     merge = out[HEADER : HEADER + ITEM * counts.num_items].reshape(-1, ITEM)[:, 3]
     assert set(merge & 31) == {MAX_SPLITS}
     slots = (merge >> 9) + ((merge >> 5) & 15)  # as the kernels read it

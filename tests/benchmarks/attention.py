@@ -2,7 +2,10 @@
 
 Decode: bytes of keys and values over time, in CUDA graphs that rotate over more caches than the L2
 holds. Prefill: floating-point operations over time, beside torch's own attention over contiguous
-tensors (cuDNN, FlashAttention-2), which needs no pages. Heads of Llama-3-8B, bfloat16.
+tensors (cuDNN, FlashAttention-2), which needs no pages. Heads of Llama-3-8B, bfloat16. Other
+families: `--heads 8 4 256 --window 4096 --soft-cap 50` (Gemma 2), `--heads 64 8 64 --window 128
+--sinks` (gpt-oss). A window's rates count the keys in it: equal rates mean a cost of min(keys,
+window).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.paged_attention import paged_attention
 from kernels.paged_plan import HeadShape, PagedPlan, attention_scratch, work_size, write_work
-from tests.benchmarks.report import emit, emit_machine
+from tests.benchmarks.report import Report, emit
 
 SHAPE = HeadShape(32, 8, 128)
-SCALE = SHAPE.head_dim**-0.5
 CACHE_TOKENS = 1 << 20  # 4.3 GB of keys and values
 ROTATED_BYTES = 400_000_000
 Lengths = list[tuple[int, int]]  # (queries, keys)
@@ -30,18 +32,28 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
+class Layer:
+    shape: HeadShape = SHAPE
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     name: str
     lengths: Lengths
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(kv for _, kv in self.lengths) * SHAPE.num_kv_heads * SHAPE.head_dim * 4
+    def bytes_read(self, layer: Layer) -> int:
+        keys = sum(min(kv, layer.window or kv) for _, kv in self.lengths)
+        return keys * layer.shape.num_kv_heads * layer.shape.head_dim * 4
 
-    @property
-    def flops(self) -> float:
-        pairs = sum((kv - q) * q + q * (q + 1) / 2 for q, kv in self.lengths)
-        return 4 * SHAPE.num_heads * SHAPE.head_dim * pairs
+    def flops(self, layer: Layer) -> float:
+        pairs = 0
+        for q, kv in self.lengths:
+            seen = np.arange(kv - q + 1, kv + 1)
+            pairs += int(np.minimum(seen, layer.window or kv).sum())
+        return 4.0 * layer.shape.num_heads * layer.shape.head_dim * pairs
 
 
 def decode_cases() -> list[Case]:
@@ -59,19 +71,24 @@ def prefill_cases() -> list[Case]:
 
 
 class Bench:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, layer: Layer) -> None:
         self.rng = np.random.default_rng(1)
-        shape = (CACHE_TOKENS // block_size, block_size, SHAPE.num_kv_heads, SHAPE.head_dim)
+        self.layer, heads = layer, layer.shape
+        shape = (CACHE_TOKENS // block_size, block_size, heads.num_kv_heads, heads.head_dim)
         self.k, self.v = (random(*shape) for _ in range(2))
+        self.sinks = random(heads.num_heads).float() if layer.has_sinks else None
 
     def calls(self, case: Case) -> list[Call]:
-        copies = max(2, min(16, ROTATED_BYTES // case.bytes_read))
+        shape = self.layer.shape
+        keys = sum(kv for _, kv in case.lengths)
+        most = min(16, CACHE_TOKENS // (keys + len(case.lengths) * self.k.shape[1]))
+        copies = max(2, min(most, ROTATED_BYTES // case.bytes_read(self.layer)))
         block_size, blocks = self.k.shape[1], self.rng.permutation(self.k.shape[0])
         starts = np.cumsum([0, *(q for q, _ in case.lengths)]).astype(np.int32)
         kv_lens = np.array([kv for _, kv in case.lengths], np.int32)
-        host = np.zeros(work_size(len(kv_lens), int(starts[-1]), SHAPE), np.int32)
-        counts = write_work(host, starts, kv_lens, SHAPE)
-        scratch = attention_scratch(len(kv_lens), SHAPE, "cuda")
+        host = np.zeros(work_size(len(kv_lens), int(starts[-1]), shape), np.int32)
+        counts = write_work(host, starts, kv_lens, shape)
+        scratch = attention_scratch(len(kv_lens), shape, "cuda")
         work, starts_there, kv_there = (to_gpu(array) for array in (host, starts, kv_lens))
         calls = []
         for _ in range(copies):
@@ -80,12 +97,15 @@ class Bench:
                 needed = -(-int(kv_len) // block_size)
                 tables[s, :needed], blocks = blocks[:needed], blocks[needed:]
             plan = PagedPlan.for_step(starts_there, kv_there, to_gpu(tables), work, scratch, counts)
-            q = random(int(starts[-1]), SHAPE.num_heads, SHAPE.head_dim)
+            q = random(int(starts[-1]), shape.num_heads, shape.head_dim)
             calls.append(self.call(q, plan))
         return calls
 
     def call(self, q: torch.Tensor, plan: PagedPlan) -> Call:
-        return lambda: paged_attention(q, self.k, self.v, plan, SCALE)
+        layer, scale = self.layer, self.layer.shape.head_dim**-0.5
+        return lambda: paged_attention(
+            q, self.k, self.v, plan, scale, layer.window, soft_cap=layer.soft_cap, sinks=self.sinks
+        )
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -136,21 +156,31 @@ def dense(length: int, backend: SDPBackend) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64])
+    parser.add_argument(
+        "--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("QUERY", "KV", "DIM")
+    )
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--soft-cap", type=float)
+    parser.add_argument("--sinks", action="store_true")
     arguments = parser.parse_args()
-    emit_machine("attention")
+    shape = HeadShape(*arguments.heads)
+    layer = Layer(shape, arguments.window, arguments.soft_cap, arguments.sinks)
+    Report().emit_machine("attention", layer=asdict(layer))
     for block_size in arguments.block_sizes:
-        bench = Bench(block_size)
+        bench = Bench(block_size, layer)
         for case in decode_cases():
             time_us = microseconds(bench.calls(case))
-            rate = round(case.bytes_read / time_us / 1e6, 3)
+            rate = round(case.bytes_read(layer) / time_us / 1e6, 3)
             emit(case=case.name, block_size=block_size, us=round(time_us, 1), tb_per_s=rate)
         for case in prefill_cases():
             time_us = microseconds(bench.calls(case)[:2])
-            rate = round(case.flops / time_us / 1e6, 1)
+            rate = round(case.flops(layer) / time_us / 1e6, 1)
             emit(case=case.name, block_size=block_size, us=round(time_us, 1), tflops=rate)
         del bench
+    if layer != Layer():
+        return
     for length in (2048, 4096, 8192):
-        flops = Case("", [(length, length)]).flops
+        flops = Case("", [(length, length)]).flops(layer)
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
             time_us = dense(length, backend)
             rate = round(flops / time_us / 1e6, 1)

@@ -67,8 +67,9 @@ def test_shapes_of_heads_and_blocks(heads: int, kv_heads: int, dim: int, block_s
     assert relative_error(batch.run(), batch.expected()) < 2e-6
 
 
-def test_a_decode_does_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("window", [None, 270])
+def test_a_decode_does_not_depend_on_the_batch(window: int | None) -> None:
     batch = make_batch([(1, 700), (1, 3), (1, 280)])
     alone = make_batch([(1, 700), (1, 3), (1, 280)])
     alone.lengths, alone.q, alone.tables = [(1, 280)], batch.q[2:], batch.tables[2:]
-    assert torch.equal(batch.run()[2:], alone.run())
+    assert torch.equal(batch.run(window)[2:], alone.run(window))

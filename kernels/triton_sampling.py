@@ -35,7 +35,7 @@ CHUNK = 8192  # ids per program
 ROOM = 8192  # logits a row can collect, spread evenly over its chunks
 FEW = 64  # of a chunk: up to this number are searched quickly
 PROGRAMS = 256  # of the passes over drawn rows: two of each multiprocessor of an H200, one wave
-MAX_VOCAB = 2**18  # times a weight's unit of 2^44: sums stay below 2^63
+MAX_VOCAB = 2**19 - 2  # with the weight of each at most 2^44, sums stay below 2^63
 
 _scan = Launcher(scan_kernel, launch_pdl=OVERLAPS)
 _weigh = Launcher(weigh_kernel, launch_pdl=OVERLAPS)

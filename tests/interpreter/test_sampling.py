@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.sampling import draw, draw_reference, sample_rows
-from kernels.triton_sampling import launch_sample_rows
+from kernels.triton_sampling import MAX_VOCAB, launch_sample_rows
 
 Column = torch.Tensor
 Parameters = tuple[Column, Column, Column, Column, Column, Column, Column]
@@ -71,6 +71,13 @@ def test_a_row_draws_the_token_of_the_reference(params: dict[str, float]) -> Non
     rows = 4
     logits, rest = logits_of(rows, 150), parameters(rows, **params)  # type: ignore[arg-type]
     assert sampled(logits, rest) == draw_reference(logits, *rest).tolist()
+
+
+def test_sums_of_the_widest_vocabulary_do_not_overflow() -> None:
+    """All ids are equal, so that every weight is the largest."""
+    logits, rest = torch.zeros(3, MAX_VOCAB), parameters(3)
+    found = sampled(logits, rest, chunk=8192, room=8192)
+    assert found == draw_reference(logits, *rest).tolist()
 
 
 @pytest.mark.parametrize("params", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.7}])

@@ -2,12 +2,14 @@
 
 All or nothing: each tensor of the file must belong to a site of the base with the right shape, each
 module that the configuration targets must have its pair, every number must be finite; an adapter
-that we do not compute exactly is refused with the reason. Pickles are never read. Free of the pool
-and the registry; the caller provides the folder's digest.
+that we do not compute exactly is refused with the reason. Modules are found in any of the forms of
+`module_names`; those of a part for images, which no text reaches, are left unread. Pickles are
+never read. Free of the pool and the registry; the caller provides the folder's digest.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +22,15 @@ import torch
 from lora.convert import in_turns
 from lora.errors import AdapterError
 from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
+from lora.module_names import Spelling, canonical, is_of_other_part, spelling_of
 from lora.peft_config import PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import open_regular, shown, shown_value
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS_FILE = "adapter_model.safetensors"
+_MODEL = "base_model.model."
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
     r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
@@ -89,8 +95,7 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
     with _open_weights(path) as file:
         keys = tuple(file.entries)
     for key in keys:
-        copy = _BASE_COPY.fullmatch(key)
-        if copy is not None and copy["module"] in targets:
+        if _is_unread(key) or _copied_module(key, targets) is not None:
             continue
         try:
             _parse_key(key, targets)
@@ -146,19 +151,25 @@ def _check_header(
     Returns module -> {"A": key, "B": key}, in the order of the targets."""
     pairs: dict[str, dict[str, str]] = {}
     copies: dict[str, str] = {}  # module -> key
+    num_unread = 0
     for key in in_turns(file.entries):
-        copy = _BASE_COPY.fullmatch(key)
-        if copy is not None and copy["module"] in targets:
-            copies[copy["module"]] = key
+        if _is_unread(key):
+            num_unread += 1
+            continue
+        if (copied := _copied_module(key, targets)) is not None:
+            copies[copied] = key
             continue
         module, half = _parse_key(key, targets)
         if half in pairs.setdefault(module, {}):
             raise AdapterError(f"lora_{half} of {module} is in the file twice")
         pairs[module][half] = key
-    _check_complete(pairs, targets, config)
+    if num_unread:
+        logger.info("%d tensors of the part for images are left unread", num_unread)
+    spelling = _spelling(file)
+    _check_complete(pairs, targets, config, spelling)
     for module, keys in in_turns(pairs.items()):
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
-        _check_shapes(targets[module], a, b, config, max_rank)
+        _check_shapes(targets[module], a, b, config.rank_of(spelling.spell(module)), max_rank)
     for module, key in copies.items():
         _check_base_copy(module, file, key, base_weight)
     return {module: pairs[module] for module in targets if module in pairs}
@@ -172,10 +183,15 @@ def _read_modules(
 ) -> dict[str, ModuleWeights]:
     """Reads the weights and checks every number."""
     keys = [key for pair in pairs.values() for key in pair.values()]
+    spelling = _spelling(file)
     tensors, largest = file.read_all(keys, buffer)
     modules: dict[str, ModuleWeights] = {}
     for module, pair in in_turns(pairs.items()):
-        a, b, scale = tensors[pair["A"]], tensors[pair["B"]], config.scale_of(module)
+        a, b, scale = (
+            tensors[pair["A"]],
+            tensors[pair["B"]],
+            config.scale_of(spelling.spell(module)),
+        )
         # Rounded up: the products are of float32.
         bound = largest * max(1.0, abs(scale)) * (1 + 1e-6)
         if bound > torch.finfo(torch.float32).max:
@@ -195,11 +211,27 @@ def _no_weights_reason(path: Path) -> str:
     return f"the folder has no {WEIGHTS_FILE}"
 
 
+def _is_unread(key: str) -> bool:
+    return is_of_other_part(key.removeprefix(_MODEL))
+
+
+def _copied_module(key: str, targets: Mapping[str, Target]) -> str | None:
+    """Returns the module of whose weight the tensor is a copy."""
+    copy = _BASE_COPY.fullmatch(key)
+    module = None if copy is None else canonical(copy["module"])
+    return module if module in targets else None
+
+
+def _spelling(file: TensorFile) -> Spelling:
+    """Returns the form of the file's modules, which is that of the names in its configuration."""
+    return spelling_of(key.removeprefix(_MODEL) for key in file.entries)
+
+
 def _parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise AdapterError(f"tensor {shown(key)} {_reason_for_key(key)}")
-    module = match["module"]
+    module = canonical(match["module"])
     if module not in targets:
         raise AdapterError(
             f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
@@ -224,7 +256,10 @@ def _reason_for_key(key: str) -> str:
 
 
 def _check_complete(
-    pairs: Mapping[str, Mapping[str, str]], targets: Mapping[str, Target], config: PeftConfig
+    pairs: Mapping[str, Mapping[str, str]],
+    targets: Mapping[str, Target],
+    config: PeftConfig,
+    spelling: Spelling,
 ) -> None:
     if not pairs:
         raise AdapterError(f"{WEIGHTS_FILE} holds no LoRA tensors")
@@ -232,17 +267,17 @@ def _check_complete(
         for half in "AB":
             if half not in keys:
                 raise AdapterError(f"lora_{half} of {module} is missing")
-        if not config.targets(targets[module].site, module):
+        if not config.targets(targets[module].site, spelling.spell(module)):
             raise AdapterError(
                 f"the file has tensors for {module}, which target_modules does not name"
             )
     for module, target in in_turns(targets.items()):
-        if module not in pairs and config.targets(target.site, module):
+        if module not in pairs and config.targets(target.site, spelling.spell(module)):
             raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
 
 
 def _check_shapes(
-    target: Target, a: TensorEntry, b: TensorEntry, config: PeftConfig, max_rank: int
+    target: Target, a: TensorEntry, b: TensorEntry, configured_rank: int, max_rank: int
 ) -> None:
     module = target.module
     for half, entry in (("A", a), ("B", b)):
@@ -254,10 +289,9 @@ def _check_shapes(
         raise AdapterError(f"lora_A of {module} has rank {rank}, its lora_B has rank {rank_b}")
     if not 1 <= rank <= max_rank:
         raise AdapterError(f"{module} has rank {rank}, allowed are 1 to {max_rank}")
-    if rank != config.rank_of(module):
+    if rank != configured_rank:
         raise AdapterError(
-            f"{module} has rank {rank}, adapter_config.json has "
-            f"{shown_value(config.rank_of(module))}"
+            f"{module} has rank {rank}, adapter_config.json has {shown_value(configured_rank)}"
         )
     if in_features != target.site.in_features:
         raise AdapterError(

@@ -35,8 +35,9 @@ class Strip:
     index: int  # slice index
     module: str
     side: Literal["a", "b"]
-    start: int  # first column
+    start: int  # first column of the slice
     width: int  # columns, perhaps beyond the last of the matrix
+    offset: int = 0  # of the slice, in the module's columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,16 @@ class PageLayout:
         self._max_width = self.block_bytes // row_bytes
         self.strips = tuple(strip for site in sites for strip in self._strips(site))
         self._entries_of: dict[str, list[int]] = defaultdict(list)  # by module
+        # Slices of one module have one A: its entry, and those of the other slices.
+        self._sharers: dict[int, list[int]] = defaultdict(list)
+        first_of: dict[tuple[str, int], int] = {}
         for entry, strip in enumerate(self.strips):
-            self._entries_of[strip.module].append(entry)
+            first = entry
+            if strip.side == "a":
+                first = first_of.setdefault((strip.module, strip.start), entry)
+            (self._entries_of[strip.module] if first == entry else self._sharers[first]).append(
+                entry
+            )
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
         usual = (part.module for site in sites if not site.is_optional for part in site.slices)
         self.page_bytes = self._bytes_of(dict.fromkeys(usual, PAGE_ROWS))
@@ -139,7 +148,8 @@ class PageLayout:
         table, numbers = entries.numpy(), memory[:size].view(self.dtype)
         copies: list[RowsCopy] = []
         for place in places:
-            table[place.page, place.entry] = make_entry(place.start, place.rows)
+            sharers = self._sharers.get(place.entry, ())
+            table[place.page, [place.entry, *sharers]] = make_entry(place.start, place.rows)
             copies.append(self._copy(numbers, place, adapter))
         copy_rows(copies)
         return PackedAdapter(
@@ -189,10 +199,11 @@ class PageLayout:
         numbers, scale = _side(adapter.modules[strip.module], strip)
         if place.page or len(numbers) > place.rows:
             numbers = numbers[PAGE_ROWS * place.page :][: place.rows]
-        if strip.start or numbers.shape[1] > strip.width:
-            numbers = numbers[:, strip.start :][:, : strip.width]
-        start = memory.storage_offset() + place.start // self.dtype.itemsize
-        rows = memory.as_strided((place.rows, strip.width), (strip.width, 1), start)
+        start = strip.offset + strip.start
+        if start or numbers.shape[1] > strip.width:
+            numbers = numbers[:, start:][:, : strip.width]
+        at = memory.storage_offset() + place.start // self.dtype.itemsize
+        rows = memory.as_strided((place.rows, strip.width), (strip.width, 1), at)
         if (width := numbers.shape[1]) < strip.width:
             rows[:, width:].zero_()
             rows = rows[:, :width]
@@ -212,19 +223,28 @@ class PageLayout:
         """Yields A of each slice, then B of each slice."""
         for index, part in enumerate(site.slices):
             yield from self._pieces(site, index, part.module, "a", site.in_features)
+        offsets: dict[str, int] = defaultdict(int)
         for index, part in enumerate(site.slices):
-            yield from self._pieces(site, index, part.module, "b", part.out_features)
+            offset = offsets[part.module]
+            yield from self._pieces(site, index, part.module, "b", part.out_features, offset)
+            offsets[part.module] += part.out_features
 
     def _pieces(
-        self, site: Site, index: int, module: str, side: Literal["a", "b"], width: int
+        self,
+        site: Site,
+        index: int,
+        module: str,
+        side: Literal["a", "b"],
+        width: int,
+        offset: int = 0,
     ) -> Iterator[Strip]:
         if width <= self._max_width:
-            yield Strip(site.name, index, module, side, 0, width)
+            yield Strip(site.name, index, module, side, 0, width, offset)
             return
         num_pieces = -(-width // (self._max_width // _PIECE_COLUMNS * _PIECE_COLUMNS))
         piece = -(-width // (num_pieces * _PIECE_COLUMNS)) * _PIECE_COLUMNS
         for start in range(0, width, piece):
-            yield Strip(site.name, index, module, side, start, piece)
+            yield Strip(site.name, index, module, side, start, piece, offset)
 
 
 def in_blocks(entries: torch.Tensor, blocks: torch.Tensor, block_bytes: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The adaptable parts of a base model: its linear layers as they are fused, and its embedding.
 
 A site is one matrix product of the forward pass; its slices are the Hugging Face modules fused into
-it, side by side in the output. Names and numbers only: no tensors, no model classes.
+it, side by side in the output. A module that is fused in the checkpoint already, as Phi's qkv_proj,
+has several slices: one A, and B cut by rows. Names and numbers only: no tensors, no model classes.
 """
 
 from __future__ import annotations
@@ -35,18 +36,14 @@ class Target:
     """One module that an adapter may change."""
 
     site: Site
-    index: int  # slice index
-
-    @property
-    def module(self) -> str:
-        return self.site.slices[self.index].module
-
-    @property
-    def out_features(self) -> int:
-        return self.site.slices[self.index].out_features
+    module: str
+    out_features: int  # of all its slices
 
 
 def targets_by_module(sites: Sequence[Site]) -> dict[str, Target]:
-    return {
-        part.module: Target(site, index) for site in sites for index, part in enumerate(site.slices)
-    }
+    targets: dict[str, Target] = {}
+    for site in sites:
+        for part in site.slices:
+            before = targets[part.module].out_features if part.module in targets else 0
+            targets[part.module] = Target(site, part.module, before + part.out_features)
+    return targets

@@ -138,6 +138,6 @@ def test_every_linear_layer_the_head_and_the_embedding_are_sites() -> None:
     targets = targets_by_module(sites)
     assert len(targets) == 4 * 7 + 2
     assert targets["model.layers.3.self_attn.v_proj"].out_features == 16
-    assert targets["model.layers.0.mlp.up_proj"].index == 1
+    assert targets["model.layers.0.mlp.up_proj"].out_features == 96
     assert targets["lm_head"].out_features == 100
     assert targets["model.embed_tokens"].site.kind == "embedding"

@@ -20,6 +20,7 @@ from engine.kv_cache import allocate_kv_cache
 from engine.largest_step import max_step_tokens, step_limits
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites
+from engine.rope import RopeConfig
 from engine.step_inputs import StepLimits
 from engine.types import ScheduledBatch
 from engine.warm_batches import (
@@ -103,7 +104,12 @@ def _trace_batches(
 
 def _shortened(model: ModelConfig) -> ModelConfig:
     """Returns the model with as many layers as differ in their kernels: all of them have the same
-    shapes, some have a window; a second one has a predecessor."""
-    windows = tuple(dict.fromkeys(model.sliding_windows))
+    shapes, some have a window or no positions; a second one has a predecessor."""
+    kinds: dict[tuple[int | None, bool], RopeConfig | None] = {}
+    for window, rope in zip(model.sliding_windows, model.ropes, strict=True):
+        kinds.setdefault((window, rope is None), rope)
+    windows = tuple(window for window, _ in kinds)
+    ropes = tuple(kinds.values())
     windows = (windows[0], *windows)[: model.num_layers]
-    return replace(model, num_layers=len(windows), sliding_windows=windows)
+    ropes = (ropes[0], *ropes)[: model.num_layers]
+    return replace(model, num_layers=len(windows), sliding_windows=windows, ropes=ropes)

@@ -1,8 +1,9 @@
-"""The decoder of the Llama family over packed tokens: no padding, no batch dimension.
+"""The decoder over packed tokens, for every family: no padding, no batch dimension.
 
-Reads weights, the step's inputs, the KV tensors and the adapters; the kernels hold the arithmetic.
-A row of the result depends on its own sequence only, up to the rounding of the matrix products.
-Free of requests.
+What a family does otherwise than Llama is in its description (`engine.families`), in the norms that
+its weights have, and in numbers that are one or None elsewhere. Reads weights, the step's inputs,
+the KV tensors and the adapters; the kernels hold the arithmetic. A row of the result depends on its
+own sequence only, up to the rounding of the matrix products. Free of requests.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from torch.nn.functional import embedding, linear
 from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, lora_sites
-from engine.rope import cos_sin_table
+from engine.rope import RopeConfig, cos_sin_table
 from engine.weights import Weights
 from kernels.embedding import gather_embedding
 from kernels.lora_embed import lora_embed_
 from kernels.lora_head import lora_head_
 from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import paged_attention
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rope_write import RopeWrite
+from kernels.rms_norm import rms_norm
+from kernels.rope_write import QueryScaling, RopeWrite
 from lora.layers import (
     Product,
     adapted_linear,
     apply_lora_,
     apply_lora_embedding_,
     product_add_rms_norm,
+    product_norm_add_norm,
     product_rope_kv_write,
     product_silu_mul,
 )
@@ -38,9 +40,16 @@ class Model:
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         self.config = config
         self.weights = weights
-        table = cos_sin_table(config.rope, config.head_dim, max_len)
-        self._cos_sin = table.to(weights.embedding.device)
-        self._scale = config.head_dim**-0.5
+        tables: dict[RopeConfig | None, torch.Tensor | None] = {
+            rope: _cos_sin(rope, config, weights, max_len) for rope in set(config.ropes)
+        }
+        self._cos_sin = tuple(tables[rope] for rope in config.ropes)
+        self._q_scaling = tuple(map(_query_scaling, config.ropes))
+        multiplier = config.embedding_multiplier
+        if config.family.scales_embedding:
+            # Rounded as Hugging Face does: in bfloat16, the root of 3072 is 55.5.
+            multiplier = float(torch.tensor(multiplier, dtype=weights.embedding.dtype))
+        self._embedding_multiplier = multiplier
         sites = lora_sites(config)
         self._layer_sites = tuple(
             (sites[i], sites[i + 1], sites[i + 2], sites[i + 3])  # qkv, o, gate_up, down
@@ -69,11 +78,13 @@ class Model:
         out: torch.Tensor | None = None,  # for q
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rotated q [T, Hq, D] and the residual. K and V are then in the cache."""
-        norm, eps = self.weights.layers[index].input_norm, self.config.rms_norm_eps
+        norm = self.weights.layers[index].input_norm
         if added is None:
-            hidden = rms_norm(residual, norm, eps)
+            eps = self.config.rms_norm_eps
+            hidden = residual if norm is None else rms_norm(residual, norm, eps)
         else:
-            hidden, residual = product_add_rms_norm(added, residual, norm, eps)
+            after = self.weights.layers[index - 1].mlp_post_norm
+            hidden, residual = self._add(added, residual, after, norm)
         return self._project(index, hidden, inputs, kv, pool, out), residual
 
     def attend(
@@ -85,8 +96,15 @@ class Model:
         out: torch.Tensor | None = None,  # as q
     ) -> torch.Tensor:
         """Returns [T, Hq * D]."""
-        k, v, window = kv.k[index], kv.v[index], self.config.sliding_windows[index]
-        return paged_attention(q, k, v, inputs.attention, self._scale, window, out).flatten(1)
+        config, k, v = self.config, kv.k[index], kv.v[index]
+        window, scale, cap = (
+            config.sliding_windows[index],
+            config.attention_scale,
+            config.attention_soft_cap,
+        )
+        return paged_attention(q, k, v, inputs.attention, scale, window, out, soft_cap=cap).flatten(
+            1
+        )
 
     def after_attention(
         self,
@@ -97,26 +115,40 @@ class Model:
         pool: AdapterPool,
     ) -> tuple[Product, torch.Tensor]:
         """Returns the layer's addition to the residual, and the residual."""
-        layer, eps = self.weights.layers[index], self.config.rms_norm_eps
+        layer = self.weights.layers[index]
         lora = inputs.lora_at(LoraReach.ALL, LoraReach.ATTENTION)
         _, o_site, gate_up_site, down_site = self._layer_sites[index]
         o = adapted_linear(o_site, attended, layer.o, layer.o_bias, lora, pool)
-        hidden, residual = product_add_rms_norm(o, residual, layer.post_norm, eps)
+        hidden, residual = self._add(o, residual, layer.attention_post_norm, layer.mlp_norm)
         lora = inputs.lora_at(LoraReach.ALL)
         gate_up = adapted_linear(
             gate_up_site, hidden, layer.gate_up, layer.gate_up_bias, lora, pool
         )
-        hidden = product_silu_mul(gate_up)
+        hidden = product_silu_mul(gate_up, self.config.family.activation)
         return adapted_linear(down_site, hidden, layer.down, layer.down_bias, lora, pool), residual
 
     def finish(self, added: Product, residual: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
         """Returns [rows whose logits are requested, H], normed."""
-        norm, eps = self.weights.norm, self.config.rms_norm_eps
-        if inputs.logit_rows is None:
-            return product_add_rms_norm(added, residual, norm, eps)[0]
-        hidden = added.settle().index_select(0, inputs.logit_rows)
-        residual = residual.index_select(0, inputs.logit_rows)
-        return add_rms_norm(hidden, residual, norm, eps)[0]
+        after = self.weights.layers[-1].mlp_post_norm
+        if inputs.logit_rows is not None:
+            added = Product(added.settle().index_select(0, inputs.logit_rows))
+            residual = residual.index_select(0, inputs.logit_rows)
+        return self._add(added, residual, after, self.weights.norm)[0]
+
+    def _add(
+        self,
+        added: Product,  # [T, H], by attention or an MLP
+        residual: torch.Tensor,
+        post_norm: torch.Tensor | None,  # of what is added
+        norm: torch.Tensor | None,  # of what reads the sum
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the input of what follows, and the new residual."""
+        eps = self.config.rms_norm_eps
+        if post_norm is not None:
+            return product_norm_add_norm(added, residual, post_norm, norm, eps)
+        assert norm is not None
+        scale = self.config.residual_multiplier
+        return product_add_rms_norm(added, residual, norm, eps, scale)
 
     def logits(
         self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
@@ -136,7 +168,7 @@ class Model:
         elif lora is not None and lora.targets(self._head_site.name):
             rows = inputs.host_logit_rows[first : first + hidden.shape[0]]
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows))
-        return logits
+        return self._scaled_logits(logits)
 
     def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
@@ -153,7 +185,16 @@ class Model:
                 lora_embed_(embedded, token_ids, sources, drawn, rows, lora)
         elif lora is not None and lora.targets(site.name):
             apply_lora_embedding_(site, embedded, token_ids, lora)
+        if self._embedding_multiplier != 1.0:
+            embedded *= self._embedding_multiplier
         return embedded
+
+    def _scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.config.logits_scaling != 1.0:
+            logits /= self.config.logits_scaling
+        if (cap := self.config.logits_soft_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def _project(
         self,
@@ -169,7 +210,7 @@ class Model:
         qkv = adapted_linear(site, hidden, layer.qkv, layer.qkv_bias, inputs.lora, pool)
         write = RopeWrite(
             inputs.positions,
-            self._cos_sin,
+            self._cos_sin[index],
             kv.k[index],
             kv.v[index],
             inputs.slots,
@@ -180,5 +221,20 @@ class Model:
             layer.k_norm,
             config.rms_norm_eps,
             out,
+            self._q_scaling[index],
         )
         return product_rope_kv_write(qkv, write)
+
+
+def _cos_sin(
+    rope: RopeConfig | None, config: ModelConfig, weights: Weights, max_len: int
+) -> torch.Tensor | None:
+    if rope is None:
+        return None
+    return cos_sin_table(rope, config.head_dim, max_len).to(weights.embedding.device)
+
+
+def _query_scaling(rope: RopeConfig | None) -> QueryScaling | None:
+    if rope is None or not rope.query_beta:
+        return None
+    return QueryScaling(rope.query_beta, rope.original_max_len)

@@ -8,10 +8,11 @@ classes. Free of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import UnsupportedModelError
+from engine.families import ACTIVATIONS, FAMILIES, TEXT_PARTS, Family
 from engine.json_values import (
     flag,
     optional_number,
@@ -21,34 +22,19 @@ from engine.json_values import (
     refuse,
 )
 from engine.rope import RopeConfig
+from engine.rope_config import parse_ropes, rotary_layers
+from engine.weight_files import tensor_names
+from lora.module_names import canonical
 from lora.sites import Site, Slice
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The defaults of Hugging Face's class of an architecture for keys that the file omits."""
-
-    default_num_kv_heads: int | None = None  # None: as many as query heads
-    default_head_dim: int | None = None  # None: hidden size over heads
-    always_biased_qkv: bool = False
-    reads_attention_bias: bool = False  # on q, k, v and o
-    reads_mlp_bias: bool = False
-    has_qk_norm: bool = False
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": _Family(default_num_kv_heads=8),
-    "Qwen2ForCausalLM": _Family(default_num_kv_heads=32, always_biased_qkv=True),
-    "Qwen3ForCausalLM": _Family(
-        default_num_kv_heads=32, default_head_dim=128, reads_attention_bias=True, has_qk_norm=True
-    ),
-}
+_OUTER_KEYS = ("tie_word_embeddings", "eos_token_id")  # beside text_config, where they win
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    architecture: str
+    architecture: str  # as in config.json
+    family: Family
+    is_text_part: bool  # of a checkpoint that holds other parts, too
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -58,14 +44,19 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_len: int  # positions the base was made for
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]  # one per layer; None: no positions
     sliding_windows: tuple[int | None, ...]  # one per layer
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
-    has_qk_norm: bool
     ties_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    attention_scale: float
+    attention_soft_cap: float | None
+    embedding_multiplier: float
+    residual_multiplier: float  # of what a layer adds
+    logits_scaling: float  # a divisor
+    logits_soft_cap: float | None
 
     @property
     def q_size(self) -> int:
@@ -75,6 +66,15 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def usual_len(self) -> int:
+        """The longest sequence unless the engine's configuration sets it: up to here, every length
+        is computed as Hugging Face does."""
+        lengths = (rope.usual_len for rope in self.ropes if rope is not None)
+        return min(
+            self.max_len, *(length for length in lengths if length is not None), self.max_len
+        )
+
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Raises UnsupportedModelError with the reason."""
@@ -82,33 +82,35 @@ def read_model_config(folder: Path) -> ModelConfig:
     if raw is None:
         raise UnsupportedModelError("the folder has no config.json")
     generation = read_json(folder / "generation_config.json")
-    return parse_model_config(raw, generation or {})
+    config = parse_model_config(raw, generation or {})
+    if config.is_text_part and config.ties_embeddings:
+        # The class ties by default, also for checkpoints with a head: Hugging Face then uses both.
+        names = map(canonical, tensor_names(folder))
+        return replace(config, ties_embeddings="lm_head.weight" not in names)
+    return config
 
 
 def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, object]) -> ModelConfig:
-    architecture, family = _family(raw)
-    num_heads = positive_int(raw, "num_attention_heads")
+    architecture, family, raw = _family(raw)
+    for key, value in family.fixed.items():
+        if raw.get(key) not in (None, value):
+            refuse(key, raw[key], f"not supported for {architecture}")
+    num_heads, num_kv_heads, head_dim = _heads(raw)
     hidden_size = positive_int(raw, "hidden_size")
-    num_kv_heads = positive_int(
-        raw, "num_key_value_heads", family.default_num_kv_heads or num_heads
-    )
-    if num_heads % num_kv_heads:
-        refuse("num_key_value_heads", num_kv_heads, f"does not divide {num_heads} heads")
-    if raw.get("head_dim") is None and not family.default_head_dim and hidden_size % num_heads:
-        refuse("hidden_size", hidden_size, f"is not a multiple of {num_heads} heads")
-    head_dim = positive_int(raw, "head_dim", family.default_head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        refuse("head_dim", head_dim, "is odd, rotary embedding turns pairs")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        refuse("hidden_act", activation, "only silu is computed")
+    computed = ACTIVATIONS[family.activation]
+    if (activation := raw.get(family.activation_key, computed)) != computed:
+        refuse(family.activation_key, activation, f"only {computed} is computed")
     has_bias = family.reads_attention_bias and flag(raw, "attention_bias")
     num_layers = positive_int(raw, "num_hidden_layers")
     max_position = positive_int(raw, "max_position_embeddings")
-    rope = parse_rope(raw, max_position)
+    types = _layer_types(raw, family, num_layers)
+    ropes = parse_ropes(raw, family, types, max_position, head_dim)
     vocab_size = positive_int(raw, "vocab_size")
+    embedding_multiplier = hidden_size**0.5 if family.scales_embedding else 1.0
     return ModelConfig(
         architecture=architecture,
+        family=family,
+        is_text_part=architecture in TEXT_PARTS,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=positive_int(raw, "intermediate_size"),
@@ -117,15 +119,20 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=positive_number(raw, "rms_norm_eps", 1e-6),
-        max_len=max(max_position, rope.extended_len),
-        rope=rope,
-        sliding_windows=_sliding_windows(raw, architecture, num_layers),
+        max_len=max(max_position, *(rope.extended_len for rope in ropes if rope is not None), 0),
+        ropes=ropes,
+        sliding_windows=_sliding_windows(raw, types),
         has_qkv_bias=has_bias or family.always_biased_qkv,
         has_o_bias=has_bias,
         has_mlp_bias=family.reads_mlp_bias and flag(raw, "mlp_bias"),
-        has_qk_norm=family.has_qk_norm,
         ties_embeddings=flag(raw, "tie_word_embeddings"),
         eos_token_ids=_eos_token_ids(raw, generation, vocab_size),
+        attention_scale=_attention_scale(raw, family, head_dim),
+        attention_soft_cap=_soft_cap(raw, family, "attn_logit_softcapping"),
+        embedding_multiplier=_multiplier(raw, family, "embedding_multiplier", embedding_multiplier),
+        residual_multiplier=_multiplier(raw, family, "residual_multiplier"),
+        logits_scaling=_multiplier(raw, family, "logits_scaling"),
+        logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
     )
 
 
@@ -135,12 +142,14 @@ def lora_sites(config: ModelConfig) -> tuple[Site, ...]:
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        qkv = (
-            Slice(f"{attention}.q_proj", config.q_size),
-            Slice(f"{attention}.k_proj", config.kv_size),
-            Slice(f"{attention}.v_proj", config.kv_size),
+        names = _projections(config.family)
+        qkv = tuple(
+            Slice(f"{attention}.{name}", size)
+            for name, size in zip(
+                names[:3], (config.q_size, config.kv_size, config.kv_size), strict=True
+            )
         )
-        gate_up = (Slice(f"{mlp}.gate_proj", inner), Slice(f"{mlp}.up_proj", inner))
+        gate_up = tuple(Slice(f"{mlp}.{name}", inner) for name in names[3:])
         sites += [
             Site(f"{layer}.qkv", hidden, qkv),
             Site(f"{layer}.o", config.q_size, (Slice(f"{attention}.o_proj", hidden),)),
@@ -152,43 +161,115 @@ def lora_sites(config: ModelConfig) -> tuple[Site, ...]:
     return (*sites, head, Site("embed_tokens", config.vocab_size, (embedding,), "embedding"))
 
 
-def _family(raw: Mapping[str, object]) -> tuple[str, _Family]:
+def _projections(family: Family) -> tuple[str, ...]:
+    """Returns the modules of q, k, v, gate and up."""
+    if family.has_fused_projections:
+        return ("qkv_proj",) * 3 + ("gate_up_proj",) * 2
+    return ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def _family(raw: Mapping[str, object]) -> tuple[str, Family, Mapping[str, object]]:
+    """Returns the architecture, its family, and the keys of the text model with the defaults of its
+    class."""
+    names = raw.get("architectures")
+    known = (*FAMILIES, *TEXT_PARTS)
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        refuse("architectures", names, f"supported are {', '.join(known)}")
+    (architecture,) = names
+    _refuse_foreign(raw)
+    if architecture in FAMILIES:
+        family = FAMILIES[architecture]
+        return architecture, family, {**family.defaults, **raw}
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        refuse("text_config", text, "an object is needed")
+    _refuse_foreign(text)
+    families, usual = TEXT_PARTS[architecture]
+    kind = text.get("model_type", usual)
+    if kind not in families:
+        refuse("text_config.model_type", kind, f"known are {', '.join(families)}")
+    family = FAMILIES[families[kind]]
+    outer = {key: raw[key] for key in _OUTER_KEYS if raw.get(key) is not None}
+    return architecture, family, {**family.defaults, **text, **outer}
+
+
+def _refuse_foreign(raw: Mapping[str, object]) -> None:
     for key, reason in (
         ("auto_map", "the model wants code of its own to be run, which is never done"),
         ("quantization_config", "quantized weights are not supported"),
     ):
         if raw.get(key):
             refuse(key, raw[key], reason)
-    names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
-        refuse("architectures", names, f"supported are {', '.join(_FAMILIES)}")
-    return names[0], _FAMILIES[names[0]]
 
 
-def _sliding_windows(
-    raw: Mapping[str, object], architecture: str, num_layers: int
-) -> tuple[int | None, ...]:
-    if architecture == "LlamaForCausalLM":
-        return (None,) * num_layers
-    is_mistral = architecture == "MistralForCausalLM"
-    # An absent key is 4096 there, null is none: Hugging Face's class default.
-    if raw.get("sliding_window", 4096) is None or not (
-        is_mistral or flag(raw, "use_sliding_window")
+def _heads(raw: Mapping[str, object]) -> tuple[int, int, int]:
+    """Returns the numbers of query heads and of KV heads, and the size of a head."""
+    num_heads = positive_int(raw, "num_attention_heads")
+    hidden_size = positive_int(raw, "hidden_size")
+    num_kv_heads = positive_int(raw, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        refuse("num_key_value_heads", num_kv_heads, f"does not divide {num_heads} heads")
+    if raw.get("head_dim") is None and hidden_size % num_heads:
+        refuse("hidden_size", hidden_size, f"is not a multiple of {num_heads} heads")
+    head_dim = positive_int(raw, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        refuse("head_dim", head_dim, "is odd, rotary embedding turns pairs")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _layer_types(raw: Mapping[str, object], family: Family, num_layers: int) -> tuple[str, ...]:
+    full, sliding = "full_attention", "sliding_attention"
+    if family.windows == "none" or (
+        family.windows == "flag" and not flag(raw, "use_sliding_window")
     ):
-        return (None,) * num_layers
-    window = positive_int(raw, "sliding_window", 4096)
-    if is_mistral:
-        if raw.get("layer_types") is not None:
-            refuse("layer_types", raw["layer_types"], "not known for Mistral")
-        return (window,) * num_layers
+        return (full,) * num_layers
+    if family.windows == "all":
+        return (sliding,) * num_layers
     types = raw.get("layer_types")
-    if types is None:
-        first = positive_int(raw, "max_window_layers", 28, least=0)
-        return tuple(window if i >= first else None for i in range(num_layers))
-    known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
-        refuse("layer_types", types, f"{num_layers} of {', '.join(known)} are needed")
-    return tuple(known[kind] for kind in types)
+    if types is not None:
+        if (
+            not isinstance(types, list)
+            or len(types) != num_layers
+            or not set(types) <= {full, sliding}
+        ):
+            refuse("layer_types", types, f"{num_layers} of {full}, {sliding} are needed")
+        return tuple(types)
+    if family.reads_no_rope_layers:
+        turns = rotary_layers(raw, family, num_layers)
+        return tuple(full if turn else sliding for turn in turns)
+    if family.windows == "flag":
+        first = positive_int(raw, "max_window_layers", least=0)
+        return tuple(sliding if i >= first else full for i in range(num_layers))
+    every = positive_int(raw, "sliding_window_pattern", family.full_attention_every)
+    return tuple(full if (i + 1) % every == 0 else sliding for i in range(num_layers))
+
+
+def _sliding_windows(raw: Mapping[str, object], types: tuple[str, ...]) -> tuple[int | None, ...]:
+    # An absent key is the default of Hugging Face's class, null is none.
+    if "sliding_attention" not in types or raw.get("sliding_window") is None:
+        return (None,) * len(types)
+    window = positive_int(raw, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _attention_scale(raw: Mapping[str, object], family: Family, head_dim: int) -> float:
+    if family.reads_query_scalar:
+        return float(positive_number(raw, "query_pre_attn_scalar") ** -0.5)
+    return (
+        _multiplier(raw, family, "attention_multiplier")
+        if family.reads_multipliers
+        else head_dim**-0.5
+    )
+
+
+def _multiplier(
+    raw: Mapping[str, object], family: Family, key: str, otherwise: float = 1.0
+) -> float:
+    return positive_number(raw, key, 1.0) if family.reads_multipliers else otherwise
+
+
+def _soft_cap(raw: Mapping[str, object], family: Family, key: str) -> float | None:
+    return optional_number(raw, key) if family.reads_soft_caps else None
 
 
 def _eos_token_ids(
@@ -206,61 +287,3 @@ def _eos_token_ids(
                 refuse("eos_token_id", value, f"ids are 0 to {vocab_size - 1}")
         return tuple(dict.fromkeys(ids))
     return ()
-
-
-def parse_rope(raw: Mapping[str, object], max_position: int) -> RopeConfig:
-    """Accepts both forms: `rope_theta` with `rope_scaling`, and transformers 5's
-    `rope_parameters`."""
-    key = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    values = raw.get(key) or {}
-    if not isinstance(values, dict):
-        refuse(key, values, "an object is needed")
-    if any(isinstance(value, dict) for value in values.values()):
-        refuse(key, values, "parameters by layer type are not supported")
-    for source in (raw, values):
-        if source.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            refuse("partial_rotary_factor", source["partial_rotary_factor"], "only 1 is supported")
-    theta = positive_number({"rope_theta": raw.get("rope_theta"), **values}, "rope_theta", 10000.0)
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if kind in ("longrope", "su"):
-        refuse(
-            f"{key}.rope_type",
-            kind,
-            "it swaps its frequencies by the length of the sequence, which invalidates cached keys",
-        )
-    if kind == "default":
-        return RopeConfig("default", theta)
-    if kind == "dynamic":
-        # Below max_position_embeddings its frequencies are the default's; above they change with
-        # every token and would invalidate cached keys, so longer sequences are not offered.
-        return RopeConfig("default", theta)
-    original = positive_int(
-        raw if raw.get("original_max_position_embeddings") is not None else values,
-        "original_max_position_embeddings",
-        max_position,
-    )
-    if kind == "linear":
-        return RopeConfig("linear", theta, factor=positive_number(values, "factor"))
-    if kind == "llama3":
-        low = positive_number(values, "low_freq_factor")
-        high = positive_number(values, "high_freq_factor")
-        if high <= low:
-            refuse("high_freq_factor", high, f"must be above low_freq_factor {low}")
-        factor = positive_number(values, "factor")
-        return RopeConfig(
-            "llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high
-        )
-    if kind != "yarn":
-        refuse(f"{key}.rope_type", kind, "known are default, linear, dynamic, llama3, yarn")
-    return RopeConfig(
-        "yarn",
-        theta,
-        positive_number(values, "factor", max_position / original),
-        original,
-        beta_fast=positive_number(values, "beta_fast", 32.0),
-        beta_slow=positive_number(values, "beta_slow", 1.0),
-        truncate=flag(values, "truncate", default=True),
-        attention_factor=optional_number(values, "attention_factor"),
-        mscale=optional_number(values, "mscale"),
-        mscale_all_dim=optional_number(values, "mscale_all_dim"),
-    )

@@ -50,7 +50,14 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
-        return model.max_len
+        if model.usual_len < model.max_len:
+            logger.info(
+                "max_model_len is %d: the base was made for %d with other frequencies, which are "
+                "used for all sequences if max_model_len is larger",
+                model.usual_len,
+                model.max_len,
+            )
+        return model.usual_len
     if not 0 < config.max_model_len <= model.max_len:
         raise UnsupportedModelError(
             f"max_model_len is {config.max_model_len}, the base was made for {model.max_len}"

@@ -1,8 +1,8 @@
 """The table of rotary angles: cosine and sine of every position, computed once.
 
 Su et al., "RoFormer", arXiv 2104.09864. Scaled variants: linear (position interpolation, arXiv
-2306.15595), Llama 3's by wavelength, YaRN (arXiv 2309.00071). Float32 in Hugging Face's order of
-operations, so that angles agree with it. Free of models.
+2306.15595), Llama 3's by wavelength, YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753). Float32
+in Hugging Face's order of operations, so that angles agree with it. Free of models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    kind: Literal["default", "linear", "llama3", "yarn"]
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"]
     theta: float
     factor: float = 1.0
     original_max_len: int = 0
@@ -28,6 +28,20 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    short_factors: tuple[float, ...] = ()  # LongRoPE's, one per frequency
+    long_factors: tuple[float, ...] = ()
+    rotary_fraction: float = 1.0  # of a head's dimensions, the first of them; the others stay
+    query_beta: float = 0.0  # queries grow by 1 + beta ln(1 + position // original_max_len)
+
+    def rotary_dim(self, head_dim: int) -> int:
+        return int(head_dim * self.rotary_fraction)
+
+    @property
+    def usual_len(self) -> int | None:
+        """The length up to which LongRoPE has the frequencies of short sequences. An engine for
+        longer sequences has those of long ones for all, because cached keys keep theirs; Hugging
+        Face computes a short sequence with the short ones even then."""
+        return self.original_max_len if self.kind == "longrope" else None
 
     @property
     def extended_len(self) -> int:
@@ -37,14 +51,15 @@ class RopeConfig:
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Returns [max_len, 2, head_dim / 2] float32, the attention factor included."""
-    inverse = _inverse_frequencies(rope, head_dim)
+    """Returns [max_len, 2, rotary_dim / 2] float32, the attention factor included. `max_len`: of
+    the longest sequence; it chooses between LongRoPE's factors."""
+    inverse = _inverse_frequencies(rope, rope.rotary_dim(head_dim), max_len)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
     scale = _attention_factor(rope)
     return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
 
 
-def _inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
+def _inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> torch.Tensor:
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     inverse = 1.0 / powers
     if rope.kind == "linear":
@@ -53,6 +68,9 @@ def _inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
         return _llama3(rope, inverse)
     if rope.kind == "yarn":
         return _yarn(rope, powers, dim)
+    if rope.kind == "longrope":
+        is_long = max_len > rope.original_max_len
+        return 1.0 / (torch.tensor(rope.long_factors if is_long else rope.short_factors) * powers)
     return inverse
 
 
@@ -86,10 +104,13 @@ def _yarn(rope: RopeConfig, powers: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        growth = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_len)
+        return math.sqrt(1 + growth)
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)

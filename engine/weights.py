@@ -1,12 +1,13 @@
 """A base's safetensors read into the parameters of the decoder; q, k, v and gate, up are fused.
 
-One file or shards with an index; every expected tensor must be there with its shape, and no other
-(but for a few that mean nothing). Reads tensor by tensor: no second copy of the model in memory.
-Pickles are never read.
+Every expected tensor must be there with its shape, and no other, but for a few that mean nothing
+and for the parts of a larger model that no text reaches. Reads tensor by tensor: no second copy of
+the model in memory.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,26 +17,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import UnsupportedModelError
-from engine.json_values import read_json
 from engine.model_config import ModelConfig
+from engine.weight_files import weight_files
+from lora.module_names import canonical, is_of_other_part
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+logger = logging.getLogger(__name__)
+
 _DTYPES = ("F32", "F16", "BF16")
 _HARMLESS = re.compile(r"(?:model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    input_norm: torch.Tensor  # [H]
+    input_norm: torch.Tensor | None  # [H], of what enters attention
+    attention_post_norm: torch.Tensor | None  # [H], of what attention adds
+    mlp_norm: torch.Tensor | None  # [H], of what enters the MLP
+    mlp_post_norm: torch.Tensor | None  # [H], of what the MLP adds
     qkv: torch.Tensor  # [(Hq + 2 * Hkv) * D, H]
     qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None  # [D]
+    q_norm: torch.Tensor | None  # [D]; of all heads together [Hq * D]
     k_norm: torch.Tensor | None
     o: torch.Tensor  # [H, Hq * D]
     o_bias: torch.Tensor | None
-    post_norm: torch.Tensor  # [H]
     gate_up: torch.Tensor  # [2 * I, H]
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor  # [H, I]
@@ -60,8 +63,11 @@ def load_weights(
     builder = _Builder(config, dtype, device)
     weights = builder.build()
     assert builder.places.keys() == expected_shapes(config).keys()
+    offset = config.family.norm_offset
     for name, tensor in stream_tensors(folder, config):
-        builder.places[name].copy_(tensor)
+        place = builder.places[name].copy_(tensor)
+        if offset and _is_norm(name):
+            place += offset  # in float32, as norms with an offset are kept
     return weights
 
 
@@ -77,7 +83,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
     for name, place in builder.places.items():
-        if name.endswith("norm.weight"):
+        if _is_norm(name):
             place.fill_(1)
         elif name.endswith(".bias"):
             place.zero_()
@@ -87,98 +93,107 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the name and shape of every tensor that the files must hold."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    """Returns the name and shape of every tensor that the files must hold, named as in a model of
+    text."""
+    hidden, inner, family = config.hidden_size, config.intermediate_size, config.family
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.ties_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    qkv_size = config.q_size + 2 * config.kv_size
+    qkv = (
+        [("qkv_proj", qkv_size)]
+        if family.has_fused_projections
+        else [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
+    )
+    gate_up = (
+        [("gate_up_proj", 2 * inner)]
+        if family.has_fused_projections
+        else [("gate_proj", inner), ("up_proj", inner)]
+    )
     linears = (
-        ("self_attn.q_proj", config.q_size, hidden, config.has_qkv_bias),
-        ("self_attn.k_proj", config.kv_size, hidden, config.has_qkv_bias),
-        ("self_attn.v_proj", config.kv_size, hidden, config.has_qkv_bias),
+        *((f"self_attn.{name}", size, hidden, config.has_qkv_bias) for name, size in qkv),
         ("self_attn.o_proj", hidden, config.q_size, config.has_o_bias),
-        ("mlp.gate_proj", inner, hidden, config.has_mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.has_mlp_bias),
+        *((f"mlp.{name}", size, hidden, config.has_mlp_bias) for name, size in gate_up),
         ("mlp.down_proj", hidden, inner, config.has_mlp_bias),
     )
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        for norm in family.norms.values():
+            shapes[f"{layer}.{norm}.weight"] = (hidden,)
         for module, out_features, in_features, has_bias in linears:
             shapes[f"{layer}.{module}.weight"] = (out_features, in_features)
             if has_bias:
                 shapes[f"{layer}.{module}.bias"] = (out_features,)
-        if config.has_qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
-            shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
+        if family.qk_norm != "none":
+            is_whole = family.qk_norm == "all"
+            q_size, k_size = (
+                size if is_whole else config.head_dim for size in (config.q_size, config.kv_size)
+            )
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (q_size,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (k_size,)
     return shapes
 
 
 def stream_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each expected tensor once, after all names, shapes and types were checked."""
-    files = _weight_files(folder)
-    expected = expected_shapes(config)
-    holder = _check_headers(files, expected, config.ties_embeddings)
+    files = weight_files(folder)
+    holder = _check_headers(files, config)
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                if holder.get(name) == path:
-                    yield name, file.get_tensor(name)
+                known = _known_name(name, config)
+                if known is not None and holder.get(known) == path:
+                    yield known, file.get_tensor(name)
 
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor | None:
-    for path in _weight_files(folder):
+    """Returns a tensor by its name in a model of text."""
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
+            for key in file.keys():  # noqa: SIM118
+                if name in (key, canonical(key)):
+                    tensor: torch.Tensor = file.get_tensor(key)
+                    return tensor
     return None
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    index = read_json(folder / INDEX_FILE)
-    if index is None:
-        pickles = sorted(p.name for pattern in ("*.bin", "*.pth") for p in folder.glob(pattern))
-        if pickles:
-            raise UnsupportedModelError(
-                f"the weights are a pickle ({pickles[0]}), which is never read: save as safetensors"
-            )
-        raise UnsupportedModelError(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UnsupportedModelError(f"{INDEX_FILE} has no weight_map")
-    names = {str(name) for name in weight_map.values()}
-    for name in names:
-        if not _SHARD_NAME.fullmatch(name):
-            raise UnsupportedModelError(f"{INDEX_FILE} names {name!r}, not a file of the folder")
-        if not (folder / name).is_file():
-            raise UnsupportedModelError(f"{INDEX_FILE} names {name}, which is missing")
-    return [folder / name for name in sorted(names)]
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
 
 
-def _check_headers(
-    files: list[Path], expected: dict[str, tuple[int, ...]], ties_embeddings: bool
-) -> dict[str, Path]:
+def _known_name(name: str, config: ModelConfig) -> str | None:
+    """Returns the name of a tensor as in a model of text; None: it means nothing to a text."""
+    if config.is_text_part:
+        if is_of_other_part(name):
+            return None
+        name = canonical(name)
+    if _HARMLESS.fullmatch(name) or (config.ties_embeddings and name == "lm_head.weight"):
+        return None
+    return name
+
+
+def _check_headers(files: list[Path], config: ModelConfig) -> dict[str, Path]:
     """Returns the file of each tensor."""
+    expected = expected_shapes(config)
     holder: dict[str, Path] = {}
+    num_others = 0
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if _HARMLESS.fullmatch(name) or (ties_embeddings and name == "lm_head.weight"):
+                for key in file.keys():  # noqa: SIM118
+                    name = _known_name(key, config)
+                    num_others += config.is_text_part and is_of_other_part(key)
+                    if name is None:
                         continue
                     if name not in expected:
-                        raise UnsupportedModelError(f"{path.name} holds {name}, which is unknown")
+                        raise UnsupportedModelError(f"{path.name} holds {key}, which is unknown")
                     if name in holder:
                         raise UnsupportedModelError(f"{name} is in {holder[name].name} and again")
-                    view = file.get_slice(name)
-                    _check_entry(name, tuple(view.get_shape()), view.get_dtype(), expected[name])
+                    view = file.get_slice(key)
+                    _check_entry(key, tuple(view.get_shape()), view.get_dtype(), expected[name])
                     holder[name] = path
         except (SafetensorError, OSError) as error:
             raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
@@ -186,6 +201,8 @@ def _check_headers(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnsupportedModelError(f"tensor {missing[0]}{more} is missing")
+    if num_others:
+        logger.info("%d tensors of the part for images are left unread", num_others)
     return holder
 
 
@@ -220,17 +237,24 @@ class _Builder:
     def _layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        qkv = [f"{attention}.{name}_proj" for name in "qkv"]
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        is_fused = self._config.family.has_fused_projections
+        qkv = [f"{attention}.{name}_proj" for name in (["qkv"] if is_fused else "qkv")]
+        gate_up = [f"{mlp}.{name}_proj" for name in (["gate_up"] if is_fused else ["gate", "up"])]
+        norms = {
+            place: self._make(f"{layer}.{norm}.weight")
+            for place, norm in self._config.family.norms.items()
+        }
         return LayerWeights(
-            input_norm=self._make(f"{layer}.input_layernorm.weight"),
+            input_norm=norms.get("input_norm"),
+            attention_post_norm=norms.get("attention_post_norm"),
+            mlp_norm=norms.get("mlp_norm"),
+            mlp_post_norm=norms.get("mlp_post_norm"),
             qkv=self._make(*(f"{module}.weight" for module in qkv)),
             qkv_bias=self._make_if_expected(*(f"{module}.bias" for module in qkv)),
             q_norm=self._make_if_expected(f"{attention}.q_norm.weight"),
             k_norm=self._make_if_expected(f"{attention}.k_norm.weight"),
             o=self._make(f"{attention}.o_proj.weight"),
             o_bias=self._make_if_expected(f"{attention}.o_proj.bias"),
-            post_norm=self._make(f"{layer}.post_attention_layernorm.weight"),
             gate_up=self._make(*(f"{module}.weight" for module in gate_up)),
             gate_up_bias=self._make_if_expected(*(f"{module}.bias" for module in gate_up)),
             down=self._make(f"{mlp}.down_proj.weight"),
@@ -241,7 +265,9 @@ class _Builder:
         """Allocates one parameter with the named tensors stacked in it."""
         sizes = [self._shapes[name][0] for name in names]
         shape = (sum(sizes), *self._shapes[names[0]][1:])
-        parameter = torch.empty(shape, dtype=self._dtype, device=self._device)
+        is_wide = self._config.family.has_wide_norms and _is_norm(names[0])
+        dtype = torch.float32 if is_wide else self._dtype
+        parameter = torch.empty(shape, dtype=dtype, device=self._device)
         self.places.update(zip(names, torch.split(parameter, sizes), strict=True))
         return parameter
 

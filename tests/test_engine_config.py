@@ -35,10 +35,10 @@ def test_defaults_are_those_of_hugging_face() -> None:
     config = parse(num_key_value_heads=None)
     assert (config.head_dim, config.num_kv_heads, config.max_len) == (8, 8, 256)
     assert not any((config.ties_embeddings, config.has_qkv_bias, config.has_mlp_bias))
-    assert config.rope.theta == 5000.0
-    assert parse(rope_theta=None).rope.theta == 10000.0
+    assert config.ropes[0].theta == 5000.0
+    assert parse(rope_theta=None).ropes[0].theta == 10000.0
     qwen = parse(architectures=["Qwen3ForCausalLM"])
-    assert (qwen.head_dim, qwen.has_qk_norm) == (128, True)
+    assert (qwen.head_dim, qwen.family.qk_norm) == (128, "head")
     assert parse(architectures=["Qwen2ForCausalLM"]).has_qkv_bias
     assert not parse(architectures=["Qwen2ForCausalLM"]).has_o_bias
 
@@ -52,8 +52,8 @@ def test_old_and_new_forms_of_rope_mean_the_same() -> None:
         rope_parameters={"rope_type": "llama3", "rope_theta": 7.0, **scaling},
     )
     assert old == new
-    assert old.rope.kind == "llama3"
-    assert parse(rope_scaling={"type": "linear", "factor": 2}).rope.factor == 2.0
+    assert old.ropes[0].kind == "llama3"
+    assert parse(rope_scaling={"type": "linear", "factor": 2}).ropes[0].factor == 2.0
 
 
 def test_yarn_extends_the_context_that_the_file_names() -> None:
@@ -102,7 +102,7 @@ def test_generation_config_knows_the_end_of_sequence_better() -> None:
         ({"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no"'),
         ({"eos_token_id": 100}, "eos_token_id is 100: ids are 0 to 99"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_scaling": {"type": "longrope"}}, 'rope_scaling.rope_type is "longrope": it swaps'),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.short_factor is null: 4 numbers"),
         ({"rope_scaling": {"type": "mrope"}}, 'rope_scaling.rope_type is "mrope"'),
         ({"rope_scaling": {"type": "linear"}}, "factor is null"),
         ({"rope_parameters": {"full_attention": {}}}, "by layer type"),
@@ -128,7 +128,7 @@ def test_what_hugging_face_saves_is_read(tmp_path: Path) -> None:
     folder = make_base(tmp_path / "base", "qwen3", tie_word_embeddings=True)
     config = read_model_config(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
-    assert config.has_qk_norm
+    assert config.family.qk_norm == "head"
     assert config.ties_embeddings
     assert config.eos_token_ids == (2,)
 

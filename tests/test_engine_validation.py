@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.checks.validation import check_adapter, check_base
 from engine.errors import UnsupportedModelError
-from engine.weights import SINGLE_FILE
+from engine.weight_files import SINGLE_FILE
 from lora.errors import AdapterError
 from tests.engine_helpers import VOCAB, load_hf, make_adapter, make_base
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import UnsupportedModelError
 from engine.model_config import read_model_config
-from engine.weights import INDEX_FILE, SINGLE_FILE, Weights, load_weights
+from engine.weight_files import INDEX_FILE, SINGLE_FILE
+from engine.weights import Weights, load_weights
 from tests.engine_helpers import load_hf, make_base
 
 Tensors = dict[str, torch.Tensor]

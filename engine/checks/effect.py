@@ -150,7 +150,7 @@ def _probe(
 ) -> tuple[LogitChange, dict[str, float]]:
     if not plan.fits:
         raise EngineMemoryError(f"the base cannot be run here: {plan.words()}")
-    limit = min(MAX_PROMPT_TOKENS, config.max_len)
+    limit = min(MAX_PROMPT_TOKENS, config.usual_len)
     cut = [tuple(prompt)[:limit] for prompt in prompts]
     for prompt in cut:
         if not prompt or not 0 <= min(prompt) <= max(prompt) < config.vocab_size:

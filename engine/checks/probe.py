@@ -7,6 +7,7 @@ from itself is no effect (0 if products are repeatable). Free of text: prompts a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,7 @@ _BEYOND_NOISE = 1.0  # a larger change of a logit is not rounding, in any type
 class Probe:
     def __init__(self, config: ModelConfig, weights: Weights, pool: AdapterPool) -> None:
         self._config = config
-        self._model = Model(config, weights, config.max_len)
+        self._model = Model(config, weights, config.usual_len)
         self._pool = pool
 
     @torch.inference_mode()
@@ -86,11 +87,12 @@ def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
     """Returns the Frobenius norm of the base's weight of each module."""
     fused = [tensor for layer in weights.layers for tensor in _matrices(layer)]
     fused += [weights.head, weights.embedding]
-    return {
-        part.module: float(torch.linalg.vector_norm(rows, dtype=torch.float32))
-        for site, tensor in zip(sites, fused, strict=True)
-        for part, rows in _slices(site, tensor)
-    }
+    norms: dict[str, float] = {}
+    for site, tensor in zip(sites, fused, strict=True):
+        for part, rows in _slices(site, tensor):
+            norm = float(torch.linalg.vector_norm(rows, dtype=torch.float32))
+            norms[part.module] = math.hypot(norms.get(part.module, 0.0), norm)
+    return norms
 
 
 def scratch_bytes(config: ModelConfig) -> int:

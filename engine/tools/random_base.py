@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from engine.json_values import read_json
 from engine.model_config import parse_model_config
-from engine.weights import SINGLE_FILE, expected_shapes
+from engine.weight_files import SINGLE_FILE
+from engine.weights import expected_shapes
 
 TEXT_FILES = (
     "tokenizer.json",
@@ -72,8 +73,9 @@ def write_random_base(
     }
     config = parse_model_config(raw, {})
     generator = torch.Generator().manual_seed(seed)
+    norm = 1.0 - config.family.norm_offset
     tensors = {
-        name: _random_tensor(name, dims, generator).to(dtype)
+        name: _random_tensor(name, dims, generator, norm).to(dtype)
         for name, dims in expected_shapes(config).items()
     }
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -91,10 +93,13 @@ def write_random_base(
         raise
 
 
-def _random_tensor(name: str, dims: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Returns a tensor scaled so that activations keep their size from layer to layer."""
+def _random_tensor(
+    name: str, dims: tuple[int, ...], generator: torch.Generator, norm: float
+) -> torch.Tensor:
+    """Returns a tensor scaled so that activations keep their size from layer to layer. `norm`: the
+    stored weight of a norm that is one."""
     if name.endswith("norm.weight"):
-        return torch.ones(dims)
+        return torch.full(dims, norm)
     if name.endswith(".bias"):
         return torch.zeros(dims)
     scale = 1.0 if "embed_tokens" in name else dims[-1] ** -0.5

@@ -1,0 +1,193 @@
+"""The rotary positions of a base's config.json: one `RopeConfig` for each layer.
+
+Both forms are read: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`, which
+may hold one set for each type of layer. Free of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from engine.families import Family
+from engine.json_values import (
+    flag,
+    optional_number,
+    positive_int,
+    positive_number,
+    refuse,
+)
+from engine.rope import RopeConfig
+
+_PARTIAL = "partial_rotary_factor"
+
+
+def parse_ropes(
+    raw: Mapping[str, object],
+    family: Family,
+    layer_types: Sequence[str],
+    max_position: int,
+    head_dim: int,
+) -> tuple[RopeConfig | None, ...]:
+    """Returns the positions of each layer; None: its queries and keys are not turned."""
+    # Hugging Face prefers the old key, if both are there.
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    values = _object(key, raw.get(key))
+    if not family.has_ropes_by_type:
+        if any(isinstance(value, dict) for value in values.values()):
+            refuse(key, values, "parameters by layer type are not supported for this architecture")
+        rope = _parse_rope(raw, family, key, values, max_position, head_dim)
+        return tuple(
+            rope if turns else None for turns in rotary_layers(raw, family, len(layer_types))
+        )
+    by_type = {"full_attention": dict(values), "sliding_attention": dict[str, object]()}
+    if key == "rope_parameters" and values:
+        by_type = {kind: _object(f"{key}.{kind}", values.get(kind)) for kind in by_type}
+        if unknown := values.keys() - by_type.keys():
+            refuse(key, values, f"{min(unknown)} is no type of layer")
+    by_type["sliding_attention"].setdefault("rope_theta", raw.get("rope_local_base_freq"))
+    ropes = {
+        kind: _parse_rope(raw, family, f"{key}.{kind}", one, max_position, head_dim)
+        for kind, one in by_type.items()
+    }
+    return tuple(ropes[kind] for kind in layer_types)
+
+
+def _object(key: str, value: object) -> dict[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        refuse(key, value, "an object is needed")
+    return value
+
+
+def rotary_layers(raw: Mapping[str, object], family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Returns for each layer whether it has rotary positions."""
+    if not family.reads_no_rope_layers:
+        return (True,) * num_layers
+    listed = raw.get("no_rope_layers")
+    if listed is None:
+        every = positive_int(raw, "no_rope_layer_interval", 4)
+        return tuple((i + 1) % every != 0 for i in range(num_layers))
+    # 1 in the list means that the layer has positions, whatever the key's name says.
+    if not isinstance(listed, list) or len(listed) < num_layers or not set(listed) <= {0, 1}:
+        refuse("no_rope_layers", listed, f"{num_layers} of 0 and 1 are needed")
+    return tuple(bool(turns) for turns in listed[:num_layers])
+
+
+def _parse_rope(
+    raw: Mapping[str, object],
+    family: Family,
+    key: str,
+    values: Mapping[str, object],
+    max_position: int,
+    head_dim: int,
+) -> RopeConfig:
+    fraction = _rotary_fraction(raw, family, values, head_dim)
+    theta = positive_number({"rope_theta": raw.get("rope_theta"), **values}, "rope_theta", 10000.0)
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if family.reads_partial_rotary and kind in ("su", "yarn"):
+        kind = "longrope"  # Phi-3's older names of it
+    if kind == "longrope":
+        return _parse_longrope(raw, key, values, theta, fraction, max_position, head_dim)
+    rope = _parse_scaled(raw, key, kind, values, theta, max_position)
+    if family.reads_query_beta and values.get("llama_4_scaling_beta") is not None:
+        original = positive_int(values, "original_max_position_embeddings")
+        beta = positive_number(values, "llama_4_scaling_beta")
+        rope = replace(rope, original_max_len=original, query_beta=beta)
+    return replace(rope, rotary_fraction=fraction)
+
+
+def _rotary_fraction(
+    raw: Mapping[str, object], family: Family, values: Mapping[str, object], head_dim: int
+) -> float:
+    value = values.get(_PARTIAL, raw.get(_PARTIAL))
+    if value in (None, 1, 1.0):
+        return 1.0
+    if not family.reads_partial_rotary:
+        refuse(_PARTIAL, value, "only 1 is supported for this architecture")
+    fraction = positive_number({_PARTIAL: value}, _PARTIAL)
+    if fraction > 1 or int(head_dim * fraction) % 2:
+        refuse(_PARTIAL, value, f"it must leave an even part of {head_dim} dimensions")
+    return fraction
+
+
+def _parse_scaled(
+    raw: Mapping[str, object],
+    key: str,
+    kind: object,
+    values: Mapping[str, object],
+    theta: float,
+    max_position: int,
+) -> RopeConfig:
+    if kind == "default":
+        return RopeConfig("default", theta)
+    if kind == "dynamic":
+        # Below max_position_embeddings its frequencies are the default's; above they change with
+        # every token and would invalidate cached keys, so longer sequences are not offered.
+        return RopeConfig("default", theta)
+    original = _original_len(raw, values, max_position)
+    if kind == "linear":
+        return RopeConfig("linear", theta, factor=positive_number(values, "factor"))
+    if kind == "llama3":
+        low = positive_number(values, "low_freq_factor")
+        high = positive_number(values, "high_freq_factor")
+        if high <= low:
+            refuse("high_freq_factor", high, f"must be above low_freq_factor {low}")
+        factor = positive_number(values, "factor")
+        return RopeConfig(
+            "llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high
+        )
+    if kind != "yarn":
+        known = "default, linear, dynamic, llama3, yarn, longrope"
+        refuse(f"{key}.rope_type", kind, f"known are {known}")
+    return RopeConfig(
+        "yarn",
+        theta,
+        positive_number(values, "factor", max_position / original),
+        original,
+        beta_fast=positive_number(values, "beta_fast", 32.0),
+        beta_slow=positive_number(values, "beta_slow", 1.0),
+        truncate=flag(values, "truncate", default=True),
+        attention_factor=optional_number(values, "attention_factor"),
+        mscale=optional_number(values, "mscale"),
+        mscale_all_dim=optional_number(values, "mscale_all_dim"),
+    )
+
+
+def _parse_longrope(
+    raw: Mapping[str, object],
+    key: str,
+    values: Mapping[str, object],
+    theta: float,
+    fraction: float,
+    max_position: int,
+    head_dim: int,
+) -> RopeConfig:
+    original = _original_len(raw, values, max_position)
+    num_factors = int(head_dim * fraction) // 2
+    return RopeConfig(
+        "longrope",
+        theta,
+        positive_number(values, "factor", max_position / original),
+        original,
+        attention_factor=optional_number(values, "attention_factor"),
+        short_factors=_factors(key, values, "short_factor", num_factors),
+        long_factors=_factors(key, values, "long_factor", num_factors),
+        rotary_fraction=fraction,
+    )
+
+
+def _factors(key: str, values: Mapping[str, object], name: str, count: int) -> tuple[float, ...]:
+    listed = values.get(name)
+    if not isinstance(listed, list) or len(listed) != count:
+        refuse(f"{key}.{name}", listed, f"{count} numbers are needed, one per pair of dimensions")
+    return tuple(positive_number({name: value}, name) for value in listed)
+
+
+def _original_len(
+    raw: Mapping[str, object], values: Mapping[str, object], max_position: int
+) -> int:
+    name = "original_max_position_embeddings"
+    source = raw if raw.get(name) is not None else values
+    return positive_int(source, name, max_position)

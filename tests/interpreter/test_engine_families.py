@@ -1,0 +1,54 @@
+"""The device's steps of every family, kernels interpreted, against the reference backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.runner import ModelRunner
+from tests.engine_helpers import Job, make_runner, make_sequence, random_prompt, run_mixed
+from tests.family_bases import VARIANTS, make_family_adapter, make_family_base
+
+OWNERS = (None, "adapter", "adapter")
+# A type for each: few rows in 16 bits have other kernels.
+CASES = {
+    "granite": "float16",
+    "smollm3": "float16",
+    "ministral 3 with a window": "float16",
+    "phi 3": "float32",
+    "phi 4": "float16",
+    "gemma 2": "float16",
+    "gemma 3": "float32",
+    "olmo 3": "float16",
+}
+
+
+def outputs(base: Path, adapter: Path, backend: str, dtype: str) -> list[list[int]]:
+    """Returns the tokens of prompts in chunks beside decodes, with and without an adapter."""
+    runner: ModelRunner = make_runner(
+        base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8
+    )
+    runner.load_adapter("adapter", adapter)
+    assert runner.adapters.acquire("adapter")
+    jobs = [
+        Job(
+            make_sequence(random_prompt(9 + 8 * i, seed=20 + i), 4 * i, adapter=name, num_blocks=4),
+            starts_at=i % 2,
+            chunk=7 + 9 * i,
+        )
+        for i, name in enumerate(OWNERS)
+    ]
+    return run_mixed(runner, jobs, num_tokens=3)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES.items())
+def test_mixed_steps_of_a_family_give_what_the_reference_gives(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    variant = VARIANTS[name]
+    base = make_family_base(tmp_path / "base", variant)
+    adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears, rank=8)
+    expected = outputs(base, adapter, "reference", dtype)
+    assert outputs(base, adapter, "triton", dtype) == expected
+    assert len(set(map(tuple, expected))) == len(OWNERS)

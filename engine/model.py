@@ -57,6 +57,12 @@ class Model:
         )
         self._head_site, self._embedding_site = sites[-2:]
 
+    @property
+    def table_bytes(self) -> int:
+        """The bytes of the rotary tables: 134 MB for 131,072 positions of heads of 256."""
+        tables = {id(table): table.nbytes for table in self._cos_sin if table is not None}
+        return sum(tables.values())
+
     def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
         """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens."""
         added, residual = None, self.embed(inputs, pool)

@@ -81,6 +81,7 @@ class ModelRunner:
         else:
             self._weights, weight_bytes = self._load(folder, config)
         self._model = Model(self.model_config, self._weights, self.max_model_len)
+        weight_bytes += self._model.table_bytes if empty is not None else 0
         self.adapters = self._make_pool(config, weight_bytes)
         if empty is None:
             self.num_blocks = count_blocks(

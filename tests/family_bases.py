@@ -227,11 +227,11 @@ def expected_logits(base: Path, adapter: Path | None, ids: Many[int]) -> torch.T
 class Decoder:
     """Our decoder in float32 with a pool of adapters, each named as its folder."""
 
-    def __init__(self, base: Path, adapters: Many[Path] = (), max_len: int = 128) -> None:
+    def __init__(self, base: Path, adapters: Many[Path] = (), max_len: int | None = None) -> None:
         self.config = read_model_config(base)
         sites = lora_sites(self.config)
         weights = load_weights(base, self.config, torch.float32, CPU)
-        self.model = Model(self.config, weights, min(max_len, self.config.usual_len))
+        self.model = Model(self.config, weights, max_len or self.config.usual_len)
         self.pool = AdapterPool(sites, 16 << 20, torch.float32, CPU, 64 << 20)
         for folder in adapters:
             self.pool.add(read_adapter(folder, folder.name, sites, 64, weights.of_module))

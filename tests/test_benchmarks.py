@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from engine.checks.validation import check_adapter
 from engine.model_config import read_model_config
+from engine.weights import expected_shapes
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.arrival import measure_arrivals
 from tests.benchmarks.cases import (
@@ -191,6 +193,24 @@ def test_random_adapters_differ_and_hold_what_their_spec_says(tmp_path: Path) ->
     expected = 4 * (64 + 64) * 2  # elements of q and o
     assert first.num_parameters == expected
     assert tensor_bytes(config, AdapterSpec(4, 0, "qo", 2), 2) == 2 * expected
+
+
+def test_a_fused_module_is_adapted_if_one_of_its_parts_is(tmp_path: Path) -> None:
+    shape = replace(SHAPES["phi-4"], hidden_size=64, intermediate_size=96, num_layers=2)
+    base = shape.write_config(tmp_path / "base")
+    (folder,) = write_adapters(tmp_path, shape, (AdapterSpec(8, 0, "vd"),), "cpu")
+    assert set(check_adapter(folder, base).targets) == {"qkv_proj", "down_proj"}
+    numbers = AdapterNumbers(read_model_config(base), 16, torch.device("cpu"))
+    found = numbers.adapter(AdapterSpec(4, 0, "vd")).modules
+    assert {name.rsplit(".", 1)[1] for name in found} == {"qkv_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shape_of_a_model_is_one_that_the_engine_serves(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    shapes = expected_shapes(read_model_config(shape.write_config(tmp_path)))
+    for module, (in_features, out_features) in shape.linears.items():
+        assert shapes[f"model.layers.1.{module}.weight"] == (out_features, in_features)
 
 
 def test_adapters_as_files_hold_their_targets_alone(tmp_path: Path) -> None:

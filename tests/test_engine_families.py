@@ -3,13 +3,30 @@ adapters on every site."""
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.engine_helpers import random_prompt
+from engine.checks.validation import check_base
+from engine.errors import UnsupportedModelError
+from engine.model_config import lora_sites, read_model_config
+from engine.types import Request, SamplingParams
+from engine.weight_files import SINGLE_FILE
+from engine.weights import load_weights
+from lora.adapter import WEIGHTS_FILE, match_tensors, read_adapter
+from lora.errors import AdapterError
+from lora.page_image import PageLayout
+from tests.engine_agreement import make_engine, run_all
+from tests.engine_helpers import BLOCK_SIZE, VOCAB, make_runner, random_prompt
 from tests.family_bases import (
+    CPU,
+    LINEARS,
     VARIANTS,
     VOCABULARY,
     Decoder,
@@ -17,6 +34,9 @@ from tests.family_bases import (
     make_family_adapter,
     make_family_base,
 )
+
+WITH_IMAGES = [name for name, variant in VARIANTS.items() if variant.vision is not None]
+OF_TEXT = "gemma 3"
 
 
 @pytest.fixture(params=VARIANTS)
@@ -45,3 +65,220 @@ def test_every_logit_is_that_of_hugging_face(variant: str, tmp_path: Path) -> No
         assert_equal(found[0], plain)
         assert_equal(found[1], beside)
         assert_equal(found[2], adapted)
+
+
+def test_a_repeated_prompt_is_found_in_the_cache_and_goes_on_alike(
+    variant: str, tmp_path: Path
+) -> None:
+    made = VARIANTS[variant]
+    base = make_family_base(tmp_path / "base", made)
+    adapter = make_family_adapter(tmp_path / "adapter", base, rf".*layers.*({made.linears[0]})")
+    runner = make_runner(base)
+    runner.load_adapter("adapter", adapter)
+    engine = make_engine(runner, block_size=BLOCK_SIZE, max_num_batched_tokens=16)
+    prompt, params = random_prompt(33, seed=5), SamplingParams(4, temperature=0.0, logprobs=3)
+    for owner in (None, "adapter"):
+        replies = [
+            run_all(engine, [Request(f"{owner}-{i}", tuple(prompt), params, owner)])
+            for i in range(2)
+        ]
+        first, second = (next(iter(reply.values())) for reply in replies)
+        assert (first.error, first.num_cached, second.num_cached) == (None, 0, 32)
+        assert first.tokens == second.tokens
+        ids, found = [*prompt, *first.tokens], torch.tensor([r.logprob for r in second.logprobs])
+        scores = expected_logits(base, owner and adapter, ids).log_softmax(-1)
+        places = torch.arange(len(prompt) - 1, len(ids) - 1)
+        assert_equal(found, scores[places, torch.tensor(first.tokens)])
+
+
+# -- modules of a text part ------------------------------------------------------------------------
+
+
+def rename(path: Path, to: Callable[[str], str]) -> None:
+    tensors = {to(name): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def old_form(name: str) -> str:
+    new = name.replace("model.language_model.", "language_model.model.")
+    return new.replace("base_model.model.lm_head", "base_model.model.language_model.lm_head")
+
+
+def new_form(name: str) -> str:
+    new = name.replace("language_model.model.", "model.language_model.")
+    return new.replace("language_model.lm_head", "lm_head")
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_modules_that_images_reach_are_left_unread_in_base_and_adapter(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT finds q_proj and others in the part for images, too."""
+    base = make_family_base(tmp_path / "base", VARIANTS[name])
+    adapter = make_family_adapter(tmp_path / "adapter", base, LINEARS)
+    assert any("vision_tower" in key for key in load_file(adapter / WEIGHTS_FILE))
+    prompt = random_prompt(20, seed=1)
+    expected = expected_logits(base, adapter, prompt)
+    with caplog.at_level(logging.INFO):
+        (found,) = Decoder(base, [adapter]).logits([(prompt, "adapter")])
+    assert_equal(found, expected)
+    notes = [one for one in caplog.messages if "the part for images are left unread" in one]
+    assert len(notes) == 2
+    assert match_tensors(adapter, lora_sites(read_model_config(base))).unmatched == ()
+
+
+@pytest.mark.parametrize("form", [old_form, new_form])
+def test_bases_and_adapters_have_their_modules_in_either_form(
+    form: Callable[[str], str], tmp_path: Path
+) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
+    targets = r".*language_model.*(q_proj|down_proj)|.*lm_head"
+    pattern = {r".*language_model.*layers\.1\..*q_proj": 5}
+    adapter = make_family_adapter(tmp_path / "adapter", base, targets, rank_pattern=pattern)
+    prompt = random_prompt(20, seed=1)
+    expected = expected_logits(base, adapter, prompt)
+    rename(base / SINGLE_FILE, form)
+    rename(adapter / WEIGHTS_FILE, form)
+    (found,) = Decoder(base, [adapter]).logits([(prompt, "adapter")])
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_text_part_fits_the_text_model(prefix: str, tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS[OF_TEXT])
+    adapter = make_family_adapter(tmp_path / "adapter", base, ("q_proj", "up_proj"))
+    sites = lora_sites(read_model_config(base))
+    expected = read_adapter(adapter, "", sites, 64)
+    rename(adapter / WEIGHTS_FILE, lambda name: name.replace("model.layers.", f"{prefix}layers."))
+    found = read_adapter(adapter, "", sites, 64)
+    assert found.modules.keys() == expected.modules.keys()
+    for module, weights in found.modules.items():
+        assert torch.equal(weights.b, expected.modules[module].b)
+
+
+def test_an_adapter_with_names_in_two_forms_is_refused(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS[OF_TEXT])
+    adapter = make_family_adapter(tmp_path / "adapter", base, ("q_proj",))
+    first, other = "model.layers.0", "language_model.model.layers.0"
+    rename(adapter / WEIGHTS_FILE, lambda name: name.replace(first, other))
+    with pytest.raises(AdapterError, match="names modules in two forms"):
+        read_adapter(adapter, "", lora_sites(read_model_config(base)), 64)
+
+
+def test_an_adapter_of_images_alone_is_refused(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
+    adapter = make_family_adapter(tmp_path / "adapter", base, ".*vision_tower.*q_proj")
+    with pytest.raises(AdapterError, match="holds no LoRA tensors"):
+        read_adapter(adapter, "", lora_sites(read_model_config(base)), 64)
+
+
+# -- modules that are fused in the checkpoint ------------------------------------------------------
+
+
+def test_the_slices_of_a_fused_module_share_one_a(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["phi 3"])
+    config = read_model_config(base)
+    adapter = make_family_adapter(tmp_path / "adapter", base, ("qkv_proj",), rank=20)
+    read = read_adapter(adapter, "adapter", lora_sites(config), 64)
+    layout = PageLayout(lora_sites(config), torch.float32)
+    packed = layout.pack(read, lambda size: torch.zeros(size, dtype=torch.uint8))
+    rows = 20 * (config.hidden_size + config.q_size + 2 * config.kv_size)
+    tensors = 4 * config.num_layers * rows
+    assert tensors <= packed.image.numel() < tensors + 256 * packed.num_pages * 4 * 3
+    first = layout.first_entry("model.layers.1.qkv")
+    for page in packed.entries:
+        assert len(set(page[first : first + 3].tolist())) == 1
+        assert len(set(page[first : first + 6].tolist())) == 4
+
+
+def test_an_adapter_of_unfused_modules_does_not_fit_a_fused_base(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["phi 3"])
+    other = make_family_base(tmp_path / "other", VARIANTS["olmo 2"])
+    adapter = make_family_adapter(tmp_path / "adapter", other, ("q_proj",))
+    with pytest.raises(AdapterError, match=r"no module .*q_proj"):
+        read_adapter(adapter, "", lora_sites(read_model_config(base)), 64)
+
+
+# -- lengths and types -----------------------------------------------------------------------------
+
+
+def test_longrope_has_the_factors_of_the_engines_length(tmp_path: Path) -> None:
+    """Up to the original length, as Hugging Face at every length; with a larger limit, as Hugging
+    Face for prompts beyond it."""
+    variant = VARIANTS["phi 4"]
+    changes = variant.changes | {"original_max_position_embeddings": 24}
+    base = make_family_base(tmp_path / "base", replace(variant, changes=changes))
+    short, long = random_prompt(24, seed=1), random_prompt(60, seed=1)
+    config = read_model_config(base)
+    assert (config.usual_len, config.max_len) == (24, 128)
+    assert make_runner(base).max_model_len == 24
+    assert make_runner(base, max_model_len=100).max_model_len == 100
+    (found,) = Decoder(base).logits([(short, None)])
+    assert_equal(found, expected_logits(base, None, short))
+    decoder = Decoder(base, max_len=100)
+    (found,) = decoder.logits([(long, None)])
+    assert_equal(found, expected_logits(base, None, long))
+    (found,) = decoder.logits([(short, None)])
+    assert (found - expected_logits(base, None, short)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["gemma 3", "olmo 2", "granite", "phi 4"])
+def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS[name])
+    params = SamplingParams(1, temperature=0.0, logprobs=20)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine(make_runner(base, dtype=dtype), block_size=BLOCK_SIZE)
+        request = Request("r", tuple(random_prompt(30, seed=1)), params)
+        (reply,) = run_all(engine, [request]).values()
+        found.append(dict(reply.logprobs[0].top))
+    wide, narrow = found
+    best = max(wide, key=lambda token: wide[token])
+    assert narrow[best] == pytest.approx(wide[best], abs=0.15)
+
+
+def test_norms_are_kept_in_float32_where_they_multiply_in_it(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["gemma 2"])
+    stored = load_file(base / SINGLE_FILE)["model.layers.1.input_layernorm.weight"]
+    weights = load_weights(base, read_model_config(base), torch.bfloat16, CPU)
+    layer = weights.layers[1]
+    assert layer.input_norm is not None
+    assert layer.input_norm.dtype == weights.norm.dtype == torch.float32
+    assert torch.equal(layer.input_norm, stored + 1)
+    assert layer.down.dtype == torch.bfloat16
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_registration_says_that_only_text_is_served(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["gemma 3 with images"])
+    (base / "tokenizer.json").write_text("{}")
+    report = check_base(base)
+    assert report.architecture == "Gemma3ForConditionalGeneration"
+    assert report.warnings[-1].startswith("only text is served")
+    text = load_file(base / SINGLE_FILE)
+    assert report.num_parameters == sum(
+        tensor.numel() for name, tensor in text.items() if name.startswith("language_model.")
+    )
+
+
+def test_a_head_in_the_file_is_read_though_the_class_ties_by_default(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
+    raw = json.loads((base / "config.json").read_text())
+    raw["tie_word_embeddings"] = True
+    (base / "config.json").write_text(json.dumps(raw))
+    config = read_model_config(base)
+    assert not config.ties_embeddings
+    weights = load_weights(base, config, torch.float32, CPU)
+    assert torch.equal(weights.head, load_file(base / SINGLE_FILE)["language_model.lm_head.weight"])
+
+
+def test_a_tensor_that_is_of_no_known_part_is_refused(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
+    tensors = load_file(base / SINGLE_FILE) | {"audio_tower.x.weight": torch.zeros(VOCAB)}
+    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"holds audio_tower\.x\.weight, which is unknown"
+    ):
+        load_weights(base, read_model_config(base), torch.float32, CPU)

@@ -57,6 +57,13 @@ def check_base(folder: Path) -> BaseReport:
         warnings.append("no chat template: chat completions cannot be served")
     if not config.eos_token_ids:
         warnings.append("no end-of-sequence token: only max_tokens and stop strings end an answer")
+    if config.is_text_part:
+        warnings.append("only text is served: the part of the model for images is not read")
+    if config.usual_len < config.max_len:
+        warnings.append(
+            f"max_model_len is {config.usual_len} unless it is configured: if it is larger, up to "
+            f"{config.max_len}, all sequences are turned by the frequencies of long ones"
+        )
     return BaseReport(
         architecture=config.architecture,
         num_parameters=sum(math.prod(shape) for shape in expected_shapes(config).values()),

@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.benchmarks.cases import AdapterSpec
-from tests.benchmarks.shapes import LINEARS, ModelShape
-
-_LETTERS = {name: letter for letter, name in LINEARS.items()}
+from tests.benchmarks.shapes import ModelShape, is_target
 
 
 def write_adapters(
@@ -59,7 +57,7 @@ def _tensors(shape: ModelShape, spec: AdapterSpec, device: str) -> dict[str, tor
     tensors = {}
     for layer in range(shape.num_layers):
         for module, (in_features, out_features) in shape.linears.items():
-            if _LETTERS[module.split(".")[1]] not in spec.targets:
+            if not is_target(module, spec.targets):
                 continue
             prefix = f"base_model.model.model.layers.{layer}.{module}"
             tensors[f"{prefix}.lora_A.weight"] = draw(spec.rank, in_features)

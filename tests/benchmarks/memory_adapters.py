@@ -21,10 +21,9 @@ from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from lora.sites import Site, targets_by_module
 from tests.benchmarks.cases import AdapterSpec
-from tests.benchmarks.shapes import LINEARS
+from tests.benchmarks.shapes import is_target
 
 SCALE = 2.0  # alpha = 2 r
-_LETTERS = {name: letter for letter, name in LINEARS.items()}
 
 
 def layer_sites(config: ModelConfig) -> tuple[Site, ...]:
@@ -48,7 +47,7 @@ def tensor_bytes(config: ModelConfig, spec: AdapterSpec, itemsize: int) -> int:
 
 def _is_adapted(module: str, spec: AdapterSpec) -> bool:
     _, _, layer, below = module.split(".", 3)  # model.layers.3.self_attn.q_proj
-    return _LETTERS[below.split(".")[1]] in spec.targets and int(layer) % spec.every == 0
+    return is_target(below, spec.targets) and int(layer) % spec.every == 0
 
 
 class AdapterNumbers:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # The letter of each linear in the names of cases and adapters.
@@ -21,6 +22,16 @@ LINEARS = {
     "d": "down_proj",
 }
 ALL_LINEARS = "".join(LINEARS)
+# Modules that are fused in the checkpoint: adapted if any of their parts is.
+FUSED = {"qkv_proj": "qkv", "gate_up_proj": "gu"}
+
+
+def is_target(module: str, targets: str) -> bool:
+    """Returns True for a module below a layer, such as mlp.up_proj, that letters of `LINEARS`
+    name."""
+    name = module.split(".")[1]
+    letters = FUSED.get(name) or next(key for key, value in LINEARS.items() if value == name)
+    return not set(letters).isdisjoint(targets)
 
 
 def parse_targets(text: str) -> str:
@@ -58,12 +69,20 @@ class ModelShape:
     rope_theta: float
     rms_norm_eps: float
     max_len: int = 8192
+    more: Mapping[str, object] = field(default_factory=dict)  # keys of config.json
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """The modules below a layer, each with its (in, out) features."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if self.architecture == "Phi3ForCausalLM":
+            return {
+                "self_attn.qkv_proj": (hidden, q_size + 2 * kv_size),
+                "self_attn.o_proj": (q_size, hidden),
+                "mlp.gate_up_proj": (hidden, 2 * inner),
+                "mlp.down_proj": (inner, hidden),
+            }
         return {
             "self_attn.q_proj": (hidden, q_size),
             "self_attn.k_proj": (hidden, kv_size),
@@ -95,6 +114,7 @@ class ModelShape:
             "eos_token_id": eos,
             "torch_dtype": "bfloat16",
             "dtype": "bfloat16",
+            **self.more,
         }
 
     def write_config(self, folder: Path) -> Path:
@@ -114,7 +134,9 @@ class ModelShape:
             "lora_alpha": alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": [LINEARS[letter] for letter in targets],
+            "target_modules": [
+                module.split(".")[1] for module in self.linears if is_target(module, targets)
+            ],
         }
 
 
@@ -146,6 +168,45 @@ SHAPES = {
         ),
         ModelShape(
             "llama-3.2-1b", "LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128256, 500000.0, 1e-5
+        ),
+        ModelShape(
+            "gemma-3-4b",
+            "Gemma3ForCausalLM",
+            2560,
+            10240,
+            34,
+            8,
+            4,
+            256,
+            262208,
+            1000000.0,
+            1e-6,
+            more={
+                "model_type": "gemma3_text",
+                "tie_word_embeddings": True,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 1024,
+                "rope_local_base_freq": 10000.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        ModelShape(
+            "phi-4", "Phi3ForCausalLM", 5120, 17920, 40, 40, 10, 128, 100352, 250000.0, 1e-5
+        ),
+        ModelShape(
+            "mistral-small-24b",
+            "MistralForCausalLM",
+            5120,
+            32768,
+            40,
+            32,
+            8,
+            128,
+            131072,
+            100000000.0,
+            1e-5,
+            more={"sliding_window": None},
         ),
         ModelShape("tiny", "LlamaForCausalLM", 64, 128, 2, 4, 2, 16, 1024, 10000.0, 1e-5),
     )

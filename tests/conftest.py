@@ -27,6 +27,7 @@ _SLOW_FILES = (
     "test_serve_haproxy",
     "test_registry_plain",
     "test_engine_model",
+    "test_engine_families",
     "test_serve_register",
     "test_registry_server",
     "test_registry_postgres",

@@ -125,7 +125,7 @@ VARIANTS = {
             "tie_word_embeddings": True,
             "partial_rotary_factor": 0.75,
             "rope_parameters": LONGROPE,
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 80,
             "head_dim": 8 * 2,
             "num_attention_heads": 3,
             "num_key_value_heads": 1,

@@ -73,6 +73,28 @@ TEXTS: dict[str, list[tuple[str, str, str, list[Call]]]] = {
         ),
         ("Hello.</s>", "Hello.", "", []),
     ],
+    "mistral-args": [
+        (
+            '[THINK]Hm.[/THINK][TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}'
+            "[TOOL_CALLS]now[ARGS]{}</s>",
+            "",
+            "Hm.",
+            [PARIS, ("now", {})],
+        ),
+        ("Sure.[TOOL_CALLS]now[CALL_ID]0aB3[ARGS]{}</s>", "Sure.", "", [("now", {})]),
+        ("Hello.</s>", "Hello.", "", []),
+    ],
+    "granite": [
+        (
+            '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+            '{"name": "now", "arguments": {}}]<|end_of_text|>',
+            "",
+            "",
+            [PARIS, ("now", {})],
+        ),
+        ('<tool_call>[{"name": "now", "arguments": {}}]<|end_of_text|>', "", "", [("now", {})]),
+        ("<think>Hm.</think>Hello.<|end_of_text|>", "Hello.", "Hm.", []),
+    ],
     "gemma": [
         (
             "<|channel>thought\nHm.<channel|><|tool_call>call:get_weather{city:"

@@ -119,7 +119,9 @@ def test_the_family_comes_from_the_marks_of_the_chat_template() -> None:
     assert family("<|im_start|> <tool_call> <function=x> <parameter=y>") == "qwen-xml"
     assert family("<|start_header_id|> <|eot_id|>") == "llama3-json"
     assert family("[INST] [TOOL_CALLS]") == "mistral"
+    assert family("[INST] [TOOL_CALLS] [ARGS]") == "mistral-args"
     assert family("<|turn> <|tool_call>") == "gemma"
+    assert family("<|start_of_role|> respond with <|tool_call|>") == "granite"
     assert family("{{ messages }}") is None
     chosen = choose_template(template_json("mistral"), "{{ messages }}")
     assert chosen is not None

@@ -19,7 +19,9 @@ import regex
 
 from engine.errors import UnsupportedModelError
 
-FAMILIES = ("qwen-xml", "chatml-json", "llama3-json", "mistral", "gemma")  # tried in this order
+FAMILIES = (  # tried in this order
+    *("qwen-xml", "chatml-json", "llama3-json", "mistral-args", "mistral", "gemma", "granite"),
+)
 REASONING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 MATCH_SECONDS = 0.05  # of one search; the packaged expressions take microseconds
 MAX_TEMPLATE_CHARS = 64 * 1024

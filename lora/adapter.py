@@ -77,6 +77,7 @@ class Adapter:
     modules: Mapping[str, ModuleWeights]
     num_parameters: int
     is_noop: bool  # it changes nothing: an untrained adapter has B = 0
+    num_unread: int = 0  # tensors of a part for images
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,15 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
     reasons: list[str] = []
     with _open_weights(path) as file:
         keys = tuple(file.entries)
-    for key in keys:
-        if _is_unread(key) or _copied_module(key, targets) is not None:
+    read = [key for key in keys if not _is_unread(key)]
+    for key in read:
+        if _copied_module(key, targets) is not None:
             continue
         try:
             _parse_key(key, targets)
         except AdapterError as error:
             reasons.append(str(error))
-    return TensorMatch(len(keys) - len(reasons), tuple(reasons))
+    return TensorMatch(len(read) - len(reasons), tuple(reasons))
 
 
 def read_adapter(
@@ -120,12 +122,16 @@ def read_adapter(
     with _open_weights(path) as file:
         pairs = _check_header(file, targets_by_module(sites), config, max_rank, base_weight)
         modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
+        num_unread = sum(map(_is_unread, file.entries))
+    if num_unread:
+        logger.info("%d tensors of the part for images are left unread", num_unread)
     return Adapter(
         digest=digest,
         rank=max(weights.rank for weights in modules.values()),
         modules=modules,
         num_parameters=sum(w.lora_a.numel() + w.lora_b.numel() for w in modules.values()),
         is_noop=all(weights.is_noop for weights in modules.values()),
+        num_unread=num_unread,
     )
 
 
@@ -151,10 +157,8 @@ def _check_header(
     Returns module -> {"A": key, "B": key}, in the order of the targets."""
     pairs: dict[str, dict[str, str]] = {}
     copies: dict[str, str] = {}  # module -> key
-    num_unread = 0
     for key in in_turns(file.entries):
         if _is_unread(key):
-            num_unread += 1
             continue
         if (copied := _copied_module(key, targets)) is not None:
             copies[copied] = key
@@ -163,8 +167,6 @@ def _check_header(
         if half in pairs.setdefault(module, {}):
             raise AdapterError(f"lora_{half} of {module} is in the file twice")
         pairs[module][half] = key
-    if num_unread:
-        logger.info("%d tensors of the part for images are left unread", num_unread)
     spelling = _spelling(file)
     _check_complete(pairs, targets, config, spelling)
     for module, keys in in_turns(pairs.items()):

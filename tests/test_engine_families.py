@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checks.validation import check_base
+from engine.checks.validation import check_adapter, check_base
 from engine.errors import UnsupportedModelError
 from engine.model_config import lora_sites, read_model_config
 from engine.types import Request, SamplingParams
@@ -124,7 +124,9 @@ def test_modules_that_images_reach_are_left_unread_in_base_and_adapter(
     assert_equal(found, expected)
     notes = [one for one in caplog.messages if "the part for images are left unread" in one]
     assert len(notes) == 2
-    assert match_tensors(adapter, lora_sites(read_model_config(base))).unmatched == ()
+    match = match_tensors(adapter, lora_sites(read_model_config(base)))
+    assert (match.num_matched, match.unmatched) == (2 * 3 * len(LINEARS), ())
+    assert "of the model for images are not read" in check_adapter(adapter, base).warnings[0]
 
 
 @pytest.mark.parametrize("form", [old_form, new_form])

@@ -80,6 +80,11 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
     warnings = []
     if adapter.is_noop:
         warnings.append("the adapter changes nothing: every lora_B or lora_A is zero")
+    if adapter.num_unread:
+        warnings.append(
+            f"{adapter.num_unread} tensors of the part of the model for images are not read: they "
+            "change nothing of a text"
+        )
     return AdapterReport(
         rank=adapter.rank,
         targets=tuple(sorted({module.rsplit(".", 1)[-1] for module in adapter.modules})),

@@ -103,14 +103,10 @@ class Model:
     ) -> torch.Tensor:
         """Returns [T, Hq * D]."""
         config, k, v = self.config, kv.k[index], kv.v[index]
-        window, scale, cap = (
-            config.sliding_windows[index],
-            config.attention_scale,
-            config.attention_soft_cap,
-        )
-        return paged_attention(q, k, v, inputs.attention, scale, window, out, soft_cap=cap).flatten(
-            1
-        )
+        window, cap = config.sliding_windows[index], config.attention_soft_cap
+        return paged_attention(
+            q, k, v, inputs.attention, config.attention_scale, window, out, soft_cap=cap
+        ).flatten(1)
 
     def after_attention(
         self,

@@ -70,10 +70,11 @@ class ModelConfig:
     def usual_len(self) -> int:
         """The longest sequence unless the engine's configuration sets it: up to here, every length
         is computed as Hugging Face does."""
-        lengths = (rope.usual_len for rope in self.ropes if rope is not None)
-        return min(
-            self.max_len, *(length for length in lengths if length is not None), self.max_len
-        )
+        lengths = [self.max_len]
+        for rope in self.ropes:
+            if rope is not None and rope.usual_len is not None:
+                lengths.append(rope.usual_len)
+        return min(lengths)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -119,7 +120,7 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=positive_number(raw, "rms_norm_eps", 1e-6),
-        max_len=max(max_position, *(rope.extended_len for rope in ropes if rope is not None), 0),
+        max_len=max([max_position, *(rope.extended_len for rope in ropes if rope is not None)]),
         ropes=ropes,
         sliding_windows=_sliding_windows(raw, types),
         has_qkv_bias=has_bias or family.always_biased_qkv,
@@ -186,7 +187,7 @@ def _family(raw: Mapping[str, object]) -> tuple[str, Family, Mapping[str, object
     _refuse_foreign(text)
     families, usual = TEXT_PARTS[architecture]
     kind = text.get("model_type", usual)
-    if kind not in families:
+    if not isinstance(kind, str) or kind not in families:
         refuse("text_config.model_type", kind, f"known are {', '.join(families)}")
     family = FAMILIES[families[kind]]
     outer = {key: raw[key] for key in _OUTER_KEYS if raw.get(key) is not None}
@@ -227,13 +228,10 @@ def _layer_types(raw: Mapping[str, object], family: Family, num_layers: int) -> 
         return (sliding,) * num_layers
     types = raw.get("layer_types")
     if types is not None:
-        if (
-            not isinstance(types, list)
-            or len(types) != num_layers
-            or not set(types) <= {full, sliding}
-        ):
+        listed = types if isinstance(types, list) else []
+        if len(listed) != num_layers or any(kind not in (full, sliding) for kind in listed):
             refuse("layer_types", types, f"{num_layers} of {full}, {sliding} are needed")
-        return tuple(types)
+        return tuple(listed)
     if family.reads_no_rope_layers:
         turns = rotary_layers(raw, family, num_layers)
         return tuple(full if turn else sliding for turn in turns)
@@ -255,11 +253,7 @@ def _sliding_windows(raw: Mapping[str, object], types: tuple[str, ...]) -> tuple
 def _attention_scale(raw: Mapping[str, object], family: Family, head_dim: int) -> float:
     if family.reads_query_scalar:
         return float(positive_number(raw, "query_pre_attn_scalar") ** -0.5)
-    return (
-        _multiplier(raw, family, "attention_multiplier")
-        if family.reads_multipliers
-        else head_dim**-0.5
-    )
+    return _multiplier(raw, family, "attention_multiplier", float(head_dim**-0.5))
 
 
 def _multiplier(

@@ -70,9 +70,10 @@ def rotary_layers(raw: Mapping[str, object], family: Family, num_layers: int) ->
         every = positive_int(raw, "no_rope_layer_interval", 4)
         return tuple((i + 1) % every != 0 for i in range(num_layers))
     # 1 in the list means that the layer has positions, whatever the key's name says.
-    if not isinstance(listed, list) or len(listed) < num_layers or not set(listed) <= {0, 1}:
+    flags = listed if isinstance(listed, list) else []
+    if len(flags) < num_layers or any(turns not in (0, 1) for turns in flags):
         refuse("no_rope_layers", listed, f"{num_layers} of 0 and 1 are needed")
-    return tuple(bool(turns) for turns in listed[:num_layers])
+    return tuple(bool(turns) for turns in flags[:num_layers])
 
 
 def _parse_rope(

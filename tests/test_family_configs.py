@@ -296,9 +296,11 @@ def test_a_text_part_takes_the_outer_end_of_sequence_and_tying() -> None:
     [
         (GRANITE_3_2B, {"residual_multiplier": 0}, "residual_multiplier is 0: a positive"),
         (GRANITE_3_2B, {"hidden_act": "gelu"}, 'hidden_act is "gelu": only silu'),
+        (SMOLLM3_3B, {"no_rope_layers": [[1]] * 36}, "no_rope_layers is .*: 36 of 0 and 1"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]: 36 of 0 and 1"),
         (MISTRAL_SMALL_3_1, {"text_config": None}, "text_config is null"),
         (MISTRAL_SMALL_3_1, {"text_config": {"model_type": "qwen2"}}, 'model_type is "qwen2"'),
+        (MISTRAL_SMALL_3_1, {"text_config": {"model_type": []}}, r"model_type is \[\]"),
         (MISTRAL_SMALL_3_1, {"quantization_config": {"x": 1}}, "quantization_config is"),
         (
             MINISTRAL_3_8B,
@@ -310,6 +312,7 @@ def test_a_text_part_takes_the_outer_end_of_sequence_and_tying() -> None:
         (GEMMA_2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         (GEMMA_2_2B, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu": only gelu_pyt'),
         (GEMMA_2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1"),
+        (GEMMA_2_2B, {"layer_types": [[]] * 26}, "layer_types is .*: 26 of"),
         (GEMMA_2_2B, {"layer_types": ["full_attention"]}, "layer_types is .*: 26 of"),
         (GEMMA_3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
         (GEMMA_3_1B, {"rope_parameters": {"chunked": {}}}, "chunked is no type of layer"),

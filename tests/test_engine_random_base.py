@@ -1,12 +1,15 @@
 """Random bases: complete, deterministic, read back by the engine's own reader."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from engine.families import FAMILIES
 from engine.model_config import read_model_config
 from engine.tools.random_base import RandomShape, write_random_base
-from engine.weights import load_weights
+from engine.weights import load_weights, random_weights
 
 SHAPE = RandomShape(
     architecture="Qwen3ForCausalLM",
@@ -44,3 +47,21 @@ def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
     write_random_base(SHAPE, source, tmp_path / "two", seed=2)
     one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two"))
     assert one != two
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_norms_of_a_random_base_are_one_in_every_family(architecture: str, tmp_path: Path) -> None:
+    """Both in a folder, whose norms some families store less one, and without files."""
+    folder = tmp_path / "base"
+    write_random_base(
+        replace(SHAPE, architecture=architecture), tokenizer_folder(tmp_path / "source"), folder
+    )
+    config = read_model_config(folder)
+    read = load_weights(folder, config, torch.float32, torch.device("cpu"))
+    dummy = random_weights(config, torch.float32, torch.device("cpu"))
+    for weights in (read, dummy):
+        layer = weights.layers[1]
+        norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+        found = [norm for norm in (*norms, layer.q_norm, weights.norm) if norm is not None]
+        assert len(found) >= 3
+        assert all(torch.equal(norm, torch.ones_like(norm)) for norm in found)

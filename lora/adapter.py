@@ -86,7 +86,7 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
     refuses at the first. Raises AdapterError."""
     targets = targets_by_module(sites)
     reasons: list[str] = []
-    with _open_weights(path) as file:
+    with open_weights(path) as file:
         keys = tuple(file.entries)
     for key in keys:
         copy = _BASE_COPY.fullmatch(key)
@@ -112,7 +112,7 @@ def read_adapter(
     it such a file is refused. The weights are in `buffer` until its next use; None: in memory of
     their own."""
     config = read_peft_config(path)
-    with _open_weights(path) as file:
+    with open_weights(path) as file:
         pairs = _check_header(file, targets_by_module(sites), config, max_rank, base_weight)
         modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
     return Adapter(
@@ -125,7 +125,8 @@ def read_adapter(
 
 
 @contextmanager
-def _open_weights(path: Path) -> Iterator[TensorFile]:
+def open_weights(path: Path) -> Iterator[TensorFile]:
+    """Opens the weights of a folder. Raises AdapterError."""
     try:
         with open_regular(path / WEIGHTS_FILE) as file:
             yield read_header(file, WEIGHTS_FILE)

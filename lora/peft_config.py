@@ -20,10 +20,12 @@ from lora.sites import Site
 from lora.untrusted import open_regular, parse_object, read_up_to, shown, shown_value
 
 T = TypeVar("T")
-_NAME = "adapter_config.json"
+CONFIG_FILE = "adapter_config.json"
 _MAX_BYTES = 1024 * 1024
 _MAX_LAYER_PATTERNS = 64
 _LAYERS_NAME = re.compile(r"[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*", re.ASCII)
+
+CONVERTED_KINDS = ("LOHA", "LOKR")  # values of peft_type that registration turns into LoRA
 
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
 _UNSUPPORTED = {
@@ -58,6 +60,7 @@ class PeftConfig:
     exclude_modules: Pattern | NameList
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
+    base_name: str | None = None  # of the base that it was trained on, as the file names it
 
     def rank_of(self, module: str) -> int:
         return self.ranks.find(module, self.rank)
@@ -89,16 +92,39 @@ class PeftConfig:
 
 def read_peft_config(folder: Path) -> PeftConfig:
     fields = _read_json(folder)
+    _refuse_other_kinds(fields.get("peft_type"))
     _refuse_unsupported(fields)
+    return _parse(fields, "lora_alpha")
+
+
+def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
+    """Returns the kind, LOHA or LOKR, and the fields that such adapters share with LoRA."""
+    fields = _read_json(folder)
+    kind = fields.get("peft_type")
+    if kind not in CONVERTED_KINDS:
+        raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
+    if fields.get("modules_to_save"):
+        raise AdapterError(f"the adapter uses {_UNSUPPORTED['modules_to_save']}")
+    assert isinstance(kind, str)
+    return kind, _parse(fields, "alpha")
+
+
+def peft_type(folder: Path) -> object:
+    """Returns the kind of adapter that the configuration names, of any type."""
+    return _read_json(folder).get("peft_type")
+
+
+def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:
+    """`alpha`: the name of the field in this kind."""
     _refuse_what_peft_does(fields)
     limits = Limits()
     targets = fields.get("target_modules")
     if not targets:
-        raise AdapterError(f"{_NAME} names no target_modules")
+        raise AdapterError(f"{CONFIG_FILE} names no target_modules")
     is_all = isinstance(targets, str) and targets.lower() == "all-linear"
     return PeftConfig(
-        rank=_rank(fields.get("r"), f"{_NAME}: r"),
-        alpha=_number(fields.get("lora_alpha"), "lora_alpha"),
+        rank=_rank(fields.get("r"), f"{CONFIG_FILE}: r"),
+        alpha=_number(fields.get(alpha), alpha),
         ranks=_table(fields.get("rank_pattern"), "rank_pattern", _rank, limits),
         alphas=_table(fields.get("alpha_pattern"), "alpha_pattern", _number, limits),
         use_rslora=_boolean(fields.get("use_rslora"), "use_rslora"),
@@ -106,26 +132,35 @@ def read_peft_config(folder: Path) -> PeftConfig:
         exclude_modules=_module_names(fields.get("exclude_modules"), "exclude_modules", limits),
         layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
+        base_name=base if isinstance(base := fields.get("base_model_name_or_path"), str) else None,
     )
 
 
 def _read_json(folder: Path) -> dict[str, object]:
     try:
-        with open_regular(folder / _NAME) as file:
+        with open_regular(folder / CONFIG_FILE) as file:
             text = read_up_to(file, _MAX_BYTES + 1)
     except FileNotFoundError:
-        raise AdapterError(f"the folder has no {_NAME}") from None
+        raise AdapterError(f"the folder has no {CONFIG_FILE}") from None
     except OSError as error:
-        raise AdapterError(f"{_NAME} cannot be read: {error.strerror}") from None
+        raise AdapterError(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
     if len(text) > _MAX_BYTES:
-        raise AdapterError(f"{_NAME} is larger than {_MAX_BYTES} bytes")
-    return parse_object(text, _NAME)
+        raise AdapterError(f"{CONFIG_FILE} is larger than {_MAX_BYTES} bytes")
+    return parse_object(text, CONFIG_FILE)
+
+
+def _refuse_other_kinds(kind: object) -> None:
+    if kind == "LORA":
+        return
+    remedy = ""
+    if kind in CONVERTED_KINDS:
+        remedy = "; loraplex register adapter converts LoHa and LoKr to LoRA"
+    elif isinstance(kind, str):
+        remedy = "; PEFT's convert_to_lora makes LoRA of some other kinds"
+    raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served{remedy}")
 
 
 def _refuse_unsupported(fields: dict[str, object]) -> None:
-    kind = fields.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served")
     for name, words in _UNSUPPORTED.items():
         if fields.get(name):
             raise AdapterError(f"the adapter uses {words}, which is not supported")

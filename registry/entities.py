@@ -46,6 +46,7 @@ class AdapterFacts:
     targets: tuple[str, ...]  # e.g. ("k_proj", "q_proj")
     num_parameters: int = 0  # 0: the tensors were not read, and `is_noop` is unknown
     is_noop: bool = False
+    converted: str = ""  # the kind that it was made from at registration, its rank and its error
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class AdapterVersion:
     # it has such files, which were not compared with its base's; empty: none.
     text: str = ""
     effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
+    converted: str = ""  # as in AdapterFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ RANK = PREFIX + "rank"
 TARGETS = PREFIX + "targets"
 PARAMETERS = PREFIX + "num_parameters"
 NOOP = PREFIX + "noop"
+CONVERTED = PREFIX + "converted"  # adapter: the kind that it was made from, rank and error
 ARCHITECTURE = PREFIX + "architecture"
 MAX_LEN = PREFIX + "max_model_len"
 MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, a second name for clients
@@ -221,6 +222,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         tags=_own_tags(row),
         text=_text(row),
         effect_figures=_figures(row),
+        converted=row.tags.get(CONVERTED, "")[:_MAX_REASON],
     )
 
 
@@ -243,6 +245,8 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
     if facts.num_parameters:  # the tensors were read
         tags[PARAMETERS] = str(facts.num_parameters)
         tags[NOOP] = "true" if facts.is_noop else "false"
+    if facts.converted:
+        tags[CONVERTED] = facts.converted
     return tags
 
 

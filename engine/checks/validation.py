@@ -18,6 +18,8 @@ from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weights import expected_shapes, read_tensor, stream_tensors
 from lora.adapter import Adapter, read_adapter
+from lora.lycoris import convert_to_lora
+from lora.peft_config import CONVERTED_KINDS, peft_type
 
 MAX_RANK = 512
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -31,6 +33,20 @@ class BaseReport:
     max_model_len: int
     has_chat_template: bool  # without one only raw completions can be served
     warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    kind: str  # of the adapter that the LoRA was made from, such as LoHa
+    rank: int  # the largest of any module
+    error: float  # relative, in the Frobenius norm: the largest of any module
+
+    @property
+    def words(self) -> str:
+        # A rank that leaves out nothing still rounds to float32: some 1e-7.
+        return (
+            f"LoRA from {self.kind}, rank {self.rank}, relative error {max(self.error, 1e-7):.1e}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,19 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
         is_noop=adapter.is_noop,
         warnings=tuple(warnings),
     )
+
+
+def convert_adapter(
+    folder: Path, base_folder: Path, out: Path, max_error: float
+) -> ConversionReport | None:
+    """Writes an adapter of a kind that is served as LoRA only, LoHa or LoKr, as LoRA to the empty
+    folder `out`; None: it is of another kind, and nothing is written. `max_error`: of the change of
+    any module, relative. Raises AdapterError."""
+    if peft_type(folder) not in CONVERTED_KINDS:
+        return None
+    sites = lora_sites(read_model_config(base_folder))
+    made = convert_to_lora(folder, out, sites, MAX_RANK, max_error)
+    return ConversionReport(made.kind, made.rank, made.error)
 
 
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:

@@ -54,7 +54,7 @@ def save_peft(
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """What an engine gives in steps that an adapter shares with plain LoRA and the base."""
+    """The answers of steps that an adapter shares with plain LoRA and the base."""
 
     tokens: list[int]
     lora_tokens: list[int]
@@ -63,7 +63,7 @@ class Mixed:
 
 
 def run_beside_others(runner: ModelRunner, prompt: list[int], num_tokens: int = 10) -> Mixed:
-    """The runner holds the adapters "kind" and "lora"."""
+    """Runs the prompt in steps with others. The runner holds the adapters "kind" and "lora"."""
     owners = ("kind", "lora", None, "kind")
     prompts = (prompt, _LORA, _BASE, prompt[: len(prompt) // 2])
     for adapter in ("kind", "lora"):

@@ -8,7 +8,7 @@ Pickles are never read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,8 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
     head: torch.Tensor  # [V, H], the embedding itself if tied
-
-    def of_module(self, module: str) -> torch.Tensor | None:
-        """Returns the weight of which a file of an adapted embedding or head may hold a copy."""
-        return {"model.embed_tokens": self.embedding, "lm_head": self.head}.get(module)
+    # All of them by the names of the files, parts of fused ones as views; a tied head as well.
+    parameters: Mapping[str, torch.Tensor]
 
 
 def load_weights(
@@ -210,12 +208,10 @@ class _Builder:
 
     def build(self) -> Weights:
         embedding = self._make("model.embed_tokens.weight")
-        return Weights(
-            embedding=embedding,
-            layers=tuple(self._layer(i) for i in range(self._config.num_layers)),
-            norm=self._make("model.norm.weight"),
-            head=embedding if self._config.ties_embeddings else self._make("lm_head.weight"),
-        )
+        layers = tuple(self._layer(i) for i in range(self._config.num_layers))
+        norm = self._make("model.norm.weight")
+        head = embedding if self._config.ties_embeddings else self._make("lm_head.weight")
+        return Weights(embedding, layers, norm, head, {**self.places, "lm_head.weight": head})
 
     def _layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
 from lora.peft_config import PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import open_regular, shown, shown_value
+from lora.vectors import BaseParameter, Keys, affine_parts, check_vectors, parse_vector_key
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _KEY = re.compile(
@@ -30,9 +31,6 @@ _KEY = re.compile(
     r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
 )
 _BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
-
-
-BaseWeight = Callable[[str], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,10 @@ class ModuleWeights:
     lora_b: torch.Tensor  # [r, out_features] in the file's type: a view of PEFT's B
     scale: float = 1.0  # of lora_b
     bound: float = math.inf  # no number of lora_a, or of lora_b times the scale, is larger
+    # [1 or 2, out_features] float32: gains, offsets. The base's y becomes y + gain y + offset.
+    affine: torch.Tensor | None = None
+    # Of the change of the weight, in the Frobenius norm; None: it is that of A and B.
+    norm: float | None = None
 
     @property
     def rank(self) -> int:
@@ -61,6 +63,8 @@ class ModuleWeights:
 
     @property
     def is_noop(self) -> bool:
+        if self.affine is not None and bool(self.affine.any()):
+            return False
         return not (bool(self.lora_b.any()) and bool(self.lora_a.any()) and bool(self.b.any()))
 
 
@@ -71,6 +75,8 @@ class Adapter:
     modules: Mapping[str, ModuleWeights]
     num_parameters: int
     is_noop: bool  # it changes nothing: an untrained adapter has B = 0
+    kind: str = "LoRA"  # or DoRA, with or without biases, in words
+    num_tensors: int = 0  # of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,8 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
         if copy is not None and copy["module"] in targets:
             continue
         try:
-            _parse_key(key, targets)
+            if parse_vector_key(key, targets) is None:
+                _parse_key(key, targets)
         except AdapterError as error:
             reasons.append(str(error))
     return TensorMatch(len(keys) - len(reasons), tuple(reasons))
@@ -104,23 +111,34 @@ def read_adapter(
     digest: str,
     sites: Sequence[Site],
     max_rank: int,
-    base_weight: BaseWeight | None = None,
+    base: BaseParameter | None = None,
     buffer: ReadBuffer | None = None,
 ) -> Adapter:
-    """Reads and checks an adapter; raises AdapterError. PEFT saves an adapted embedding (or head)
-    with a copy of the base's own weight; `base_weight(module)` returns ours to compare, and without
-    it such a file is refused. The weights are in `buffer` until its next use; None: in memory of
-    their own."""
+    """Reads and checks an adapter; raises AdapterError. DoRA needs weights of the base, trained
+    biases its biases, and PEFT saves an adapted embedding (or head) with a copy of the base's own
+    weight: `base` returns ours, and without it such a file is refused. The weights are in `buffer`
+    until its next use; None: in memory of their own."""
     config = read_peft_config(path)
+    targets = targets_by_module(sites)
     with open_weights(path) as file:
-        pairs = _check_header(file, targets_by_module(sites), config, max_rank, base_weight)
+        pairs, vectors = _check_header(file, targets, config, max_rank, base)
         modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
+        for module, keys in in_turns(vectors.items()):
+            plain = modules.get(module) or _no_change(targets[module])
+            modules[module] = _with_vectors(plain, file, module, keys, base)
+        used = [
+            file.entries[key]
+            for keys in (*pairs.values(), *vectors.values())
+            for key in keys.values()
+        ]
     return Adapter(
         digest=digest,
         rank=max(weights.rank for weights in modules.values()),
         modules=modules,
-        num_parameters=sum(w.lora_a.numel() + w.lora_b.numel() for w in modules.values()),
+        num_parameters=sum(math.prod(entry.shape) for entry in used),
         is_noop=all(weights.is_noop for weights in modules.values()),
+        kind=_kind(config, vectors),
+        num_tensors=len(used),
     )
 
 
@@ -141,28 +159,33 @@ def _check_header(
     targets: Mapping[str, Target],
     config: PeftConfig,
     max_rank: int,
-    base_weight: BaseWeight | None,
-) -> dict[str, dict[str, str]]:
+    base: BaseParameter | None,
+) -> tuple[Keys, Keys]:
     """Makes all checks that need only the header, and those of copies of the base's weights.
-    Returns module -> {"A": key, "B": key}, in the order of the targets."""
-    pairs: dict[str, dict[str, str]] = {}
+    Returns module -> {"A": key, "B": key}, in the order of the targets, and the vectors."""
+    pairs: Keys = {}
+    vectors: Keys = {}
     copies: dict[str, str] = {}  # module -> key
     for key in in_turns(file.entries):
         copy = _BASE_COPY.fullmatch(key)
         if copy is not None and copy["module"] in targets:
             copies[copy["module"]] = key
             continue
-        module, half = _parse_key(key, targets)
-        if half in pairs.setdefault(module, {}):
-            raise AdapterError(f"lora_{half} of {module} is in the file twice")
-        pairs[module][half] = key
+        vector = parse_vector_key(key, targets)
+        module, part = vector or _parse_key(key, targets)
+        found = pairs if vector is None else vectors
+        if part in found.setdefault(module, {}):
+            what = f"lora_{part}" if vector is None else part
+            raise AdapterError(f"{what} of {module} is in the file twice")
+        found[module][part] = key
     _check_complete(pairs, targets, config)
     for module, keys in in_turns(pairs.items()):
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
         _check_shapes(targets[module], a, b, config, max_rank)
+    check_vectors(file, vectors, pairs, config, targets)
     for module, key in copies.items():
-        _check_base_copy(module, file, key, base_weight)
-    return {module: pairs[module] for module in targets if module in pairs}
+        _check_base_copy(module, file, key, base)
+    return {module: pairs[module] for module in targets if module in pairs}, vectors
 
 
 def _read_modules(
@@ -184,6 +207,35 @@ def _read_modules(
             bound = math.inf
         modules[module] = ModuleWeights(a, b.T, scale, bound)
     return modules
+
+
+def _no_change(target: Target) -> ModuleWeights:
+    """Returns the weights of a module of which only the bias is trained: a slice with affine rows
+    has A and B."""
+    a, b = torch.zeros(1, target.site.in_features), torch.zeros(1, target.out_features)
+    return ModuleWeights(a, b, 1.0, 0.0)
+
+
+def _with_vectors(
+    plain: ModuleWeights,
+    file: TensorFile,
+    module: str,
+    keys: Mapping[str, str],
+    base: BaseParameter | None,
+) -> ModuleWeights:
+    parts = affine_parts(file, module, keys, plain.lora_a, plain.lora_b.T, plain.scale, base)
+    if parts.g is None:
+        return replace(plain, affine=parts.rows)
+    b = plain.b * parts.g
+    if not _is_finite(b):
+        raise AdapterError(f"lora_B of {module} times DoRA's gains overflows float32")
+    return ModuleWeights(plain.lora_a, b, affine=parts.rows, norm=parts.norm)
+
+
+def _kind(config: PeftConfig, vectors: Keys) -> str:
+    name = "DoRA" if config.use_dora else "LoRA"
+    has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in vectors.values())
+    return f"{name} with biases" if has_biases else name
 
 
 def _no_weights_reason(path: Path) -> str:
@@ -213,10 +265,6 @@ def _parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
 
 
 def _reason_for_key(key: str) -> str:
-    if "lora_magnitude_vector" in key:
-        return "belongs to DoRA, which is not supported"
-    if key.endswith("bias"):
-        return "is a bias, which is not supported"
     if "trainable_tokens" in key or "token_adapter" in key:
         return "holds trained tokens, which are not supported"
     if ".lora_" not in key:
@@ -273,9 +321,9 @@ def _check_shapes(
 
 
 def _check_base_copy(
-    module: str, file: TensorFile, key: str, base_weight: BaseWeight | None
+    module: str, file: TensorFile, key: str, base_parameter: BaseParameter | None
 ) -> None:
-    base = base_weight(module) if base_weight is not None else None
+    base = base_parameter(f"{module}.weight") if base_parameter is not None else None
     if base is None:
         raise AdapterError(
             f"the file holds a copy of the base's weight of {module} that cannot be compared; save "

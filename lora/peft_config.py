@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,8 +29,6 @@ CONVERTED_KINDS = ("LOHA", "LOKR")  # values of peft_type that registration turn
 
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
 _UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "lora_bias": "a bias on lora_B (lora_bias)",
     "fan_in_fan_out": "fan_in_fan_out",
     "modules_to_save": "modules_to_save (fully trained modules)",
     "layer_replication": "layer_replication",
@@ -60,6 +58,9 @@ class PeftConfig:
     exclude_modules: Pattern | NameList
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
+    use_dora: bool = False
+    lora_bias: bool = False
+    trains_biases: bool = False  # of the base
     base_name: str | None = None  # of the base that it was trained on, as the file names it
 
     def rank_of(self, module: str) -> int:
@@ -94,7 +95,15 @@ def read_peft_config(folder: Path) -> PeftConfig:
     fields = _read_json(folder)
     _refuse_other_kinds(fields.get("peft_type"))
     _refuse_unsupported(fields)
-    return _parse(fields, "lora_alpha")
+    config = replace(
+        _parse(fields, "lora_alpha"),
+        use_dora=_boolean(fields.get("use_dora"), "use_dora"),
+        lora_bias=_boolean(fields.get("lora_bias"), "lora_bias"),
+        trains_biases=_bias(fields.get("bias", "none")),
+    )
+    if config.use_dora and config.lora_bias:
+        raise AdapterError("use_dora and lora_bias are set, which PEFT refuses together")
+    return config
 
 
 def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
@@ -164,11 +173,6 @@ def _refuse_unsupported(fields: dict[str, object]) -> None:
     for name, words in _UNSUPPORTED.items():
         if fields.get(name):
             raise AdapterError(f"the adapter uses {words}, which is not supported")
-    bias = fields.get("bias", "none")
-    if bias != "none":
-        raise AdapterError(
-            f"the adapter trains biases (bias is {shown_value(bias)}), which is not supported"
-        )
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_UNSUPPORTED_INITS):
         raise AdapterError(
@@ -246,6 +250,12 @@ def _number(value: object, field: str) -> float:
         if math.isfinite(number):
             return number
     raise AdapterError(f"{field} must be a finite number, not {shown_value(value)}")
+
+
+def _bias(value: object) -> bool:
+    if value not in ("none", "all", "lora_only"):
+        raise AdapterError(f"bias must be none, all or lora_only, not {shown_value(value)}")
+    return value != "none"
 
 
 def _boolean(value: object, field: str) -> bool:

@@ -62,12 +62,17 @@ class Mixed:
     logprobs: torch.Tensor  # of every token of the prompt but the first, under the adapter
 
 
+def acquire(runner: ModelRunner, adapter: str) -> None:
+    while not runner.adapters.acquire(adapter):
+        runner.adapters.wait_pending()
+
+
 def run_beside_others(runner: ModelRunner, prompt: list[int], num_tokens: int = 10) -> Mixed:
     """Runs the prompt in steps with others. The runner holds the adapters "kind" and "lora"."""
     owners = ("kind", "lora", None, "kind")
     prompts = (prompt, _LORA, _BASE, prompt[: len(prompt) // 2])
     for adapter in ("kind", "lora"):
-        assert runner.adapters.acquire(adapter)
+        acquire(runner, adapter)
     jobs = [
         Job(make_sequence(tokens, first_block=24 * i, adapter=owner), starts_at=i, chunk=5 + 6 * i)
         for i, (owner, tokens) in enumerate(zip(owners, prompts, strict=True))
@@ -112,7 +117,7 @@ def base_logprobs_beside(runner: ModelRunner, adapter: str | None) -> list[float
     params = SamplingParams(temperature=0.0, logprobs=_NUM_LOGPROBS)
     beside = make_sequence(_LORA, first_block=24, adapter=adapter)
     if adapter is not None:
-        assert runner.adapters.acquire(adapter)
+        acquire(runner, adapter)
     answer = step(runner, part(make_sequence(_BASE, params=params)), part(beside))[0]
     if adapter is not None:
         runner.adapters.release(adapter)

@@ -78,6 +78,7 @@ def traced(
     num_pages: int = 64,
     capability: tuple[int, int] = HOPPER,
     dtype: torch.dtype = torch.bfloat16,
+    affine_adapters: bool = True,
 ) -> frozenset[KernelCall]:
     model = replace(model_named(name), num_layers=2)
     model = replace(model, sliding_windows=model.sliding_windows[:2])
@@ -88,6 +89,7 @@ def traced(
         max_num_batched_tokens=max_tokens,
         max_num_seqs=max_seqs,
         max_lora_rank=64,
+        affine_adapters=affine_adapters,
     )
     return trace_kernels(config, model, dtype, 4096, capability)
 
@@ -204,7 +206,8 @@ def test_step_sizes_lie_around_powers_of_two() -> None:
 
 def test_the_number_of_kernels_stays_small() -> None:
     """A constant that takes many values at run time would show here."""
-    assert len(traced("llama-3-8b")) == 50
+    assert len(traced("llama-3-8b", affine_adapters=False)) == 50
+    assert len(traced("llama-3-8b")) == 67
     assert traced("llama-3-8b", max_tokens=8192) == traced("llama-3-8b")
     assert traced("llama-3-8b", max_seqs=64) == traced("llama-3-8b")
     assert traced("llama-3-8b", num_pages=700) == traced("llama-3-8b")

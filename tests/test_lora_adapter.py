@@ -62,9 +62,7 @@ def make_base() -> transformers.LlamaForCausalLM:
 
 def read(path: Path, max_rank: int = 64, base: torch.nn.Module | None = None) -> Adapter:
     parameters = {} if base is None else dict(base.named_parameters())
-    return read_adapter(
-        path, "digest", make_sites(), max_rank, lambda module: parameters.get(f"{module}.weight")
-    )
+    return read_adapter(path, "digest", make_sites(), max_rank, parameters.get)
 
 
 def write(path: Path, tensors: Tensors, **config: object) -> Path:
@@ -217,8 +215,20 @@ BAD_TENSORS: dict[str, tuple[Tensors, str]] = {
         },
         "which target_modules does not name",
     ),
-    "DoRA": (replace("lora_magnitude_vector", torch.ones(HIDDEN)), "belongs to DoRA"),
-    "bias": (replace("lora_B.bias", torch.ones(HIDDEN)), "is a bias"),
+    "DoRA": (
+        replace("lora_magnitude_vector", torch.ones(HIDDEN)),
+        "is a magnitude of DoRA, but adapter_config.json does not set use_dora",
+    ),
+    "bias of lora_B": (replace("lora_B.bias", torch.ones(HIDDEN)), "does not set lora_bias"),
+    "bias": (replace("base_layer.bias", torch.ones(HIDDEN)), "does not set bias"),
+    "bias of no site": (
+        good_tensors() | {"base_model.model.model.norm.bias": torch.ones(HIDDEN)},
+        "the base has no module model.norm that can be adapted",
+    ),
+    "magnitude of the head": (
+        good_tensors() | {"base_model.model.lm_head.lora_magnitude_vector": torch.ones(VOCAB)},
+        "is a magnitude of DoRA, which is not supported at lm_head",
+    ),
     "whole weight": (
         good_tensors() | {"base_model.model.lm_head.weight": torch.ones(VOCAB, HIDDEN)},
         "modules_to_save",
@@ -259,9 +269,12 @@ def test_a_copy_of_the_base_that_nobody_can_compare_is_refused(tmp_path: Path) -
 
 BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-    ({"use_dora": True}, "uses DoRA"),
-    ({"bias": "all"}, "bias is 'all'"),
-    ({"lora_bias": True}, "lora_bias"),
+    ({"use_dora": True}, f"a magnitude of DoRA is missing for {MODULE}"),
+    ({"use_dora": "false"}, "use_dora must be true or false"),
+    ({"use_dora": True, "lora_bias": True}, "PEFT refuses together"),
+    ({"bias": "some"}, "bias must be none, all or lora_only, not 'some'"),
+    ({"bias": None}, "bias must be none, all or lora_only, not None"),
+    ({"lora_bias": True}, f"a bias of lora_B is missing for {MODULE}"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),

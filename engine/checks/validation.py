@@ -55,6 +55,7 @@ class AdapterReport:
     targets: tuple[str, ...]  # last parts of the module names, sorted
     num_parameters: int
     num_tensors: int
+    kind: str  # LoRA or DoRA, with or without biases, in words
     is_noop: bool  # it changes nothing
     warnings: tuple[str, ...]
 
@@ -93,7 +94,8 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
         rank=adapter.rank,
         targets=tuple(sorted({module.rsplit(".", 1)[-1] for module in adapter.modules})),
         num_parameters=adapter.num_parameters,
-        num_tensors=2 * len(adapter.modules),
+        num_tensors=adapter.num_tensors,
+        kind=adapter.kind,
         is_noop=adapter.is_noop,
         warnings=tuple(warnings),
     )
@@ -113,15 +115,15 @@ def convert_adapter(
 
 
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:
-    """Reads the adapter as the engine does; of the base, only weights of which the adapter's file
-    holds a copy."""
+    """Reads the adapter as the engine does; of the base, only parameters that the adapter's file
+    refers to: DoRA's modules, trained biases, copies."""
 
-    def base_weight(module: str) -> torch.Tensor | None:
-        if module == "lm_head" and config.ties_embeddings:
-            module = "model.embed_tokens"
-        return read_tensor(base_folder, f"{module}.weight")
+    def base(name: str) -> torch.Tensor | None:
+        if name == "lm_head.weight" and config.ties_embeddings:
+            name = "model.embed_tokens.weight"
+        return read_tensor(base_folder, name)
 
-    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base_weight)
+    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base)
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import AttentionPlan, plan_attention
 from kernels.paged_plan import PagedPlan
 from lora.mapping import LoraBatch, build_lora_batch
-from lora.pool import AdapterPool
+from lora.pool import AFFINE, AdapterPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,12 @@ class LoraReach(IntEnum):
     AFFINE = 4  # as ALL, of adapters with affine rows
 
 
-def reach_of(
-    runs: Iterable[tuple[Sequence[int], int]], kinds: frozenset[str], has_affine: bool
-) -> LoraReach:
-    """Returns the reach of a step of these runs (pages, rows), whose adapters have sites of these
-    kinds. `has_affine`: one of them has affine rows."""
+def reach_of(runs: Iterable[tuple[Sequence[int], int]], kinds: frozenset[str]) -> LoraReach:
+    """Returns the reach of a step of these runs (pages, rows). `kinds`: those that the pool has of
+    the sites of their adapters."""
     if not any(pages for pages, _ in runs):
         return LoraReach.NONE
-    if has_affine:
+    if AFFINE in kinds:
         return LoraReach.AFFINE
     if kinds <= {"qkv"}:
         return LoraReach.QKV

@@ -156,7 +156,7 @@ class ModelRunner:
     ) -> PackedAdapter:
         """Reads, checks and packs an adapter for the device, in any thread, through the buffer.
         Raises AdapterError."""
-        with torch.inference_mode(), torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._beside):
             adapter = read_adapter(
                 path, digest, self._sites, self._max_lora_rank, self._weights.parameters.get, buffer
             )

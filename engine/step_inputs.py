@@ -32,7 +32,7 @@ from kernels.paged_plan import (
     work_size,
     write_work,
 )
-from lora.pool import PAGE_ROWS, AdapterPool
+from lora.pool import AFFINE, PAGE_ROWS, AdapterPool
 
 _SEED_MASK = 2**64 - 1
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
@@ -157,7 +157,7 @@ class StepInputs:
         self._write_sampling(parts, size)
         runs = self._lora_runs(parts, size - len(parts))
         kinds = self._site_kinds(parts)
-        reach = reach_of(runs, kinds, self.has_affine(batch))
+        reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             write_lora_plan(
                 self._buffers.host("lora"),
@@ -203,7 +203,7 @@ class StepInputs:
         runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
         lora = None
         kinds = self._site_kinds(parts)
-        reach = reach_of(runs, kinds, self.has_affine(batch))
+        reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             max_pages = self._max_pages
             found = write_lora_plan(
@@ -233,10 +233,7 @@ class StepInputs:
 
     def has_affine(self, batch: ScheduledBatch) -> bool:
         """Returns whether an adapter of the step has affine rows."""
-        if not self._pool.serves_affine:
-            return False
-        adapters = {part.sequence.request.adapter for part in batch.sequences}
-        return any(self._pool.has_affine(one) for one in adapters if one)
+        return AFFINE in self._site_kinds(batch.sequences)
 
     def for_prompts(self, inputs: ForwardInputs, batch: ScheduledBatch) -> ForwardInputs:
         """Returns inputs for the logits of prompt rows, which stay valid when the buffers have the

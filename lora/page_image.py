@@ -26,6 +26,7 @@ from lora.sites import Site
 _MIN_BLOCK_BYTES = 8192
 _PIECE_COLUMNS = 128  # pieces of a wide matrix have a multiple of it
 
+AFFINE = "affine"  # among the kinds of sites
 Shapes = dict[str, tuple[int, int]]  # of modules: rank, number of affine rows
 
 
@@ -51,8 +52,8 @@ class PackedAdapter:
     memory: torch.Tensor  # [bytes] uint8: the blocks, the last one cut off, then the table's rows
     entries: torch.Tensor  # [pages, strips] int64
     num_blocks: int  # at least one for each page: pages have the numbers of blocks
-    site_kinds: frozenset[str]  # the last parts of the names of its sites, e.g. qkv
-    has_affine: bool = False
+    # The last parts of the names of its sites, e.g. qkv, and AFFINE if it has affine rows.
+    site_kinds: frozenset[str]
 
     @property
     def num_pages(self) -> int:
@@ -160,8 +161,9 @@ class PageLayout:
             memory,
             entries,
             num_blocks,
-            frozenset(self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places),
-            has_affine,
+            frozenset({AFFINE} if has_affine else ()).union(
+                self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places
+            ),
         )
 
     def _place(self, shapes: Shapes) -> tuple[list[_Place], int]:

@@ -21,6 +21,7 @@ from lora.blocks import BlockTable
 from lora.copies import AdapterCopies, Copier, CudaCopier, Event
 from lora.errors import AdapterNotLoadedError, HostMemoryError
 from lora.heap import AdapterHeap, Deltas
+from lora.page_image import AFFINE as AFFINE
 from lora.page_image import PAGE_ROWS as PAGE_ROWS
 from lora.page_image import PackedAdapter, PageLayout
 from lora.pinned_memory import PinnedMemory
@@ -303,11 +304,9 @@ class AdapterPool:
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
     def site_kinds(self, digest: str) -> frozenset[str]:
-        """Returns the last parts of the names of the adapter's sites, e.g. qkv."""
+        """Returns the last parts of the names of the adapter's sites, e.g. qkv, and AFFINE if it
+        has affine rows."""
         return self._host[digest].site_kinds
-
-    def has_affine(self, digest: str) -> bool:
-        return self._host[digest].has_affine
 
     def _known(self, digest: str) -> PackedAdapter:
         if not self.has(digest):

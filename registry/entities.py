@@ -65,6 +65,7 @@ class EffectFacts:
     load_s: float | None = None
     reason: str = ""  # why it cannot be served; only with the verdict `refused`
     text: str = ""  # the text files that it brings, see `AdapterVersion.text`; empty: not compared
+    variant: str = ""  # LoRA or DoRA, with or without biases, in words
 
 
 @dataclass(frozen=True, slots=True)

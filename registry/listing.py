@@ -49,6 +49,7 @@ MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, a second name for cli
 KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
 REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
 TEXT = PREFIX + "text"  # adapter: the parts of its text side that it brings, or NO_TEXT
+VARIANT = PREFIX + "variant"  # adapter: LoRA or DoRA, with or without biases
 FORCED = PREFIX + "force"  # adapter: "true" accepts it if its configuration names another base
 LINKED = PREFIX + "linked"  # the files are hardlinks to the files of the source folder
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
@@ -275,7 +276,8 @@ def effect_tags(facts: EffectFacts) -> dict[str, str]:
     noop = "true" if facts.is_noop else "false"
     refused = {REFUSED: facts.reason[:_MAX_REASON]} if facts.reason else {}
     text = {TEXT: facts.text} if facts.text else {}
-    return {**measured, **counted, **refused, **text, NOOP: noop, EFFECT: facts.verdict}
+    variant = {VARIANT: facts.variant} if facts.variant else {}
+    return {**measured, **counted, **refused, **text, **variant, NOOP: noop, EFFECT: facts.verdict}
 
 
 def _figures(row: Row) -> tuple[tuple[str, float], ...]:

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from lora.errors import AdapterError
+from lora.pool import AFFINE
 from tests.engine_helpers import make_adapter, make_base, make_runner
 from tests.peft_kinds import LINEARS, base_logprobs_beside, check_against_peft, save_peft
 
@@ -104,6 +105,6 @@ def test_affine_rows_take_their_own_bytes(tmp_path: Path) -> None:
     runner = load_kind(base, tmp_path, "DoRA")
     make_adapter(tmp_path / "lora", base, rank=5, targets=LINEARS)
     dora, lora = (runner.read_adapter(name, tmp_path / name) for name in ("kind", "lora"))
-    assert dora.has_affine
-    assert not lora.has_affine
+    assert AFFINE in dora.site_kinds
+    assert AFFINE not in lora.site_kinds
     assert lora.num_bytes < dora.num_bytes < 1.35 * lora.num_bytes

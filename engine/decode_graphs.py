@@ -24,7 +24,7 @@ from engine.inputs import LoraReach
 GraphMemory = Any  # torch's handle of the pool that a graph's tensors come from
 T = TypeVar("T")
 # Together these launch every kernel of the other reaches, too.
-_RUN_FIRST = (LoraReach.ALL, LoraReach.NONE)
+_RUN_FIRST = (LoraReach.ALL, LoraReach.NONE, LoraReach.AFFINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
     head: torch.Tensor  # [V, H], the embedding itself if tied
-    # All of them by the names of the files, parts of fused ones as views; a tied head as well.
+    # All of them by the names of the files, parts of fused ones as views. A tied head is the
+    # embedding's own object.
     parameters: Mapping[str, torch.Tensor]
 
 
@@ -211,7 +212,10 @@ class _Builder:
         layers = tuple(self._layer(i) for i in range(self._config.num_layers))
         norm = self._make("model.norm.weight")
         head = embedding if self._config.ties_embeddings else self._make("lm_head.weight")
-        return Weights(embedding, layers, norm, head, {**self.places, "lm_head.weight": head})
+        parameters = dict(self.places)
+        if self._config.ties_embeddings:
+            parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
+        return Weights(embedding, layers, norm, head, parameters)
 
     def _layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"

@@ -22,6 +22,7 @@ from lora.errors import AdapterError
 from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
 from lora.peft_config import PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
+from lora.trained_tokens import parse_token_key, read_tokens
 from lora.untrusted import open_regular, shown, shown_value
 from lora.vectors import BaseParameter, Keys, affine_parts, check_vectors, parse_vector_key
 
@@ -99,7 +100,8 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
         if copy is not None and copy["module"] in targets:
             continue
         try:
-            if parse_vector_key(key, targets) is None:
+            is_known = parse_token_key(key, targets) or parse_vector_key(key, targets)
+            if is_known is None:
                 _parse_key(key, targets)
         except AdapterError as error:
             reasons.append(str(error))
@@ -121,23 +123,23 @@ def read_adapter(
     config = read_peft_config(path)
     targets = targets_by_module(sites)
     with open_weights(path) as file:
-        pairs, vectors = _check_header(file, targets, config, max_rank, base)
-        modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
-        for module, keys in in_turns(vectors.items()):
+        found = _check_header(file, targets, config, max_rank, base)
+        modules = _read_modules(file, found.pairs, config, buffer or ReadBuffer())
+        for module, keys in in_turns(found.vectors.items()):
             plain = modules.get(module) or _no_change(targets[module])
             modules[module] = _with_vectors(plain, file, module, keys, base)
-        used = [
-            file.entries[key]
-            for keys in (*pairs.values(), *vectors.values())
-            for key in keys.values()
-        ]
+        rows = read_tokens(
+            file, found.tokens, config.token_indices, found.pairs, targets, max_rank, base
+        )
+        modules |= {module: ModuleWeights(*halves) for module, halves in rows.items()}
+        used = [file.entries[key] for key in found.all_keys()]
     return Adapter(
         digest=digest,
         rank=max(weights.rank for weights in modules.values()),
         modules=modules,
         num_parameters=sum(math.prod(entry.shape) for entry in used),
         is_noop=all(weights.is_noop for weights in modules.values()),
-        kind=_kind(config, vectors),
+        kind=_kind(config, found),
         num_tensors=len(used),
     )
 
@@ -154,22 +156,43 @@ def open_weights(path: Path) -> Iterator[TensorFile]:
         raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The keys of a file's tensors, but for copies of the base."""
+
+    pairs: Keys  # module -> A, B -> key
+    vectors: Keys
+    tokens: dict[str, str]  # module -> key
+
+    def all_keys(self) -> Iterator[str]:
+        for keys in (*self.pairs.values(), *self.vectors.values()):
+            yield from keys.values()
+        yield from self.tokens.values()
+
+
 def _check_header(
     file: TensorFile,
     targets: Mapping[str, Target],
     config: PeftConfig,
     max_rank: int,
     base: BaseParameter | None,
-) -> tuple[Keys, Keys]:
-    """Makes all checks that need only the header, and those of copies of the base's weights.
-    Returns module -> {"A": key, "B": key}, in the order of the targets, and the vectors."""
+) -> _Found:
+    """Makes all checks that need only the header, and those of copies of the base's weights. The
+    pairs are in the order of the targets."""
     pairs: Keys = {}
     vectors: Keys = {}
+    tokens: dict[str, str] = {}
     copies: dict[str, str] = {}  # module -> key
     for key in in_turns(file.entries):
         copy = _BASE_COPY.fullmatch(key)
         if copy is not None and copy["module"] in targets:
             copies[copy["module"]] = key
+            continue
+        trained = parse_token_key(key, targets)
+        if trained is not None:
+            if trained in tokens:
+                raise AdapterError(f"trained tokens of {trained} are in the file twice")
+            tokens[trained] = key
             continue
         vector = parse_vector_key(key, targets)
         module, part = vector or _parse_key(key, targets)
@@ -185,7 +208,8 @@ def _check_header(
     check_vectors(file, vectors, pairs, config, targets)
     for module, key in copies.items():
         _check_base_copy(module, file, key, base)
-    return {module: pairs[module] for module in targets if module in pairs}, vectors
+    ordered = {module: pairs[module] for module in targets if module in pairs}
+    return _Found(ordered, vectors, tokens)
 
 
 def _read_modules(
@@ -232,10 +256,11 @@ def _with_vectors(
     return ModuleWeights(plain.lora_a, b, affine=parts.rows, norm=parts.norm)
 
 
-def _kind(config: PeftConfig, vectors: Keys) -> str:
+def _kind(config: PeftConfig, found: _Found) -> str:
+    has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in found.vectors.values())
+    more = [*(["biases"] if has_biases else []), *(["trained tokens"] if found.tokens else [])]
     name = "DoRA" if config.use_dora else "LoRA"
-    has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in vectors.values())
-    return f"{name} with biases" if has_biases else name
+    return f"{name} with {' and '.join(more)}" if more else name
 
 
 def _no_weights_reason(path: Path) -> str:
@@ -265,8 +290,6 @@ def _parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
 
 
 def _reason_for_key(key: str) -> str:
-    if "trainable_tokens" in key or "token_adapter" in key:
-        return "holds trained tokens, which are not supported"
     if ".lora_" not in key:
         return "is a whole trained weight (modules_to_save), which is not supported"
     return "has a name that is not PEFT's"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "fan_in_fan_out": "fan_in_fan_out",
     "modules_to_save": "modules_to_save (fully trained modules)",
     "layer_replication": "layer_replication",
-    "trainable_token_indices": "trainable_token_indices",
     "target_parameters": "target_parameters",
     "alora_invocation_tokens": "aLoRA (alora_invocation_tokens)",
     "use_qalora": "QALoRA",
@@ -61,6 +60,8 @@ class PeftConfig:
     use_dora: bool = False
     lora_bias: bool = False
     trains_biases: bool = False  # of the base
+    # Tokens whose rows of the embedding are trained, by the end of a module's name.
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     base_name: str | None = None  # of the base that it was trained on, as the file names it
 
     def rank_of(self, module: str) -> int:
@@ -100,6 +101,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         use_dora=_boolean(fields.get("use_dora"), "use_dora"),
         lora_bias=_boolean(fields.get("lora_bias"), "lora_bias"),
         trains_biases=_bias(fields.get("bias", "none")),
+        token_indices=_token_indices(fields.get("trainable_token_indices")),
     )
     if config.use_dora and config.lora_bias:
         raise AdapterError("use_dora and lora_bias are set, which PEFT refuses together")
@@ -250,6 +252,22 @@ def _number(value: object, field: str) -> float:
         if math.isfinite(number):
             return number
     raise AdapterError(f"{field} must be a finite number, not {shown_value(value)}")
+
+
+def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
+    if not value:
+        return {}
+    lists = value if isinstance(value, dict) else {"embed_tokens": value}
+    return {name.rpartition(".")[2]: _tokens(name, found) for name, found in lists.items()}
+
+
+def _tokens(module: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, list) and all(type(one) is int and 0 <= one < 2**31 for one in value):
+        return tuple(value)
+    raise AdapterError(
+        f"trainable_token_indices of {shown(module)} must be a list of token ids, not "
+        f"{shown_value(value)}"
+    )
 
 
 def _bias(value: object) -> bool:

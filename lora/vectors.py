@@ -25,7 +25,7 @@ from lora.sites import Target
 from lora.untrusted import shown
 
 # Returns a parameter of the base by its name, as "model.layers.0.mlp.up_proj.weight"; None: the
-# base has none of this name, or the caller cannot tell.
+# base has none of this name, or the caller cannot tell. A tied head is the embedding's own object.
 BaseParameter = Callable[[str], torch.Tensor | None]
 
 _KEY = re.compile(

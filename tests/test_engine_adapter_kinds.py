@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from lora.errors import AdapterError
 from lora.pool import AFFINE
-from tests.engine_helpers import make_adapter, make_base, make_runner
+from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
 from tests.peft_kinds import LINEARS, base_logprobs_beside, check_against_peft, save_peft
 
 BASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -23,7 +23,9 @@ BASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {}),  # biases on q, k and v
     "qwen3": ("qwen3", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
 }
+TOKENS = sorted(set(random_prompt(26, seed=5)))[::2]  # of the prompt, and likely answers
 CONFIGS: dict[str, dict[str, object]] = {
     "DoRA": {"use_dora": True},
     "DoRA of some modules and ranks": {
@@ -40,11 +42,17 @@ CONFIGS: dict[str, dict[str, object]] = {
         "target_modules": ["o_proj", "down_proj"],
     },
     "both kinds of biases": {"lora_bias": True, "bias": "lora_only"},
+    "trained tokens": {"trainable_token_indices": TOKENS},
+    "trained tokens of embedding and head": {
+        "trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS[:3]},
+        "use_dora": True,
+    },
 }
 
 
 PAIRS = (
     *(("qwen2", name) for name in CONFIGS),
+    ("llama, tied", "trained tokens"),
     *(("llama with biases", name) for name in ("DoRA", "trained biases", "both kinds of biases")),
     *(("llama", name) for name in ("DoRA", "lora_bias")),
     ("qwen3", "DoRA"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -118,10 +119,12 @@ def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConf
     """Reads the adapter as the engine does; of the base, only parameters that the adapter's file
     refers to: DoRA's modules, trained biases, copies."""
 
+    read = lru_cache(1)(partial(read_tensor, base_folder))
+
     def base(name: str) -> torch.Tensor | None:
         if name == "lm_head.weight" and config.ties_embeddings:
-            name = "model.embed_tokens.weight"
-        return read_tensor(base_folder, name)
+            name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
+        return read(name)
 
     return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base)
 

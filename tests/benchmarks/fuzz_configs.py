@@ -71,6 +71,7 @@ _UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
     ("layer_replication", [[0, 2], [1, 3]], "layer_replication"),
     ("trainable_token_indices", [1, 2], "trainable_token_indices"),
     ("trainable_token_indices", {"embed_tokens": [1]}, "trainable_token_indices"),
+    ("trainable_token_indices", {"embed_tokens": [10**400]}, "trainable_token_indices"),
     ("target_parameters", ["mlp.experts.gate_up_proj"], "target_parameters"),
     ("alora_invocation_tokens", [1], "aLoRA"),
     ("use_qalora", True, "QALoRA"),

@@ -42,6 +42,12 @@ _UNSUPPORTED = {
     "velora_config": "VeLoRA",
     "ensure_weight_tying": "ensure_weight_tying",
 }
+_REMEDIES = {
+    "modules_to_save": "train them with LoRA, or merge the adapter and register a base",
+    "layer_replication": "register the base with the replicated layers",
+    "target_parameters": "target modules instead",
+    "ensure_weight_tying": "target the embedding alone, or merge the adapter and register a base",
+}
 # These start from a changed base weight (or a variant); others only choose the start of training.
 _UNSUPPORTED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
@@ -115,7 +121,8 @@ def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
     if kind not in CONVERTED_KINDS:
         raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
     if fields.get("modules_to_save"):
-        raise AdapterError(f"the adapter uses {_UNSUPPORTED['modules_to_save']}")
+        words, remedy = _UNSUPPORTED["modules_to_save"], _REMEDIES["modules_to_save"]
+        raise AdapterError(f"the adapter uses {words}, which is not supported: {remedy}")
     assert isinstance(kind, str)
     return kind, _parse(fields, "alpha")
 
@@ -174,7 +181,8 @@ def _refuse_other_kinds(kind: object) -> None:
 def _refuse_unsupported(fields: dict[str, object]) -> None:
     for name, words in _UNSUPPORTED.items():
         if fields.get(name):
-            raise AdapterError(f"the adapter uses {words}, which is not supported")
+            remedy = f": {_REMEDIES[name]}" if name in _REMEDIES else ""
+            raise AdapterError(f"the adapter uses {words}, which is not supported{remedy}")
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_UNSUPPORTED_INITS):
         raise AdapterError(

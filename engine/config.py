@@ -35,6 +35,8 @@ class EngineConfig:
     adapter_pool_bytes: int | None = None
     adapter_host_bytes: int | None = None  # None: four times the pool if memory allows, or 4 GiB
     max_lora_rank: int = 512  # also the maximum: step plans have no room for more
+    # DoRA adapters and adapters with biases. CUDA: decodes with them have graphs of their own
+    affine_adapters: bool = True
     # With 128 adapters in a pool of 32 and 256 requests, a limit of 64 left rows of a step empty:
     # 164 steps where 256 needs 133.
     max_adapter_overtakes: int = (

@@ -3,7 +3,8 @@
 A replay costs the host one launch instead of some hundreds. Everything that changes between steps
 (tokens, block tables, adapters) is data in static buffers, so a graph serves every mix of adapters.
 Steps without any adapter have graphs of their own, without LoRA kernels, and so have steps whose
-adapters have attention's sites only. The kernels of the head and the embedding, which few adapters
+adapters have attention's sites only, and steps with affine rows (DoRA, biases), which need kernels
+with more registers. The kernels of the head and the embedding, which few adapters
 have, are in the graphs of all sites: where no adapter needs them, their programs end at once. All
 graphs share one memory pool: only one runs at a time.
 """
@@ -23,7 +24,7 @@ from engine.inputs import LoraReach
 GraphMemory = Any  # torch's handle of the pool that a graph's tensors come from
 T = TypeVar("T")
 # Together these launch every kernel of the other reaches, too.
-_RUN_FIRST = (LoraReach.ALL, LoraReach.NONE)
+_RUN_FIRST = (LoraReach.ALL, LoraReach.NONE, LoraReach.AFFINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,13 @@ class DecodeGraphs:
         index = bisect.bisect_left(self._sizes, num_sequences)
         return self._sizes[index] if index < len(self._sizes) and self._graphs else None
 
-    def keys(self, with_lora: bool) -> list[GraphKey]:
+    def keys(self, with_lora: bool, with_affine: bool) -> list[GraphKey]:
         """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""
-        reaches = (LoraReach.ALL, LoraReach.ATTENTION, LoraReach.QKV, LoraReach.NONE)
-        return [
-            GraphKey(size, reach)
-            for size in reversed(self._sizes)
-            for reach in (reaches if with_lora else (LoraReach.NONE,))
-        ]
+        reaches = [LoraReach.NONE]
+        if with_lora:
+            reaches = [LoraReach.ALL, LoraReach.ATTENTION, LoraReach.QKV, LoraReach.NONE]
+            reaches += [LoraReach.AFFINE] if with_affine else []
+        return [GraphKey(size, reach) for size in reversed(self._sizes) for reach in reaches]
 
     def capture(self, key: GraphKey, memory: GraphMemory) -> None:
         if key.lora in _RUN_FIRST:

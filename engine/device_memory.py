@@ -117,7 +117,7 @@ def adapter_budgets(
             total=torch.cuda.mem_get_info(device)[1],
             utilization=config.gpu_memory_utilization,
             weights=weights,
-            page_bytes=PageLayout(sites, dtype).page_bytes,
+            page_bytes=PageLayout(sites, dtype, has_affine=config.affine_adapters).page_bytes,
         )
     host = config.adapter_host_bytes
     if host is None:

@@ -163,7 +163,7 @@ class DeviceSteps:
         """Captures the graphs, before the first step. Without it every step is launched kernel by
         kernel."""
         started_s = time.perf_counter()
-        graphs, pieces = self._graphs.keys(self._has_lora), self._pieces.keys(self._has_lora)
+        graphs, pieces = self._graph_keys(), self._pieces.keys(self._has_lora)
         memory = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         with tqdm(
@@ -181,15 +181,18 @@ class DeviceSteps:
             "captured graphs of %d sizes, pieces of %d in %.1f s", len(graphs), len(pieces), seconds
         )
 
+    def _graph_keys(self) -> list[GraphKey]:
+        return self._graphs.keys(self._has_lora, self._pool.serves_affine)
+
     @property
     def graphs_overhead(self) -> int:
         """An estimate of the bytes of captured graphs beyond their steps' tensors."""
-        graphs = _GRAPH_BYTES * len(self._graphs.keys(self._has_lora))
+        graphs = _GRAPH_BYTES * len(self._graph_keys())
         return graphs + self._pieces.overhead(self._has_lora)
 
     def run_largest_graph(self) -> None:
         """Runs the largest captured step without a graph, to measure its memory."""
-        self._run_static(self._graphs.keys(self._has_lora)[0])
+        self._run_static(self._graph_keys()[0])
 
     def run_largest_pieces(self) -> None:
         """Runs the largest pieces without graphs, to measure their memory."""
@@ -206,7 +209,7 @@ class DeviceSteps:
 
     def trace(self) -> None:
         """Runs every graph's step on meta tensors, which records the kernels that it launches."""
-        for key in self._graphs.keys(self._has_lora):
+        for key in self._graph_keys():
             self._run_static(key)
         for key in self._pieces.keys(self._has_lora):
             self._pieces.run(key)
@@ -257,7 +260,9 @@ class DeviceSteps:
         return _Drawn(host_drawn, done, logprobs)
 
     def _forward_mixed(self, batch: ScheduledBatch) -> tuple[ForwardInputs, torch.Tensor]:
-        size = self._pieces.size_for(batch.num_tokens)
+        # Steps with affine rows have no pieces: their kernels are other ones.
+        has_affine = self._mixed.has_affine(batch)
+        size = None if has_affine else self._pieces.size_for(batch.num_tokens)
         inputs = self._mixed.write(batch, self._drawn_rows, size)
         if size is None:
             return inputs, self._model.forward(inputs, self._kv, self._pool)

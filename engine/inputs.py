@@ -7,6 +7,7 @@ All layers share one ForwardInputs. `build_inputs` makes fresh tensors for every
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -18,7 +19,7 @@ from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import AttentionPlan, plan_attention
 from kernels.paged_plan import PagedPlan
 from lora.mapping import LoraBatch, build_lora_batch
-from lora.pool import AdapterPool
+from lora.pool import AFFINE, AdapterPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,19 @@ class LoraReach(IntEnum):
     ALL = 1  # lm_head and the embedding included
     QKV = 2
     ATTENTION = 3  # qkv and o
+    AFFINE = 4  # as ALL, of adapters with affine rows
+
+
+def reach_of(runs: Iterable[tuple[Sequence[int], int]], kinds: frozenset[str]) -> LoraReach:
+    """Returns the reach of a step of these runs (pages, rows). `kinds`: those that the pool has of
+    the sites of their adapters."""
+    if not any(pages for pages, _ in runs):
+        return LoraReach.NONE
+    if AFFINE in kinds:
+        return LoraReach.AFFINE
+    if kinds <= {"qkv"}:
+        return LoraReach.QKV
+    return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ class ForwardInputs:
 
     def lora_at(self, *reaches: LoraReach) -> LoraBatch | LoraPlan | None:
         """Returns `lora` for sites that only adapters of these reaches have."""
-        return self.lora if self.reach in reaches else None
+        return self.lora if self.reach in (*reaches, LoraReach.AFFINE) else None
 
 
 def build_inputs(

@@ -56,16 +56,24 @@ def trace_kernels(
     limits = step_limits(config, model, max_model_len)
     short = _shortened(model)
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
-        layout = PageLayout(sites, dtype)
+        has_affine = config.affine_adapters
+        layout = PageLayout(sites, dtype, has_affine=has_affine)
         # Kernels depend on whether there is a pool, not on its size. This one has room for adapters
         # of all sites, though small ones may fit into the engine's own pool alone; the head of a
         # wide vocabulary can be larger than eight pages of a small model's layers.
         has_adapters = config.adapter_pool_bytes != 0
-        adapters = zero_adapters(lora_sites(short), limits) if has_adapters else ()
+        adapters = (
+            zero_adapters(lora_sites(short), limits, has_affine=has_affine) if has_adapters else ()
+        )
         room = max(_POOL_PAGES * layout.page_bytes, sum(map(layout.num_bytes, adapters)))
         pool_bytes = max(config.adapter_pool_bytes or 0, room)
         pool = AdapterPool(
-            sites, pool_bytes if has_adapters else 0, dtype, meta, host_bytes=1 << 62
+            sites,
+            pool_bytes if has_adapters else 0,
+            dtype,
+            meta,
+            host_bytes=1 << 62,
+            has_affine=has_affine,
         )
         for adapter in adapters:
             pool.insert(

@@ -80,6 +80,9 @@ class ModelRunner:
             self._weights, weight_bytes, calls = self._load_beside_kernels(folder, config)
         else:
             self._weights, weight_bytes = self._load(folder, config)
+        # For the norms of DoRA's rows, which are computed while steps run.
+        is_cuda = self.device.type == "cuda"
+        self._beside = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._model = Model(self.model_config, self._weights, self.max_model_len)
         weight_bytes += self._model.table_bytes if empty is not None else 0
         self.adapters = self._make_pool(config, weight_bytes)
@@ -154,10 +157,11 @@ class ModelRunner:
     ) -> PackedAdapter:
         """Reads, checks and packs an adapter for the device, in any thread, through the buffer.
         Raises AdapterError."""
-        max_rank, base_weight = self._max_lora_rank, self._weights.of_module
-        return self.adapters.pack(
-            read_adapter(path, digest, self._sites, max_rank, base_weight, buffer)
-        )
+        with torch.cuda.stream(self._beside):
+            adapter = read_adapter(
+                path, digest, self._sites, self._max_lora_rank, self._weights.parameters.get, buffer
+            )
+        return self.adapters.pack(adapter)
 
     def insert_adapter(self, adapter: PackedAdapter) -> tuple[str, ...]:
         """Inserts an adapter between steps. Returns the digests dropped from the host tier to make
@@ -211,7 +215,12 @@ class ModelRunner:
         budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
         with explain_out_of_memory("making the adapter pool", ("adapter_pool_bytes",)):
             return AdapterPool(
-                self._sites, budgets.pool_bytes, self.dtype, self.device, budgets.host_bytes
+                self._sites,
+                budgets.pool_bytes,
+                self.dtype,
+                self.device,
+                budgets.host_bytes,
+                has_affine=config.affine_adapters,
             )
 
     @torch.inference_mode()

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.inputs import DeviceTokens, ForwardInputs, LoraReach, logit_rows, lora_batch
+from engine.inputs import (
+    DeviceTokens,
+    ForwardInputs,
+    LoraReach,
+    logit_rows,
+    lora_batch,
+    reach_of,
+)
 from engine.step_buffers import StepBuffers
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
 from kernels.lora_plan import LoraPlan, lora_plan_size, write_lora_plan
@@ -25,7 +32,7 @@ from kernels.paged_plan import (
     work_size,
     write_work,
 )
-from lora.pool import PAGE_ROWS, AdapterPool
+from lora.pool import AFFINE, PAGE_ROWS, AdapterPool
 
 _SEED_MASK = 2**64 - 1
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
@@ -115,9 +122,14 @@ class StepInputs:
         lora = None
         if reach is not LoraReach.NONE:
             lora = LoraPlan.for_graph(
-                device("lora"), size, self.max_tokens, self._max_pages, self._limits.max_rank_pages
+                device("lora"),
+                size,
+                self.max_tokens,
+                self._max_pages,
+                self._limits.max_rank_pages,
+                has_affine=reach is LoraReach.AFFINE,
             )
-        head = lora if reach is LoraReach.ALL else None
+        head = lora if reach in (LoraReach.ALL, LoraReach.AFFINE) else None
         inputs = self._forward_inputs(size, attention, lora, head, reach=reach)
         return inputs, self.sampling(size)
 
@@ -145,7 +157,7 @@ class StepInputs:
         self._write_sampling(parts, size)
         runs = self._lora_runs(parts, size - len(parts))
         kinds = self._site_kinds(parts)
-        reach = _reach(runs, kinds)
+        reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             write_lora_plan(
                 self._buffers.host("lora"),
@@ -191,7 +203,7 @@ class StepInputs:
         runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
         lora = None
         kinds = self._site_kinds(parts)
-        reach = _reach(runs, kinds)
+        reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             max_pages = self._max_pages
             found = write_lora_plan(
@@ -201,8 +213,9 @@ class StepInputs:
                 max_pages,
                 has_embedding=_EMBEDDING in kinds,
             )
+            affine = reach is LoraReach.AFFINE
             lora = LoraPlan.for_step(
-                self._buffers.device("lora"), found, self.max_tokens, max_pages
+                self._buffers.device("lora"), found, self.max_tokens, max_pages, has_affine=affine
             )
         head = self._write_head(sampling) if _HEAD in kinds else None
         self._send(parts, len(parts), with_head=head is not None)
@@ -217,6 +230,10 @@ class StepInputs:
         return self._forward_inputs(
             num_tokens, attention, lora, head, parts, rows, len(sampling), reach
         )
+
+    def has_affine(self, batch: ScheduledBatch) -> bool:
+        """Returns whether an adapter of the step has affine rows."""
+        return AFFINE in self._site_kinds(batch.sequences)
 
     def for_prompts(self, inputs: ForwardInputs, batch: ScheduledBatch) -> ForwardInputs:
         """Returns inputs for the logits of prompt rows, which stay valid when the buffers have the
@@ -376,11 +393,3 @@ class StepInputs:
         for i, part in enumerate(parts):
             tables[i, : widths[i]] = part.sequence.block_table[: widths[i]]
         self._buffers.send(num_rows, width, with_head=with_head)
-
-
-def _reach(runs: Runs, kinds: frozenset[str]) -> LoraReach:
-    if not any(pages for pages, _ in runs):
-        return LoraReach.NONE
-    if kinds <= {"qkv"}:
-        return LoraReach.QKV
-    return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL

@@ -8,7 +8,7 @@ blocks, and the adapters are zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,15 +84,18 @@ def _shape(num_tokens: int, num_decodes: int, limits: StepLimits) -> BatchShape 
     return BatchShape(num_decodes, prompts)
 
 
-def zero_adapters(sites: Sequence[Site], limits: StepLimits) -> tuple[Adapter, ...]:
-    """Returns adapters of each of the ranks at all sites but the optional, and one of the optional
-    alone: a small pool may have room for some of them only."""
+def zero_adapters(
+    sites: Sequence[Site], limits: StepLimits, *, has_affine: bool
+) -> tuple[Adapter, ...]:
+    """Returns adapters of each of the ranks at all sites but the optional, one of the optional
+    alone, and one with affine rows: a small pool may have room for some of them only."""
     usual = [site for site in sites if not site.is_optional]
     optional = [site for site in sites if site.is_optional]
     ranks = adapter_ranks(limits)
     return (
         *(_zero_adapter(usual, rank, f"warm-up-rank-{rank}") for rank in ranks),
         _zero_adapter(optional, ranks[0], "warm-up-head"),
+        *((_with_affine(_zero_adapter(usual, ranks[0], "warm-up-affine")),) if has_affine else ()),
     )
 
 
@@ -110,6 +113,14 @@ def _zero_adapter(sites: Sequence[Site], rank: int, digest: str) -> Adapter:
         for module, target in targets.items()
     }
     return Adapter(digest, rank, modules, 0, is_noop=True)
+
+
+def _with_affine(adapter: Adapter) -> Adapter:
+    modules = {
+        module: replace(weights, affine=weights.lora_b.new_zeros((2, weights.lora_b.shape[1])))
+        for module, weights in adapter.modules.items()
+    }
+    return replace(adapter, modules=modules)
 
 
 def adapter_ranks(limits: StepLimits) -> tuple[int, ...]:

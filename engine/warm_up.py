@@ -142,7 +142,9 @@ def run_warm_up(
 ) -> None:
     """Runs steps of all kinds, then leaves no trace but what libraries and allocators keep."""
     began_s = time.perf_counter()
-    digests = insert_those_that_fit(pool, zero_adapters(sites, limits))
+    digests = insert_those_that_fit(
+        pool, zero_adapters(sites, limits, has_affine=pool.serves_affine)
+    )
     num_steps = 0
     steps.mask_once()
     try:

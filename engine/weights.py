@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,10 +51,9 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
     head: torch.Tensor  # [V, H], the embedding itself if tied
-
-    def of_module(self, module: str) -> torch.Tensor | None:
-        """Returns the weight of which a file of an adapted embedding or head may hold a copy."""
-        return {"model.embed_tokens": self.embedding, "lm_head": self.head}.get(module)
+    # All of them by the names of the files, parts of fused ones as views. A tied head is the
+    # embedding's own object.
+    parameters: Mapping[str, torch.Tensor]
 
 
 def load_weights(
@@ -227,12 +226,13 @@ class _Builder:
 
     def build(self) -> Weights:
         embedding = self._make("model.embed_tokens.weight")
-        return Weights(
-            embedding=embedding,
-            layers=tuple(self._layer(i) for i in range(self._config.num_layers)),
-            norm=self._make("model.norm.weight"),
-            head=embedding if self._config.ties_embeddings else self._make("lm_head.weight"),
-        )
+        layers = tuple(self._layer(i) for i in range(self._config.num_layers))
+        norm = self._make("model.norm.weight")
+        head = embedding if self._config.ties_embeddings else self._make("lm_head.weight")
+        parameters = dict(self.places)
+        if self._config.ties_embeddings:
+            parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
+        return Weights(embedding, layers, norm, head, parameters)
 
     def _layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"

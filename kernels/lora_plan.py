@@ -212,6 +212,7 @@ class LoraPlan:
     max_large_rows: int
     max_rank_pages: int  # of an adapter: sizes the bridge
     has_embedding: bool  # False: no launch for the embedding
+    has_affine: bool = False  # an adapter may have affine rows: kernels with another constant
 
     @classmethod
     def for_graph(
@@ -223,6 +224,7 @@ class LoraPlan:
         max_rank_pages: int = MAX_RANK_PAGES,
         *,
         large: bool = False,
+        has_affine: bool = False,
     ) -> LoraPlan:
         """Returns the plan of a CUDA graph of `num_tokens` rows: valid for all later contents that
         `write_lora_plan` with the same `large` writes to the buffer, of adapters up to
@@ -239,6 +241,7 @@ class LoraPlan:
             num_tokens if large else 0,
             min(max_rank_pages, max_pages),
             True,
+            has_affine,
         )
 
     @classmethod
@@ -250,6 +253,7 @@ class LoraPlan:
         max_pages: int,
         *,
         large: bool = True,
+        has_affine: bool = False,
     ) -> LoraPlan:
         return cls(
             *_views(buffer, _Layout.of(max_tokens, max_pages, large)),
@@ -261,6 +265,7 @@ class LoraPlan:
             counts.num_large_rows,
             counts.max_rank_pages,
             counts.has_embedding,
+            has_affine,
         )
 
 

@@ -5,6 +5,11 @@ has a word for each page and matrix: where the strip begins, in units of 256 byt
 of rows, 1 to 16; the word 0 means that the adapter lacks the matrix there. So kernels read the rows
 that exist and nothing else, in any place. A matrix as wide as the vocabulary may be in pieces of
 columns, each a strip with a word of its own.
+
+An adapter may also scale the base's product of a slice and add a constant to it: DoRA does the
+first, trained biases the second. Its affine rows are one more strip of its first page, with a row
+of gains and perhaps a row of offsets: y becomes y + gain y + offset before the delta is added. A
+slice with affine rows also has A and B.
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ class SiteRows:
     # Columns of a strip of the embedding's A or the head's B, whose entries are [pages, pieces].
     # The last strip may be wider than what is left of the matrix. 0: no such matrix.
     piece: int = 0
+    # From a slice's entry of B to that of its affine rows, which follow in the table. 0: no adapter
+    # of the step has affine rows, and kernels are compiled without them.
+    affine: int = 0
 
     @property
     def num_slices(self) -> int:
@@ -53,6 +61,18 @@ class SiteRows:
         """Returns B [rows, N_s] of a slice, None if the adapter lacks it. Waits for the device."""
         return self._matrix(self.b_entries, page, index, self.sizes[index])
 
+    def affine_rows(self, page: int, index: int) -> torch.Tensor | None:
+        """Returns the affine rows of a slice [1 or 2, N_s] of an adapter's first page, None if the
+        adapter has none. Waits for the device."""
+        if not self.affine:
+            return None
+        words = self.b_entries.as_strided(
+            (self.b_entries.shape[0], self.num_slices),
+            self.b_entries.stride(),
+            self.b_entries.storage_offset() + self.affine,
+        )
+        return strip(self.heap, int(words[page, index]), self.sizes[index])
+
     def _matrix(
         self, entries: torch.Tensor, page: int, index: int, width: int
     ) -> torch.Tensor | None:
@@ -70,3 +90,10 @@ def strip(heap: torch.Tensor, entry: int, width: int) -> torch.Tensor | None:
         return None
     start = (entry >> ROW_BITS) * (UNIT_BYTES // heap.element_size())
     return heap[start : start + rows * width].view(rows, width)
+
+
+def add_affine(y: torch.Tensor, affine: torch.Tensor) -> torch.Tensor:
+    """Returns y + gain y + offset in float32: y [T, N], affine [1 or 2, N]."""
+    wide, rows = y.float(), affine.float()
+    wide = wide + wide * rows[0]
+    return wide + rows[1] if len(rows) > 1 else wide

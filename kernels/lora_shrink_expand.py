@@ -1,9 +1,10 @@
 """The LoRA delta of a packed batch with many adapters: y_s += (x A_s^T) B_s for each slice s.
 
 Hu et al., "LoRA", arXiv 2106.09685; batched over adapters as in Chen et al., "Punica", arXiv
-2310.18547. The scale is folded into B. On a device in two parts over a `LoraPlan`, for all adapters
-of a step: `lora_shrink`, then `lora_expand_`. On a CPU, and where speed is not needed, adapter by
-adapter: `lora_add_`. A row without the delta keeps its bits. Uses tensors and numbers only.
+2310.18547. The scale is folded into B; an adapter's affine rows change y first. On a device in two
+parts over a `LoraPlan`, for all adapters of a step: `lora_shrink`, then `lora_expand_`. On a CPU,
+and where speed is not needed, adapter by adapter: `lora_add_`. A row without the delta keeps its
+bits. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from kernels.backend import uses_triton
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan, read_tiles
-from kernels.lora_rows import SiteRows
+from kernels.lora_rows import SiteRows, add_affine
 
 Tokens = slice | torch.Tensor  # rows of a step: a run of them, or their indices [t] int64
 
@@ -27,6 +28,15 @@ class Delta:
     index: int  # of the slice
     a: torch.Tensor  # [r, K]
     b: tuple[tuple[int, torch.Tensor], ...]  # first column of the slice, [r, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """The affine rows of one adapter at one slice of a site: before the delta, y becomes
+    y + gain y + offset."""
+
+    index: int  # of the slice
+    rows: torch.Tensor  # [1 or 2, N_s]: gains, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +54,15 @@ def lora_add_(
     outputs: Sequence[torch.Tensor],  # one [T, N_s] per slice, views are fine
     x: torch.Tensor,  # [T, K]
     tokens: Tokens,
-    deltas: Sequence[Delta],
+    deltas: Sequence[Delta | Affine],  # the affine rows of a slice before its deltas
 ) -> None:
     """Adds one adapter's delta to its tokens, in float32, rounded once for each of the `deltas`."""
     wide = x[tokens].float()
     for delta in deltas:
+        if isinstance(delta, Affine):
+            y = outputs[delta.index]
+            y[tokens] = add_affine(y[tokens], delta.rows).to(y.dtype)
+            continue
         h = wide @ delta.a.float().T
         for start, b in delta.b:
             _add_(outputs[delta.index][:, start : start + b.shape[1]], tokens, h, b)
@@ -98,8 +112,8 @@ def lora_expand_(
     site: SiteRows,
     plan: LoraPlan,
 ) -> None:
-    """Computes y += bridge B, added in float32 and rounded once. Rows without adapter, and slices
-    that an adapter lacks, stay as they are."""
+    """Computes y += bridge B, after the affine rows, in float32 and rounded once. Rows without
+    adapter, and slices that an adapter lacks, stay as they are."""
     if uses_triton(y):
         from kernels.triton_lora_expand import expand_
 
@@ -128,9 +142,13 @@ def lora_expand_reference_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan
     for start, end, pages in read_tiles(plan):
         for s, part in enumerate(outputs):
             found = [(i, b) for i, page in enumerate(pages) if (b := site.b(page, s)) is not None]
+            affine = site.affine_rows(pages[0], s) if pages else None
             if not found:
                 continue
             delta = torch.zeros_like(part[start:end], dtype=torch.float32)
             for i, b in found:
                 delta += bridges[s, i, start:end, : len(b)] @ b.float()
-            part[start:end] = (part[start:end].float() + delta).to(y.dtype)
+            wide = part[start:end].float()
+            if affine is not None:
+                wide = add_affine(wide, affine)
+            part[start:end] = (wide + delta).to(y.dtype)

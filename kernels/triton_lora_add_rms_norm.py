@@ -25,7 +25,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import find_strip, load_strip
+from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
 from kernels.triton_rms_norm import norm_row, scale_row, shape_of
 
 MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
@@ -49,6 +49,7 @@ def _lora_add_rms_norm_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -66,6 +67,7 @@ def _lora_add_rms_norm_kernel(
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     b = load_strip(heap_ptr, entry, columns, HIDDEN, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     row = token.to(tl.int64)
@@ -81,7 +83,7 @@ def _lora_add_rms_norm_kernel(
                 delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
                 num_rows, num_planes, columns, HIDDEN, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
-        x = (x.to(tl.float32) + delta).to(x.dtype)
+        x = add_row(x, delta, heap_ptr, affine, columns, HIDDEN, AFFINE)
     x = scale_row(x, SCALE)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(there, x, mask=inside)
@@ -116,6 +118,7 @@ def launch_lora_add_rms_norm(
             x.stride(0),
             residual.stride(0),
             site.stride,
+            site.affine,
             hidden,
             eps,
             scale,

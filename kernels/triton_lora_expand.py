@@ -19,7 +19,10 @@ from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for
 from kernels.triton_lora_tiles import (
     COLUMNS,
     PAGE,
+    add_row,
+    find_affine,
     find_strip,
+    load_affine,
     load_pair,
     load_planes,
     load_strip,
@@ -76,6 +79,7 @@ def _expand_kernel(
     NUM_SLICES: tl.constexpr,
     STRIDE_Y: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -93,6 +97,7 @@ def _expand_kernel(
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
     live = (num_pages > 0) & (tile < count)
     entry = find_strip(entries_ptr, page, live, STRIDE)
+    affine = find_affine(entries_ptr, page, live, STRIDE, AFFINE)
     b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     while tile < count:
@@ -101,6 +106,7 @@ def _expand_kernel(
             tiles_ptr, tile, tile < count, ROWS, 1
         )
         next_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
+        next_affine = find_affine(entries_ptr, next_page, next_num_pages > 0, STRIDE, AFFINE)
         # Rows of the base are in tiles too, without pages, and those of adapters that lack this
         # module: not touched.
         left = tl.where(entry != 0, rows, 0)
@@ -120,8 +126,8 @@ def _expand_kernel(
                 pages_ptr, planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, STRIDE,
                 IS_EVEN,
             )  # fmt: skip
-            y_0 = (y_0.to(tl.float32) + delta_0).to(y_0.dtype)
-            y_1 = (y_1.to(tl.float32) + delta_1).to(y_1.dtype)
+            y_0 = add_row(y_0, delta_0, heap_ptr, affine, columns, width, AFFINE)
+            y_1 = add_row(y_1, delta_1, heap_ptr, affine, columns, width, AFFINE)
             store_pair(y_at, STRIDE_Y, columns, width, left, y_0, y_1)
             y_0, y_1, h_0, h_1 = after_0, after_1, after_h_0, after_h_1
             y_at += 2 * STRIDE_Y
@@ -130,7 +136,7 @@ def _expand_kernel(
         row, rows, num_pages, first, at_bridge = (
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
-        entry = next_entry
+        entry, affine = next_entry, next_affine
         b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
 
 
@@ -148,6 +154,7 @@ def _expand_large_kernel(
     SIZE_2: tl.constexpr,
     STRIDE_Y: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     IS_SINGLE: tl.constexpr,  # no adapter has more than a page
@@ -170,11 +177,14 @@ def _expand_large_kernel(
     entry = find_strip(entries_ptr, page, (tile < count) & (num_pages > 0), STRIDE)
     if entry == 0:
         return
+    affine = find_affine(entries_ptr, page, True, STRIDE, AFFINE)
     offsets = tl.arange(0, ROWS)
     lanes = tl.arange(0, PAGE)
     page_stride = num_rows.to(tl.int64) * PAGE
     if IS_SINGLE:
         b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
+    if AFFINE:
+        gain, offset = load_affine(heap_ptr, affine, columns, width)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
         mask = (offsets < rows - start)[:, None]
         y_rows = (row + start + offsets).to(tl.int64)[:, None] * STRIDE_Y
@@ -195,7 +205,10 @@ def _expand_large_kernel(
                 b = load_strip(heap_ptr, more, columns, width, IS_EVEN)
                 h = tl.load(h_at + i * page_stride, mask=mask & (more != 0), other=0.0)
                 delta = page_dot(h, b, delta, UPCAST)
-        tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=y_mask)
+        wide = y.to(tl.float32)
+        if AFFINE:
+            wide += wide * gain[None, :] + offset[None, :]
+        tl.store(y_at, (wide + delta).to(y.dtype), mask=y_mask)
 
 
 _launch = Launcher(_expand_kernel, launch_pdl=OVERLAPS)
@@ -216,6 +229,7 @@ def expand_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan) -> 
                 site.num_slices,
                 y.stride(0),
                 site.stride,
+                site.affine,
                 bridge.planes.shape[0],
                 SMALL_ROWS,
                 COLUMNS,
@@ -240,6 +254,7 @@ def _expand_large_(
             *sizes,
             y.stride(0),
             site.stride,
+            site.affine,
             LARGE_ROWS,
             LARGE_PART,
             is_single,

@@ -25,7 +25,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import find_strip, load_strip
+from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
 from kernels.triton_rms_norm import norm_row, shape_of
 
 
@@ -48,6 +48,7 @@ def _lora_norm_add_norm_kernel(
     STRIDE_X: tl.constexpr,
     STRIDE_RESIDUAL: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     HAS_NEXT: tl.constexpr,
@@ -65,6 +66,7 @@ def _lora_norm_add_norm_kernel(
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     b = load_strip(heap_ptr, entry, columns, HIDDEN, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     row = token.to(tl.int64)
@@ -80,7 +82,7 @@ def _lora_norm_add_norm_kernel(
                 delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
                 num_rows, num_planes, columns, HIDDEN, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
-        x = (x.to(tl.float32) + delta).to(x.dtype)
+        x = add_row(x, delta, heap_ptr, affine, columns, HIDDEN, AFFINE)
     normed = norm_row(x, post, HIDDEN, EPS)
     total = (residual.to(tl.float32) + normed.to(tl.float32)).to(x.dtype)
     tl.store(there, total, mask=inside)
@@ -127,6 +129,7 @@ def launch_lora_norm_add_norm(
             x.stride(0),
             residual.stride(0),
             site.stride,
+            site.affine,
             hidden,
             eps,
             next_weight is not None,

@@ -23,7 +23,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import find_strip, load_strip
+from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
 
 NUM_WARPS = 4
 
@@ -51,6 +51,7 @@ def _rope_few_kernel(
     PLANES: tl.constexpr,
     STRIDE_QKV: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -88,6 +89,7 @@ def _rope_few_kernel(
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     live = entry != 0
     low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
     high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
@@ -113,8 +115,8 @@ def _rope_few_kernel(
                 high_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks,
                 token, num_rows, num_planes, high_columns, width, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
-        low = (low.to(tl.float32) + low_delta).to(low.dtype)
-        high = (high.to(tl.float32) + high_delta).to(high.dtype)
+        low = add_row(low, low_delta, heap_ptr, affine, low_columns, width, AFFINE)
+        high = add_row(high, high_delta, heap_ptr, affine, high_columns, width, AFFINE)
     if TURNING > 0:
         turned_low, turned_high = turn_lanes(low, high, cos, sin, turns, HALF, TURNING, EXACT)
         low = tl.where(is_v, low, turned_low)
@@ -164,6 +166,7 @@ def launch_rope_few(
             *read_planes(bridge),
             qkv.stride(0),
             site.stride,
+            site.affine,
             write.num_heads,
             write.num_kv_heads,
             write.head_dim // 2,

@@ -38,7 +38,13 @@ from kernels.triton_lora_mma import (
     swap_columns,
 )
 from kernels.triton_lora_rope_large import launch_lora_rope_large
-from kernels.triton_lora_tiles import find_strip, num_programs, read_tile
+from kernels.triton_lora_tiles import (
+    find_affine,
+    find_strip,
+    num_programs,
+    read_tile,
+    strip_at,
+)
 
 NUM_WARPS = 1
 WIDE_WARPS = 4  # heads of 256: one warp would spill 1 KB a thread, two 800 bytes, four nothing
@@ -101,6 +107,30 @@ def _scale_rows(x, factors, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _affine_half(
+    x,  # [ROWS, LANES] float32
+    heap_ptr,
+    entry,
+    first,  # column of the slice where the head begins
+    width,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    LANES: tl.constexpr,
+    TURNING: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """Returns x + gain x + offset. The affine rows are read once for each row of x: a read for all
+    would pass through shared memory."""
+    at, rows = strip_at(heap_ptr, entry)
+    offsets = _offsets(ROWS, LANES)
+    live = rows_of_small(offsets, ROWS)
+    gain_at = at + first + 0 * offsets
+    gain = _load_half(gain_at, live & (rows > 0), ROWS, HALF, LANES, TURNING, SECOND)
+    offset = _load_half(gain_at + width, live & (rows > 1), ROWS, HALF, LANES, TURNING, SECOND)
+    return x + (x * gain.to(tl.float32) + offset.to(tl.float32))
+
+
+@triton.jit
 def _request_tile(
     tiles_ptr,
     tile,
@@ -116,6 +146,7 @@ def _request_tile(
     gap,
     width,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     HALF: tl.constexpr,
     TURNING: tl.constexpr,
     TILE: tl.constexpr,
@@ -128,6 +159,7 @@ def _request_tile(
     rows = tl.where(is_live, rows, 0)
     num_pages = tl.where(is_live, num_pages, 0)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     low_b = load_block(heap_ptr, entry, low_columns, width, LANES, IS_EVEN)
     high_b = load_block(heap_ptr, entry, low_columns + gap, width, LANES, IS_EVEN)
     offsets = _offsets(ROWS, LANES)
@@ -139,7 +171,7 @@ def _request_tile(
     table = cos_sin_ptr + position * (2 * TURNING)
     cos = _load_half(table, live & (part != 2), ROWS, TURNING, LANES, TURNING, False)
     sin = _load_half(table, live & (part != 2), ROWS, TURNING, LANES, TURNING, True)
-    return row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin
+    return row, rows, num_pages, first, at_bridge, entry, affine, low_b, high_b, slot, cos, sin
 
 
 @triton.jit(
@@ -170,6 +202,7 @@ def _lora_rope_kernel(
     slots_ptr,
     STRIDE_QKV: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -200,9 +233,12 @@ def _lora_rope_kernel(
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin = _request_tile(
-        tiles_ptr, tile, True, tile < count, heap_ptr, entries_ptr, cos_sin_ptr, positions_ptr,
-        slots_ptr, part, low_columns, gap, width, STRIDE, HALF, TURNING, TILE, ROWS, LANES, IS_EVEN,
+    row, rows, num_pages, first, at_bridge, entry, affine, low_b, high_b, slot, cos, sin = (
+        _request_tile(
+            tiles_ptr, tile, True, tile < count, heap_ptr, entries_ptr, cos_sin_ptr, positions_ptr,
+            slots_ptr, part, low_columns, gap, width, STRIDE, AFFINE, HALF, TURNING, TILE, ROWS,
+            LANES, IS_EVEN,
+        )
     )  # fmt: skip
     if HAS_NORM:
         # For each row: a load for all would pass through shared memory.
@@ -226,8 +262,18 @@ def _lora_rope_kernel(
         low = _load_half(x_at, live, ROWS, HALF, LANES, TURNING, False)
         high = _load_half(x_at, live, ROWS, HALF, LANES, TURNING, True)
         if owns:  # a row without a delta keeps its bits, also those of -0
-            low_sum = swap_columns(low.to(tl.float32), ROWS, LANES)
-            high_sum = swap_columns(high.to(tl.float32), ROWS, LANES)
+            low_sum, high_sum = low.to(tl.float32), high.to(tl.float32)
+            if AFFINE:  # noqa: SIM102  this condition is the compiler's
+                if affine != 0:
+                    begin = head * (2 * HALF)
+                    low_sum = _affine_half(
+                        low_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING, False
+                    )
+                    high_sum = _affine_half(
+                        high_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING, True
+                    )
+            low_sum = swap_columns(low_sum, ROWS, LANES)
+            high_sum = swap_columns(high_sum, ROWS, LANES)
             low_sum = drop_rows(add_page(low_sum, h, low_b, ROWS, not EXACT), ROWS)
             high_sum = drop_rows(add_page(high_sum, h, high_b, ROWS, not EXACT), ROWS)
             for i in range(1, num_pages):
@@ -268,11 +314,11 @@ def _lora_rope_kernel(
             _store_half(kv_at, low.to(cached), written, ROWS, HALF, LANES, TURNING, False)
             _store_half(kv_at, high.to(cached), written, ROWS, HALF, LANES, TURNING, True)
         tile += tl.num_programs(1)
-        row, rows, num_pages, first, at_bridge, entry, low_b, high_b, slot, cos, sin = (
+        row, rows, num_pages, first, at_bridge, entry, affine, low_b, high_b, slot, cos, sin = (
             _request_tile(
                 tiles_ptr, tile, tile < count, tile < count, heap_ptr, entries_ptr, cos_sin_ptr,
-                positions_ptr, slots_ptr, part, low_columns, gap, width, STRIDE, HALF, TURNING,
-                TILE, ROWS, LANES, IS_EVEN,
+                positions_ptr, slots_ptr, part, low_columns, gap, width, STRIDE, AFFINE, HALF,
+                TURNING, TILE, ROWS, LANES, IS_EVEN,
             )
         )  # fmt: skip
 
@@ -301,6 +347,7 @@ def launch_lora_rope_kv_write(
     constants = (
         qkv.stride(0),
         site.stride,
+        site.affine,
         num_heads,
         num_kv_heads,
         half,

@@ -22,6 +22,7 @@ from kernels.triton_lora_heads import (
 from kernels.triton_lora_tiles import (
     PAGE,
     add_delta,
+    find_affine,
     find_strip,
     load_strip,
     page_dot,
@@ -62,6 +63,7 @@ def _lora_rope_large_kernel(
     slots_ptr,
     STRIDE_QKV: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -92,6 +94,7 @@ def _lora_rope_large_kernel(
     if (rows <= 0) | (tile >= count):
         return
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     owns = entry != 0
     IS_EVEN: tl.constexpr = LANES == HALF
     lane = tl.arange(0, LANES)
@@ -143,8 +146,10 @@ def _lora_rope_large_kernel(
                 h = tl.load(h_at + i * page_stride, mask=owned & (more != 0), other=0.0)
                 delta_low = page_dot(h, low_b, delta_low, not EXACT)
                 delta_high = page_dot(h, high_b, delta_high, not EXACT)
-        low = add_delta(low, delta_low, owns)
-        high = add_delta(high, delta_high, owns)
+        low = add_delta(low, delta_low, owns, heap_ptr, affine, low_columns, width, AFFINE)
+        high = add_delta(
+            high, delta_high, owns, heap_ptr, affine, low_columns + HALF, width, AFFINE
+        )
         if part != 2:
             if HAS_NORM:
                 norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + place

@@ -24,7 +24,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import find_strip, load_strip
+from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
 from kernels.triton_silu_mul import gated
 
 COLUMNS = 64
@@ -47,6 +47,7 @@ def _silu_few_kernel(
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     COLUMNS: tl.constexpr,
     GELU: tl.constexpr,
     EXACT: tl.constexpr,
@@ -62,6 +63,8 @@ def _silu_few_kernel(
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles)
     gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
+    gate_affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
+    up_affine = find_affine(entries_ptr + 1, page, num_pages > 0, STRIDE, AFFINE)
     gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
     up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
@@ -80,7 +83,7 @@ def _silu_few_kernel(
                 gate_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, blocks,
                 token, num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
-        gate = (gate.to(tl.float32) + gate_delta).to(gate.dtype)
+        gate = add_row(gate, gate_delta, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
     if adds_up:
         up_delta = row_delta(u, up_b)
         for i in range(1, num_pages):
@@ -88,7 +91,7 @@ def _silu_few_kernel(
                 up_delta, i, heap_ptr, entries_ptr + 1, pages_ptr, first, planes_ptr, rank_pages,
                 blocks, token, num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
             )  # fmt: skip
-        up = (up.to(tl.float32) + up_delta).to(up.dtype)
+        up = add_row(up, up_delta, heap_ptr, up_affine, columns, WIDTH, AFFINE)
     out_at = out_ptr + token.to(tl.int64) * WIDTH + columns
     tl.store(out_at, gated(gate, up, GELU, EXACT), mask=inside)
 
@@ -112,6 +115,7 @@ def launch_silu_few(
             width,
             gate_up.stride(0),
             site.stride,
+            site.affine,
             COLUMNS,
             is_gelu,
             not IS_INTERPRETED,

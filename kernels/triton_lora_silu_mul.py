@@ -18,6 +18,8 @@ from kernels.triton_lora_tiles import (
     COLUMNS,
     PAGE,
     add_delta,
+    add_row,
+    find_affine,
     find_strip,
     load_pair,
     load_planes,
@@ -54,6 +56,7 @@ def _lora_silu_mul_kernel(
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,  # of a tile, of ROWS each
@@ -73,6 +76,8 @@ def _lora_silu_mul_kernel(
     live = (num_pages > 0) & (tile < count) & (rows > 0)
     gate_entry = find_strip(entries_ptr, page, live, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, live, STRIDE)
+    gate_affine = find_affine(entries_ptr, page, live, STRIDE, AFFINE)
+    up_affine = find_affine(entries_ptr + 1, page, live, STRIDE, AFFINE)
     gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
     up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
@@ -85,6 +90,8 @@ def _lora_silu_mul_kernel(
         live = (next_num_pages > 0) & (next_rows > 0)
         next_gate_entry = find_strip(entries_ptr, next_page, live, STRIDE)
         next_up_entry = find_strip(entries_ptr + 1, next_page, live, STRIDE)
+        next_gate_affine = find_affine(entries_ptr, next_page, live, STRIDE, AFFINE)
+        next_up_affine = find_affine(entries_ptr + 1, next_page, live, STRIDE, AFFINE)
         left = rows
         x_at = x_ptr + row.to(tl.int64) * STRIDE_X
         out_at = out_ptr + row.to(tl.int64) * WIDTH
@@ -107,16 +114,16 @@ def _lora_silu_mul_kernel(
                     first, pages_ptr, planes_ptr, 0, blocks, at_bridge, left, num_rows, NUM_PLANES,
                     STRIDE, IS_EVEN,
                 )  # fmt: skip
-                gate_0 = (gate_0.to(tl.float32) + delta_0).to(gate_0.dtype)
-                gate_1 = (gate_1.to(tl.float32) + delta_1).to(gate_1.dtype)
+                gate_0 = add_row(gate_0, delta_0, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
+                gate_1 = add_row(gate_1, delta_1, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
             if up_entry != 0:
                 delta_0, delta_1, up_b = pair_delta(
                     heap_ptr, entries_ptr + 1, up_entry, up_b, u_0, u_1, columns, WIDTH, num_pages,
                     first, pages_ptr, planes_ptr, rank_pages, blocks, at_bridge, left, num_rows,
                     NUM_PLANES, STRIDE, IS_EVEN,
                 )  # fmt: skip
-                up_0 = (up_0.to(tl.float32) + delta_0).to(up_0.dtype)
-                up_1 = (up_1.to(tl.float32) + delta_1).to(up_1.dtype)
+                up_0 = add_row(up_0, delta_0, heap_ptr, up_affine, columns, WIDTH, AFFINE)
+                up_1 = add_row(up_1, delta_1, heap_ptr, up_affine, columns, WIDTH, AFFINE)
             out_0 = gated(gate_0, up_0, GELU, EXACT)
             out_1 = gated(gate_1, up_1, GELU, EXACT)
             store_pair(out_at, WIDTH, columns, WIDTH, left, out_0, out_1)
@@ -128,6 +135,7 @@ def _lora_silu_mul_kernel(
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
         gate_entry, up_entry = next_gate_entry, next_up_entry
+        gate_affine, up_affine = next_gate_affine, next_up_affine
         gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
         up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
 
@@ -145,6 +153,7 @@ def _lora_silu_mul_large_kernel(
     WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr,
     STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     IS_SINGLE: tl.constexpr,  # no adapter has more than a page
@@ -170,6 +179,8 @@ def _lora_silu_mul_large_kernel(
     lanes = tl.arange(0, PAGE)
     gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
+    gate_affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
+    up_affine = find_affine(entries_ptr + 1, page, num_pages > 0, STRIDE, AFFINE)
     adds_gate = gate_entry != 0
     adds_up = up_entry != 0
     if IS_SINGLE:
@@ -208,8 +219,8 @@ def _lora_silu_mul_large_kernel(
                 up_h = tl.load(up_at, mask=owns_up & (more_up != 0), other=0.0)
                 gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
                 up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
-        gate = add_delta(gate, gate_delta, adds_gate)
-        up = add_delta(up, up_delta, adds_up)
+        gate = add_delta(gate, gate_delta, adds_gate, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
+        up = add_delta(up, up_delta, adds_up, heap_ptr, up_affine, columns, WIDTH, AFFINE)
         out_at = out_ptr + token * WIDTH + columns[None, :]
         tl.store(out_at, gated(gate, up, GELU, EXACT), mask=mask)
 
@@ -234,6 +245,7 @@ def launch_lora_silu_mul(
                 width,
                 gate_up.stride(0),
                 site.stride,
+                site.affine,
                 bridge.planes.shape[0],
                 SMALL_ROWS // PARTS,
                 PARTS,
@@ -255,6 +267,7 @@ def launch_lora_silu_mul(
                 width,
                 gate_up.stride(0),
                 site.stride,
+                site.affine,
                 LARGE_ROWS,
                 LARGE_PART,
                 is_single,

@@ -85,6 +85,38 @@ def load_strip(heap_ptr, entry, columns, width, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
+def find_affine(entries_ptr, page, live, STRIDE: tl.constexpr, AFFINE: tl.constexpr):
+    """Returns the entry of the affine rows of the adapter whose first page this is, 0 if it has
+    none. entries_ptr: of the slice's B. AFFINE: `SiteRows.affine`."""
+    entry = tl.full((), 0, tl.int64)
+    if AFFINE:
+        entry = find_strip(entries_ptr + AFFINE, page, live, STRIDE)
+    return entry
+
+
+@triton.jit
+def load_affine(heap_ptr, entry, columns, width):
+    """Returns gains and offsets, [columns] float32 each, zeros without."""
+    at, rows = strip_at(heap_ptr, entry)
+    gain = tl.load(at + columns, mask=columns < tl.where(rows > 0, width, 0), other=0.0)
+    offset_at = at + width + columns
+    offset = tl.load(offset_at, mask=columns < tl.where(rows > 1, width, 0), other=0.0)
+    return gain.to(tl.float32), offset.to(tl.float32)
+
+
+@triton.jit
+def add_row(y, delta, heap_ptr, affine, columns, width, AFFINE: tl.constexpr):
+    """Returns y [columns] plus the delta, after the affine rows of the entry `affine`, rounded
+    once."""
+    wide = y.to(tl.float32)
+    if AFFINE:  # noqa: SIM102  this condition is the compiler's
+        if affine != 0:
+            gain, offset = load_affine(heap_ptr, affine, columns, width)
+            wide += wide * gain + offset
+    return (wide + delta).to(y.dtype)
+
+
+@triton.jit
 def load_pair(ptr, stride, columns, width, left):
     """Returns [columns] of this row and the next one; rows beyond `left` are zeros."""
     first = tl.load(ptr + columns, mask=columns < tl.where(left > 0, width, 0), other=0.0)
@@ -178,9 +210,15 @@ def pair_delta(
 
 
 @triton.jit
-def add_delta(y, delta, live):
-    """Adds the delta, rounded once. A row without one keeps its bits, also those of -0."""
-    return tl.where(live, (y.to(tl.float32) + delta).to(y.dtype), y)
+def add_delta(y, delta, live, heap_ptr, affine, columns, width, AFFINE: tl.constexpr):
+    """Adds the delta [rows, columns] to y, after the affine rows of the entry `affine`, rounded
+    once. A row without a delta keeps its bits, also those of -0."""
+    wide = y.to(tl.float32)
+    if AFFINE:  # noqa: SIM102  this condition is the compiler's
+        if affine != 0:
+            gain, offset = load_affine(heap_ptr, affine, columns, width)
+            wide += wide * gain[None, :] + offset[None, :]
+    return tl.where(live, (wide + delta).to(y.dtype), y)
 
 
 @triton.jit

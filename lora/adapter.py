@@ -11,34 +11,27 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from lora.adapter_keys import copied_module, is_unread, parse_key, spelling_in
 from lora.convert import in_turns
 from lora.errors import AdapterError
 from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
-from lora.module_names import Spelling, canonical, is_of_other_part, spelling_of
+from lora.module_names import Spelling
 from lora.peft_config import PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
+from lora.trained_tokens import parse_token_key, read_tokens
 from lora.untrusted import open_regular, shown, shown_value
+from lora.vectors import BaseParameter, Keys, affine_parts, check_vectors, parse_vector_key
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_MODEL = "base_model.model."
-_KEY = re.compile(
-    r"base_model\.model\.(?P<module>.+)\."
-    r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
-)
-_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
-
-
-BaseWeight = Callable[[str], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +43,10 @@ class ModuleWeights:
     lora_b: torch.Tensor  # [r, out_features] in the file's type: a view of PEFT's B
     scale: float = 1.0  # of lora_b
     bound: float = math.inf  # no number of lora_a, or of lora_b times the scale, is larger
+    # [1 or 2, out_features] float32: gains, offsets. The base's y becomes y + gain y + offset.
+    affine: torch.Tensor | None = None
+    # Of the change of the weight, in the Frobenius norm; None: it is that of A and B.
+    norm: float | None = None
 
     @property
     def rank(self) -> int:
@@ -67,6 +64,8 @@ class ModuleWeights:
 
     @property
     def is_noop(self) -> bool:
+        if self.affine is not None and bool(self.affine.any()):
+            return False
         return not (bool(self.lora_b.any()) and bool(self.lora_a.any()) and bool(self.b.any()))
 
 
@@ -77,6 +76,8 @@ class Adapter:
     modules: Mapping[str, ModuleWeights]
     num_parameters: int
     is_noop: bool  # it changes nothing: an untrained adapter has B = 0
+    kind: str = "LoRA"  # or DoRA, with or without biases, in words
+    num_tensors: int = 0  # of the file
     num_unread: int = 0  # tensors of a part for images
 
 
@@ -93,14 +94,16 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
     refuses at the first. Raises AdapterError."""
     targets = targets_by_module(sites)
     reasons: list[str] = []
-    with _open_weights(path) as file:
+    with open_weights(path) as file:
         keys = tuple(file.entries)
-    read = [key for key in keys if not _is_unread(key)]
+    read = [key for key in keys if not is_unread(key)]
     for key in read:
-        if _copied_module(key, targets) is not None:
+        if copied_module(key, targets) is not None:
             continue
         try:
-            _parse_key(key, targets)
+            is_known = parse_token_key(key, targets) or parse_vector_key(key, targets)
+            if is_known is None:
+                parse_key(key, targets)
         except AdapterError as error:
             reasons.append(str(error))
     return TensorMatch(len(read) - len(reasons), tuple(reasons))
@@ -111,32 +114,44 @@ def read_adapter(
     digest: str,
     sites: Sequence[Site],
     max_rank: int,
-    base_weight: BaseWeight | None = None,
+    base: BaseParameter | None = None,
     buffer: ReadBuffer | None = None,
 ) -> Adapter:
-    """Reads and checks an adapter; raises AdapterError. PEFT saves an adapted embedding (or head)
-    with a copy of the base's own weight; `base_weight(module)` returns ours to compare, and without
-    it such a file is refused. The weights are in `buffer` until its next use; None: in memory of
-    their own."""
+    """Reads and checks an adapter; raises AdapterError. DoRA needs weights of the base, trained
+    biases its biases, and PEFT saves an adapted embedding (or head) with a copy of the base's own
+    weight: `base` returns ours, and without it such a file is refused. The weights are in `buffer`
+    until its next use; None: in memory of their own."""
     config = read_peft_config(path)
-    with _open_weights(path) as file:
-        pairs = _check_header(file, targets_by_module(sites), config, max_rank, base_weight)
-        modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
-        num_unread = sum(map(_is_unread, file.entries))
+    targets = targets_by_module(sites)
+    with open_weights(path) as file:
+        found = _check_header(file, targets, config, max_rank, base)
+        modules = _read_modules(file, found.pairs, config, buffer or ReadBuffer())
+        for module, keys in in_turns(found.vectors.items()):
+            plain = modules.get(module) or _no_change(targets[module])
+            modules[module] = _with_vectors(plain, file, module, keys, base)
+        rows = read_tokens(
+            file, found.tokens, config.token_indices, found.pairs, targets, max_rank, base
+        )
+        modules |= {module: ModuleWeights(*halves) for module, halves in rows.items()}
+        used = [file.entries[key] for key in found.all_keys()]
+        num_unread = sum(map(is_unread, file.entries))
     if num_unread:
         logger.info("%d tensors of the part for images are left unread", num_unread)
     return Adapter(
         digest=digest,
         rank=max(weights.rank for weights in modules.values()),
         modules=modules,
-        num_parameters=sum(w.lora_a.numel() + w.lora_b.numel() for w in modules.values()),
+        num_parameters=sum(math.prod(entry.shape) for entry in used),
         is_noop=all(weights.is_noop for weights in modules.values()),
+        kind=_kind(config, found),
+        num_tensors=len(used),
         num_unread=num_unread,
     )
 
 
 @contextmanager
-def _open_weights(path: Path) -> Iterator[TensorFile]:
+def open_weights(path: Path) -> Iterator[TensorFile]:
+    """Opens the weights of a folder. Raises AdapterError."""
     try:
         with open_regular(path / WEIGHTS_FILE) as file:
             yield read_header(file, WEIGHTS_FILE)
@@ -146,35 +161,62 @@ def _open_weights(path: Path) -> Iterator[TensorFile]:
         raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The keys of a file's tensors, but for copies of the base."""
+
+    pairs: Keys  # module -> A, B -> key
+    vectors: Keys
+    tokens: dict[str, str]  # module -> key
+
+    def all_keys(self) -> Iterator[str]:
+        for keys in (*self.pairs.values(), *self.vectors.values()):
+            yield from keys.values()
+        yield from self.tokens.values()
+
+
 def _check_header(
     file: TensorFile,
     targets: Mapping[str, Target],
     config: PeftConfig,
     max_rank: int,
-    base_weight: BaseWeight | None,
-) -> dict[str, dict[str, str]]:
-    """Makes all checks that need only the header, and those of copies of the base's weights.
-    Returns module -> {"A": key, "B": key}, in the order of the targets."""
-    pairs: dict[str, dict[str, str]] = {}
+    base: BaseParameter | None,
+) -> _Found:
+    """Makes all checks that need only the header, and those of copies of the base's weights. The
+    pairs are in the order of the targets."""
+    pairs: Keys = {}
+    vectors: Keys = {}
+    tokens: dict[str, str] = {}
     copies: dict[str, str] = {}  # module -> key
     for key in in_turns(file.entries):
-        if _is_unread(key):
+        if is_unread(key):
             continue
-        if (copied := _copied_module(key, targets)) is not None:
+        if (copied := copied_module(key, targets)) is not None:
             copies[copied] = key
             continue
-        module, half = _parse_key(key, targets)
-        if half in pairs.setdefault(module, {}):
-            raise AdapterError(f"lora_{half} of {module} is in the file twice")
-        pairs[module][half] = key
-    spelling = _spelling(file)
+        trained = parse_token_key(key, targets)
+        if trained is not None:
+            if trained in tokens:
+                raise AdapterError(f"trained tokens of {trained} are in the file twice")
+            tokens[trained] = key
+            continue
+        vector = parse_vector_key(key, targets)
+        module, part = vector or parse_key(key, targets)
+        found = pairs if vector is None else vectors
+        if part in found.setdefault(module, {}):
+            what = f"lora_{part}" if vector is None else part
+            raise AdapterError(f"{what} of {module} is in the file twice")
+        found[module][part] = key
+    spelling = spelling_in(file.entries)
     _check_complete(pairs, targets, config, spelling)
     for module, keys in in_turns(pairs.items()):
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
         _check_shapes(targets[module], a, b, config.rank_of(spelling.spell(module)), max_rank)
+    check_vectors(file, vectors, pairs, config, targets)
     for module, key in copies.items():
-        _check_base_copy(module, file, key, base_weight)
-    return {module: pairs[module] for module in targets if module in pairs}
+        _check_base_copy(module, file, key, base)
+    ordered = {module: pairs[module] for module in targets if module in pairs}
+    return _Found(ordered, vectors, tokens)
 
 
 def _read_modules(
@@ -185,7 +227,7 @@ def _read_modules(
 ) -> dict[str, ModuleWeights]:
     """Reads the weights and checks every number."""
     keys = [key for pair in pairs.values() for key in pair.values()]
-    spelling = _spelling(file)
+    spelling = spelling_in(file.entries)
     tensors, largest = file.read_all(keys, buffer)
     modules: dict[str, ModuleWeights] = {}
     for module, pair in in_turns(pairs.items()):
@@ -203,6 +245,36 @@ def _read_modules(
     return modules
 
 
+def _no_change(target: Target) -> ModuleWeights:
+    """Returns the weights of a module of which only the bias is trained: a slice with affine rows
+    has A and B."""
+    a, b = torch.zeros(1, target.site.in_features), torch.zeros(1, target.out_features)
+    return ModuleWeights(a, b, 1.0, 0.0)
+
+
+def _with_vectors(
+    plain: ModuleWeights,
+    file: TensorFile,
+    module: str,
+    keys: Mapping[str, str],
+    base: BaseParameter | None,
+) -> ModuleWeights:
+    parts = affine_parts(file, module, keys, plain.lora_a, plain.lora_b.T, plain.scale, base)
+    if parts.g is None:
+        return replace(plain, affine=parts.rows)
+    b = plain.b * parts.g
+    if not _is_finite(b):
+        raise AdapterError(f"lora_B of {module} times DoRA's gains overflows float32")
+    return ModuleWeights(plain.lora_a, b, affine=parts.rows, norm=parts.norm)
+
+
+def _kind(config: PeftConfig, found: _Found) -> str:
+    has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in found.vectors.values())
+    more = [*(["biases"] if has_biases else []), *(["trained tokens"] if found.tokens else [])]
+    name = "DoRA" if config.use_dora else "LoRA"
+    return f"{name} with {' and '.join(more)}" if more else name
+
+
 def _no_weights_reason(path: Path) -> str:
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
     if pickles:
@@ -211,50 +283,6 @@ def _no_weights_reason(path: Path) -> str:
             "safetensors"
         )
     return f"the folder has no {WEIGHTS_FILE}"
-
-
-def _is_unread(key: str) -> bool:
-    return is_of_other_part(key.removeprefix(_MODEL))
-
-
-def _copied_module(key: str, targets: Mapping[str, Target]) -> str | None:
-    """Returns the module of whose weight the tensor is a copy."""
-    copy = _BASE_COPY.fullmatch(key)
-    module = None if copy is None else canonical(copy["module"])
-    return module if module in targets else None
-
-
-def _spelling(file: TensorFile) -> Spelling:
-    """Returns the form of the file's modules, which is that of the names in its configuration."""
-    return spelling_of(key.removeprefix(_MODEL) for key in file.entries)
-
-
-def _parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
-    match = _KEY.fullmatch(key)
-    if match is None:
-        raise AdapterError(f"tensor {shown(key)} {_reason_for_key(key)}")
-    module = canonical(match["module"])
-    if module not in targets:
-        raise AdapterError(
-            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
-            "be adapted"
-        )
-    kind = "linear" if match["linear"] else "embedding"
-    if targets[module].site.kind != kind:
-        raise AdapterError(f"tensor {shown(key)} is of the {kind} form, {module} is not")
-    return module, match["linear"] or match["embedding"]
-
-
-def _reason_for_key(key: str) -> str:
-    if "lora_magnitude_vector" in key:
-        return "belongs to DoRA, which is not supported"
-    if key.endswith("bias"):
-        return "is a bias, which is not supported"
-    if "trainable_tokens" in key or "token_adapter" in key:
-        return "holds trained tokens, which are not supported"
-    if ".lora_" not in key:
-        return "is a whole trained weight (modules_to_save), which is not supported"
-    return "has a name that is not PEFT's"
 
 
 def _check_complete(
@@ -308,9 +336,9 @@ def _check_shapes(
 
 
 def _check_base_copy(
-    module: str, file: TensorFile, key: str, base_weight: BaseWeight | None
+    module: str, file: TensorFile, key: str, base_parameter: BaseParameter | None
 ) -> None:
-    base = base_weight(module) if base_weight is not None else None
+    base = base_parameter(f"{module}.weight") if base_parameter is not None else None
     if base is None:
         raise AdapterError(
             f"the file holds a copy of the base's weight of {module} that cannot be compared; save "

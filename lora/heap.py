@@ -7,16 +7,16 @@ graphs hold their addresses. The owners of blocks are tracked elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.lora_rows import ROW_BITS, UNIT_BYTES, SiteRows
-from kernels.lora_shrink_expand import Delta, EmbeddingDelta
+from kernels.lora_shrink_expand import Affine, Delta, EmbeddingDelta
 from lora.page_image import PackedAdapter, PageLayout, Strip, in_blocks
 from lora.sites import Site
 
-Deltas = Mapping[str, tuple[Delta, ...] | tuple[EmbeddingDelta, ...]]
+Deltas = Mapping[str, tuple[Delta | Affine, ...] | tuple[EmbeddingDelta, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,10 @@ class AdapterHeap:
         for column, strip in enumerate(layout.strips):
             columns.setdefault(strip.site, []).append(column)
         self._rows = {site.name: self._rows_of(site, columns[site.name]) for site in sites}
+        self._plain_rows = {name: replace(rows, affine=0) for name, rows in self._rows.items()}
 
-    def site_rows(self, name: str) -> SiteRows:
-        return self._rows[name]
+    def site_rows(self, name: str, *, has_affine: bool) -> SiteRows:
+        return (self._rows if has_affine else self._plain_rows)[name]
 
     def write(self, packed: PackedAdapter, blocks: Sequence[int]) -> None:
         """Copies an adapter to its blocks; on CUDA on the current stream, from page-locked memory
@@ -67,10 +68,15 @@ class AdapterHeap:
         """Returns the rows of an adapter that is in these blocks, by site, as views."""
         entries = in_blocks(packed.entries, torch.tensor(blocks), self._block_bytes)
         columns_of: dict[tuple[str, int], list[int]] = {}
+        found: dict[str, list[Delta | Affine | EmbeddingDelta]] = {}
         for column in entries.any(0).nonzero().flatten().tolist():
             strip = self._layout.strips[column]
-            columns_of.setdefault((strip.site, strip.index), []).append(column)
-        found: dict[str, list[Delta | EmbeddingDelta]] = {}
+            if strip.side == "affine":  # before the deltas, as it changes y first
+                found.setdefault(strip.site, []).append(
+                    self._affine(strip, int(entries[0, column]))
+                )
+            else:
+                columns_of.setdefault((strip.site, strip.index), []).append(column)
         for (site, _), columns in columns_of.items():
             strips = [self._layout.strips[column] for column in columns]
             make = self._embedding_delta if self._sites[site].kind == "embedding" else self._delta
@@ -103,6 +109,12 @@ class AdapterHeap:
         b = [(s.start, self._view(s, start, run)) for s, start in run.of(strips) if s.side == "b"]
         return Delta(strips[0].index, a, tuple(b))
 
+    def _affine(self, strip: Strip, entry: int) -> Affine:
+        rows = entry & (1 << ROW_BITS) - 1
+        start = (entry >> ROW_BITS) * (UNIT_BYTES // self._layout.dtype.itemsize)
+        numbers = self._elements[start : start + rows * strip.width]
+        return Affine(strip.index, numbers.view(rows, strip.width))
+
     def _embedding_delta(self, strips: Sequence[Strip], run: _Run) -> EmbeddingDelta:
         starts = [start for strip, start in run.of(strips) if strip.side == "a"]
         (b,) = [self._view(s, start, run) for s, start in run.of(strips) if s.side == "b"]
@@ -121,14 +133,16 @@ class AdapterHeap:
         """`columns`: of the table, those of the site's strips, which follow each other."""
         strips = [self._layout.strips[column] for column in columns]
         middle = columns[0] + sum(strip.side == "a" for strip in strips)
+        end = middle + sum(strip.side == "b" for strip in strips)
         wide = "a" if site.kind == "embedding" else "b"
         return SiteRows(
             self._elements,
             self._table[:, columns[0] : middle],
-            self._table[:, middle : columns[-1] + 1],
+            self._table[:, middle:end],
             site.in_features,
             tuple(part.out_features for part in site.slices),
             next(s.width for s in strips if s.side == wide) if site.is_optional else 0,
+            end - middle if columns[-1] >= end else 0,
         )
 
 

@@ -21,6 +21,7 @@ from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import (
+    Affine,
     Delta,
     EmbeddingDelta,
     lora_add_,
@@ -49,7 +50,7 @@ def apply_lora_(
     for deltas, tokens in zip(batch.deltas, batch.tokens, strict=True):
         found = deltas.get(site.name)
         if found is not None and tokens is not None:
-            lora_add_(outputs, x, tokens, cast("tuple[Delta, ...]", found))
+            lora_add_(outputs, x, tokens, cast("tuple[Delta | Affine, ...]", found))
 
 
 def apply_lora_embedding_(
@@ -97,7 +98,7 @@ def adapted_linear(
 ) -> Product:
     """Computes the product. Rows without an adapter keep their bits."""
     if isinstance(lora, LoraPlan):
-        rows = pool.site_rows(site.name)
+        rows = pool.site_rows(site.name, has_affine=lora.has_affine)
         y, bridge = linear_shrink(x, weight, bias, rows, lora)
         return Product(y, BridgedDelta(bridge, rows, lora))
     y = linear(x, weight, bias)

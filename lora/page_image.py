@@ -1,6 +1,7 @@
 """The layout of an adapter in memory: strips in blocks, the same on the host and on the device.
 
-A strip is the rows of one page at one matrix: as many of 16 as the module's rank has left. A strip
+A strip is the rows of one page at one matrix: as many of 16 as the module's rank has left; or the
+affine rows of a module, which are in the first page. A strip
 lies within one block; a matrix too wide for that is cut into pieces of columns. So a block can go
 anywhere, and modules or rows that an adapter lacks use no room. Packing casts to the pool's type
 and checks for overflow: slow work for any thread. Free of devices and residency.
@@ -25,6 +26,9 @@ from lora.sites import Site
 _MIN_BLOCK_BYTES = 8192
 _PIECE_COLUMNS = 128  # pieces of a wide matrix have a multiple of it
 
+AFFINE = "affine"  # among the kinds of sites
+Shapes = dict[str, tuple[int, int]]  # of modules: rank, number of affine rows
+
 
 @dataclass(frozen=True, slots=True)
 class Strip:
@@ -34,7 +38,7 @@ class Strip:
     site: str
     index: int  # slice index
     module: str
-    side: Literal["a", "b"]
+    side: Literal["a", "b", "affine"]
     start: int  # first column of the slice
     width: int  # columns, perhaps beyond the last of the matrix
     offset: int = 0  # of the slice, in the module's columns
@@ -49,7 +53,8 @@ class PackedAdapter:
     memory: torch.Tensor  # [bytes] uint8: the blocks, the last one cut off, then the table's rows
     entries: torch.Tensor  # [pages, strips] int64
     num_blocks: int  # at least one for each page: pages have the numbers of blocks
-    site_kinds: frozenset[str]  # the last parts of the names of its sites, e.g. qkv
+    # The last parts of the names of its sites, e.g. qkv, and AFFINE if it has affine rows.
+    site_kinds: frozenset[str]
 
     @property
     def num_pages(self) -> int:
@@ -81,8 +86,12 @@ class _Place:
 
 
 class PageLayout:
-    def __init__(self, sites: Sequence[Site], dtype: torch.dtype) -> None:
+    def __init__(
+        self, sites: Sequence[Site], dtype: torch.dtype, *, has_affine: bool = True
+    ) -> None:
+        """`has_affine`: the table has entries for affine rows."""
         self.dtype = dtype
+        self.has_affine = has_affine
         row_bytes = PAGE_ROWS * dtype.itemsize
         widest = max(
             (w for site in sites if not site.is_optional for w in _widths(site)), default=1
@@ -104,7 +113,7 @@ class PageLayout:
             )
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
         usual = (part.module for site in sites if not site.is_optional for part in site.slices)
-        self.page_bytes = self._bytes_of(dict.fromkeys(usual, PAGE_ROWS))
+        self.page_bytes = self._bytes_of(dict.fromkeys(usual, (PAGE_ROWS, 0)))
 
     @property
     def bytes_per_block(self) -> int:
@@ -114,7 +123,7 @@ class PageLayout:
 
     def num_bytes(self, adapter: Adapter) -> int:
         """Returns the bytes of the device that the adapter takes."""
-        return self._bytes_of({name: one.rank for name, one in adapter.modules.items()})
+        return self._bytes_of(_shapes(adapter))
 
     def first_entry(self, site: str) -> int:
         return next(entry for entry, strip in enumerate(self.strips) if strip.site == site)
@@ -130,8 +139,13 @@ class PageLayout:
 
         `allocate`: returns host memory of a given size, with any content.
         """
-        ranks = {name: one.rank for name, one in adapter.modules.items()}
-        places, size = self._place(ranks)
+        has_affine = any(one.affine is not None for one in adapter.modules.values())
+        if has_affine and not self.has_affine:
+            raise AdapterError(
+                "the adapter uses DoRA or has biases, for which this engine has no room: set "
+                "affine_adapters to true"
+            )
+        places, size = self._place(_shapes(adapter))
         num_pages = -(-adapter.rank // PAGE_ROWS)
         num_blocks = self._num_blocks(size, num_pages)
         needed = num_blocks * self.bytes_per_block
@@ -157,18 +171,21 @@ class PageLayout:
             memory,
             entries,
             num_blocks,
-            frozenset(self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places),
+            frozenset({AFFINE} if has_affine else ()).union(
+                self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places
+            ),
         )
 
-    def _place(self, ranks: dict[str, int]) -> tuple[list[_Place], int]:
-        """Places the strips of modules of these ranks, the largest first, each in the first block
+    def _place(self, shapes: Shapes) -> tuple[list[_Place], int]:
+        """Places the strips of modules of these shapes, the largest first, each in the first block
         with room. Returns the places and the end of the last one."""
         by_size: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for module, rank in ranks.items():
+        for module, (rank, num_affine) in shapes.items():
             for entry in self._entries_of.get(module, ()):
                 row = self.strips[entry].width * self.dtype.itemsize
-                for page in range(-(-rank // PAGE_ROWS)):
-                    rows = min(PAGE_ROWS, rank - page * PAGE_ROWS)
+                height = num_affine if self.strips[entry].side == "affine" else rank
+                for page in range(-(-height // PAGE_ROWS)):
+                    rows = min(PAGE_ROWS, height - page * PAGE_ROWS)
                     size = -(-rows * row // UNIT_BYTES) * UNIT_BYTES
                     by_size[size].append((page, entry, rows))
         places: list[_Place] = []
@@ -185,9 +202,9 @@ class PageLayout:
                 filled[block] += size
         return places, (len(filled) - 1) * self.block_bytes + filled[-1] if filled else 0
 
-    def _bytes_of(self, ranks: dict[str, int]) -> int:
-        num_pages = -(-max(ranks.values(), default=0) // PAGE_ROWS)
-        return self._num_blocks(self._place(ranks)[1], num_pages) * self.bytes_per_block
+    def _bytes_of(self, shapes: Shapes) -> int:
+        num_pages = -(-max((rank for rank, _ in shapes.values()), default=0) // PAGE_ROWS)
+        return self._num_blocks(self._place(shapes)[1], num_pages) * self.bytes_per_block
 
     def _num_blocks(self, image_bytes: int, num_pages: int) -> int:
         return max(-(-image_bytes // self.block_bytes), num_pages)
@@ -214,13 +231,11 @@ class PageLayout:
         if weights.bound > torch.finfo(self.dtype).max and not fits(
             *_side(weights, strip), self.dtype
         ):
-            raise AdapterError(
-                f"lora_{strip.side.upper()} of {strip.module}, with its scale, overflows "
-                f"{self.dtype}"
-            )
+            what = "the gain or offset" if strip.side == "affine" else f"lora_{strip.side.upper()}"
+            raise AdapterError(f"{what} of {strip.module}, with its scale, overflows {self.dtype}")
 
     def _strips(self, site: Site) -> Iterator[Strip]:
-        """Yields A of each slice, then B of each slice."""
+        """Yields A of each slice, then B of each slice, then the affine rows of each."""
         for index, part in enumerate(site.slices):
             yield from self._pieces(site, index, part.module, "a", site.in_features)
         offsets: dict[str, int] = defaultdict(int)
@@ -228,6 +243,12 @@ class PageLayout:
             offset = offsets[part.module]
             yield from self._pieces(site, index, part.module, "b", part.out_features, offset)
             offsets[part.module] += part.out_features
+        if self.has_affine and not site.is_optional:
+            offsets.clear()
+            for index, part in enumerate(site.slices):
+                width, offset = part.out_features, offsets[part.module]
+                yield Strip(site.name, index, part.module, "affine", 0, width, offset)
+                offsets[part.module] += width
 
     def _pieces(
         self,
@@ -263,4 +284,14 @@ def _widths(site: Site) -> Iterator[int]:
 
 def _side(weights: ModuleWeights, strip: Strip) -> tuple[torch.Tensor, float]:
     """Returns the numbers [r, width] and their scale."""
+    if strip.side == "affine":
+        assert weights.affine is not None
+        return weights.affine, 1.0
     return (weights.lora_a, 1.0) if strip.side == "a" else (weights.lora_b, weights.scale)
+
+
+def _shapes(adapter: Adapter) -> Shapes:
+    return {
+        name: (one.rank, 0 if one.affine is None else len(one.affine))
+        for name, one in adapter.modules.items()
+    }

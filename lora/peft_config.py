@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,19 +20,18 @@ from lora.sites import Site
 from lora.untrusted import open_regular, parse_object, read_up_to, shown, shown_value
 
 T = TypeVar("T")
-_NAME = "adapter_config.json"
+CONFIG_FILE = "adapter_config.json"
 _MAX_BYTES = 1024 * 1024
 _MAX_LAYER_PATTERNS = 64
 _LAYERS_NAME = re.compile(r"[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*", re.ASCII)
 
+CONVERTED_KINDS = ("LOHA", "LOKR")  # values of peft_type that registration turns into LoRA
+
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
 _UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "lora_bias": "a bias on lora_B (lora_bias)",
     "fan_in_fan_out": "fan_in_fan_out",
     "modules_to_save": "modules_to_save (fully trained modules)",
     "layer_replication": "layer_replication",
-    "trainable_token_indices": "trainable_token_indices",
     "target_parameters": "target_parameters",
     "alora_invocation_tokens": "aLoRA (alora_invocation_tokens)",
     "use_qalora": "QALoRA",
@@ -42,6 +41,12 @@ _UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
     "ensure_weight_tying": "ensure_weight_tying",
+}
+_REMEDIES = {
+    "modules_to_save": "train them with LoRA, or merge the adapter and register a base",
+    "layer_replication": "register the base with the replicated layers",
+    "target_parameters": "target modules instead",
+    "ensure_weight_tying": "target the embedding alone, or merge the adapter and register a base",
 }
 # These start from a changed base weight (or a variant); others only choose the start of training.
 _UNSUPPORTED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
@@ -58,6 +63,12 @@ class PeftConfig:
     exclude_modules: Pattern | NameList
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
+    use_dora: bool = False
+    lora_bias: bool = False
+    trains_biases: bool = False  # of the base
+    # Tokens whose rows of the embedding are trained, by the end of a module's name.
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    base_name: str | None = None  # of the base that it was trained on, as the file names it
 
     def rank_of(self, module: str) -> int:
         return self.ranks.find(module, self.rank)
@@ -89,16 +100,49 @@ class PeftConfig:
 
 def read_peft_config(folder: Path) -> PeftConfig:
     fields = _read_json(folder)
+    _refuse_other_kinds(fields.get("peft_type"))
     _refuse_unsupported(fields)
+    config = replace(
+        _parse(fields, "lora_alpha"),
+        use_dora=_boolean(fields.get("use_dora"), "use_dora"),
+        lora_bias=_boolean(fields.get("lora_bias"), "lora_bias"),
+        trains_biases=_bias(fields.get("bias", "none")),
+        token_indices=_token_indices(fields.get("trainable_token_indices")),
+    )
+    if config.use_dora and config.lora_bias:
+        raise AdapterError("use_dora and lora_bias are set, which PEFT refuses together")
+    return config
+
+
+def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
+    """Returns the kind, LOHA or LOKR, and the fields that such adapters share with LoRA."""
+    fields = _read_json(folder)
+    kind = fields.get("peft_type")
+    if kind not in CONVERTED_KINDS:
+        raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
+    if fields.get("modules_to_save"):
+        words, remedy = _UNSUPPORTED["modules_to_save"], _REMEDIES["modules_to_save"]
+        raise AdapterError(f"the adapter uses {words}, which is not supported: {remedy}")
+    assert isinstance(kind, str)
+    return kind, _parse(fields, "alpha")
+
+
+def peft_type(folder: Path) -> object:
+    """Returns the kind of adapter that the configuration names, of any type."""
+    return _read_json(folder).get("peft_type")
+
+
+def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:
+    """`alpha`: the name of the field in this kind."""
     _refuse_what_peft_does(fields)
     limits = Limits()
     targets = fields.get("target_modules")
     if not targets:
-        raise AdapterError(f"{_NAME} names no target_modules")
+        raise AdapterError(f"{CONFIG_FILE} names no target_modules")
     is_all = isinstance(targets, str) and targets.lower() == "all-linear"
     return PeftConfig(
-        rank=_rank(fields.get("r"), f"{_NAME}: r"),
-        alpha=_number(fields.get("lora_alpha"), "lora_alpha"),
+        rank=_rank(fields.get("r"), f"{CONFIG_FILE}: r"),
+        alpha=_number(fields.get(alpha), alpha),
         ranks=_table(fields.get("rank_pattern"), "rank_pattern", _rank, limits),
         alphas=_table(fields.get("alpha_pattern"), "alpha_pattern", _number, limits),
         use_rslora=_boolean(fields.get("use_rslora"), "use_rslora"),
@@ -106,34 +150,39 @@ def read_peft_config(folder: Path) -> PeftConfig:
         exclude_modules=_module_names(fields.get("exclude_modules"), "exclude_modules", limits),
         layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
+        base_name=base if isinstance(base := fields.get("base_model_name_or_path"), str) else None,
     )
 
 
 def _read_json(folder: Path) -> dict[str, object]:
     try:
-        with open_regular(folder / _NAME) as file:
+        with open_regular(folder / CONFIG_FILE) as file:
             text = read_up_to(file, _MAX_BYTES + 1)
     except FileNotFoundError:
-        raise AdapterError(f"the folder has no {_NAME}") from None
+        raise AdapterError(f"the folder has no {CONFIG_FILE}") from None
     except OSError as error:
-        raise AdapterError(f"{_NAME} cannot be read: {error.strerror}") from None
+        raise AdapterError(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
     if len(text) > _MAX_BYTES:
-        raise AdapterError(f"{_NAME} is larger than {_MAX_BYTES} bytes")
-    return parse_object(text, _NAME)
+        raise AdapterError(f"{CONFIG_FILE} is larger than {_MAX_BYTES} bytes")
+    return parse_object(text, CONFIG_FILE)
+
+
+def _refuse_other_kinds(kind: object) -> None:
+    if kind == "LORA":
+        return
+    remedy = ""
+    if kind in CONVERTED_KINDS:
+        remedy = "; loraplex register adapter converts LoHa and LoKr to LoRA"
+    elif isinstance(kind, str):
+        remedy = "; PEFT's convert_to_lora makes LoRA of some other kinds"
+    raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served{remedy}")
 
 
 def _refuse_unsupported(fields: dict[str, object]) -> None:
-    kind = fields.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served")
     for name, words in _UNSUPPORTED.items():
         if fields.get(name):
-            raise AdapterError(f"the adapter uses {words}, which is not supported")
-    bias = fields.get("bias", "none")
-    if bias != "none":
-        raise AdapterError(
-            f"the adapter trains biases (bias is {shown_value(bias)}), which is not supported"
-        )
+            remedy = f": {_REMEDIES[name]}" if name in _REMEDIES else ""
+            raise AdapterError(f"the adapter uses {words}, which is not supported{remedy}")
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_UNSUPPORTED_INITS):
         raise AdapterError(
@@ -211,6 +260,28 @@ def _number(value: object, field: str) -> float:
         if math.isfinite(number):
             return number
     raise AdapterError(f"{field} must be a finite number, not {shown_value(value)}")
+
+
+def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
+    if not value:
+        return {}
+    lists = value if isinstance(value, dict) else {"embed_tokens": value}
+    return {name.rpartition(".")[2]: _tokens(name, found) for name, found in lists.items()}
+
+
+def _tokens(module: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, list) and all(type(one) is int and 0 <= one < 2**31 for one in value):
+        return tuple(value)
+    raise AdapterError(
+        f"trainable_token_indices of {shown(module)} must be a list of token ids, not "
+        f"{shown_value(value)}"
+    )
+
+
+def _bias(value: object) -> bool:
+    if value not in ("none", "all", "lora_only"):
+        raise AdapterError(f"bias must be none, all or lora_only, not {shown_value(value)}")
+    return value != "none"
 
 
 def _boolean(value: object, field: str) -> bool:

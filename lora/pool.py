@@ -21,6 +21,7 @@ from lora.blocks import BlockTable
 from lora.copies import AdapterCopies, Copier, CudaCopier, Event
 from lora.errors import AdapterNotLoadedError, HostMemoryError
 from lora.heap import AdapterHeap, Deltas
+from lora.page_image import AFFINE as AFFINE
 from lora.page_image import PAGE_ROWS as PAGE_ROWS
 from lora.page_image import PackedAdapter, PageLayout
 from lora.pinned_memory import PinnedMemory
@@ -45,12 +46,15 @@ class AdapterPool:
         host_bytes: int,
         stream: torch.cuda.Stream | None = None,
         copier: Copier | None = None,
+        *,
+        has_affine: bool = True,
     ) -> None:
         """`stream`: the CUDA stream of the steps; None: the stream that is current in each call.
-        `copier`: None selects the device's, none on a CPU."""
+        `copier`: None selects the device's, none on a CPU. `has_affine`: also for adapters with
+        affine rows, as DoRA and biases need."""
         self.dtype = dtype
         self.device = torch.device(device)
-        self._layout = PageLayout(sites, dtype)
+        self._layout = PageLayout(sites, dtype, has_affine=has_affine)
         self._table = BlockTable(bytes_budget // self._layout.bytes_per_block)
         self._heap = AdapterHeap(sites, self._layout, self._table.num_blocks, self.device)
         if copier is None and self.device.type == "cuda":
@@ -89,6 +93,11 @@ class AdapterPool:
     @property
     def num_free_blocks(self) -> int:
         return self._table.num_free
+
+    @property
+    def serves_affine(self) -> bool:
+        """Returns whether adapters may have affine rows."""
+        return self._layout.has_affine
 
     @property
     def page_bytes(self) -> int:
@@ -282,9 +291,10 @@ class AdapterPool:
             self._deltas[digest] = self._heap.deltas(self._host[digest], blocks)
         return self._deltas[digest]
 
-    def site_rows(self, name: str) -> SiteRows:
-        """Returns the strips of a site. They never move."""
-        return self._heap.site_rows(name)
+    def site_rows(self, name: str, *, has_affine: bool = False) -> SiteRows:
+        """Returns the strips of a site. They never move. `has_affine`: with affine rows, if the
+        pool has room for them."""
+        return self._heap.site_rows(name, has_affine=has_affine)
 
     def on_device(self) -> tuple[str, ...]:
         return self._table.resident()
@@ -294,7 +304,8 @@ class AdapterPool:
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
     def site_kinds(self, digest: str) -> frozenset[str]:
-        """Returns the last parts of the names of the adapter's sites, e.g. qkv."""
+        """Returns the last parts of the names of the adapter's sites, e.g. qkv, and AFFINE if it
+        has affine rows."""
         return self._host[digest].site_kinds
 
     def _known(self, digest: str) -> PackedAdapter:

@@ -46,6 +46,7 @@ class AdapterFacts:
     targets: tuple[str, ...]  # e.g. ("k_proj", "q_proj")
     num_parameters: int = 0  # 0: the tensors were not read, and `is_noop` is unknown
     is_noop: bool = False
+    converted: str = ""  # the kind that it was made from at registration, its rank and its error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class EffectFacts:
     load_s: float | None = None
     reason: str = ""  # why it cannot be served; only with the verdict `refused`
     text: str = ""  # the text files that it brings, see `AdapterVersion.text`; empty: not compared
+    variant: str = ""  # LoRA or DoRA, with or without biases, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class AdapterVersion:
     # it has such files, which were not compared with its base's; empty: none.
     text: str = ""
     effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
+    converted: str = ""  # as in AdapterFacts
 
 
 @dataclass(frozen=True, slots=True)

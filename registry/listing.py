@@ -42,12 +42,14 @@ RANK = PREFIX + "rank"
 TARGETS = PREFIX + "targets"
 PARAMETERS = PREFIX + "num_parameters"
 NOOP = PREFIX + "noop"
+CONVERTED = PREFIX + "converted"  # adapter: the kind that it was made from, rank and error
 ARCHITECTURE = PREFIX + "architecture"
 MAX_LEN = PREFIX + "max_model_len"
 MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, a second name for clients
 KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
 REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
 TEXT = PREFIX + "text"  # adapter: the parts of its text side that it brings, or NO_TEXT
+VARIANT = PREFIX + "variant"  # adapter: LoRA or DoRA, with or without biases
 FORCED = PREFIX + "force"  # adapter: "true" accepts it if its configuration names another base
 LINKED = PREFIX + "linked"  # the files are hardlinks to the files of the source folder
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
@@ -221,6 +223,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         tags=_own_tags(row),
         text=_text(row),
         effect_figures=_figures(row),
+        converted=row.tags.get(CONVERTED, "")[:_MAX_REASON],
     )
 
 
@@ -243,6 +246,8 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
     if facts.num_parameters:  # the tensors were read
         tags[PARAMETERS] = str(facts.num_parameters)
         tags[NOOP] = "true" if facts.is_noop else "false"
+    if facts.converted:
+        tags[CONVERTED] = facts.converted
     return tags
 
 
@@ -271,7 +276,8 @@ def effect_tags(facts: EffectFacts) -> dict[str, str]:
     noop = "true" if facts.is_noop else "false"
     refused = {REFUSED: facts.reason[:_MAX_REASON]} if facts.reason else {}
     text = {TEXT: facts.text} if facts.text else {}
-    return {**measured, **counted, **refused, **text, NOOP: noop, EFFECT: facts.verdict}
+    variant = {VARIANT: facts.variant} if facts.variant else {}
+    return {**measured, **counted, **refused, **text, **variant, NOOP: noop, EFFECT: facts.verdict}
 
 
 def _figures(row: Row) -> tuple[tuple[str, float], ...]:

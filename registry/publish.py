@@ -73,7 +73,7 @@ def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRec
     _upload_effect(store.version_files(name, version), record)
     tags = listing.effect_tags(record.facts)
     known = store.version(name, version).tags
-    for key in (*listing.EFFECT_TAGS.values(), listing.REFUSED, listing.TEXT):
+    for key in (*listing.EFFECT_TAGS.values(), listing.REFUSED, listing.TEXT, listing.VARIANT):
         if key in known and key not in tags:
             store.untag_version(name, version, key)
     if record.facts.reason or listing.REFUSED in known:

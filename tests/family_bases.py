@@ -234,7 +234,7 @@ class Decoder:
         self.model = Model(self.config, weights, max_len or self.config.usual_len)
         self.pool = AdapterPool(sites, 16 << 20, torch.float32, CPU, 64 << 20)
         for folder in adapters:
-            self.pool.add(read_adapter(folder, folder.name, sites, 64, weights.of_module))
+            self.pool.add(read_adapter(folder, folder.name, sites, 64, weights.parameters.get))
             while not self.pool.acquire(folder.name):
                 self.pool.wait_pending()
 

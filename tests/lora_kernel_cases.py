@@ -34,6 +34,7 @@ class LoraCase:
     runs: tuple[Run, ...]
     max_tokens: int
     max_pages: int
+    affine: tuple[tuple[torch.Tensor, ...], ...] = ()  # [0, 1 or 2, N_s]: adapter, slice
 
     def plan(self, *, large: bool = True, graph_rows: int | None = None) -> LoraPlan:
         """Returns the plan; with `graph_rows`, that of a CUDA graph of that many rows."""
@@ -55,9 +56,20 @@ class LoraCase:
             if adapter is None:
                 continue
             for s, (a, b) in enumerate(self.weights[adapter]):
+                columns = slice(starts[s], starts[s + 1])
                 delta = self.x[here].double() @ a.double().T @ b.double()
-                out[here, starts[s] : starts[s + 1]] = delta
+                for rows_of, row_of in zip(
+                    (self.y[here, columns].double(), 1.0), self.affine_of(adapter, s), strict=False
+                ):
+                    delta = delta + rows_of * row_of.double()
+                out[here, columns] = delta
         return out
+
+    def affine_of(self, adapter: int, index: int) -> torch.Tensor:
+        """Returns [0, 1 or 2, N_s]."""
+        if not self.affine:
+            return self.y.new_empty((0, self.site.sizes[index]))
+        return self.affine[adapter][index]
 
     def untouched(self) -> torch.Tensor:
         """Returns [T, sum of N_s] bool: the rows without adapter, and slices that theirs lacks."""
@@ -66,7 +78,8 @@ class LoraCase:
         row = 0
         for adapter, rows in self.runs:
             for s, (a, _) in enumerate(() if adapter is None else self.weights[adapter]):
-                found[row : row + rows, starts[s] : starts[s + 1]] = len(a) == 0
+                is_untouched = len(a) == 0 and len(self.affine_of(adapter or 0, s)) == 0
+                found[row : row + rows, starts[s] : starts[s + 1]] = is_untouched
             row += rows
         return found
 
@@ -95,6 +108,7 @@ def make_case(
     integers: bool = False,
     seed: int = 0,
     max_tokens: int | None = None,
+    affine: Sequence[Rank] = (),  # affine rows: 0, 1 or 2
 ) -> LoraCase:
     """Returns a case with shuffled pages; memory that no adapter has is full of NaN."""
     draw = torch.Generator().manual_seed(seed)
@@ -129,7 +143,16 @@ def make_case(
         ]
         for side in (0, 1)
     ]
-    site = make_site_rows(total, *cut, in_features, sizes, dtype, device)
+    each_affine = [(rows,) * len(sizes) if isinstance(rows, int) else rows for rows in affine]
+    affine_rows = tuple(
+        tuple(numbers(own[s], size, scale=0.3) for s, size in enumerate(sizes))
+        for own in each_affine
+    )
+    first_pages = [
+        {own[0]: rows[s] for own, rows in zip(adapters, affine_rows, strict=True) if len(rows[s])}
+        for s in range(len(sizes) if affine_rows else 0)
+    ]
+    site = make_site_rows(total, *cut, in_features, sizes, dtype, device, affine=first_pages)
     return LoraCase(
         numbers(num_tokens, in_features).to(device),
         numbers(num_tokens, sum(sizes)).to(device),
@@ -139,6 +162,7 @@ def make_case(
         tuple(runs),
         max_tokens or num_tokens,
         total,
+        tuple(tuple(rows.to(device) for rows in own) for own in affine_rows),
     )
 
 

@@ -30,16 +30,17 @@ def make_site_rows(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     other_entries: int = 3,  # entries of a page that belong to other sites
+    affine: Sequence[Matrices] = (),  # of each slice: [1 or 2, N_s], of first pages
 ) -> SiteRows:
     """Returns the rows with NaN between the strips, which are in an order of their own."""
     draw = torch.Generator().manual_seed(3)
     flat = [
         (entry, page, rows)
-        for entry, matrices in enumerate([*a, *b])
+        for entry, matrices in enumerate([*a, *b, *affine])
         for page, rows in matrices.items()
     ]
     unit = UNIT_BYTES // dtype.itemsize
-    table = torch.zeros((num_pages, other_entries + 2 * len(sizes)), dtype=torch.int64)
+    table = torch.zeros((num_pages, other_entries + 3 * len(sizes)), dtype=torch.int64)
     starts, end = [], unit
     for i in torch.randperm(len(flat), generator=draw).tolist():
         entry, page, rows = flat[i]
@@ -51,4 +52,6 @@ def make_site_rows(
         heap[start : start + rows.numel()] = rows.reshape(-1).to(device, dtype)
     entries = table.to(device)[:, other_entries:]
     slices = len(sizes)
-    return SiteRows(heap, entries[:, :slices], entries[:, slices:], in_features, tuple(sizes))
+    a_entries, b_entries = entries[:, :slices], entries[:, slices : 2 * slices]
+    step = slices if affine else 0
+    return SiteRows(heap, a_entries, b_entries, in_features, tuple(sizes), affine=step)

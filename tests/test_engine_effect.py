@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 from engine.checks.effect import examine, plan_probe
@@ -18,6 +18,7 @@ from engine.host_memory import available_bytes, peak_of
 from lora.adapter import ModuleWeights
 from lora.norms import delta_norm
 from tests.engine_helpers import VOCAB, hf_logits, load_hf, make_adapter, make_base, random_prompt
+from tests.peft_kinds import save_peft
 
 ATTENTION = ("q_proj", "v_proj")
 EVERYTHING = (
@@ -115,6 +116,31 @@ def test_change_of_the_logits_is_that_of_peft(
     changed = (after.argmax(-1) != before.argmax(-1)).double().mean()
     assert found.argmax_changed == pytest.approx(float(changed))
     assert found.noise is None or found.noise < found.max_delta / 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "lora_only"}, "LoRA with biases"),
+        ({"use_dora": True, "bias": "all"}, "DoRA with biases"),
+    ],
+)
+def test_kind_is_named_and_its_own_numbers_alone_are_an_effect(
+    fields: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    """Magnitudes and biases are all that changes anything: B is zero."""
+    base = make_base(tmp_path / "base", "qwen2")
+    config = LoraConfig(r=2, target_modules=list(ATTENTION), **fields)  # type: ignore[arg-type]
+    folder = save_peft(tmp_path / "adapter", base, config, std=0.0)
+    report = check(folder, base)
+    assert (report.verdict, report.kind, report.unmatched) == ("changes", kind, ())
+    assert report.num_matched == len(load_file(folder / "adapter_model.safetensors"))
+    adapted = PeftModel.from_pretrained(load_hf(base), str(folder)).eval()
+    change = [hf_logits(adapted, p) - hf_logits(load_hf(base), p) for p in PROMPTS]
+    largest = float(torch.cat(change).abs().max())
+    assert logits_of(report).max_delta == pytest.approx(largest, rel=1e-3)
+    assert min(norm.delta for norm in report.norms) > 0
 
 
 def test_sound_adapter_is_found_to_change_the_logits(base: Path, tmp_path: Path) -> None:

@@ -62,9 +62,7 @@ def make_base() -> transformers.LlamaForCausalLM:
 
 def read(path: Path, max_rank: int = 64, base: torch.nn.Module | None = None) -> Adapter:
     parameters = {} if base is None else dict(base.named_parameters())
-    return read_adapter(
-        path, "digest", make_sites(), max_rank, lambda module: parameters.get(f"{module}.weight")
-    )
+    return read_adapter(path, "digest", make_sites(), max_rank, parameters.get)
 
 
 def write(path: Path, tensors: Tensors, **config: object) -> Path:
@@ -82,6 +80,9 @@ def write(path: Path, tensors: Tensors, **config: object) -> Path:
 
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+TOKENS_OF = "base_model.model.model.embed_tokens.token_adapter"
 
 
 def good_tensors() -> Tensors:
@@ -217,8 +218,28 @@ BAD_TENSORS: dict[str, tuple[Tensors, str]] = {
         },
         "which target_modules does not name",
     ),
-    "DoRA": (replace("lora_magnitude_vector", torch.ones(HIDDEN)), "belongs to DoRA"),
-    "bias": (replace("lora_B.bias", torch.ones(HIDDEN)), "is a bias"),
+    "DoRA": (
+        replace("lora_magnitude_vector", torch.ones(HIDDEN)),
+        "is a magnitude of DoRA, but adapter_config.json does not set use_dora",
+    ),
+    "bias of lora_B": (replace("lora_B.bias", torch.ones(HIDDEN)), "does not set lora_bias"),
+    "bias": (replace("base_layer.bias", torch.ones(HIDDEN)), "does not set bias"),
+    "bias of no site": (
+        good_tensors() | {"base_model.model.model.norm.bias": torch.ones(HIDDEN)},
+        "the base has no module model.norm that can be adapted",
+    ),
+    "tokens that are not named": (
+        good_tensors() | {f"{TOKENS_OF}.trainable_tokens_delta": torch.ones(2, HIDDEN)},
+        "names other modules than the file has trained tokens of",
+    ),
+    "tokens of no embedding": (
+        good_tensors() | {f"{Q0}.token_adapter.trainable_tokens_delta": torch.ones(2, HIDDEN)},
+        f"{MODULE} is no embedding or head of the base",
+    ),
+    "magnitude of the head": (
+        good_tensors() | {"base_model.model.lm_head.lora_magnitude_vector": torch.ones(VOCAB)},
+        "is a magnitude of DoRA, which is not supported at lm_head",
+    ),
     "whole weight": (
         good_tensors() | {"base_model.model.lm_head.weight": torch.ones(VOCAB, HIDDEN)},
         "modules_to_save",
@@ -250,6 +271,26 @@ def test_bad_tensors_are_refused(name: str, tmp_path: Path) -> None:
     assert reason in str(refusal.value)
 
 
+BAD_TOKENS: dict[str, tuple[torch.Tensor, object, str]] = {
+    "another number": (torch.ones(3, HIDDEN), [1, 2], "have shape [3, 16], expected are [2, 16]"),
+    "twice": (torch.ones(2, HIDDEN), [1, 1], "are not different tokens below 32"),
+    "beyond the vocabulary": (torch.ones(2, HIDDEN), [1, 32], "are not different tokens below 32"),
+    "not a number": (torch.full((2, HIDDEN), torch.nan), [1, 2], "hold NaN or infinity"),
+    "too many": (torch.ones(9, HIDDEN), list(range(9)), "9 tokens of model.embed_tokens"),
+    "another module": (torch.ones(2, HIDDEN), {"lm_head": [1, 2]}, "names other modules"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD_TOKENS))
+def test_bad_trained_tokens_are_refused(name: str, tmp_path: Path) -> None:
+    rows, indices, reason = BAD_TOKENS[name]
+    tensors = good_tensors() | {f"{TOKENS_OF}.trainable_tokens_delta": rows}
+    folder = write(tmp_path, tensors, trainable_token_indices=indices)
+    with pytest.raises(AdapterError) as refusal:
+        read(folder, max_rank=8, base=make_base())
+    assert reason in str(refusal.value)
+
+
 def test_a_copy_of_the_base_that_nobody_can_compare_is_refused(tmp_path: Path) -> None:
     tensors = good_tensors()
     tensors["base_model.model.lm_head.base_layer.weight"] = torch.ones(VOCAB, HIDDEN)
@@ -259,13 +300,18 @@ def test_a_copy_of_the_base_that_nobody_can_compare_is_refused(tmp_path: Path) -
 
 BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-    ({"use_dora": True}, "uses DoRA"),
-    ({"bias": "all"}, "bias is 'all'"),
-    ({"lora_bias": True}, "lora_bias"),
+    ({"use_dora": True}, f"a magnitude of DoRA is missing for {MODULE}"),
+    ({"use_dora": "false"}, "use_dora must be true or false"),
+    ({"use_dora": True, "lora_bias": True}, "PEFT refuses together"),
+    ({"bias": "some"}, "bias must be none, all or lora_only, not 'some'"),
+    ({"bias": None}, "bias must be none, all or lora_only, not None"),
+    ({"lora_bias": True}, f"a bias of lora_B is missing for {MODULE}"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"trainable_token_indices": [1]}, "names other modules than the file has trained tokens of"),
+    ({"trainable_token_indices": [-1]}, "must be a list of token ids, not a list of 1"),
+    ({"trainable_token_indices": {"embed_tokens": 1}}, "must be a list of token ids, not 1"),
     ({"target_parameters": ["x"]}, "target_parameters"),
     ({"alora_invocation_tokens": [1]}, "aLoRA"),
     ({"init_lora_weights": "pissa_niter_4"}, "fits a changed base"),

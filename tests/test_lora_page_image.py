@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -67,16 +68,32 @@ def test_an_adapter_takes_little_more_than_its_own_bytes(
     assert own <= PageLayout(sites, torch.bfloat16).num_bytes(adapter) <= 1.15 * own
 
 
+def with_affine(adapter: Adapter, rows: dict[str, int]) -> Adapter:
+    """Returns the adapter with affine rows of those of the modules that it has."""
+    modules = {
+        name: replace(weights, affine=torch.ones(rows[name], weights.lora_b.shape[1]))
+        if name in rows
+        else weights
+        for name, weights in adapter.modules.items()
+    }
+    return replace(adapter, modules=modules)
+
+
+def numbers_of(weights: ModuleWeights, side: str) -> torch.Tensor | None:
+    return {"a": weights.a, "b": weights.b, "affine": weights.affine}[side]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(sorted(SHAPES)), st.integers(1, 70), min_size=1),
+    st.dictionaries(st.sampled_from(("q", "k", "down")), st.integers(1, 2)),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_strips_overlap_nowhere_and_hold_the_adapter(
-    ranks: dict[str, int], dtype: torch.dtype
+    ranks: dict[str, int], affine: dict[str, int], dtype: torch.dtype
 ) -> None:
     layout = PageLayout(SITES, dtype)
-    adapter = make_adapter("a", ranks)
+    adapter = with_affine(make_adapter("a", ranks), affine)
     packed = layout.pack(adapter, lambda size: torch.full((size,), 255, dtype=torch.uint8))
     assert packed.num_blocks * layout.bytes_per_block == layout.num_bytes(adapter)
     assert packed.num_pages == -(-max(ranks.values()) // PAGE_ROWS)
@@ -85,7 +102,10 @@ def test_strips_overlap_nowhere_and_hold_the_adapter(
     for place, strip in enumerate(layout.strips):
         for page, entry in enumerate(packed.entries[:, place].tolist()):
             rows = entry & (1 << ROW_BITS) - 1
-            assert rows == max(0, min(PAGE_ROWS, ranks.get(strip.module, 0) - page * PAGE_ROWS))
+            weights = adapter.modules.get(strip.module)
+            own = None if weights is None else numbers_of(weights, strip.side)
+            height = 0 if own is None else len(own)
+            assert rows == max(0, min(PAGE_ROWS, height - page * PAGE_ROWS))
             if rows == 0:
                 assert entry == 0
                 continue
@@ -93,8 +113,8 @@ def test_strips_overlap_nowhere_and_hold_the_adapter(
             end = start + rows * strip.width * dtype.itemsize
             taken.append((start, end))
             assert start // layout.block_bytes == (end - 1) // layout.block_bytes
-            weights = adapter.modules[strip.module]
-            own = (weights.a if strip.side == "a" else weights.b)[page * PAGE_ROWS :][:rows]
+            assert own is not None
+            own = own[page * PAGE_ROWS :][:rows]
             found = packed.image[start:end].view(dtype).view(rows, strip.width)
             assert torch.equal(found.float(), own[:, strip.start : strip.start + strip.width])
     taken.sort()

@@ -32,6 +32,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 MEASURED = {
     *("loraplex.delta_norm", "loraplex.max_logit_change", "loraplex.mean_kl"),
     *("loraplex.argmax_changed", "loraplex.pages", "loraplex.device_bytes", "loraplex.load_s"),
+    "loraplex.variant",
     "loraplex.checked_s",
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoHaConfig
 from safetensors.torch import load_file, save_file
 
 from registry.cache import Cache
@@ -13,6 +14,7 @@ from registry.entities import AdapterFacts
 from registry.errors import InvalidNameError, RegistrationError
 from serve_app.cli import effect
 from serve_app.cli.registration import register_adapter, register_base
+from tests.peft_kinds import save_peft
 from tests.registry_helpers import embedded
 from tests.serve_folders import make_adapter_folder, make_base_folder
 
@@ -294,3 +296,35 @@ def test_a_version_that_plain_mlflow_registered_is_compared_later(
     adapter = registry.snapshot().resolve("templated").adapter
     assert adapter is not None
     assert adapter.text == "chat template"
+
+
+def test_loha_adapter_is_registered_as_lora_with_its_rank_and_error(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_loha_folder(tmp_path / "loha", base)
+    version = register_adapter(registry, folder, "loha", "tiny", cache=cache).version
+    assert (version.rank, version.targets) == (4, ("q_proj",))
+    assert version.converted == "LoRA from LoHa, rank 4, relative error 1.0e-07"
+    found = registry.snapshot().resolve("loha").adapter
+    assert found is not None
+    assert found.converted == version.converted
+    stored = registry.fetch(found, cache)
+    assert json.loads((stored / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    again = register_adapter(registry, folder, "loha", "tiny", cache=cache).version
+    assert again.version == version.version
+
+
+def test_loha_adapter_that_becomes_lora_with_too_large_an_error_is_refused(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.checks.validation.MAX_RANK", 2)
+    folder = make_loha_folder(tmp_path / "loha", base)
+    with pytest.raises(RegistrationError, match=r"needs rank 4 for a relative error of 0.001"):
+        register_adapter(registry, folder, "loha", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+    registered = register_adapter(registry, folder, "loha", "tiny", cache=cache, max_error=0.9)
+    assert registered.version.rank <= 2
+
+
+def make_loha_folder(folder: Path, base: Path) -> Path:
+    return save_peft(folder, base, LoHaConfig(r=2, alpha=4, target_modules=["q_proj"]), std=0.5)

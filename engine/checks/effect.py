@@ -97,6 +97,7 @@ def examine(
         load=cost,
         probe=None if logits is None else plan,
         seconds=time.perf_counter() - started_s,
+        kind=adapter.kind,
     )
 
 

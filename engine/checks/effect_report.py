@@ -103,6 +103,7 @@ class EffectReport:
     probe: ProbePlan | None  # how the logits were computed; None without them
     seconds: float  # duration of the check, the base's loading included
     brings: tuple[str, ...] = ()  # the parts of its own text side, such as "chat template"
+    kind: str = ""  # LoRA or DoRA, with or without biases, in words; empty: refused before
 
     @property
     def delta_norm(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weights import expected_shapes, read_tensor, stream_tensors
 from lora.adapter import Adapter, read_adapter
+from lora.lycoris import convert_to_lora
+from lora.peft_config import CONVERTED_KINDS, peft_type
 
 MAX_RANK = 512
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -34,11 +37,26 @@ class BaseReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversionReport:
+    kind: str  # of the adapter that the LoRA was made from, such as LoHa
+    rank: int  # the largest of any module
+    error: float  # relative, in the Frobenius norm: the largest of any module
+
+    @property
+    def words(self) -> str:
+        # A rank that leaves out nothing still rounds to float32: some 1e-7.
+        return (
+            f"LoRA from {self.kind}, rank {self.rank}, relative error {max(self.error, 1e-7):.1e}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterReport:
     rank: int  # the largest of any module
     targets: tuple[str, ...]  # last parts of the module names, sorted
     num_parameters: int
     num_tensors: int
+    kind: str  # LoRA or DoRA, with or without biases, in words
     is_noop: bool  # it changes nothing
     warnings: tuple[str, ...]
 
@@ -89,22 +107,38 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
         rank=adapter.rank,
         targets=tuple(sorted({module.rsplit(".", 1)[-1] for module in adapter.modules})),
         num_parameters=adapter.num_parameters,
-        num_tensors=2 * len(adapter.modules),
+        num_tensors=adapter.num_tensors,
+        kind=adapter.kind,
         is_noop=adapter.is_noop,
         warnings=tuple(warnings),
     )
 
 
+def convert_adapter(
+    folder: Path, base_folder: Path, out: Path, max_error: float
+) -> ConversionReport | None:
+    """Writes an adapter of a kind that is served as LoRA only, LoHa or LoKr, as LoRA to the empty
+    folder `out`; None: it is of another kind, and nothing is written. `max_error`: of the change of
+    any module, relative. Raises AdapterError."""
+    if peft_type(folder) not in CONVERTED_KINDS:
+        return None
+    sites = lora_sites(read_model_config(base_folder))
+    made = convert_to_lora(folder, out, sites, MAX_RANK, max_error)
+    return ConversionReport(made.kind, made.rank, made.error)
+
+
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:
-    """Reads the adapter as the engine does; of the base, only weights of which the adapter's file
-    holds a copy."""
+    """Reads the adapter as the engine does; of the base, only parameters that the adapter's file
+    refers to: DoRA's modules, trained biases, copies."""
 
-    def base_weight(module: str) -> torch.Tensor | None:
-        if module == "lm_head" and config.ties_embeddings:
-            module = "model.embed_tokens"
-        return read_tensor(base_folder, f"{module}.weight")
+    read = lru_cache(1)(partial(read_tensor, base_folder))
 
-    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base_weight)
+    def base(name: str) -> torch.Tensor | None:
+        if name == "lm_head.weight" and config.ties_embeddings:
+            name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
+        return read(name)
+
+    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base)
 
 
 def _has_chat_template(folder: Path) -> bool:

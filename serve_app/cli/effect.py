@@ -92,6 +92,7 @@ def record(
         device_bytes=None if load is None else load.device_bytes,
         load_s=None if load is None else load.read_s + load.copy_s,
         reason=report.reason if report.verdict == "refused" else "",
+        variant=report.kind,
         text="" if report.verdict == "refused" else ", ".join(report.brings) or NO_TEXT,
     )
     title = f"{name} on {base.name}@{base.version}"

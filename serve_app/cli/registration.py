@@ -4,6 +4,7 @@ registration leaves nothing behind; an adapter without effect is refused.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.checks.effect_report import EffectReport
-from engine.checks.validation import check_adapter, check_base
+from engine.checks.validation import check_adapter, check_base, convert_adapter
 from engine.refusals import REFUSALS
 from registry.cache import Cache
 from registry.catalog import DEFAULT_ALIAS
@@ -27,6 +28,9 @@ from serve_app.cli import effect
 from serve_app.text.base_text import BaseText
 
 _REMEDY = ". Is the adapter untrained? To register it anyway: --allow-noop"
+
+# Of a converted adapter. In bfloat16, in which A and B are served, each number is off by 0.2 %.
+MAX_ERROR = 1e-3
 
 _REFUSED: tuple[type[Exception], ...] = (*REFUSALS, RegistrationError)
 
@@ -81,11 +85,13 @@ def register_adapter(
     probe: effect.ProbeMode = "auto",
     allow_noop: bool = False,
     force: bool = False,
+    max_error: float | None = None,
     progress: Progress = no_progress,
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
-    accept an adapter whose configuration names another base."""
+    accept an adapter whose configuration names another base. `max_error`: the largest relative
+    error of any module with which a LoHa or LoKr adapter is converted to LoRA; None: MAX_ERROR."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -97,24 +103,31 @@ def register_adapter(
         with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
             check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
     base_folder = registry.fetch(found, cache, progress=progress)
-    with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
-        report = check_adapter(folder, base_folder)
-        if report.is_noop and not allow_noop:  # before a base is loaded
-            raise RegistrationError(f"adapter {name!r} is refused: {report.warnings[0]}{_REMEDY}")
-        found_out = effect.prove(folder, name, base_folder, mode=probe)
-    _check_effect(name, found_out, allow_noop)
-    facts = AdapterFacts(report.rank, report.targets, report.num_parameters, report.is_noop)
-    # The version that was checked, even if an alias moved since.
-    pinned = f"{found.name}@{found.version}"
-    version = registry.register_adapter(
-        folder,
-        name,
-        base=pinned,
-        facts=facts,
-        alias=alias,
-        effect=effect.record(found_out, name, found),
-        progress=progress,
-    )
+    what = f"adapter {name!r} for base {found.name}@{found.version}"
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+        with _refused(what):
+            bound = MAX_ERROR if max_error is None else max_error
+            made = convert_adapter(folder, base_folder, Path(scratch), bound)
+            folder = folder if made is None else Path(scratch)
+            report = check_adapter(folder, base_folder)
+            if report.is_noop and not allow_noop:  # before a base is loaded
+                reason = f"{report.warnings[0]}{_REMEDY}"
+                raise RegistrationError(f"adapter {name!r} is refused: {reason}")
+            found_out = effect.prove(folder, name, base_folder, mode=probe)
+        _check_effect(name, found_out, allow_noop)
+        converted = "" if made is None else made.words
+        version = registry.register_adapter(
+            folder,
+            name,
+            # The version that was checked, even if an alias moved since.
+            base=f"{found.name}@{found.version}",
+            facts=AdapterFacts(
+                report.rank, report.targets, report.num_parameters, report.is_noop, converted
+            ),
+            alias=alias,
+            effect=effect.record(found_out, name, found),
+            progress=progress,
+        )
     return Registration(version, (*report.warnings, *found_out.warnings), found_out)
 
 

@@ -73,6 +73,9 @@ class EngineArgs(Args):
     top, each of the size of an adapter of rank 16 on all linear layers."""
     max_lora_rank: int = Field(default=512, ge=1, le=512)
     """The highest LoRA rank that the engine accepts."""
+    affine_adapters: bool = True
+    """Whether DoRA adapters and adapters with biases are served. On CUDA decodes with such adapters
+    have graphs of their own, of some 4 MiB each; steps without them are the same either way."""
     max_adapter_overtakes: int = Field(default=256, ge=0)
     """The number of younger requests that may overtake a request while it waits for room for its
     adapter."""

@@ -59,10 +59,9 @@ EVIL_PATTERNS = (
     "q_proj" * 200_000,
 )
 _UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
-    ("use_dora", True, "DoRA"),
-    ("use_dora", "false", "DoRA"),
-    ("bias", "all", "bias"),
-    ("bias", "lora_only", "bias"),
+    ("use_dora", True, "magnitude of DoRA"),
+    ("use_dora", "false", "use_dora"),
+    ("bias", "some", "bias"),
     ("bias", ["x"] * 100_000, "bias"),
     ("bias", None, "bias"),
     ("lora_bias", True, "bias"),
@@ -72,6 +71,7 @@ _UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
     ("layer_replication", [[0, 2], [1, 3]], "layer_replication"),
     ("trainable_token_indices", [1, 2], "trainable_token_indices"),
     ("trainable_token_indices", {"embed_tokens": [1]}, "trainable_token_indices"),
+    ("trainable_token_indices", {"embed_tokens": [10**400]}, "trainable_token_indices"),
     ("target_parameters", ["mlp.experts.gate_up_proj"], "target_parameters"),
     ("alora_invocation_tokens", [1], "aLoRA"),
     ("use_qalora", True, "QALoRA"),

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -133,7 +134,7 @@ def factors(model: PeftModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def read(folder: Path, base: Path) -> Adapter:
     """Ours."""
     sites = lora_sites(read_model_config(base))
-    return read_adapter(folder, "", sites, MAX_RANK, lambda m: read_tensor(base, f"{m}.weight"))
+    return read_adapter(folder, "", sites, MAX_RANK, partial(read_tensor, base))
 
 
 def difference(

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from engine.decode_graphs import DecodeGraphs, GraphKey
-from engine.device_step import DeviceSteps
+from engine.decode_graphs import GraphKey
 from engine.inputs import LoraReach
 from engine.runner import ModelRunner
 from engine.types import Sample, SamplingParams
 from kernels import triton_lora_expand, triton_lora_head, triton_lora_shrink
+from tests.called_graphs import with_graphs
 from tests.engine_helpers import (
     Job,
     make_adapter,
@@ -36,21 +35,6 @@ ADAPTERS = {
 }
 LOGPROBS = SamplingParams(temperature=0.0, max_tokens=9, logprobs=3)
 NUM_TOKENS = 3
-
-
-class CalledGraphs(DecodeGraphs):
-    """Calls what a graph would replay."""
-
-    def __init__(self, steps: DeviceSteps) -> None:
-        super().__init__((1, 8), steps._run_static)
-        self.replayed: list[GraphKey] = []
-
-    def size_for(self, num_sequences: int) -> int | None:
-        return next((size for size in self._sizes if size >= num_sequences), None)
-
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        self.replayed.append(key)
-        return self._run(key)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,12 +71,6 @@ def open_runner(base: Path, adapters: dict[str, Path], backend: str, dtype: str)
         runner.load_adapter(name, path)
         assert runner.adapters.acquire(name)
     return runner
-
-
-def with_graphs(runner: ModelRunner) -> CalledGraphs:
-    assert isinstance(runner._steps, DeviceSteps)
-    graphs = runner._steps._graphs = CalledGraphs(runner._steps)
-    return graphs
 
 
 def outputs(runner: ModelRunner) -> list[list[int]]:

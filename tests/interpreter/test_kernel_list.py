@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 
 from engine.config import EngineConfig
 from engine.core import Engine
@@ -14,6 +15,7 @@ from engine.kernel_trace import trace_kernels
 from engine.types import Request, SamplingParams
 from kernels.triton_launch import recorded_calls
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.peft_kinds import save_peft
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {
@@ -45,9 +47,13 @@ def test_traffic_launches_listed_kernels_only(tmp_path: Path, dtype: str) -> Non
     runner = make_runner(base, **values)  # type: ignore[arg-type]
     for i, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
         runner.load_adapter(name, make_adapter(tmp_path / name, base, rank, targets, seed=i))
+    for name, rank in (("dora", 8), ("wide dora", 20)):
+        kind = LoraConfig(r=rank, target_modules=list(LINEARS), use_dora=True)
+        runner.load_adapter(name, save_peft(tmp_path / name, base, kind))
     config = EngineConfig(model_path=str(base), base_digest="base", **values)  # type: ignore[arg-type]
-    engine, owners = Engine(config, runner), (None, "narrow", "wide", "mlp", "words")
-    for i, (length, owner) in enumerate(zip((5, 66, 1, 9, 2), owners, strict=True)):
+    engine = Engine(config, runner)
+    owners = (None, "narrow", "wide", "mlp", "words", "dora", "wide dora")
+    for i, (length, owner) in enumerate(zip((5, 66, 1, 9, 2, 70, 3), owners, strict=True)):
         prompt = tuple(random_prompt(length, seed=i))
         engine.add_request(Request(f"request-{i}", prompt, PARAMS[i % 4], owner))
     with recorded_calls() as launched:

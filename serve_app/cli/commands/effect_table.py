@@ -21,6 +21,8 @@ def print_effect(report: EffectReport) -> None:
 
 
 def _rows(report: EffectReport) -> Iterator[tuple[str, str]]:
+    if report.kind:
+        yield "kind", report.kind
     modules = f", {len(report.norms)} of the base's {report.num_targets} modules"
     yield (
         "tensors",

@@ -44,6 +44,7 @@ def adapter(
     probe: bool | None,
     allow_noop: bool,
     force: bool,
+    max_error: float | None,
     tracking_uri: str | None,
 ) -> None:
     registry = open_registry(tracking_uri)
@@ -59,6 +60,7 @@ def adapter(
             probe=_MODES[probe],
             allow_noop=allow_noop,
             force=force,
+            max_error=max_error,
             progress=progress,
         )
     version = registered.version
@@ -67,6 +69,7 @@ def adapter(
         version,
         {
             "base": version.base_name,
+            **({"converted": version.converted} if version.converted else {}),
             "rank": str(version.rank),
             "targets": ", ".join(version.targets),
             "parameters": f"{version.num_parameters:,}",

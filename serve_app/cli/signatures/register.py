@@ -52,6 +52,16 @@ def adapter(
     force: Annotated[
         bool, typer.Option("--force", help="Even if its configuration names another base model")
     ] = False,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            "--max-error",
+            min=0.0,
+            max=1.0,
+            help="Of a LoHa or LoKr adapter, which becomes LoRA: the largest relative error of a "
+            "module; default: 0.001",
+        ),
+    ] = None,
     tracking_uri: Uri = None,
 ) -> None:
-    """Register a LoRA adapter: a PEFT folder with adapter_config.json and safetensors."""
+    """Register an adapter: a PEFT folder with adapter_config.json and safetensors."""

@@ -1,0 +1,61 @@
+"""The keys of the tensors in an adapter's file: their modules, as in a model of text.
+
+Strings only; keys of vectors and of trained tokens are with their tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from lora.errors import AdapterError
+from lora.module_names import Spelling, canonical, is_of_other_part, spelling_of
+from lora.sites import Target
+from lora.untrusted import shown
+
+_MODEL = "base_model.model."
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>.+)\."
+    r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
+)
+_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+
+
+def is_unread(key: str) -> bool:
+    """Returns True for tensors of a part that only images reach."""
+    return is_of_other_part(key.removeprefix(_MODEL))
+
+
+def copied_module(key: str, targets: Mapping[str, Target]) -> str | None:
+    """Returns the module of whose weight the tensor is a copy."""
+    copy = _BASE_COPY.fullmatch(key)
+    module = None if copy is None else canonical(copy["module"])
+    return module if module in targets else None
+
+
+def spelling_in(keys: Iterable[str]) -> Spelling:
+    """Returns the form of the file's modules, which is that of the names in its configuration."""
+    return spelling_of(key.removeprefix(_MODEL) for key in keys)
+
+
+def parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
+    """Returns the module and "A" or "B". Raises AdapterError for keys of other tensors."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise AdapterError(f"tensor {shown(key)} {_reason_for_key(key)}")
+    module = canonical(match["module"])
+    if module not in targets:
+        raise AdapterError(
+            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
+            "be adapted"
+        )
+    kind = "linear" if match["linear"] else "embedding"
+    if targets[module].site.kind != kind:
+        raise AdapterError(f"tensor {shown(key)} is of the {kind} form, {module} is not")
+    return module, match["linear"] or match["embedding"]
+
+
+def _reason_for_key(key: str) -> str:
+    if ".lora_" not in key:
+        return "is a whole trained weight (modules_to_save), which is not supported"
+    return "has a name that is not PEFT's"

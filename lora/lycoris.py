@@ -1,0 +1,251 @@
+"""LoHa and LoKr adapters as LoRA: the change of each module's weight, factored by singular values.
+
+LoHa (Hyeon-Woo et al., "FedPara", arXiv 2108.06098) is a Hadamard product of two products of rank
+r: a product of rank r^2, whose factors are the row-wise Kronecker products of the two. LoKr (Yeh
+et al., "LyCORIS", arXiv 2309.14859) is a Kronecker product: its singular values are the products of
+those of the two factors, its singular vectors their Kronecker products. No module's change is
+formed as a matrix of the base's size, unless a factor has that size. By Eckart and Young no other
+LoRA of the same rank is closer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from lora.adapter import WEIGHTS_FILE, open_weights
+from lora.errors import AdapterError
+from lora.header import TensorFile
+from lora.peft_config import CONFIG_FILE, PeftConfig, read_lycoris_config
+from lora.sites import Site, Target, targets_by_module
+from lora.untrusted import open_regular, shown
+
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>.+)\."
+    r"(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)(?:\.default)?"
+)
+_NAMES = {"LOHA": "LoHa", "LOKR": "LoKr"}
+_PICKLES = (".bin", ".pt", ".pth")
+_EXACT = 1e-7  # relative: what float32 keeps of a matrix
+
+Parts = dict[str, torch.Tensor]  # float64, by the names of PEFT's parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    kind: str  # LoHa or LoKr
+    rank: int  # the largest of any module
+    error: float  # relative, in the Frobenius norm: the largest of any module
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """The singular value decomposition of a matrix [n, m]: u diag(sigma) v."""
+
+    u: torch.Tensor  # [n, k]
+    sigma: torch.Tensor  # [k], descending
+    v: torch.Tensor  # [k, m]
+
+
+def convert_to_lora(
+    folder: Path, out: Path, sites: Sequence[Site], max_rank: int, max_error: float
+) -> Conversion:
+    """Writes the LoHa or LoKr adapter of `folder` as a LoRA adapter to the empty folder `out`, with
+    copies of its other files.
+
+    Each module has the least rank whose relative error is within `max_error`. Raises AdapterError
+    if that is more than `max_rank`, or if the files are not of such an adapter of these sites.
+    """
+    kind, config = read_lycoris_config(folder)
+    targets = targets_by_module(sites)
+    tensors: dict[str, torch.Tensor] = {}
+    ranks: dict[str, int] = {}
+    largest = 0.0
+    with open_weights(folder) as file:
+        keys = _keys_by_module(file, kind, targets)
+        _check_targets(keys, config, targets)
+        for module, parts in keys.items():
+            found = _read_parts(file, module, parts)
+            factors = _factor(kind, module, found, config.scale_of(module), max_rank)
+            _check_shape(factors, targets[module])
+            rank, error = _least_rank(factors, module, max_rank, max_error)
+            root = factors.sigma[:rank].sqrt()
+            prefix = f"base_model.model.{module}"
+            a, b = root[:, None] * factors.v[:rank], factors.u[:, :rank] * root
+            tensors[f"{prefix}.lora_A.weight"] = a.float().contiguous()
+            tensors[f"{prefix}.lora_B.weight"] = b.float().contiguous()
+            ranks[module], largest = rank, max(largest, error)
+    conversion = Conversion(_NAMES[kind], max(ranks.values()), largest)
+    _copy_other_files(folder, out)
+    _write_config(out, ranks, conversion, config)
+    save_file(tensors, out / WEIGHTS_FILE, {"format": "pt", "converted_from": conversion.kind})
+    return conversion
+
+
+def _keys_by_module(
+    file: TensorFile, kind: str, targets: Mapping[str, Target]
+) -> dict[str, dict[str, str]]:
+    """Returns module -> part -> key, in the order of the targets."""
+    found: dict[str, dict[str, str]] = {}
+    prefix = {"LOHA": "hada_", "LOKR": "lokr_"}[kind]
+    for key in file.entries:
+        match = _KEY.fullmatch(key)
+        if match is None or not match["part"].startswith(prefix):
+            raise AdapterError(f"tensor {shown(key)} is not one of a {_NAMES[kind]} adapter")
+        module = match["module"]
+        if module not in targets or targets[module].site.kind != "linear":
+            raise AdapterError(
+                f"tensor {shown(key)} matches nothing: the base has no linear module "
+                f"{shown(module)} that can be adapted"
+            )
+        if match["part"] in found.setdefault(module, {}):
+            raise AdapterError(f"{match['part']} of {module} is in the file twice")
+        found[module][match["part"]] = key
+    if not found:
+        raise AdapterError(f"{WEIGHTS_FILE} holds no {_NAMES[kind]} tensors")
+    return {module: found[module] for module in targets if module in found}
+
+
+def _check_targets(
+    keys: Mapping[str, object], config: PeftConfig, targets: Mapping[str, Target]
+) -> None:
+    for module, target in targets.items():
+        is_target = config.targets(target.site, module)
+        if is_target and module not in keys:
+            raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
+        if module in keys and not is_target:
+            raise AdapterError(
+                f"the file has tensors for {module}, which target_modules does not name"
+            )
+
+
+def _read_parts(file: TensorFile, module: str, keys: Mapping[str, str]) -> Parts:
+    parts: Parts = {}
+    for part, key in keys.items():
+        tensor = file.read(key).double()
+        if tensor.ndim != 2 or not tensor.numel():
+            raise AdapterError(f"{part} of {module} has shape {list(tensor.shape)}")
+        if not bool(tensor.isfinite().all()):
+            raise AdapterError(f"{part} of {module} holds NaN or infinity")
+        parts[part] = tensor
+    return parts
+
+
+def _factor(kind: str, module: str, parts: Parts, scale: float, max_rank: int) -> _Factors:
+    """Returns the decomposition of the scaled change; of a Kronecker product its largest parts."""
+    if kind == "LOHA":
+        first, second = (_pair(parts, f"hada_w{i}_a", f"hada_w{i}_b", module) for i in (1, 2))
+        shapes = [(len(a), b.shape[1]) for a, b in (first, second)]
+        if shapes[0] != shapes[1]:
+            raise AdapterError(f"hada_w1 and hada_w2 of {module} have different shapes")
+        if first[0].shape[1] * second[0].shape[1] >= min(len(first[0]), first[1].shape[1]):
+            product = (first[0] @ first[1]) * (second[0] @ second[1]) * scale
+            return _Factors(*torch.linalg.svd(product, full_matrices=False))
+        left = torch.einsum("ni,nj->nij", first[0], second[0]).flatten(1)
+        right = torch.einsum("im,jm->ijm", first[1], second[1]).flatten(0, 1)
+        return _svd(left * scale, right)
+    outer, inner = _kron_factor(parts, 1, module), _kron_factor(parts, 2, module)
+    return _kron(outer, inner, scale, 2 * max_rank)
+
+
+def _kron_factor(parts: Parts, index: int, module: str) -> _Factors:
+    name = f"lokr_w{index}"
+    if name not in parts:
+        return _svd(*_pair(parts, f"{name}_a", f"{name}_b", module))
+    if f"{name}_a" in parts or f"{name}_b" in parts:
+        raise AdapterError(f"{module} has {name} whole and in factors")
+    return _svd(parts[name], torch.eye(parts[name].shape[1], dtype=torch.float64))
+
+
+def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+    for name in (a, b):
+        if name not in parts:
+            raise AdapterError(f"{name} of {module} is missing")
+    if parts[a].shape[1] != parts[b].shape[0]:
+        raise AdapterError(f"{a} and {b} of {module} have different ranks")
+    return parts[a], parts[b]
+
+
+def _svd(left: torch.Tensor, right: torch.Tensor) -> _Factors:
+    """Decomposes left right, [n, r] and [r, m], in float64."""
+    if left.shape[1] >= min(left.shape[0], right.shape[1]):
+        return _Factors(*torch.linalg.svd(left @ right, full_matrices=False))
+    q_left, r_left = torch.linalg.qr(left)
+    q_right, r_right = torch.linalg.qr(right.T)
+    u, sigma, v = torch.linalg.svd(r_left @ r_right.T)
+    return _Factors(q_left @ u, sigma, v @ q_right.T)
+
+
+def _kron(first: _Factors, second: _Factors, scale: float, count: int) -> _Factors:
+    """Returns the `count` largest singular values of scale times the Kronecker product, with their
+    vectors; of the others the values alone."""
+    values = torch.outer(first.sigma, second.sigma).flatten() * abs(scale)
+    sigma, order = values.sort(descending=True, stable=True)
+    i, j = order[:count] // len(second.sigma), order[:count] % len(second.sigma)
+    u = torch.einsum("nk,mk->nmk", first.u[:, i], second.u[:, j]).flatten(0, 1)
+    v = torch.einsum("kn,km->knm", first.v[i], second.v[j]).flatten(1)
+    return _Factors(u * math.copysign(1.0, scale), sigma, v)
+
+
+def _check_shape(factors: _Factors, target: Target) -> None:
+    found = factors.u.shape[0], factors.v.shape[1]
+    wanted = target.out_features, target.site.in_features
+    if found != wanted:
+        raise AdapterError(
+            f"the change of {target.module} has shape {list(found)}, the base has {list(wanted)}"
+        )
+
+
+def _least_rank(
+    factors: _Factors, module: str, max_rank: int, max_error: float
+) -> tuple[int, float]:
+    """Returns the rank and its relative error: the norm of the singular values left out."""
+    squares = factors.sigma.square()
+    total = float(squares.sum())
+    if total == 0.0:
+        return 1, 0.0
+    tails = (squares.flip(0).cumsum(0).flip(0) / total).sqrt()  # [k]: of the values from here on
+    errors = torch.cat((tails[1:], tails.new_zeros(1)))  # of ranks 1, 2, ...
+    rank = 1 + int((errors > max(max_error, _EXACT)).sum())
+    if rank > max_rank:
+        raise AdapterError(
+            f"as LoRA {module} needs rank {rank} for a relative error of {max_error:g}; at rank "
+            f"{max_rank}, the largest, the error is {float(errors[max_rank - 1]):.2g}"
+        )
+    return rank, float(errors[rank - 1])
+
+
+def _copy_other_files(folder: Path, out: Path) -> None:
+    """Copies the files next to the weights; a tokenizer or a chat template may be among them."""
+    for path in sorted(folder.iterdir()):
+        if path.name in (CONFIG_FILE, WEIGHTS_FILE) or path.suffix in _PICKLES or path.is_dir():
+            continue
+        with open_regular(path) as source, (out / path.name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def _write_config(
+    out: Path, ranks: Mapping[str, int], conversion: Conversion, config: PeftConfig
+) -> None:
+    """Alpha is the rank in every module: the scale is 1, and in B and A."""
+    others = {module: rank for module, rank in ranks.items() if rank != conversion.rank}
+    fields = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": config.base_name,
+        "r": conversion.rank,
+        "lora_alpha": conversion.rank,
+        "target_modules": list(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (out / CONFIG_FILE).write_text(json.dumps(fields, indent=1) + "\n")

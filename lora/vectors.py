@@ -1,0 +1,169 @@
+"""The vectors of an adapter's file: DoRA's magnitudes, biases of lora_B, biases of the base.
+
+They become a module's affine rows. With the base's product y, its bias b included, PEFT computes
+
+    y + (g - 1) (y - b) + g s B A x   DoRA
+    y + s c + s B A x                 a bias c of lora_B
+    y + (t - b) + s B A x             a trained bias t in place of b
+
+so gains are g - 1, offsets the terms without x or y, and g is part of B.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lora.dora import dora_gains
+from lora.errors import AdapterError
+from lora.header import TensorFile
+from lora.module_names import canonical
+from lora.peft_config import PeftConfig
+from lora.sites import Target
+from lora.untrusted import shown
+
+# Returns a parameter of the base by its name, as "model.layers.0.mlp.up_proj.weight"; None: the
+# base has none of this name, or the caller cannot tell. A tied head is the embedding's own object.
+BaseParameter = Callable[[str], torch.Tensor | None]
+
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>.+?)\.(?:"
+    r"(?P<magnitude>lora_magnitude_vector(?:\.default)?(?:\.weight)?)"
+    r"|(?P<lora_bias>lora_B(?:\.default)?\.bias)"
+    r"|(?P<bias>(?:base_layer\.)?bias))"
+)
+_WORDS = {
+    "magnitude": "a magnitude of DoRA",
+    "lora_bias": "a bias of lora_B",
+    "bias": "a bias of the base",
+}
+Keys = dict[str, dict[str, str]]  # module -> magnitude, lora_bias or bias -> key
+
+
+@dataclass(frozen=True, slots=True)
+class AffineParts:
+    """The changes that vectors make to one module."""
+
+    rows: torch.Tensor  # [1 or 2, out_features] float32: gains, offsets
+    g: torch.Tensor | None  # [out_features] float32, factors of the rows of B; None: all are 1
+    norm: float | None  # of the change of the weight, if it is more than that of B A
+
+
+def parse_vector_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str] | None:
+    """Returns the module and the kind of a vector's key, None if the key is not a vector's."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    module, kind = canonical(match["module"]), str(match.lastgroup)
+    if module not in targets:
+        raise AdapterError(
+            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
+            "be adapted"
+        )
+    if targets[module].site.is_optional:
+        raise AdapterError(
+            f"tensor {shown(key)} is {_WORDS[kind]}, which is not supported at {module}: leave it "
+            "out of target_modules"
+        )
+    return module, kind
+
+
+def check_vectors(
+    file: TensorFile,
+    vectors: Keys,
+    pairs: Mapping[str, object],
+    config: PeftConfig,
+    targets: Mapping[str, Target],
+) -> None:
+    """Checks that the file has the vectors that the configuration names, and no others. `pairs`:
+    the modules with A and B."""
+    is_named = {
+        "magnitude": (config.use_dora, "use_dora"),
+        "lora_bias": (config.lora_bias, "lora_bias"),
+        "bias": (config.trains_biases, "bias"),
+    }
+    for module, keys in vectors.items():
+        for kind, key in keys.items():
+            named, field = is_named[kind]
+            if not named:
+                raise AdapterError(
+                    f"tensor {shown(key)} is {_WORDS[kind]}, but adapter_config.json does not set "
+                    f"{field}"
+                )
+            if kind != "bias" and module not in pairs:
+                raise AdapterError(f"tensor {shown(key)} belongs to a module without lora_B")
+            shape, size = file.entries[key].shape, targets[module].out_features
+            if shape != (size,):
+                raise AdapterError(
+                    f"tensor {shown(key)} has shape {list(shape)}, the base has [{size}]"
+                )
+    for module in pairs:
+        for kind in ("magnitude", "lora_bias"):
+            named, field = is_named[kind]
+            if named and targets[module].site.is_optional:
+                raise AdapterError(
+                    f"{field} is not supported at {module}: leave it out of target_modules"
+                )
+            if named and kind not in vectors.get(module, {}):
+                raise AdapterError(f"{_WORDS[kind]} is missing for {module}")
+
+
+def affine_parts(
+    file: TensorFile,
+    module: str,
+    keys: Mapping[str, str],
+    a: torch.Tensor,  # [r, in_features]
+    b: torch.Tensor,  # [out_features, r]
+    scale: float,
+    base: BaseParameter | None,
+) -> AffineParts:
+    """Reads a module's vectors, at least one, and the base's parameters that they refer to."""
+    found = {kind: file.read(key).double() for kind, key in keys.items()}
+    for kind, vector in found.items():
+        if not bool(vector.isfinite().all()):
+            raise AdapterError(f"{_WORDS[kind]} of {module} holds NaN or infinity")
+    gains, g, norm = torch.zeros(b.shape[0], dtype=torch.float64), None, None
+    offsets = torch.zeros_like(gains)
+    bias = None
+    if "magnitude" in found or "bias" in found:
+        bias = _of_base(base, module, "bias", is_needed="bias" in found)
+    if "magnitude" in found:
+        weight = _of_base(base, module, "weight", is_needed=True)
+        assert weight is not None
+        dora = dora_gains(weight, a, b, scale, found["magnitude"])
+        if not bool(dora.g.isfinite().all()):
+            raise AdapterError(
+                f"DoRA's magnitudes of {module} cannot be divided by the norms of its rows: a row "
+                "is zero, or too large"
+            )
+        g, norm = dora.g.float(), dora.norm
+        gains = dora.g - 1
+        if bias is not None:
+            offsets -= gains * bias
+    if "bias" in found:
+        assert bias is not None
+        offsets += found["bias"] - bias
+    if "lora_bias" in found:
+        offsets += scale * found["lora_bias"]
+    rows = torch.stack((gains, offsets)) if bool(offsets.any()) else gains[None]
+    rows = rows.float()
+    if not bool(rows.isfinite().all()):
+        raise AdapterError(f"the gains or offsets of {module} overflow float32")
+    return AffineParts(rows, g, norm)
+
+
+def _of_base(
+    base: BaseParameter | None, module: str, name: str, *, is_needed: bool
+) -> torch.Tensor | None:
+    """Returns the base's weight where it lies, its bias as float64 on the host."""
+    parameter = base(f"{module}.{name}") if base is not None else None
+    if parameter is None:
+        if is_needed:
+            raise AdapterError(
+                f"the adapter needs the base's {name} of {module}, and the base has none"
+            )
+        return None
+    return parameter if name == "weight" else parameter.cpu().double()

@@ -1,0 +1,30 @@
+"""Decodes as a CUDA graph computes them, without one: on static buffers, padded to its size."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.decode_graphs import DecodeGraphs, GraphKey
+from engine.device_step import DeviceSteps
+from engine.runner import ModelRunner
+
+
+class CalledGraphs(DecodeGraphs):
+    """Calls what a graph would replay."""
+
+    def __init__(self, steps: DeviceSteps) -> None:
+        super().__init__((1, 8), steps._run_static)
+        self.replayed: list[GraphKey] = []
+
+    def size_for(self, num_sequences: int) -> int | None:
+        return next((size for size in self._sizes if size >= num_sequences), None)
+
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        self.replayed.append(key)
+        return self._run(key)
+
+
+def with_graphs(runner: ModelRunner) -> CalledGraphs:
+    assert isinstance(runner._steps, DeviceSteps)
+    graphs = runner._steps._graphs = CalledGraphs(runner._steps)
+    return graphs

@@ -1,0 +1,116 @@
+"""DoRA adapters and adapters with biases on the device's backend, kernels interpreted: launched one
+by one and as a graph of decodes computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+
+from engine.decode_graphs import GraphKey
+from engine.inputs import LoraReach
+from engine.runner import ModelRunner
+from engine.types import SamplingParams
+from kernels import triton_lora_expand, triton_lora_shrink
+from tests.called_graphs import with_graphs
+from tests.engine_helpers import (
+    Job,
+    make_adapter,
+    make_base,
+    make_runner,
+    make_sequence,
+    part,
+    random_prompt,
+    run_mixed,
+    step,
+)
+from tests.peft_kinds import LINEARS, save_peft
+
+OWNERS = (None, "dora", "lora", "biases", "lora")
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=9, logprobs=3)
+NUM_TOKENS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (triton_lora_expand, triton_lora_shrink):
+            patched.setattr(module, "NUM_PROGRAMS", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(
+        tmp_path_factory.mktemp("models") / "base",
+        "qwen2",
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    linears = list(LINEARS)
+    dora = LoraConfig(r=20, lora_alpha=9, target_modules=linears, use_dora=True)
+    biases = LoraConfig(r=3, target_modules=["v_proj", "up_proj"], bias="all", lora_bias=True)
+    return {
+        "dora": save_peft(base.parent / "dora", base, dora, seed=1),
+        "biases": save_peft(base.parent / "biases", base, biases, seed=2),
+        "lora": make_adapter(base.parent / "lora", base, 8, linears, seed=3),
+    }
+
+
+def open_runner(base: Path, adapters: dict[str, Path], backend: str, dtype: str) -> ModelRunner:
+    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+        assert runner.adapters.acquire(name)
+    return runner
+
+
+def outputs(runner: ModelRunner) -> list[list[int]]:
+    jobs = [
+        Job(make_sequence(random_prompt(3 + i, seed=i), 24 * i, adapter=name))
+        for i, name in enumerate(OWNERS)
+    ]
+    return run_mixed(runner, jobs, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_tokens_are_those_of_the_reference(
+    base: Path, adapters: dict[str, Path], dtype: str
+) -> None:
+    expected = outputs(open_runner(base, adapters, "reference", dtype))
+    assert outputs(open_runner(base, adapters, "triton", dtype)) == expected
+    runner = open_runner(base, adapters, "triton", dtype)
+    graphs = with_graphs(runner)
+    assert outputs(runner) == expected
+    assert graphs.replayed == [GraphKey(8, LoraReach.AFFINE)] * (NUM_TOKENS - 1)
+
+
+def decoded(runner: ModelRunner, owners: tuple[str | None, ...]) -> list[object]:
+    """Returns the samples of one decode after the prompts, which are the same for any owners."""
+    sequences = [
+        make_sequence(random_prompt(4, seed=i), 24 * i, LOGPROBS, owner)
+        for i, owner in enumerate(owners)
+    ]
+    for sequence in sequences:
+        step(runner, part(sequence))
+    return list(step(runner, *(part(sequence) for sequence in sequences)))
+
+
+def test_rows_beside_them_keep_their_bits(base: Path, adapters: dict[str, Path]) -> None:
+    runner = open_runner(base, adapters, "triton", "float32")
+    graphs = with_graphs(runner)
+    plain = decoded(runner, (None, None, "lora", None, "lora"))
+    beside = decoded(runner, (None, "dora", "lora", "biases", "lora"))
+    for i in (0, 2, 4):
+        assert plain[i] == beside[i]
+    for i in (1, 3):
+        assert plain[i] != beside[i]
+    found = {key.lora for key in graphs.replayed}
+    assert found == {LoraReach.ALL, LoraReach.AFFINE}

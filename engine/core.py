@@ -46,6 +46,7 @@ from engine.types import (
     ScheduledBatch,
     StepOutput,
     TokenOutput,
+    key_digests,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,10 @@ class Engine:
         check_request(request, self.limits, self._runner.model_config.eos_token_ids)
         if self.scheduler.has_request(request.request_id):
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
-        if request.adapter is not None:
-            self._check_known(request.adapter)
+        for digest in key_digests(request.adapter):
+            self._check_known(digest)
+        if request.adapter is not None and (why := self._adapters.obstacle(request.adapter)):
+            raise InvalidRequestError(why, "adapters")
         if request.params.grammar is not None and self._no_grammars is not None:
             words = f"this base follows no grammars: {self._no_grammars}"
             raise InvalidRequestError(words, "grammar")

@@ -210,7 +210,12 @@ class ModelRunner:
         budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
         with explain_out_of_memory("making the adapter pool", ("adapter_pool_bytes",)):
             return AdapterPool(
-                self._sites, budgets.pool_bytes, self.dtype, self.device, budgets.host_bytes
+                self._sites,
+                budgets.pool_bytes,
+                self.dtype,
+                self.device,
+                budgets.host_bytes,
+                max_list=-(-self._max_lora_rank // PAGE_ROWS),
             )
 
     @torch.inference_mode()

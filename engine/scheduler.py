@@ -44,6 +44,7 @@ from engine.types import (
     ScheduledSequence,
     Sequence,
     TokenOutput,
+    key_digests,
 )
 
 _COPY_STEPS = 2  # steps that an adapter's copy to the device takes at most
@@ -110,16 +111,17 @@ class Scheduler:
         return request_id in self._groups
 
     def uses_adapter(self, digest: str) -> bool:
-        return any(group.request.adapter == digest for group in self._groups.values())
+        return self.num_requests_of(digest) > 0
 
     def adapters_of_requests(self) -> set[str]:
-        """Returns the adapters of waiting and running requests."""
-        requests = (group.request for group in self._groups.values())
-        return {request.adapter for request in requests if request.adapter is not None}
+        """Returns the digests of the adapters of waiting and running requests."""
+        groups = self._groups.values()
+        return {digest for group in groups for digest in key_digests(group.request.adapter)}
 
     def num_requests_of(self, digest: str) -> int:
         """Returns the number of requests, waiting or running, with this adapter."""
-        return sum(group.request.adapter == digest for group in self._groups.values())
+        groups = self._groups.values()
+        return sum(digest in key_digests(group.request.adapter) for group in groups)
 
     def add(self, request: Request, seed: int) -> None:
         assert request.request_id not in self._groups
@@ -277,9 +279,7 @@ class Scheduler:
         for sequence in tuple(self._waiting):
             if len(self._running) >= self._config.max_num_seqs or budget == 0:
                 break
-            error = self.grammar_gate.error(sequence)
-            if self._gate.is_lost(sequence):
-                error = f"adapter {sequence.request.adapter} is no longer loaded"
+            error = self._gate.error(sequence) or self.grammar_gate.error(sequence)
             if error is not None:
                 self._leave(sequence, Ending("error"), error)
                 continue

@@ -25,11 +25,14 @@ from kernels.paged_plan import (
     work_size,
     write_work,
 )
+from lora.page_lists import PageList
 from lora.pool import PAGE_ROWS, AdapterPool
 
 _SEED_MASK = 2**64 - 1
+_NO_PAGES = PageList((), ())
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
 Runs = list[tuple[tuple[int, ...], int]]
+Weights = list[tuple[float, ...]] | None  # of the pages of each run; None: all are 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class StepInputs:
         self._write_tokens(parts, drawn_rows, size)
         self._write_attention(parts, size)
         self._write_sampling(parts, size)
-        runs = self._lora_runs(parts, size - len(parts))
+        runs, weights = self._lora_runs(parts, size - len(parts))
         kinds = self._site_kinds(parts)
         reach = _reach(runs, kinds)
         if reach is not LoraReach.NONE:
@@ -152,6 +155,7 @@ class StepInputs:
                 runs,
                 self.max_tokens,
                 self._max_pages,
+                weights,
                 large=False,
                 has_head=_HEAD in kinds,
                 has_embedding=_EMBEDDING in kinds,
@@ -188,7 +192,7 @@ class StepInputs:
         self._write_sampling(sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
-        runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
+        runs, weights = self._lora_runs(parts, num_tokens - batch.num_tokens)
         lora = None
         kinds = self._site_kinds(parts)
         reach = _reach(runs, kinds)
@@ -199,6 +203,7 @@ class StepInputs:
                 runs,
                 self.max_tokens,
                 max_pages,
+                weights,
                 has_embedding=_EMBEDDING in kinds,
             )
             lora = LoraPlan.for_step(
@@ -232,9 +237,11 @@ class StepInputs:
         if _HEAD not in self._site_kinds(sampling):
             return None
         max_seqs, max_pages = self._limits.max_seqs, self._max_pages
-        runs = [(pages, 1) for pages, _ in self._lora_runs(sampling, 0)]
+        runs, weights = self._lora_runs(sampling, 0)
+        runs = [(pages, 1) for pages, _ in runs]
+        host = self._buffers.host("head")
         found = write_lora_plan(
-            self._buffers.host("head"), runs, max_seqs, max_pages, large=False, has_head=True
+            host, runs, max_seqs, max_pages, weights, large=False, has_head=True
         )
         return LoraPlan.for_step(
             self._buffers.device("head"), found, max_seqs, max_pages, large=False
@@ -350,21 +357,25 @@ class StepInputs:
         host("draw_positions")[:count] = [part.end for part in parts]
         floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 
-    def _lora_runs(self, parts: tuple[ScheduledSequence, ...], num_padding: int) -> Runs:
+    def _lora_runs(
+        self, parts: tuple[ScheduledSequence, ...], num_padding: int
+    ) -> tuple[Runs, Weights]:
         runs: Runs = []
-        pages_of: dict[str, tuple[int, ...]] = {}
+        weights: list[tuple[float, ...]] = []
+        lists: dict[str | None, PageList] = {None: _NO_PAGES}
         for part in parts:
-            adapter = part.sequence.request.adapter
-            if adapter is None:
-                runs.append(((), part.end - part.start))
-                continue
-            pages = pages_of.get(adapter)
-            if pages is None:
-                pages = pages_of[adapter] = self._pool.pages(adapter)
-            runs.append((pages, part.end - part.start))
+            key = part.sequence.request.adapter
+            found = lists.get(key)
+            if found is None:
+                assert key is not None
+                found = lists[key] = self._pool.page_list(key)
+            runs.append((found.pages, part.end - part.start))
+            weights.append(found.weights)
         if num_padding:
             runs.append(((), num_padding))
-        return runs
+            weights.append(())
+        is_weighted = any(weight != 1.0 for found in lists.values() for weight in found.weights)
+        return runs, weights if is_weighted else None
 
     def _send(
         self, parts: tuple[ScheduledSequence, ...], num_rows: int, *, with_head: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kernels.lora_plan import PAGE_ROWS
-from kernels.lora_rows import UNIT_BYTES, SiteRows, make_entry
+from kernels.lora_rows import BLANK_ENTRY, UNIT_BYTES, SiteRows, make_entry
 
 Matrices = Mapping[int, torch.Tensor]  # by page: [rows, width]
 
@@ -31,7 +31,8 @@ def make_site_rows(
     device: torch.device | str = "cpu",
     other_entries: int = 3,  # entries of a page that belong to other sites
 ) -> SiteRows:
-    """Returns the rows with NaN between the strips, which are in an order of their own."""
+    """Returns the rows with NaN between the strips, which are in an order of their own; page
+    `num_pages` is blank."""
     draw = torch.Generator().manual_seed(3)
     flat = [
         (entry, page, rows)
@@ -39,7 +40,8 @@ def make_site_rows(
         for page, rows in matrices.items()
     ]
     unit = UNIT_BYTES // dtype.itemsize
-    table = torch.zeros((num_pages, other_entries + 2 * len(sizes)), dtype=torch.int64)
+    table = torch.zeros((num_pages + 1, other_entries + 2 * len(sizes)), dtype=torch.int64)
+    table[num_pages] = BLANK_ENTRY
     starts, end = [], unit
     for i in torch.randperm(len(flat), generator=draw).tolist():
         entry, page, rows = flat[i]

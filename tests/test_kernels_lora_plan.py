@@ -32,7 +32,11 @@ def tiles_of(
     out = np.full(lora_plan_size(max_tokens, 64, large=large), -1, dtype=np.int32)
     counts = write_lora_plan(out, runs, max_tokens, 64, large=large)
     plan = LoraPlan.for_step(torch.from_numpy(out), counts, max_tokens, 64, large=large)
-    return read_tiles(plan)
+    return [(start, end, pages_of(found)) for start, end, found in read_tiles(plan)]
+
+
+def pages_of(found: list[tuple[int, float]]) -> list[int]:
+    return [page for page, _ in found]
 
 
 def test_runs_become_tiles_of_at_most_eight_rows() -> None:
@@ -97,7 +101,7 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     for start, end, found in read_tiles(plan):
         for row in range(start, end):
             assert owned[row] == ()
-            owned[row] = tuple(found) or (-1,)
+            owned[row] = tuple(pages_of(found)) or (-1,)
     assert owned == [pages or (-1,) for pages, rows in runs for _ in range(rows)]
     units = plan.units[: plan.max_units].tolist()
     assert sum(unit[1] for unit in units) == sum(
@@ -107,6 +111,49 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     assert graph.max_small >= plan.max_small
     assert graph.max_large >= plan.max_large
     assert graph.max_units >= plan.max_units
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0.5, 1.0, -2.0, 0.1]), min_size=0, max_size=6),
+            st.integers(1, 90),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_page_has_the_weight_of_its_run(
+    drawn: list[tuple[list[float], int]], large: bool
+) -> None:
+    """Lists share pages: those of one adapter are in many combinations."""
+    lists = {tuple(weights): rows for weights, rows in drawn}
+    runs = [(tuple(range(len(weights))), rows) for weights, rows in lists.items()]
+    tokens, total = sum(lists.values()), sum(map(len, lists))
+    out = np.full(lora_plan_size(tokens, total, large=large), -1, dtype=np.int32)
+    counts = write_lora_plan(out, runs, tokens, total, list(lists), large=large)
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total, large=large)
+    found: list[tuple[float, ...]] = [()] * tokens
+    for start, end, pages in read_tiles(plan):
+        assert pages_of(pages) == list(range(len(pages)))
+        found[start:end] = [tuple(weight for _, weight in pages)] * (end - start)
+    rounded = [tuple(np.float32(weights).tolist()) for weights in lists]
+    assert found == [
+        own for own, rows in zip(rounded, lists.values(), strict=True) for _ in range(rows)
+    ]
+    for row, rows, _, index, _, bits in plan.units[: counts.num_units, :6].tolist():
+        weight = np.int32(bits).view(np.float32)
+        assert all(own[index] == weight for own in found[row : row + rows])
+
+
+def test_equal_pages_of_other_weights_are_two_runs() -> None:
+    out = np.full(lora_plan_size(8, 8), -1, dtype=np.int32)
+    runs = [((3, 1), 2), ((3, 1), 1), ((3, 1), 2)]
+    counts = write_lora_plan(out, runs, 8, 8, [(1.0, 0.5), (1.0, 0.5), (0.5, 1.0)])
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, 8, 8)
+    assert read_tiles(plan) == [(0, 3, [(3, 1.0), (1, 0.5)]), (3, 5, [(3, 0.5), (1, 1.0)])]
 
 
 @pytest.mark.parametrize(("num_seqs", "rank_pages"), [(300, 32), (512, 32), (600, 16), (1024, 32)])
@@ -119,7 +166,9 @@ def test_a_decode_of_one_large_adapter_fits_however_many_sequences(
     assert counts.num_units == -(-num_seqs // 8) * rank_pages
     plan = LoraPlan.for_graph(torch.from_numpy(out), num_seqs, num_seqs, 148)
     assert plan.max_units >= counts.num_units
-    assert read_tiles(plan)[-1] == (num_seqs - (num_seqs % 8 or 8), num_seqs, list(pages))
+    start, end, found = read_tiles(plan)[-1]
+    assert (start, end) == (num_seqs - (num_seqs % 8 or 8), num_seqs)
+    assert pages_of(found) == list(pages)
 
 
 def test_the_reference_gives_the_delta_of_float64() -> None:

@@ -33,6 +33,7 @@ def key_adapters(key: str) -> tuple[WeightedAdapter, ...]:
     return tuple(_read(part) for part in key.split("+"))
 
 
+@lru_cache(_KNOWN)
 def key_digests(key: str | None) -> tuple[str, ...]:
     return () if key is None else tuple(one.digest for one in key_adapters(key))
 

@@ -114,6 +114,14 @@ class AdapterVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightedVersion:
+    """One of the adapters of a request. Their deltas add up, each times its weight."""
+
+    version: AdapterVersion
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """A version that looks like an adapter and cannot be served, with the reason."""
 

@@ -78,6 +78,13 @@ def test_mixed_steps_give_what_the_reference_gives(
     assert expected[1] != expected[4]
 
 
+def test_combinations_give_what_the_reference_gives(base: Path, adapters: dict[str, Path]) -> None:
+    names = (None, "0.5*all+words", "words+head", "all", "0.5*all+words")
+    expected = mixed_outputs(open_runner(base, adapters, "reference"), names)
+    found = mixed_outputs(open_runner(base, adapters, "triton"), names)
+    assert found == expected
+
+
 def test_parameters_of_the_draw_reach_the_device(base: Path, adapters: dict[str, Path]) -> None:
     varied = [
         SamplingParams(temperature=1.2, top_k=20, logprobs=2, max_tokens=9),

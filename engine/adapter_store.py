@@ -26,6 +26,10 @@ class AdapterStore(Protocol):
         the next call."""
         ...
 
+    def invocation(self, key: str) -> tuple[int, ...]:
+        """Returns the tokens from which on the adapter of the key is active; (): all tokens."""
+        ...
+
     def acquire(self, key: str) -> bool:
         """Makes the adapters of a key resident if there is room, and adds a reference. Returns
         False, with none added, if all pages are in use or a copy to the device is in flight."""

@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
+from engine.activation import adapter_runs
 from engine.types import ScheduledBatch, ScheduledSequence
 from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import AttentionPlan, plan_attention
@@ -109,8 +110,7 @@ def num_prompt_logprobs(part: ScheduledSequence) -> int:
 def lora_batch(
     parts: tuple[ScheduledSequence, ...], pool: AdapterPool, device: torch.device
 ) -> LoraBatch | None:
-    runs = [(part.sequence.request.adapter, part.end - part.start) for part in parts]
-    return build_lora_batch(pool, runs, device)
+    return build_lora_batch(pool, tuple(adapter_runs(parts)), device)
 
 
 def block_tables(

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
+from engine.activation import StepParts
 from engine.adapter_gate import AdapterGate
 from engine.block_tables import BlockTables, needs_prompt_logprobs
 from engine.blocks import BlockPool
@@ -149,10 +150,11 @@ class Scheduler:
         """Returns the next batch. It can be empty while sequences wait for an adapter that no
         running sequence blocks."""
         num_preemptions = self._num_preemptions
-        scheduled = self._schedule_running()
+        parts = StepParts()
+        scheduled = self._schedule_running(parts)
         # A sequence that was just preempted must not return at once, nor others take its blocks.
         if num_preemptions == self._num_preemptions:
-            scheduled += self._admit_waiting(self._rest_of_budget(scheduled))
+            scheduled += self._admit_waiting(self._rest_of_budget(scheduled), parts)
         return ScheduledBatch(tuple(scheduled))
 
     def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> list[TokenOutput]:
@@ -189,7 +191,7 @@ class Scheduler:
             prefix_hits=self._tables.prefix_hits,
         )
 
-    def _schedule_running(self) -> list[ScheduledSequence]:
+    def _schedule_running(self, parts: StepParts) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         budget = self._config.max_num_batched_tokens
         prompts: int | None = None  # tokens left for prompts; counted at the first of them
@@ -214,7 +216,7 @@ class Scheduler:
                     continue  # older prompts have all of them
             if not self._make_room(sequence, start + count):
                 break  # it was the youngest and is preempted itself
-            scheduled.append(_take(sequence, start, start + count))
+            scheduled.append(parts.take(sequence, start, start + count))
             budget -= count
         return scheduled
 
@@ -273,7 +275,7 @@ class Scheduler:
         self.preempted.append(sequence.request.request_id)
         insort(self._waiting, sequence, key=_age)
 
-    def _admit_waiting(self, budget: int) -> list[ScheduledSequence]:
+    def _admit_waiting(self, budget: int, parts: StepParts) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
         self._gate.begin_walk()
         for sequence in tuple(self._waiting):
@@ -301,7 +303,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_age)
             start = sequence.num_computed_tokens
-            admitted.append(_take(sequence, start, start + count))
+            admitted.append(parts.take(sequence, start, start + count))
         self._gate.prefetch(self._waiting)
         return admitted
 
@@ -387,13 +389,6 @@ class Scheduler:
     def _drain_left(self) -> list[TokenOutput]:
         left, self._left = self._left, []
         return left
-
-
-def _take(sequence: Sequence, start: int, end: int) -> ScheduledSequence:
-    samples = end == sequence.num_tokens
-    sequence.num_scheduled_tokens = end
-    sequence.num_tokens_in_flight += samples
-    return ScheduledSequence(sequence, start, end, samples)
 
 
 def _is_running(sequence: Sequence) -> bool:

@@ -7,12 +7,13 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from engine.activation import adapter_at, adapter_runs
 from engine.inputs import DeviceTokens, ForwardInputs, LoraReach, logit_rows, lora_batch
 from engine.step_buffers import StepBuffers
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
@@ -146,7 +147,7 @@ class StepInputs:
         self._write_tokens(parts, drawn_rows, size)
         self._write_attention(parts, size)
         self._write_sampling(parts, size)
-        runs, weights = self._lora_runs(parts, size - len(parts))
+        runs, weights = self._lora_runs(adapter_runs(parts), size - len(parts))
         kinds = self._site_kinds(parts)
         reach = _reach(runs, kinds)
         if reach is not LoraReach.NONE:
@@ -192,7 +193,7 @@ class StepInputs:
         self._write_sampling(sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
-        runs, weights = self._lora_runs(parts, num_tokens - batch.num_tokens)
+        runs, weights = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
         lora = None
         kinds = self._site_kinds(parts)
         reach = _reach(runs, kinds)
@@ -237,8 +238,8 @@ class StepInputs:
         if _HEAD not in self._site_kinds(sampling):
             return None
         max_seqs, max_pages = self._limits.max_seqs, self._max_pages
-        runs, weights = self._lora_runs(sampling, 0)
-        runs = [(pages, 1) for pages, _ in runs]
+        keys = ((adapter_at(part.sequence.request, part.end - 1), 1) for part in sampling)
+        runs, weights = self._lora_runs(keys, 0)
         host = self._buffers.host("head")
         found = write_lora_plan(
             host, runs, max_seqs, max_pages, weights, large=False, has_head=True
@@ -286,7 +287,7 @@ class StepInputs:
 
     def _site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
         """Returns the kinds of sites that the adapters of these have."""
-        adapters = {part.sequence.request.adapter for part in parts}
+        adapters = {adapter_at(part.sequence.request, part.end - 1) for part in parts}
         return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
 
     def _write_tokens(
@@ -358,18 +359,18 @@ class StepInputs:
         floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 
     def _lora_runs(
-        self, parts: tuple[ScheduledSequence, ...], num_padding: int
+        self, keys: Iterable[tuple[str | None, int]], num_padding: int
     ) -> tuple[Runs, Weights]:
+        """Returns the runs of the plan. `keys`: the adapter key and the rows of each, in order."""
         runs: Runs = []
         weights: list[tuple[float, ...]] = []
         lists: dict[str | None, PageList] = {None: _NO_PAGES}
-        for part in parts:
-            key = part.sequence.request.adapter
+        for key, num_rows in keys:
             found = lists.get(key)
             if found is None:
                 assert key is not None
                 found = lists[key] = self._pool.page_list(key)
-            runs.append((found.pages, part.end - part.start))
+            runs.append((found.pages, num_rows))
             weights.append(found.weights)
         if num_padding:
             runs.append(((), num_padding))

@@ -96,6 +96,8 @@ class Request:
     cache_salt: str = ""  # requests with different salts never share KV blocks
     arrival_s: float = 0.0  # time.time() at the front, for queue-time metrics only
     adapter_rank: int = 0  # of all its adapters; for the shares of a step's time only
+    # Set by the engine if its adapter has invocation tokens: the first position where it is active
+    active_from: int | None = None
     # If set, only these of the `params.n` choices are generated; otherwise all, from the start.
     resumed: tuple[ResumedChoice, ...] = ()
 

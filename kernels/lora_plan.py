@@ -35,6 +35,9 @@ HEADER_FIELDS = 16
 UNITS = 1
 HEAD_UNITS, HEAD_TILES = 6, 7
 EMBEDDING_SMALL, EMBEDDING_LARGE = 8, 9
+# Sequences of a step at most that begin with rows of the base and go on with an adapter's. Not in
+# plans without large tiles: a decode has one row of each.
+MAX_SPLITS = 8
 COUNTERS = 4  # of a large tile: finished programs, per 32 rows; kept at zero
 
 
@@ -50,14 +53,16 @@ class _Layout:
     @classmethod
     def of(cls, max_tokens: int, max_pages: int, large: bool) -> _Layout:
         # Adapters are contiguous and have a page each at least; base rows come first, and perhaps
-        # once more at the end.
-        runs = min(max_tokens, max_pages + 2)
+        # once more at the end. A split interrupts the rows of its adapter once.
+        splits = MAX_SPLITS if large else 0
+        runs = min(max_tokens, max_pages + 2 + 2 * splits)
+        pages = max_pages + MAX_RANK_PAGES * splits if max_pages else 0
         small = (max_tokens + (SMALL_ROWS - 1) * runs) // SMALL_ROWS  # sum of ceil(n / 8)
         # sum of ceil(n / 8) * pages
-        units = max_pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
+        units = pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
         if large:  # n is below LARGE_MIN_RUN
-            units = min(units, LARGE_MIN_RUN // SMALL_ROWS * max_pages)
-        return cls(small, units, max_tokens // LARGE_MIN_RUN if large else 0, max_pages)
+            units = min(units, LARGE_MIN_RUN // SMALL_ROWS * pages)
+        return cls(small, units, max_tokens // LARGE_MIN_RUN if large else 0, pages)
 
     @property
     def starts(self) -> tuple[int, int, int, int, int, int, int]:
@@ -103,7 +108,8 @@ def write_lora_plan(
     has_embedding: bool = False,
 ) -> LoraPlanCounts:
     """Writes the plan. The runs cover all rows of the step in order; neighbours with equal pages
-    and weights are merged. The rows of an adapter are contiguous. `weights`: factors of the pages'
+    and weights are merged. The rows of an adapter are contiguous, but for `MAX_SPLITS` runs of the
+    base between them in a plan with large tiles. `weights`: factors of the pages'
     deltas; None: all are 1. `large=False` for the plan of a CUDA graph of decodes and for the head:
     small tiles only. `has_head`, `has_embedding`: an adapter of the step has the site. Elements
     beyond the counts in `out` are left as they were and are not read."""
@@ -116,10 +122,10 @@ def write_lora_plan(
     np.cumsum(num_rows, out=starts[0, 1:])
     np.cumsum(num_pages, out=starts[1, 1:])
     num_tokens = int(starts[0, -1])
-    if num_tokens > max_tokens or len(flat) > max_pages:
+    if num_tokens > max_tokens or len(flat) > layout.pages:
         raise ValueError(
             f"a step of {num_tokens} rows and {len(flat)} pages of adapters in a plan for "
-            f"{max_tokens} rows and {max_pages} pages"
+            f"{max_tokens} rows and {layout.pages} pages"
         )
     is_large = (num_rows >= LARGE_MIN_RUN) & large
     factors = np.ones(len(flat), np.float32)

@@ -71,6 +71,7 @@ class Adapter:
     modules: Mapping[str, ModuleWeights]
     num_parameters: int
     is_noop: bool  # it changes nothing: an untrained adapter has B = 0
+    invocation: tuple[int, ...] = ()  # as `PeftConfig.invocation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def read_adapter(
         modules=modules,
         num_parameters=sum(w.lora_a.numel() + w.lora_b.numel() for w in modules.values()),
         is_noop=all(weights.is_noop for weights in modules.values()),
+        invocation=config.invocation,
     )
 
 
@@ -159,6 +161,13 @@ def _check_header(
     for module, keys in in_turns(pairs.items()):
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
         _check_shapes(targets[module], a, b, config, max_rank)
+    for module in pairs if config.invocation else ():
+        # PEFT applies it to all tokens there, so that no KV block is the base's.
+        if targets[module].site.kind == "embedding":
+            raise AdapterError(
+                f"the adapter has alora_invocation_tokens and {module}, an embedding, which is not "
+                "supported"
+            )
     for module, key in copies.items():
         _check_base_copy(module, file, key, base_weight)
     return {module: pairs[module] for module in targets if module in pairs}

@@ -49,6 +49,7 @@ class PackedAdapter:
     entries: torch.Tensor  # [pages, strips] int64
     num_blocks: int  # at least one for each page: pages have the numbers of blocks
     site_kinds: frozenset[str]  # the last parts of the names of its sites, e.g. qkv
+    invocation: tuple[int, ...] = ()  # as `Adapter.invocation`
 
     @property
     def num_pages(self) -> int:
@@ -148,6 +149,7 @@ class PageLayout:
             entries,
             num_blocks,
             frozenset(self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places),
+            adapter.invocation,
         )
 
     def _place(self, ranks: dict[str, int]) -> tuple[list[_Place], int]:

@@ -23,6 +23,7 @@ T = TypeVar("T")
 _NAME = "adapter_config.json"
 _MAX_BYTES = 1024 * 1024
 _MAX_LAYER_PATTERNS = 64
+_MAX_INVOCATION = 512  # tokens
 _LAYERS_NAME = re.compile(r"[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*", re.ASCII)
 
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
@@ -34,7 +35,6 @@ _UNSUPPORTED = {
     "layer_replication": "layer_replication",
     "trainable_token_indices": "trainable_token_indices",
     "target_parameters": "target_parameters",
-    "alora_invocation_tokens": "aLoRA (alora_invocation_tokens)",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
@@ -58,6 +58,8 @@ class PeftConfig:
     exclude_modules: Pattern | NameList
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
+    # aLoRA: the adapter is active from the last occurrence of these in the prompt on; (): always
+    invocation: tuple[int, ...] = ()
 
     def rank_of(self, module: str) -> int:
         return self.ranks.find(module, self.rank)
@@ -106,6 +108,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         exclude_modules=_module_names(fields.get("exclude_modules"), "exclude_modules", limits),
         layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
+        invocation=_invocation(fields.get("alora_invocation_tokens")),
     )
 
 
@@ -194,6 +197,20 @@ def _layers_pattern(value: object) -> tuple[str, ...]:
         if len(name) > 128 or not _LAYERS_NAME.fullmatch(name):
             raise AdapterError(f"layers_pattern: {shown(name)} is not the name of a list of layers")
     return tuple(names)
+
+
+def _invocation(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    field = "alora_invocation_tokens"
+    if not isinstance(value, list) or not 1 <= len(value) <= _MAX_INVOCATION:
+        raise AdapterError(
+            f"{field} must be a list of 1 to {_MAX_INVOCATION} token ids, not {shown_value(value)}"
+        )
+    for token in value:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+            raise AdapterError(f"{field} holds {shown_value(token)}, which is not a token id")
+    return tuple(value)
 
 
 def _rank(value: object, field: str) -> int:

@@ -54,6 +54,12 @@ def obstacle(
     `max_list`: the most pages of a request. One adapter was checked before it came in."""
     if len(adapters) == 1:
         return None
+    for one in adapters:
+        if one.invocation:
+            return (
+                f"adapter {one.digest} has alora_invocation_tokens, and cannot be together with "
+                "others"
+            )
     num_pages = count_pages(adapters)
     if num_pages > max_list:
         blank = num_pages > sum(one.num_pages for one in adapters)

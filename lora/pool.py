@@ -187,11 +187,10 @@ class AdapterPool:
         """Adds a reference if every step launched from now on finds all adapters of the key on the
         device. Returns False if all blocks are in use, or if a copy has not landed; if there was
         room, the copies are in flight after the call."""
-        adapters = self._packed(key)
+        adapters = tuple(self._known(digest) for digest in key_digests(key))
         if not self._lists.hold(key, adapters):
             return False
         together = frozenset(key_digests(key) if len(adapters) > 1 else ())
-        # Each is asked, so that all copies are in flight.
         held = [one.digest for one in adapters if self._acquire(one, together)]
         if len(held) == len(adapters):
             return True
@@ -205,8 +204,7 @@ class AdapterPool:
         digest = packed.digest
         if digest in self._arriving or not self._can_bring(digest):
             return False
-        kept = self._gathered | together
-        if kept:
+        if kept := self._gathered | together:
             placement = self._table.acquire_keeping(digest, packed.num_blocks, kept)
         else:
             placement = self._table.acquire(digest, packed.num_blocks, self._wanted)
@@ -299,8 +297,7 @@ class AdapterPool:
 
     def page_list(self, key: str) -> PageList:
         """Returns the pages of adapters on the device, in the order of rank rows, with weights."""
-        adapters = tuple(self._host[digest] for digest in key_digests(key))
-        return self._lists.find(key, adapters, self.pages)
+        return self._lists.find(key, self._packed(key), self.pages)
 
     def pages(self, digest: str) -> tuple[int, ...]:
         """Returns the pages of an adapter on the device, in the order of its rank rows."""
@@ -324,12 +321,16 @@ class AdapterPool:
         """Returns all adapters that can be acquired, including those on the device."""
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
+    def invocation(self, key: str) -> tuple[int, ...]:
+        """Returns the tokens from which on the key's adapter is active; (): all tokens."""
+        return self._host[key_digests(key)[0]].invocation
+
     def site_kinds(self, key: str) -> frozenset[str]:
         """Returns the last parts of the names of the sites of a key's adapters, e.g. qkv."""
         return frozenset[str]().union(*(self._host[d].site_kinds for d in key_digests(key)))
 
     def _packed(self, key: str) -> tuple[PackedAdapter, ...]:
-        return tuple(self._known(digest) for digest in key_digests(key))
+        return tuple(self._host[digest] for digest in key_digests(key))
 
     def _known(self, digest: str) -> PackedAdapter:
         if not self.has(digest):

@@ -231,6 +231,11 @@ class Catalog:
                 raise InvalidNameError(
                     f"{adapter.name!r} has the same files as another adapter in {model[:200]!r}"
                 )
+            if adapter.invocation and len(each) > 1:
+                raise InvalidNameError(
+                    f"{adapter.name!r} in {model[:200]!r} has alora_invocation_tokens: such an "
+                    "adapter cannot be together with others"
+                )
             weighted.append(WeightedVersion(adapter, weight))
         first = weighted[0]
         return Resolution(base, first.version, first.weight, tuple(weighted[1:]))

@@ -46,6 +46,7 @@ class AdapterFacts:
     targets: tuple[str, ...]  # e.g. ("k_proj", "q_proj")
     num_parameters: int = 0  # 0: the tensors were not read, and `is_noop` is unknown
     is_noop: bool = False
+    invocation: tuple[int, ...] = ()  # aLoRA: it is active from these tokens on; (): always
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class AdapterVersion:
     # it has such files, which were not compared with its base's; empty: none.
     text: str = ""
     effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
+    invocation: tuple[int, ...] = ()  # as in AdapterFacts
 
 
 @dataclass(frozen=True, slots=True)

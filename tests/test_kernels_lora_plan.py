@@ -14,6 +14,7 @@ from kernels.lora_plan import (
     HEAD_TILES,
     HEAD_UNITS,
     MAX_RANK_PAGES,
+    MAX_SPLITS,
     LoraPlan,
     lora_plan_size,
     read_tiles,
@@ -58,7 +59,7 @@ def test_more_than_the_plan_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="513 rows and 1 pages"):
         tiles_of([((1,), 513)])
     with pytest.raises(ValueError, match="2 rows and 65 pages"):
-        tiles_of([((1,), 1), (tuple(range(64)), 1)])
+        tiles_of([((1,), 1), (tuple(range(64)), 1)], large=False)
 
 
 @pytest.mark.parametrize(("has_head", "has_embedding"), [(False, True), (True, False)])
@@ -146,6 +147,39 @@ def test_every_page_has_the_weight_of_its_run(
     for row, rows, _, index, _, bits in plan.units[: counts.num_units, :6].tolist():
         weight = np.int32(bits).view(np.float32)
         assert all(own[index] == weight for own in found[row : row + rows])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, MAX_RANK_PAGES), st.integers(0, 80), st.integers(1, 80)),
+        min_size=1,
+        max_size=MAX_SPLITS,
+    ),
+    st.integers(0, 90),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_mix_with_splits_fits(splits: list[tuple[int, int, int]], more: int) -> None:
+    """Sequences of the base's rows and then an adapter's, and more rows of the last adapter: in the
+    worst case all of one adapter, with the limits of one."""
+    for same in (False, True):
+        runs: list[tuple[Pages, int]] = [((), 3)]
+        total = 0
+        for i, (num_pages, before, after) in enumerate(splits):
+            pages = tuple(range(splits[0][0])) if same else tuple(range(total, total + num_pages))
+            total = len(pages) if same else total + num_pages
+            runs += [((), before), (pages, after)] if i else [(pages, after), ((), before)]
+        runs += [(runs[-1][0] or runs[-2][0], more), ((), 2)]
+        tokens = sum(rows for _, rows in runs)
+        out = np.full(lora_plan_size(tokens, total), -1, dtype=np.int32)
+        counts = write_lora_plan(out, runs, tokens, total)
+        plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total)
+        owned: list[Pages] = [()] * tokens
+        for start, end, found in read_tiles(plan):
+            owned[start:end] = [tuple(pages_of(found))] * (end - start)
+        assert owned == [pages for pages, rows in runs for _ in range(rows)]
+        graph = LoraPlan.for_graph(torch.from_numpy(out), tokens, tokens, total, large=True)
+        assert graph.max_small >= plan.max_small
+        assert graph.max_units >= plan.max_units
 
 
 def test_equal_pages_of_other_weights_are_two_runs() -> None:

@@ -40,6 +40,7 @@ class AdapterReport:
     num_parameters: int
     num_tensors: int
     is_noop: bool  # it changes nothing
+    invocation: tuple[int, ...]  # aLoRA: it is active from these tokens on; (): always
     warnings: tuple[str, ...]
 
 
@@ -79,6 +80,7 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
         num_parameters=adapter.num_parameters,
         num_tensors=2 * len(adapter.modules),
         is_noop=adapter.is_noop,
+        invocation=adapter.invocation,
         warnings=tuple(warnings),
     )
 

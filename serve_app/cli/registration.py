@@ -103,7 +103,9 @@ def register_adapter(
             raise RegistrationError(f"adapter {name!r} is refused: {report.warnings[0]}{_REMEDY}")
         found_out = effect.prove(folder, name, base_folder, mode=probe)
     _check_effect(name, found_out, allow_noop)
-    facts = AdapterFacts(report.rank, report.targets, report.num_parameters, report.is_noop)
+    facts = AdapterFacts(
+        report.rank, report.targets, report.num_parameters, report.is_noop, report.invocation
+    )
     # The version that was checked, even if an alias moved since.
     pinned = f"{found.name}@{found.version}"
     version = registry.register_adapter(

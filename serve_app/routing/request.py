@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.activation import find_activation
 from engine.admission import EngineLimits
 from engine.prefix_digests import prefix_digests
 from engine.types import Request, WeightedAdapter, adapter_key
@@ -34,8 +35,15 @@ def make_routing_request(
     if requests:
         first = requests[0]
         call_id = first.request_id
+        # The engine finds the place by the adapter's own file: these names are a hint.
+        invocation = adapters[0].version.invocation if adapters else ()
+        active_from = find_activation(first.prompt_token_ids, invocation) if invocation else None
         prefixes = prefix_digests(
-            first.prompt_token_ids, key, first.cache_salt, limits.prefix_chunk
+            first.prompt_token_ids,
+            key if active_from is not None or not invocation else None,
+            first.cache_salt,
+            limits.prefix_chunk,
+            active_from=active_from,
         )
     return RoutingRequest(
         call_id,

@@ -164,6 +164,9 @@ class Tiers:
     def obstacle(self, key: str) -> str | None:
         return None
 
+    def invocation(self, key: str) -> tuple[int, ...]:
+        return ()
+
     def acquire(self, digest: str) -> bool:
         """A reference, if it is on the device; else its copy begins if there is room."""
         if digest in self._device and digest not in self._copying:

@@ -51,7 +51,10 @@ def by_adapter(batch: ScheduledBatch) -> ScheduledBatch:
     all of them. Those before the activation of their adapter are the base's."""
 
     def last_key(item: ScheduledSequence) -> str:
-        return adapter_at(item.sequence.request, item.end - 1) or ""
+        request = item.sequence.request
+        active_from = request.active_from
+        is_active = active_from is None or item.end > active_from
+        return (request.adapter or "") if is_active else ""
 
     return ScheduledBatch(tuple(sorted(batch.sequences, key=last_key)))
 
@@ -62,7 +65,10 @@ def adapter_runs(parts: Iterable[ScheduledSequence]) -> Iterator[tuple[str | Non
     for part in parts:
         request, start = part.sequence.request, part.start
         active_from = request.active_from
-        if active_from is not None and start < active_from < part.end:
+        if active_from is None:
+            yield request.adapter, part.end - start
+            continue
+        if start < active_from < part.end:
             yield None, active_from - start
             start = active_from
         yield adapter_at(request, start), part.end - start

@@ -286,8 +286,8 @@ class StepInputs:
         )
 
     def _site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
-        """Returns the kinds of sites that the adapters of these have."""
-        adapters = {adapter_at(part.sequence.request, part.end - 1) for part in parts}
+        """Returns the kinds of sites that the adapters of these have, active or not."""
+        adapters = {part.sequence.request.adapter for part in parts}
         return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
 
     def _write_tokens(

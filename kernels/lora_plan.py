@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ EMBEDDING_SMALL, EMBEDDING_LARGE = 8, 9
 # Sequences of a step at most that begin with rows of the base and go on with an adapter's. Not in
 # plans without large tiles: a decode has one row of each.
 MAX_SPLITS = 8
+_ONE = 0x3F800000  # the bits of 1.0
 COUNTERS = 4  # of a large tile: finished programs, per 32 rows; kept at zero
 
 
@@ -128,20 +129,20 @@ def write_lora_plan(
             f"{max_tokens} rows and {layout.pages} pages"
         )
     is_large = (num_rows >= LARGE_MIN_RUN) & large
-    factors = np.ones(len(flat), np.float32)
+    factors: NDArray[np.int32] | int = _ONE  # bits
     if weights is not None:
-        factors[:] = list(chain.from_iterable(merged_weights))
-    factor_bits = factors.view(np.int32)
+        flat_weights = np.fromiter(chain.from_iterable(merged_weights), np.float32, len(flat))
+        factors = flat_weights.view(np.int32)
     small_start, unit_start, large_start, counter_start, page_start, weight_start, _ = layout.starts
     out[page_start : page_start + len(flat)] = flat
-    out[weight_start : weight_start + len(flat)] = factor_bits
+    out[weight_start : weight_start + len(flat)] = factors
     first = np.zeros(len(merged), dtype=np.int64)
     has_pages = num_pages > 0
     first[has_pages] = flat[starts[1, :-1][has_pages]]
     fields = np.stack((starts[0, :-1], num_rows, num_pages, starts[1, :-1], first))
     small = _tiles(fields[:, ~is_large], SMALL_ROWS)
     big = _tiles(fields[:, is_large], LARGE_ROWS)
-    units = _units(small, flat, factor_bits)
+    units = _units(small, flat, factors)
     for name, found, room in (
         ("small tiles", small, layout.small),
         ("large tiles", big, layout.large),
@@ -172,17 +173,16 @@ def _merge(
 ) -> tuple[list[tuple[Sequence[int], int]], list[Sequence[float]]]:
     merged: list[tuple[Sequence[int], int]] = []
     merged_weights: list[Sequence[float]] = []
-    last: tuple[Sequence[int], Sequence[float]] | None = None
-    for i, (pages, rows) in enumerate(runs):
+    last: Sequence[int] | None = None
+    for (pages, rows), own in zip(runs, repeat(()) if weights is None else weights, strict=False):
         if rows == 0:
             continue
-        own: Sequence[float] = () if weights is None else weights[i]
-        if (pages, own) == last:
+        if pages == last and own == merged_weights[-1]:
             merged[-1] = (pages, merged[-1][1] + rows)
         else:
             merged.append((pages, rows))
             merged_weights.append(own)
-            last = pages, own
+            last = pages
     return merged, merged_weights
 
 
@@ -197,14 +197,17 @@ def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
 
 
 def _units(
-    tiles: NDArray[np.int64], pages: NDArray[np.int32], weights: NDArray[np.int32]
+    tiles: NDArray[np.int64], pages: NDArray[np.int32], weights: NDArray[np.int32] | int
 ) -> NDArray[np.int64]:
-    """Returns every page of every tile, with the fields of a unit."""
+    """Returns every page of every tile, with the fields of a unit. `weights`: bits of each page's,
+    or of all."""
     owned = np.repeat(tiles, tiles[2], axis=1)
     index = _count_within(tiles[2])
     at = owned[3] + index
-    page, weight = pages[at].astype(np.int64), weights[at].astype(np.int64)
-    return np.stack((owned[0], owned[1], page, index, owned[5], weight))
+    units = np.empty((6, len(index)), dtype=np.int64)
+    units[:5] = owned[0], owned[1], pages[at], index, owned[5]
+    units[5] = weights if isinstance(weights, int) else weights[at]
+    return units
 
 
 def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ pool calls them before each new pin and before each adapter that comes in next t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lora.errors import PinnedMemoryError
 from lora.page_image import PAGE_ROWS, PackedAdapter
@@ -48,7 +48,10 @@ def check_pin(
 
 
 def obstacle(
-    adapters: Sequence[PackedAdapter], pinned: Iterable[PackedAdapter], blocks: int, max_list: int
+    adapters: Sequence[PackedAdapter],
+    pinned: Callable[[], Iterable[PackedAdapter]],  # called for several adapters only
+    blocks: int,
+    max_list: int,
 ) -> str | None:
     """Returns why the adapters of a request can never be on the device together; None: they can.
     `max_list`: the most pages of a request. One adapter was checked before it came in."""
@@ -69,7 +72,7 @@ def obstacle(
             f"the limit is {max_list * PAGE_ROWS} (max_lora_rank)"
         )
     own = {one.digest for one in adapters}
-    held = sum(one.num_blocks for one in pinned if one.digest not in own)
+    held = sum(one.num_blocks for one in pinned() if one.digest not in own)
     needed = max(sum(one.num_blocks for one in adapters) + held, num_pages)
     if needed > blocks:
         return (

@@ -127,7 +127,7 @@ class AdapterPool:
 
     def obstacle(self, key: str) -> str | None:
         """Returns why the adapters of a key can never be used together; None: they can."""
-        return obstacle(self._packed(key), self._pinned(), self.num_blocks, self._max_list)
+        return obstacle(self._packed(key), self._pinned, self.num_blocks, self._max_list)
 
     @property
     def reserved_bytes(self) -> int:

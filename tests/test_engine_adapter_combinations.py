@@ -119,16 +119,21 @@ def test_logits_are_those_of_peft(
     torch.testing.assert_close(found, own, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_combinations_share_steps_with_single_adapters_and_the_base(
-    base: Path, adapters: dict[str, Path]
+    base: Path, adapters: dict[str, Path], device: str
 ) -> None:
-    runner = open_runner(base, adapters)
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    runner = open_runner(base, adapters, device=device)
     owners: list[Parts] = [(), *COMBINATIONS, (("all", 1.0),), (("head", 1.0),)]
     prompts = [random_prompt(9 + 4 * i, 20 + i) for i in range(len(owners))]
     jobs = []
     for i, parts in enumerate(owners):
         key = key_of(parts) if parts else None
-        assert key is None or runner.adapters.acquire(key)
+        while key is not None and not runner.adapters.acquire(key):
+            assert runner.adapters.has_pending_copies()
+            runner.adapters.wait_pending()
         sequence = make_sequence(prompts[i], 14 * i, GREEDY, key, num_blocks=14)
         jobs.append(Job(sequence, starts_at=i % 3, chunk=4 + 3 * i))
     found = run_mixed(runner, jobs, num_tokens=8)

@@ -3,8 +3,8 @@
 Younger sequences pass over a waiting sequence whose adapter finds no room. After `max_overtakes` of
 them, no younger sequence that needs an adapter is admitted before it, so that running sequences end
 and free the room; sequences without an adapter need no room and still pass. The barrier holds only
-while some running sequence holds an adapter, hence it cannot lock the engine. Sees digests only;
-the pool decides what has room.
+while some running sequence holds an adapter, hence it cannot lock the engine. Sees adapter keys
+only; the pool decides what has room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from engine.types import AdapterStore, Sequence
+from engine.types import AdapterStore, Sequence, key_digests
 
 _PREFETCHED = 64  # waiting sequences whose adapters are considered, once per step
 
@@ -24,7 +24,7 @@ class AdapterGate:
         self._adapters = adapters
         self._max_overtakes = max_overtakes
         self._num_held = 0
-        self._refused: set[str] = set()  # in this walk
+        self._refused: set[str] = set()  # keys, in this walk
         self._passed_over: list[Sequence] = []  # in this walk
         self._is_barrier_up = False
 
@@ -44,23 +44,27 @@ class AdapterGate:
         # already refused, and a later sequence could evict its pages again.
         self._adapters.land_copies()
 
-    def is_lost(self, sequence: Sequence) -> bool:
-        """Returns True if the sequence's adapter was unloaded, or dropped from the host, while it
-        waited."""
-        digest = sequence.request.adapter
-        return digest is not None and not self._adapters.has(digest)
+    def error(self, sequence: Sequence) -> str | None:
+        """Returns why a waiting sequence cannot run any more: an adapter was unloaded, or dropped
+        from the host, or pins have taken the room that its adapters need together."""
+        key = sequence.request.adapter
+        if key is None:
+            return None
+        if not self._adapters.has(key):
+            return f"adapter {key} is no longer loaded"
+        return self._adapters.obstacle(key)
 
     def acquire(self, sequence: Sequence) -> bool:
-        digest = sequence.request.adapter
-        if digest is None:
+        key = sequence.request.adapter
+        if key is None:
             return True
-        if digest not in self._refused:
+        if key not in self._refused:
             if self._is_barrier_up and self._num_held:
                 return False
-            if self._adapters.acquire(digest):
+            if self._adapters.acquire(key):
                 self._num_held += 1
                 return True
-        self._refused.add(digest)
+        self._refused.add(key)
         self._passed_over.append(sequence)
         sequence.num_refusals += 1
         self._is_barrier_up |= sequence.num_overtaken >= self._max_overtakes
@@ -69,8 +73,8 @@ class AdapterGate:
     def prefetch(self, waiting: Iterable[Sequence]) -> None:
         """Starts copies of the adapters of the next sequences while others run."""
         next_in_line = islice(waiting, _PREFETCHED)
-        digests = dict.fromkeys(s.request.adapter for s in next_in_line)
-        self._adapters.prefetch([d for d in digests if d is not None and self._adapters.has(d)])
+        digests = dict.fromkeys(d for s in next_in_line for d in key_digests(s.request.adapter))
+        self._adapters.prefetch([digest for digest in digests if self._adapters.has(digest)])
 
     def note_admitted(self, sequence: Sequence) -> None:
         sequence.num_overtaken = 0

@@ -99,6 +99,7 @@ class BlockTables:
             request.adapter,
             request.cache_salt,
             size * self.pool.block_size,
+            request.active_from,
         )
         return digests[count - 1]
 
@@ -110,4 +111,5 @@ class BlockTables:
             num_tokens,
             request.adapter,
             request.cache_salt,
+            request.active_from,
         )

@@ -2,9 +2,11 @@
 
 A block is free, held (one reference per sequence), or both findable and free. The content of a full
 block is named by a hash chain: keyed BLAKE2b over the parent's hash and the block's token ids. The
-chain begins with base digest, adapter digest and cache salt, and its key is a secret of this
-process: two adapters or two tenants never share a block, and clients cannot construct a hash
-collision. Integers and bytes only; the runner owns the tensors behind the ids.
+chain begins with base digest, adapter key and cache salt, and its key is a secret of this process:
+two adapters or two tenants never share a block, and clients cannot construct a hash collision. An
+adapter that becomes active at some token enters the chain with the block of that token, so that the
+blocks before it are the base's. Integers and bytes only; the runner owns the tensors behind the
+ids.
 
     empty --allocate--> held --release--> empty               (content without a name)
                          |  ^
@@ -22,6 +24,12 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 _HASH_BYTES = 16
+
+
+def activation_name(adapter: str | None, offset: int) -> bytes:
+    """Returns the bytes by which a chain of hashes names an adapter that is active from the token
+    at `offset` of a block on."""
+    return b"active" + offset.to_bytes(8, "little") + (adapter or "").encode()
 
 
 class BlockPool:
@@ -64,11 +72,16 @@ class BlockPool:
         num_tokens: int,
         adapter: str | None,
         cache_salt: str,
+        active_from: int | None = None,
     ) -> None:
-        """Appends the hashes of full blocks within the first `num_tokens` that `chain` lacks."""
+        """Appends the hashes of full blocks within the first `num_tokens` that `chain` lacks.
+        `active_from`: the first token that the adapter processes; None: all."""
         size = self.block_size
         for index in range(len(chain), num_tokens // size):
-            parent = chain[-1] if chain else self._chain_seed(adapter, cache_salt)
+            at_start = adapter if active_from is None else None
+            parent = chain[-1] if chain else self._chain_seed(at_start, cache_salt)
+            if active_from is not None and index == active_from // size:
+                parent = self._digest(parent + activation_name(adapter, active_from % size))
             tokens = array("q", token_ids[index * size : (index + 1) * size]).tobytes()
             chain.append(self._digest(parent + tokens))
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from engine.activation import activated, by_adapter
 from engine.admission import EngineLimits, check_request
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
@@ -46,6 +47,7 @@ from engine.types import (
     ScheduledBatch,
     StepOutput,
     TokenOutput,
+    key_digests,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,8 +120,12 @@ class Engine:
         check_request(request, self.limits, self._runner.model_config.eos_token_ids)
         if self.scheduler.has_request(request.request_id):
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
-        if request.adapter is not None:
-            self._check_known(request.adapter)
+        for digest in key_digests(request.adapter):
+            self._check_known(digest)
+        if request.adapter is not None and (why := self._adapters.obstacle(request.adapter)):
+            raise InvalidRequestError(why, "adapters")
+        if request.adapter and (invocation := self._adapters.invocation(request.adapter)):
+            request = activated(request, invocation)
         if request.params.grammar is not None and self._no_grammars is not None:
             words = f"this base follows no grammars: {self._no_grammars}"
             raise InvalidRequestError(words, "grammar")
@@ -151,7 +157,7 @@ class Engine:
             self.scheduler.grammar_gate.wait()
             began_s = self._clock()
             batch = self.scheduler.schedule()
-        step = self._launch(_by_adapter(batch), began_s)
+        step = self._launch(by_adapter(batch), began_s)
         outputs = self._collect(self._in_flight)
         self._in_flight = _Step(_EMPTY)
         self._draw(step)
@@ -380,11 +386,3 @@ class _Step:
 def _as_int64(seed: int) -> int:
     """Maps any integer to a 64-bit seed; seeds that differ by 2^64 are the same."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _by_adapter(batch: ScheduledBatch) -> ScheduledBatch:
-    """Sorts a batch so that tokens of one adapter are adjacent: its weights are then read once for
-    all of them."""
-    return ScheduledBatch(
-        tuple(sorted(batch.sequences, key=lambda item: item.sequence.request.adapter or ""))
-    )

@@ -23,14 +23,14 @@ from tqdm import tqdm
 
 from engine.decode_graphs import DecodeGraphs, GraphKey, graph_sizes
 from engine.errors import EngineDeadError
-from engine.inputs import ForwardInputs
+from engine.inputs import ForwardInputs, SamplingInputs
 from engine.kv_cache import KVCache
 from engine.masks import Masks
 from engine.model import Model
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import with_prompt_logprobs
 from engine.sampler import change_logits_, changes_logits, draws_late, upload
-from engine.step_inputs import SamplingInputs, StepInputs, StepLimits, is_decode
+from engine.step_inputs import StepInputs, StepLimits, is_decode
 from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
 from engine.types import Sequence as Choice
 from kernels.paged_plan import attention_scratch

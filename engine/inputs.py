@@ -14,12 +14,14 @@ from enum import IntEnum
 import numpy as np
 import torch
 
+from engine.activation import adapter_runs
 from engine.types import ScheduledBatch, ScheduledSequence
 from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import AttentionPlan, plan_attention
 from kernels.paged_plan import PagedPlan
 from lora.mapping import LoraBatch, build_lora_batch
-from lora.pool import AFFINE, AdapterPool
+from lora.page_image import AFFINE
+from lora.pool import AdapterPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,19 @@ def reach_of(runs: Iterable[tuple[Sequence[int], int]], kinds: frozenset[str]) -
     if kinds <= {"qkv"}:
         return LoraReach.QKV
     return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """The sampling parameters, one row for every sequence that samples."""
+
+    temperature: torch.Tensor  # [R] float32
+    top_k: torch.Tensor  # [R] int32
+    top_p: torch.Tensor  # [R] float32
+    min_p: torch.Tensor  # [R] float32
+    seeds: torch.Tensor  # [R] int64
+    choices: torch.Tensor  # [R] int32
+    positions: torch.Tensor  # [R] int32, of the token that is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +138,7 @@ def num_prompt_logprobs(part: ScheduledSequence) -> int:
 def lora_batch(
     parts: tuple[ScheduledSequence, ...], pool: AdapterPool, device: torch.device
 ) -> LoraBatch | None:
-    runs = [(part.sequence.request.adapter, part.end - part.start) for part in parts]
-    return build_lora_batch(pool, runs, device)
+    return build_lora_batch(pool, tuple(adapter_runs(parts)), device)
 
 
 def block_tables(

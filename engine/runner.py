@@ -220,6 +220,7 @@ class ModelRunner:
                 self.dtype,
                 self.device,
                 budgets.host_bytes,
+                max_list=-(-self._max_lora_rank // PAGE_ROWS),
                 has_affine=config.affine_adapters,
             )
 

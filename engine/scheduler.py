@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
+from engine.activation import StepParts
 from engine.adapter_gate import AdapterGate
 from engine.block_tables import BlockTables, needs_prompt_logprobs
 from engine.blocks import BlockPool
@@ -44,6 +45,7 @@ from engine.types import (
     ScheduledSequence,
     Sequence,
     TokenOutput,
+    key_digests,
 )
 
 _COPY_STEPS = 2  # steps that an adapter's copy to the device takes at most
@@ -110,16 +112,17 @@ class Scheduler:
         return request_id in self._groups
 
     def uses_adapter(self, digest: str) -> bool:
-        return any(group.request.adapter == digest for group in self._groups.values())
+        return self.num_requests_of(digest) > 0
 
     def adapters_of_requests(self) -> set[str]:
-        """Returns the adapters of waiting and running requests."""
-        requests = (group.request for group in self._groups.values())
-        return {request.adapter for request in requests if request.adapter is not None}
+        """Returns the digests of the adapters of waiting and running requests."""
+        groups = self._groups.values()
+        return {digest for group in groups for digest in key_digests(group.request.adapter)}
 
     def num_requests_of(self, digest: str) -> int:
         """Returns the number of requests, waiting or running, with this adapter."""
-        return sum(group.request.adapter == digest for group in self._groups.values())
+        groups = self._groups.values()
+        return sum(digest in key_digests(group.request.adapter) for group in groups)
 
     def add(self, request: Request, seed: int) -> None:
         assert request.request_id not in self._groups
@@ -147,10 +150,11 @@ class Scheduler:
         """Returns the next batch. It can be empty while sequences wait for an adapter that no
         running sequence blocks."""
         num_preemptions = self._num_preemptions
-        scheduled = self._schedule_running()
+        parts = StepParts()
+        scheduled = self._schedule_running(parts)
         # A sequence that was just preempted must not return at once, nor others take its blocks.
         if num_preemptions == self._num_preemptions:
-            scheduled += self._admit_waiting(self._rest_of_budget(scheduled))
+            scheduled += self._admit_waiting(self._rest_of_budget(scheduled), parts)
         return ScheduledBatch(tuple(scheduled))
 
     def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> list[TokenOutput]:
@@ -187,7 +191,7 @@ class Scheduler:
             prefix_hits=self._tables.prefix_hits,
         )
 
-    def _schedule_running(self) -> list[ScheduledSequence]:
+    def _schedule_running(self, parts: StepParts) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         budget = self._config.max_num_batched_tokens
         prompts: int | None = None  # tokens left for prompts; counted at the first of them
@@ -212,7 +216,7 @@ class Scheduler:
                     continue  # older prompts have all of them
             if not self._make_room(sequence, start + count):
                 break  # it was the youngest and is preempted itself
-            scheduled.append(_take(sequence, start, start + count))
+            scheduled.append(parts.take(sequence, start, start + count))
             budget -= count
         return scheduled
 
@@ -271,15 +275,13 @@ class Scheduler:
         self.preempted.append(sequence.request.request_id)
         insort(self._waiting, sequence, key=_age)
 
-    def _admit_waiting(self, budget: int) -> list[ScheduledSequence]:
+    def _admit_waiting(self, budget: int, parts: StepParts) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
         self._gate.begin_walk()
         for sequence in tuple(self._waiting):
             if len(self._running) >= self._config.max_num_seqs or budget == 0:
                 break
-            error = self.grammar_gate.error(sequence)
-            if self._gate.is_lost(sequence):
-                error = f"adapter {sequence.request.adapter} is no longer loaded"
+            error = self._gate.error(sequence) or self.grammar_gate.error(sequence)
             if error is not None:
                 self._leave(sequence, Ending("error"), error)
                 continue
@@ -301,7 +303,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_age)
             start = sequence.num_computed_tokens
-            admitted.append(_take(sequence, start, start + count))
+            admitted.append(parts.take(sequence, start, start + count))
         self._gate.prefetch(self._waiting)
         return admitted
 
@@ -387,13 +389,6 @@ class Scheduler:
     def _drain_left(self) -> list[TokenOutput]:
         left, self._left = self._left, []
         return left
-
-
-def _take(sequence: Sequence, start: int, end: int) -> ScheduledSequence:
-    samples = end == sequence.num_tokens
-    sequence.num_scheduled_tokens = end
-    sequence.num_tokens_in_flight += samples
-    return ScheduledSequence(sequence, start, end, samples)
 
 
 def _is_running(sequence: Sequence) -> bool:

@@ -7,16 +7,18 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from engine.activation import adapter_at, adapter_runs
 from engine.inputs import (
     DeviceTokens,
     ForwardInputs,
     LoraReach,
+    SamplingInputs,
     logit_rows,
     lora_batch,
     reach_of,
@@ -32,11 +34,15 @@ from kernels.paged_plan import (
     work_size,
     write_work,
 )
-from lora.pool import AFFINE, PAGE_ROWS, AdapterPool
+from lora.page_image import AFFINE
+from lora.page_lists import PageList
+from lora.pool import PAGE_ROWS, AdapterPool
 
 _SEED_MASK = 2**64 - 1
+_NO_PAGES = PageList((), ())
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
 Runs = list[tuple[tuple[int, ...], int]]
+Weights = list[tuple[float, ...]] | None  # of the pages of each run; None: all are 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +62,6 @@ class StepLimits:
     @property
     def max_rank_pages(self) -> int:
         return -(-self.max_lora_rank // PAGE_ROWS)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """The sampling parameters, one row for every sequence that samples."""
-
-    temperature: torch.Tensor  # [R] float32
-    top_k: torch.Tensor  # [R] int32
-    top_p: torch.Tensor  # [R] float32
-    min_p: torch.Tensor  # [R] float32
-    seeds: torch.Tensor  # [R] int64
-    choices: torch.Tensor  # [R] int32
-    positions: torch.Tensor  # [R] int32, of the token that is drawn
 
 
 def is_decode(batch: ScheduledBatch) -> bool:
@@ -155,7 +148,7 @@ class StepInputs:
         self._write_tokens(parts, drawn_rows, size)
         self._write_attention(parts, size)
         self._write_sampling(parts, size)
-        runs = self._lora_runs(parts, size - len(parts))
+        runs, weights = self._lora_runs(adapter_runs(parts), size - len(parts))
         kinds = self._site_kinds(parts)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
@@ -164,6 +157,7 @@ class StepInputs:
                 runs,
                 self.max_tokens,
                 self._max_pages,
+                weights,
                 large=False,
                 has_head=_HEAD in kinds,
                 has_embedding=_EMBEDDING in kinds,
@@ -200,7 +194,7 @@ class StepInputs:
         self._write_sampling(sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
-        runs = self._lora_runs(parts, num_tokens - batch.num_tokens)
+        runs, weights = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
         lora = None
         kinds = self._site_kinds(parts)
         reach = reach_of(runs, kinds)
@@ -211,6 +205,7 @@ class StepInputs:
                 runs,
                 self.max_tokens,
                 max_pages,
+                weights,
                 has_embedding=_EMBEDDING in kinds,
             )
             affine = reach is LoraReach.AFFINE
@@ -249,9 +244,11 @@ class StepInputs:
         if _HEAD not in self._site_kinds(sampling):
             return None
         max_seqs, max_pages = self._limits.max_seqs, self._max_pages
-        runs = [(pages, 1) for pages, _ in self._lora_runs(sampling, 0)]
+        keys = ((adapter_at(part.sequence.request, part.end - 1), 1) for part in sampling)
+        runs, weights = self._lora_runs(keys, 0)
+        host = self._buffers.host("head")
         found = write_lora_plan(
-            self._buffers.host("head"), runs, max_seqs, max_pages, large=False, has_head=True
+            host, runs, max_seqs, max_pages, weights, large=False, has_head=True
         )
         return LoraPlan.for_step(
             self._buffers.device("head"), found, max_seqs, max_pages, large=False
@@ -295,7 +292,7 @@ class StepInputs:
         )
 
     def _site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
-        """Returns the kinds of sites that the adapters of these have."""
+        """Returns the kinds of sites that the adapters of these have, active or not."""
         adapters = {part.sequence.request.adapter for part in parts}
         return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
 
@@ -367,21 +364,25 @@ class StepInputs:
         host("draw_positions")[:count] = [part.end for part in parts]
         floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 
-    def _lora_runs(self, parts: tuple[ScheduledSequence, ...], num_padding: int) -> Runs:
+    def _lora_runs(
+        self, keys: Iterable[tuple[str | None, int]], num_padding: int
+    ) -> tuple[Runs, Weights]:
+        """Returns the runs of the plan. `keys`: the adapter key and the rows of each, in order."""
         runs: Runs = []
-        pages_of: dict[str, tuple[int, ...]] = {}
-        for part in parts:
-            adapter = part.sequence.request.adapter
-            if adapter is None:
-                runs.append(((), part.end - part.start))
-                continue
-            pages = pages_of.get(adapter)
-            if pages is None:
-                pages = pages_of[adapter] = self._pool.pages(adapter)
-            runs.append((pages, part.end - part.start))
+        weights: list[tuple[float, ...]] = []
+        lists: dict[str | None, PageList] = {None: _NO_PAGES}
+        for key, num_rows in keys:
+            found = lists.get(key)
+            if found is None:
+                assert key is not None
+                found = lists[key] = self._pool.page_list(key)
+            runs.append((found.pages, num_rows))
+            weights.append(found.weights)
         if num_padding:
             runs.append(((), num_padding))
-        return runs
+            weights.append(())
+        is_weighted = any(weight != 1.0 for found in lists.values() for weight in found.weights)
+        return runs, weights if is_weighted else None
 
     def _send(
         self, parts: tuple[ScheduledSequence, ...], num_rows: int, *, with_head: bool = False

@@ -1,14 +1,18 @@
 """The engine's vocabulary: requests, step decisions and step results.
 
-Free of tensors, HTTP and MLflow. An adapter is known here only by its content digest.
+Free of tensors, HTTP and MLflow. An adapter is known here only by its content digest, and the
+adapters of a request by their key (`lora.adapter_key`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from engine.adapter_store import AdapterStore as AdapterStore
+from lora.adapter_key import WeightedAdapter as WeightedAdapter
+from lora.adapter_key import adapter_key as adapter_key
+from lora.adapter_key import key_digests as key_digests
 from lora.resident import Resident as Resident
 
 if TYPE_CHECKING:
@@ -88,10 +92,12 @@ class Request:
     request_id: str  # unique in the engine; the caller makes it, a client's id is never used
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    adapter: str | None = None  # content digest of a loaded adapter
+    adapter: str | None = None  # key of loaded adapters
     cache_salt: str = ""  # requests with different salts never share KV blocks
     arrival_s: float = 0.0  # time.time() at the front, for queue-time metrics only
-    adapter_rank: int = 0  # for the shares of a step's time only
+    adapter_rank: int = 0  # of all its adapters; for the shares of a step's time only
+    # Set by the engine if its adapter has invocation tokens: the first position where it is active
+    active_from: int | None = None
     # If set, only these of the `params.n` choices are generated; otherwise all, from the start.
     resumed: tuple[ResumedChoice, ...] = ()
 
@@ -296,73 +302,6 @@ class ModelFacts(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
-class AdapterStore(Protocol):
-    """The adapters in memory and on the device. `lora.pool.AdapterPool` implements it."""
-
-    def has(self, digest: str) -> bool:
-        """Returns False if the adapter was never loaded, was removed, or was dropped from a full
-        host tier."""
-        ...
-
-    def land_copies(self) -> None:
-        """Makes adapters whose copies have ended acquirable from now on; later copies follow with
-        the next call."""
-        ...
-
-    def acquire(self, digest: str) -> bool:
-        """Makes the adapter resident if there is room, and adds a reference. Returns False if all
-        pages are in use or its copy to the device is in flight."""
-        ...
-
-    def prefetch(self, digests: Iterable[str]) -> None:
-        """Starts copies of the adapters needed next, most urgent first, where there is room."""
-        ...
-
-    def has_pending_copies(self) -> bool:
-        """Returns True if a copy has not landed: a refused adapter may be available after the next
-        `land_copies`."""
-        ...
-
-    def wait_pending(self) -> None:
-        """Blocks until one more adapter can be acquired, some milliseconds at most."""
-        ...
-
-    def release(self, digest: str) -> None:
-        """Drops the reference of one `acquire`."""
-        ...
-
-    def on_device(self) -> tuple[str, ...]: ...
-    def on_host(self) -> tuple[str, ...]: ...
-    @property
-    def reserved_bytes(self) -> int:
-        """The bytes of device memory that are set aside for adapters."""
-        ...
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes on the device of an adapter of rank 16 at all sites but the optional."""
-        ...
-
-    @property
-    def device_bytes_used(self) -> int: ...
-    @property
-    def host_bytes_used(self) -> int: ...
-    @property
-    def num_pinned(self) -> int: ...
-    @property
-    def num_copied_to_device(self) -> int: ...
-    @property
-    def copy_s(self) -> float: ...
-    def residents(self) -> tuple[Resident, ...]: ...
-    def is_pinned(self, digest: str) -> bool: ...
-    def protect(self, digests: Iterable[str]) -> None: ...
-    def pin(self, digest: str) -> None: ...
-    def unpin(self, digest: str) -> None: ...
-    def remove(self, digest: str) -> bool:
-        """Returns False if the adapter is still referenced."""
-        ...
 
 
 class Runner(Protocol):

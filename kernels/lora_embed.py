@@ -43,10 +43,12 @@ def lora_embed_reference_(
     ids = resolve_tokens(token_ids, sources, drawn).long()
     for start, end, pages in read_tiles(plan):
         delta = None
-        for page in pages:
+        for page, weight in pages:
             a, b = site.a(page, 0), site.b(page, 0)
             if a is not None and b is not None:
-                more = a.float().T[ids[start:end]] @ b.float()
+                # Rounded to the weights' type, as tensor cores require.
+                h = (a.float().T[ids[start:end]] * weight).to(b.dtype).float()
+                more = h @ b.float()
                 delta = more if delta is None else delta + more
         if delta is not None:
             y[start:end] = (y[start:end].float() + delta).to(y.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ MAX_RANK_PAGES = 32  # of one adapter: rank 512, which `EngineConfig.max_lora_ra
 
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding
 TILE_FIELDS = 8
-UNIT_FIELDS = 8  # row, rows, page, its index among the adapter's pages, row in the bridge
+# row, rows, page, its index among the adapter's pages, row in the bridge, weight (float32's bits)
+UNIT_FIELDS = 8
 # Small tiles, units, large tiles, rows of small tiles, of large tiles, most pages of an adapter.
 # Then counts once more for the head and the embedding, zeros if no adapter of the step has the
 # site, so that its kernels end at once.
@@ -34,6 +35,10 @@ HEADER_FIELDS = 16
 UNITS = 1
 HEAD_UNITS, HEAD_TILES = 6, 7
 EMBEDDING_SMALL, EMBEDDING_LARGE = 8, 9
+# Sequences of a step at most that begin with rows of the base and go on with an adapter's. Not in
+# plans without large tiles: a decode has one row of each.
+MAX_SPLITS = 8
+_ONE = 0x3F800000  # the bits of 1.0
 COUNTERS = 4  # of a large tile: finished programs, per 32 rows; kept at zero
 
 
@@ -49,24 +54,28 @@ class _Layout:
     @classmethod
     def of(cls, max_tokens: int, max_pages: int, large: bool) -> _Layout:
         # Adapters are contiguous and have a page each at least; base rows come first, and perhaps
-        # once more at the end.
-        runs = min(max_tokens, max_pages + 2)
+        # once more at the end. A split interrupts the rows of its adapter once.
+        splits = MAX_SPLITS if large else 0
+        runs = min(max_tokens, max_pages + 2 + 2 * splits)
+        pages = max_pages + MAX_RANK_PAGES * splits if max_pages else 0
         small = (max_tokens + (SMALL_ROWS - 1) * runs) // SMALL_ROWS  # sum of ceil(n / 8)
         # sum of ceil(n / 8) * pages
-        units = max_pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
+        units = pages + MAX_RANK_PAGES * (max_tokens // SMALL_ROWS)
         if large:  # n is below LARGE_MIN_RUN
-            units = min(units, LARGE_MIN_RUN // SMALL_ROWS * max_pages)
-        return cls(small, units, max_tokens // LARGE_MIN_RUN if large else 0, max_pages)
+            units = min(units, LARGE_MIN_RUN // SMALL_ROWS * pages)
+        return cls(small, units, max_tokens // LARGE_MIN_RUN if large else 0, pages)
 
     @property
-    def starts(self) -> tuple[int, int, int, int, int, int]:
-        """The offsets of small tiles, units, large tiles, counters and pages, and the end."""
+    def starts(self) -> tuple[int, int, int, int, int, int, int]:
+        """The offsets of small tiles, units, large tiles, counters, pages and weights, and the
+        end."""
         small = HEADER_FIELDS
         units = small + self.small * TILE_FIELDS
         large = units + self.units * UNIT_FIELDS
         counters = large + self.large * TILE_FIELDS
         pages = counters + self.large * COUNTERS
-        return small, units, large, counters, pages, -(-(pages + self.pages) // 16) * 16
+        weights = pages + self.pages
+        return small, units, large, counters, pages, weights, -(-(weights + self.pages) // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +102,20 @@ def write_lora_plan(
     runs: Sequence[tuple[Sequence[int], int]],  # (pages of the adapter, () for the base; rows)
     max_tokens: int,
     max_pages: int,
+    weights: Sequence[Sequence[float]] | None = None,  # of each run, one for each of its pages
     *,
     large: bool = True,
     has_head: bool = False,
     has_embedding: bool = False,
 ) -> LoraPlanCounts:
     """Writes the plan. The runs cover all rows of the step in order; neighbours with equal pages
-    are merged. The rows of an adapter are contiguous. `large=False` for the plan of a CUDA graph of
-    decodes and for the head: small tiles only. `has_head`, `has_embedding`: an adapter of the step
-    has the site. Elements beyond the counts in `out` are left as they were and are not read."""
+    and weights are merged. The rows of an adapter are contiguous, but for `MAX_SPLITS` runs of the
+    base between them in a plan with large tiles. `weights`: factors of the pages'
+    deltas; None: all are 1. `large=False` for the plan of a CUDA graph of decodes and for the head:
+    small tiles only. `has_head`, `has_embedding`: an adapter of the step has the site. Elements
+    beyond the counts in `out` are left as they were and are not read."""
     layout = _Layout.of(max_tokens, max_pages, large)
-    merged = _merge(runs)
+    merged, merged_weights = _merge(runs, weights)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
     num_pages = np.array([len(pages) for pages, _ in merged], dtype=np.int64)
     flat = np.fromiter(chain.from_iterable(pages for pages, _ in merged), np.int32)
@@ -111,21 +123,26 @@ def write_lora_plan(
     np.cumsum(num_rows, out=starts[0, 1:])
     np.cumsum(num_pages, out=starts[1, 1:])
     num_tokens = int(starts[0, -1])
-    if num_tokens > max_tokens or len(flat) > max_pages:
+    if num_tokens > max_tokens or len(flat) > layout.pages:
         raise ValueError(
             f"a step of {num_tokens} rows and {len(flat)} pages of adapters in a plan for "
-            f"{max_tokens} rows and {max_pages} pages"
+            f"{max_tokens} rows and {layout.pages} pages"
         )
     is_large = (num_rows >= LARGE_MIN_RUN) & large
-    small_start, unit_start, large_start, counter_start, page_start, _ = layout.starts
+    factors: NDArray[np.int32] | int = _ONE  # bits
+    if weights is not None:
+        flat_weights = np.fromiter(chain.from_iterable(merged_weights), np.float32, len(flat))
+        factors = flat_weights.view(np.int32)
+    small_start, unit_start, large_start, counter_start, page_start, weight_start, _ = layout.starts
     out[page_start : page_start + len(flat)] = flat
+    out[weight_start : weight_start + len(flat)] = factors
     first = np.zeros(len(merged), dtype=np.int64)
     has_pages = num_pages > 0
     first[has_pages] = flat[starts[1, :-1][has_pages]]
     fields = np.stack((starts[0, :-1], num_rows, num_pages, starts[1, :-1], first))
     small = _tiles(fields[:, ~is_large], SMALL_ROWS)
     big = _tiles(fields[:, is_large], LARGE_ROWS)
-    units = _units(small, flat)
+    units = _units(small, flat, factors)
     for name, found, room in (
         ("small tiles", small, layout.small),
         ("large tiles", big, layout.large),
@@ -151,18 +168,22 @@ def write_lora_plan(
     return LoraPlanCounts(num_tokens, *header, has_embedding)
 
 
-def _merge(runs: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Sequence[int], int]]:
+def _merge(
+    runs: Sequence[tuple[Sequence[int], int]], weights: Sequence[Sequence[float]] | None
+) -> tuple[list[tuple[Sequence[int], int]], list[Sequence[float]]]:
     merged: list[tuple[Sequence[int], int]] = []
+    merged_weights: list[Sequence[float]] = []
     last: Sequence[int] | None = None
-    for pages, rows in runs:
+    for (pages, rows), own in zip(runs, repeat(()) if weights is None else weights, strict=False):
         if rows == 0:
             continue
-        if pages == last:
+        if pages == last and own == merged_weights[-1]:
             merged[-1] = (pages, merged[-1][1] + rows)
         else:
             merged.append((pages, rows))
+            merged_weights.append(own)
             last = pages
-    return merged
+    return merged, merged_weights
 
 
 def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
@@ -175,11 +196,18 @@ def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
     return np.vstack((tiles, np.cumsum(tiles[1]) - tiles[1]))
 
 
-def _units(tiles: NDArray[np.int64], pages: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Returns every page of every tile: row, rows, page, index of the page, row in the bridge."""
+def _units(
+    tiles: NDArray[np.int64], pages: NDArray[np.int32], weights: NDArray[np.int32] | int
+) -> NDArray[np.int64]:
+    """Returns every page of every tile, with the fields of a unit. `weights`: bits of each page's,
+    or of all."""
     owned = np.repeat(tiles, tiles[2], axis=1)
     index = _count_within(tiles[2])
-    return np.stack((owned[0], owned[1], pages[owned[3] + index].astype(np.int64), index, owned[5]))
+    at = owned[3] + index
+    units = np.empty((6, len(index)), dtype=np.int64)
+    units[:5] = owned[0], owned[1], pages[at], index, owned[5]
+    units[5] = weights if isinstance(weights, int) else weights[at]
+    return units
 
 
 def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -203,6 +231,7 @@ class LoraPlan:
     large: torch.Tensor  # [L, TILE_FIELDS] int32
     counters: torch.Tensor  # [L, COUNTERS] int32
     pages: torch.Tensor  # [P] int32
+    weights: torch.Tensor  # [P] float32: the factors of the pages' deltas
     num_tokens: int
     # Upper bounds, for grids; the header has the numbers.
     max_small: int
@@ -269,34 +298,44 @@ class LoraPlan:
         )
 
 
-_Views = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Views = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]
 
 
 def _views(buffer: torch.Tensor, layout: _Layout) -> _Views:
-    small, units, large, counters, pages, end = layout.starts
+    small, units, large, counters, pages, weights, end = layout.starts
     return (
         buffer[:small],
         buffer[small:units].view(-1, TILE_FIELDS),
         buffer[units:large].view(-1, UNIT_FIELDS),
         buffer[large:counters].view(-1, TILE_FIELDS),
         buffer[counters:pages].view(-1, COUNTERS),
-        buffer[pages:end],
+        buffer[pages:weights],
+        buffer[weights:end].view(torch.float32),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """x A^T of a site, float32: for small tiles in planes, one per chunk of K, to be summed; for
-    large tiles summed. Pages that a row does not have hold arbitrary values."""
+    """x A^T of a site times the pages' weights, float32: for small tiles in planes, one per chunk
+    of K, to be summed; for large tiles summed. Pages that a row does not have hold arbitrary
+    values."""
 
     planes: torch.Tensor  # [planes, slices, rank pages, rows of small tiles, PAGE_ROWS]
     sums: torch.Tensor | None  # [slices, rank pages, rows of large tiles, PAGE_ROWS]
 
 
-def read_tiles(plan: LoraPlan) -> list[tuple[int, int, list[int]]]:
-    """Returns (first row, end row, pages) of every tile, for the references. Waits for the
-    device."""
+def read_tiles(plan: LoraPlan) -> list[tuple[int, int, list[tuple[int, float]]]]:
+    """Returns first row, end row, and pages with their weights of every tile, for the references.
+    Waits for the device."""
     num_small, _, num_large = plan.header[:3].tolist()
-    pages = plan.pages.tolist()
+    pages = list(zip(plan.pages.tolist(), plan.weights.tolist(), strict=False))
     tiles = plan.small[:num_small].tolist() + plan.large[:num_large].tolist()
     return [(t[0], t[0] + t[1], pages[t[3] : t[3] + t[2]]) for t in tiles]

@@ -4,7 +4,8 @@ A strip is the rows of one page at one matrix, A [rows, K] or B [rows, N_s], con
 has a word for each page and matrix: where the strip begins, in units of 256 bytes, and its number
 of rows, 1 to 16; the word 0 means that the adapter lacks the matrix there. So kernels read the rows
 that exist and nothing else, in any place. A matrix as wide as the vocabulary may be in pieces of
-columns, each a strip with a word of its own.
+columns, each a strip with a word of its own. A strip without rows is there, but nothing is read of
+it and its delta is 0: first in a list of pages, it says that later pages may have the matrix.
 
 An adapter may also scale the base's product of a slice and add a constant to it: DoRA does the
 first, trained biases the second. Its affine rows are one more strip of its first page, with a row
@@ -20,6 +21,7 @@ import torch
 
 UNIT_BYTES = 256  # every strip begins at a multiple of it
 ROW_BITS = 5  # of an entry: the number of rows
+BLANK_ENTRY = 1 << ROW_BITS  # of a strip without rows
 
 
 def make_entry(start: int, rows: int) -> int:

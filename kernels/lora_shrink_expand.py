@@ -1,10 +1,11 @@
 """The LoRA delta of a packed batch with many adapters: y_s += (x A_s^T) B_s for each slice s.
 
 Hu et al., "LoRA", arXiv 2106.09685; batched over adapters as in Chen et al., "Punica", arXiv
-2310.18547. The scale is folded into B; an adapter's affine rows change y first. On a device in two
-parts over a `LoraPlan`, for all adapters of a step: `lora_shrink`, then `lora_expand_`. On a CPU,
-and where speed is not needed, adapter by adapter: `lora_add_`. A row without the delta keeps its
-bits. Uses tensors and numbers only.
+2310.18547. The scale is folded into B; an adapter's affine rows change y first. A row may have
+several adapters, with a weight each: their pages in one list, whose deltas add up. On a device in
+two parts over a `LoraPlan`, for all adapters of a step: `lora_shrink`, then `lora_expand_`. On a
+CPU, and where speed is not needed, adapter by adapter: `lora_add_`. A row without the delta keeps
+its bits. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -55,15 +56,17 @@ def lora_add_(
     x: torch.Tensor,  # [T, K]
     tokens: Tokens,
     deltas: Sequence[Delta | Affine],  # the affine rows of a slice before its deltas
+    weight: float = 1.0,
 ) -> None:
-    """Adds one adapter's delta to its tokens, in float32, rounded once for each of the `deltas`."""
+    """Adds one adapter's delta, times its weight, to its tokens, in float32, rounded once for each
+    of the `deltas`."""
     wide = x[tokens].float()
     for delta in deltas:
         if isinstance(delta, Affine):
             y = outputs[delta.index]
             y[tokens] = add_affine(y[tokens], delta.rows).to(y.dtype)
             continue
-        h = wide @ delta.a.float().T
+        h = wide @ delta.a.float().T * weight
         for start, b in delta.b:
             _add_(outputs[delta.index][:, start : start + b.shape[1]], tokens, h, b)
 
@@ -73,13 +76,15 @@ def lora_embed_add_(
     token_ids: torch.Tensor,  # [T]
     tokens: Tokens,
     deltas: Sequence[EmbeddingDelta],
+    weight: float = 1.0,
 ) -> None:
-    """Adds the delta of an embedding: a token's x is the one-hot of its id, x A^T a column of A."""
+    """Adds the delta of an embedding, times its weight: a token's x is the one-hot of its id,
+    x A^T a column of A."""
     ids = token_ids[tokens].long()
     for delta in deltas:
         starts = delta.starts[ids // delta.width] + ids % delta.width
         rows = torch.arange(delta.b.shape[0], device=y.device) * delta.width
-        _add_(y, tokens, delta.heap[starts[:, None] + rows].float(), delta.b)
+        _add_(y, tokens, delta.heap[starts[:, None] + rows].float() * weight, delta.b)
 
 
 def _add_(y: torch.Tensor, tokens: Tokens, h: torch.Tensor, b: torch.Tensor) -> None:
@@ -98,7 +103,8 @@ def lora_shrink(
     site: SiteRows,
     plan: LoraPlan,
 ) -> Bridge:
-    """Returns x A^T of every row with an adapter, for all slices that its adapter has."""
+    """Returns x A^T, times the weight of each page, of every row with an adapter, for all slices
+    that its adapter has."""
     if uses_triton(x):
         from kernels.triton_lora_shrink import shrink
 
@@ -127,11 +133,11 @@ def lora_shrink_reference(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Br
     planes = torch.zeros(shape, dtype=torch.float32, device=x.device)
     wide = x.float()
     for start, end, pages in read_tiles(plan):
-        for i, page in enumerate(pages):
+        for i, (page, weight) in enumerate(pages):
             for s in range(site.num_slices):
                 a = site.a(page, s)
                 if a is not None:
-                    planes[0, s, i, start:end, : len(a)] = wide[start:end] @ a.float().T
+                    planes[0, s, i, start:end, : len(a)] = wide[start:end] @ a.float().T * weight
     return Bridge(planes, None)
 
 
@@ -141,8 +147,9 @@ def lora_expand_reference_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan
     outputs = torch.split(y, list(site.sizes), dim=-1)
     for start, end, pages in read_tiles(plan):
         for s, part in enumerate(outputs):
-            found = [(i, b) for i, page in enumerate(pages) if (b := site.b(page, s)) is not None]
-            affine = site.affine_rows(pages[0], s) if pages else None
+            strips = [(i, site.b(page, s)) for i, (page, _) in enumerate(pages)]
+            found = [(i, b) for i, b in strips if b is not None]
+            affine = site.affine_rows(pages[0][0], s) if pages else None
             if not found:
                 continue
             delta = torch.zeros_like(part[start:end], dtype=torch.float32)

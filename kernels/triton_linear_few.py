@@ -126,7 +126,7 @@ def _linear_few_kernel(
         count = tl.load(header_ptr + 1)
         num_rows = tl.load(header_ptr + 3)
         rank_pages = tl.load(header_ptr + 5)
-        row, rows, page, index, at_bridge = read_unit(units_ptr, unit, True)
+        row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, True)
         ranks = tl.arange(0, PAGE)
         begin = tl.multiple_of(plane * chunk, BLOCK_K)
         entries_ptr += part
@@ -147,9 +147,9 @@ def _linear_few_kernel(
             block = (plane * NUM_SLICES + part) * rank_pages + index
             there = planes_ptr + (block * num_rows + at_bridge) * PAGE
             at = there + offsets[None, :] * PAGE + ranks[:, None]
-            tl.store(at, acc, mask=live[None, :])
+            tl.store(at, acc * weight, mask=live[None, :])
             unit += shrinks
-            row, rows, page, index, at_bridge = read_unit(units_ptr, unit, unit < count)
+            row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, unit < count)
             entry = find_strip(entries_ptr, page, unit < count, STRIDE)
 
 

@@ -3,8 +3,8 @@ adapter.
 
 All rows of a program gather their columns of A at once, because a row waits for four loads one
 after the other: its id, the id that was drawn, the piece's entry, the column. Tensor cores multiply
-them by B, without rounding: they have its type. In a step whose adapters lack the embedding the
-counts of the plan's header are zero, and programs end at once.
+them by B; a column times its page's weight is rounded to B's type first. In a step whose adapters
+lack the embedding the counts of the plan's header are zero, and programs end at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NUM_PROGRAMS = 1056  # twice as many as an H200 holds at a time
 
 @triton.jit
 def _add_rows(
-    y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, a_entries_ptr, b_entries_ptr,
-    row, rows, num_pages, first, page, columns,
+    y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, weights_ptr, a_entries_ptr,
+    b_entries_ptr, row, rows, num_pages, first, page, columns,
     HIDDEN: tl.constexpr, PIECE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -58,6 +58,7 @@ def _add_rows(
         y = tl.load(y_at, mask=mask, other=0.0)
         delta = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         for i in range(num_pages):
+            weight = tl.load(weights_ptr + first + i)
             page_entries = tl.load(pages_ptr + first + i).to(tl.int64) * STRIDE
             b = load_strip(
                 heap_ptr, tl.load(b_entries_ptr + page_entries), columns, HIDDEN, IS_EVEN
@@ -70,7 +71,7 @@ def _add_rows(
                 mask=lanes[None, :] < height[:, None],
                 other=0.0,
             )
-            delta = page_dot(h, b, delta, UPCAST)
+            delta = page_dot(h.to(tl.float32) * weight, b, delta, UPCAST)
         tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=mask)
 
 
@@ -83,6 +84,7 @@ def _add_rows(
         "small_ptr",
         "large_ptr",
         "pages_ptr",
+        "weights_ptr",
         "a_entries_ptr",
         "b_entries_ptr",
     ]
@@ -97,6 +99,7 @@ def _lora_embed_kernel(
     small_ptr,
     large_ptr,
     pages_ptr,
+    weights_ptr,
     a_entries_ptr,  # [pages, pieces], STRIDE apart
     b_entries_ptr,  # [pages, 1], STRIDE apart
     HIDDEN: tl.constexpr,
@@ -118,18 +121,18 @@ def _lora_embed_kernel(
     while tile < num_small:
         row, rows, num_pages, first, page, _ = read_tile(small_ptr, tile, True, ROWS, 1)
         _add_rows(
-            y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, a_entries_ptr,
-            b_entries_ptr, row, rows, num_pages, first, page, columns, HIDDEN, PIECE, STRIDE, ROWS,
-            BLOCK, UPCAST,
+            y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, weights_ptr,
+            a_entries_ptr, b_entries_ptr, row, rows, num_pages, first, page, columns, HIDDEN, PIECE,
+            STRIDE, ROWS, BLOCK, UPCAST,
         )  # fmt: skip
         tile += tl.num_programs(1)
     tile -= num_small
     while tile < num_large:
         row, rows, num_pages, first, page, _ = read_tile(large_ptr, tile, True, ROWS, PARTS)
         _add_rows(
-            y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, a_entries_ptr,
-            b_entries_ptr, row, rows, num_pages, first, page, columns, HIDDEN, PIECE, STRIDE, ROWS,
-            BLOCK, UPCAST,
+            y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, weights_ptr,
+            a_entries_ptr, b_entries_ptr, row, rows, num_pages, first, page, columns, HIDDEN, PIECE,
+            STRIDE, ROWS, BLOCK, UPCAST,
         )  # fmt: skip
         tile += tl.num_programs(1)
 
@@ -163,6 +166,7 @@ def launch_lora_embed_(
             plan.small,
             plan.large if plan.max_large else plan.small,
             plan.pages,
+            plan.weights,
             site.a_entries,
             site.b_entries,
         ),

@@ -1,4 +1,5 @@
-"""x A^T of adapters' rank rows, for all slices of a site in one launch per kind of tile.
+"""x A^T of adapters' rank rows, times the weights of their pages, for all slices of a site in one
+launch per kind of tile.
 
 Small tiles: a program processes one page of one tile, one slice and one chunk of K, in one piece.
 Chunks are fixed by K alone and their sums (planes) are added in order by the reader, so a row's
@@ -65,7 +66,7 @@ def _shrink_kernel(
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     entries_ptr += part
     plane = chunk * NUM_SLICES + part
-    row, rows, page, index, at_bridge = read_unit(units_ptr, unit, True)
+    row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, True)
     entry = find_strip(entries_ptr, page, unit < count, STRIDE)
     a = load_strip(heap_ptr, entry, columns, K, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
@@ -73,7 +74,7 @@ def _shrink_kernel(
     lanes = tl.arange(0, PAGE)
     while unit < count:
         unit += tl.num_programs(2)
-        next_row, next_rows, next_page, next_index, next_at = read_unit(
+        next_row, next_rows, next_page, next_index, next_at, next_weight = read_unit(
             units_ptr, unit, unit < count
         )
         next_entry = find_strip(entries_ptr, next_page, unit < count, STRIDE)
@@ -89,8 +90,8 @@ def _shrink_kernel(
             bridge = page_dot(a, x, tl.zeros([PAGE, ROWS], dtype=tl.float32), UPCAST)
             block = plane.to(tl.int64) * rank_pages + index
             at = planes_ptr + (block * num_rows + at_bridge) * PAGE
-            tl.store(at + offsets * PAGE + lanes[:, None], bridge, mask=mask)
-        row, rows, index, at_bridge = next_row, next_rows, next_index, next_at
+            tl.store(at + offsets * PAGE + lanes[:, None], bridge * weight, mask=mask)
+        row, rows, index, at_bridge, weight = next_row, next_rows, next_index, next_at, next_weight
         entry = next_entry
         a = load_strip(heap_ptr, entry, columns, K, IS_EVEN)
 
@@ -111,6 +112,7 @@ def _add_planes(sums_ptr, planes_ptr, stride, at, mask, NUM_PLANES: tl.constexpr
         "header_ptr",
         "tiles_ptr",
         "pages_ptr",
+        "weights_ptr",
         "counters_ptr",
         "entries_ptr",
     ]
@@ -123,6 +125,7 @@ def _shrink_large_kernel(
     header_ptr,
     tiles_ptr,
     pages_ptr,
+    weights_ptr,
     counters_ptr,
     entries_ptr,
     K: tl.constexpr,
@@ -190,14 +193,15 @@ def _shrink_large_kernel(
             if NUM_SLICES > 2:
                 a = load_strip(heap_ptr, entry_2, columns, K, IS_EVEN)
                 acc_2 = page_dot(x, tl.trans(a), acc_2, UPCAST)
+        weight = tl.load(weights_ptr + first + i)
         page_stride = num_rows.to(tl.int64) * PAGE
         there = planes_ptr + chunk * stride + i * page_stride + at
         slice_stride = rank_pages * page_stride
-        tl.store(there, acc_0, mask=mask & (entry_0 != 0))
+        tl.store(there, acc_0 * weight, mask=mask & (entry_0 != 0))
         if NUM_SLICES > 1:
-            tl.store(there + slice_stride, acc_1, mask=mask & (entry_1 != 0))
+            tl.store(there + slice_stride, acc_1 * weight, mask=mask & (entry_1 != 0))
         if NUM_SLICES > 2:
-            tl.store(there + 2 * slice_stride, acc_2, mask=mask & (entry_2 != 0))
+            tl.store(there + 2 * slice_stride, acc_2 * weight, mask=mask & (entry_2 != 0))
     if NUM_PLANES > 1:
         tl.debug_barrier()
         counter = counters_ptr + tile // PARTS * COUNTERS_OF_TILE + tile % PARTS
@@ -278,7 +282,7 @@ def _shrink_large(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tens
     _launch_large(
         (num_chunks, plan.max_large * parts, 1),
         (x, site.heap, planes, sums),
-        (plan.header, plan.large, plan.pages, plan.counters, site.a_entries),
+        (plan.header, plan.large, plan.pages, plan.weights, plan.counters, site.a_entries),
         (
             width,
             x.stride(0),

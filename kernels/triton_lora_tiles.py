@@ -29,8 +29,8 @@ _UNIT_BITS = tl.constexpr(8 * UNIT_BYTES)
 
 @triton.jit
 def read_unit(units_ptr, unit, live):
-    """Returns row, rows, page, page index and row in the bridge. `live`: known to be inside the
-    table."""
+    """Returns row, rows, page, page index, row in the bridge and weight. `live`: known to be inside
+    the table."""
     p = units_ptr + unit * _UNIT
     return (
         tl.load(p, mask=live, other=0),
@@ -38,6 +38,7 @@ def read_unit(units_ptr, unit, live):
         tl.load(p + 2, mask=live, other=0),
         tl.load(p + 3, mask=live, other=0),
         tl.load(p + 4, mask=live, other=0),
+        tl.load(p + 5, mask=live, other=0).to(tl.float32, bitcast=True),
     )
 
 

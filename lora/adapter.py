@@ -79,6 +79,7 @@ class Adapter:
     kind: str = "LoRA"  # or DoRA, with or without biases, in words
     num_tensors: int = 0  # of the file
     num_unread: int = 0  # tensors of a part for images
+    invocation: tuple[int, ...] = ()  # as `PeftConfig.invocation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def read_adapter(
         kind=_kind(config, found),
         num_tensors=len(used),
         num_unread=num_unread,
+        invocation=config.invocation,
     )
 
 
@@ -213,6 +215,13 @@ def _check_header(
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
         _check_shapes(targets[module], a, b, config.rank_of(spelling.spell(module)), max_rank)
     check_vectors(file, vectors, pairs, config, targets)
+    for module in (*pairs, *tokens) if config.invocation else ():
+        # PEFT applies it to all tokens there, so that no KV block is the base's.
+        if targets[module].site.kind == "embedding":
+            raise AdapterError(
+                f"the adapter has alora_invocation_tokens and {module}, an embedding, which is not "
+                "supported"
+            )
     for module, key in copies.items():
         _check_base_copy(module, file, key, base)
     ordered = {module: pairs[module] for module in targets if module in pairs}

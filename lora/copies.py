@@ -119,3 +119,29 @@ class AdapterCopies:
         come after this one."""
         for copy in self._flying:
             copy.is_cancelled |= copy.packed.digest == digest
+
+
+class ReadMarks:
+    """The ends of the last steps that read idle adapters, and of the last that read a block which
+    is free now or was since: marks of a later time include the earlier ones."""
+
+    def __init__(self) -> None:
+        self._read_until: dict[str, tuple[int, Event]] = {}
+        self._free_from: tuple[int, Event] | None = None
+        self._num_marks = 0
+
+    @property
+    def free_from(self) -> Event | None:
+        """The end of the last step that read a block which is free; None: no step did."""
+        return None if self._free_from is None else self._free_from[1]
+
+    def add(self, digest: str, end: Event) -> None:
+        """Notes that no step after `end` reads an adapter until its next use."""
+        self._num_marks += 1
+        self._read_until[digest] = self._num_marks, end
+
+    def leave(self, digest: str) -> None:
+        """Notes that an adapter's blocks are free."""
+        mark = self._read_until.pop(digest, None)
+        if mark is not None and (self._free_from is None or mark[0] > self._free_from[0]):
+            self._free_from = mark

@@ -1,7 +1,8 @@
 """The adapters' memory on the device: one heap of blocks, and the table of its strips.
 
-Page p of the table has the number of one of its adapter's blocks. Both tensors never move: CUDA
-graphs hold their addresses. The owners of blocks are tracked elsewhere.
+Page p of the table has the number of one of its adapter's blocks; one more page, the blank one, has
+every matrix without rows. Both tensors never move: CUDA graphs hold their addresses. The owners of
+blocks are tracked elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.lora_rows import ROW_BITS, UNIT_BYTES, SiteRows
+from kernels.lora_rows import BLANK_ENTRY, ROW_BITS, UNIT_BYTES, SiteRows
 from kernels.lora_shrink_expand import Affine, Delta, EmbeddingDelta
 from lora.page_image import PackedAdapter, PageLayout, Strip, in_blocks
 from lora.sites import Site
@@ -40,8 +41,10 @@ class AdapterHeap:
         size = num_blocks * layout.block_bytes
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self._elements = self._bytes.view(layout.dtype)
-        shape = (num_blocks, layout.num_entries)
+        self.blank_page = num_blocks
+        shape = (num_blocks + 1, layout.num_entries)
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._table[self.blank_page] = BLANK_ENTRY
         self._sites = {site.name: site for site in sites}
         columns: dict[str, list[int]] = {}  # of the table, by site
         for column, strip in enumerate(layout.strips):

@@ -1,7 +1,8 @@
-"""The adapter of each token of a step, in the form of the operations adapter by adapter.
+"""The adapters of each token of a step, in the form of the operations adapter by adapter.
 
 Built once per step from the batch's runs of tokens, shared by all layers. An owner is a small
-integer, the adapter's place among those of this step; -1 means no adapter.
+integer, the place of an adapter key among those of this step; -1 means no adapter. The adapters of
+a key are applied one after the other, so a row's bits depend on its own key only.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from dataclasses import dataclass
 import torch
 
 from kernels.lora_shrink_expand import Tokens
+from lora.adapter_key import key_adapters
 from lora.heap import Deltas
 from lora.pool import AdapterPool
+
+WeightedDeltas = tuple[tuple[Deltas, float], ...]  # of each adapter of a key, with its weight
 
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
     owners: tuple[int, ...]  # of each token
-    deltas: tuple[Deltas, ...]  # of each owner
+    deltas: tuple[WeightedDeltas, ...]  # of each owner
     tokens: tuple[Tokens | None, ...]  # of each owner; None: none in these rows
     device: torch.device
 
     def targets(self, site: str) -> bool:
-        return any(site in deltas for deltas in self.deltas)
+        return any(site in deltas for own in self.deltas for deltas, _ in own)
 
     def select(self, rows: Sequence[int]) -> LoraBatch:
         """Returns the same for some rows of the step, e.g. those whose logits are computed."""
@@ -35,18 +39,20 @@ class LoraBatch:
 
 def build_lora_batch(
     pool: AdapterPool,
-    adapters_per_run: Sequence[tuple[str | None, int]],  # (digest, number of tokens), in order
+    adapters_per_run: Sequence[tuple[str | None, int]],  # (adapter key, number of tokens), in order
     device: torch.device | str,
 ) -> LoraBatch | None:
-    """Returns None if no token has an adapter. Every digest must be held by an `acquire`."""
+    """Returns None if no token has an adapter. Every key must be held by an `acquire`."""
     places: dict[str, int] = {}
     owners: list[int] = []
-    for digest, num_tokens in adapters_per_run:
-        owner = -1 if digest is None else places.setdefault(digest, len(places))
+    for key, num_tokens in adapters_per_run:
+        owner = -1 if key is None else places.setdefault(key, len(places))
         owners += [owner] * num_tokens
     if not places:
         return None
-    deltas = tuple(pool.deltas(digest) for digest in places)
+    deltas = tuple(
+        tuple((pool.deltas(one.digest), one.weight) for one in key_adapters(key)) for key in places
+    )
     device = torch.device(device)
     return LoraBatch(tuple(owners), deltas, _tokens(owners, len(places), device), device)
 

@@ -55,6 +55,7 @@ class PackedAdapter:
     num_blocks: int  # at least one for each page: pages have the numbers of blocks
     # The last parts of the names of its sites, e.g. qkv, and AFFINE if it has affine rows.
     site_kinds: frozenset[str]
+    invocation: tuple[int, ...] = ()  # as `Adapter.invocation`
 
     @property
     def num_pages(self) -> int:
@@ -174,6 +175,7 @@ class PageLayout:
             frozenset({AFFINE} if has_affine else ()).union(
                 self.strips[place.entry].site.rsplit(".", 1)[-1] for place in places
             ),
+            adapter.invocation,
         )
 
     def _place(self, shapes: Shapes) -> tuple[list[_Place], int]:

@@ -23,6 +23,7 @@ T = TypeVar("T")
 CONFIG_FILE = "adapter_config.json"
 _MAX_BYTES = 1024 * 1024
 _MAX_LAYER_PATTERNS = 64
+_MAX_INVOCATION = 512  # tokens
 _LAYERS_NAME = re.compile(r"[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*", re.ASCII)
 
 CONVERTED_KINDS = ("LOHA", "LOKR")  # values of peft_type that registration turns into LoRA
@@ -33,7 +34,6 @@ _UNSUPPORTED = {
     "modules_to_save": "modules_to_save (fully trained modules)",
     "layer_replication": "layer_replication",
     "target_parameters": "target_parameters",
-    "alora_invocation_tokens": "aLoRA (alora_invocation_tokens)",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
@@ -69,6 +69,8 @@ class PeftConfig:
     # Tokens whose rows of the embedding are trained, by the end of a module's name.
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     base_name: str | None = None  # of the base that it was trained on, as the file names it
+    # aLoRA: the adapter is active from the last occurrence of these in the prompt on; (): always
+    invocation: tuple[int, ...] = ()
 
     def rank_of(self, module: str) -> int:
         return self.ranks.find(module, self.rank)
@@ -151,6 +153,7 @@ def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:
         layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
         base_name=base if isinstance(base := fields.get("base_model_name_or_path"), str) else None,
+        invocation=_invocation(fields.get("alora_invocation_tokens")),
     )
 
 
@@ -243,6 +246,20 @@ def _layers_pattern(value: object) -> tuple[str, ...]:
         if len(name) > 128 or not _LAYERS_NAME.fullmatch(name):
             raise AdapterError(f"layers_pattern: {shown(name)} is not the name of a list of layers")
     return tuple(names)
+
+
+def _invocation(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    field = "alora_invocation_tokens"
+    if not isinstance(value, list) or not 1 <= len(value) <= _MAX_INVOCATION:
+        raise AdapterError(
+            f"{field} must be a list of 1 to {_MAX_INVOCATION} token ids, not {shown_value(value)}"
+        )
+    for token in value:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+            raise AdapterError(f"{field} holds {shown_value(token)}, which is not a token id")
+    return tuple(value)
 
 
 def _rank(value: object, field: str) -> int:

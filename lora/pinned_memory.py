@@ -12,8 +12,9 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -156,3 +157,12 @@ def _unlock_all(buffers: Iterable[torch.Tensor]) -> None:
     for buffer in buffers:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostUnregister(buffer.data_ptr()))
+
+
+def allocator(limit: int, spare_bytes: int, device: torch.device) -> Callable[[int], torch.Tensor]:
+    """Returns the function that allocates host memory for copies to the device, [bytes] uint8 of
+    any content. A CUDA device copies from page-locked memory on its own; a CPU needs none of
+    that."""
+    if device.type == "cuda":
+        return PinnedMemory(limit, spare_bytes).allocate
+    return partial(torch.empty, dtype=torch.uint8)

@@ -2,30 +2,32 @@
 
 An adapter takes as many blocks of the heap as its rows fill, at the sites that it has. On a CPU
 an adapter is copied when it is acquired; on CUDA copies run while steps run, and the caller must
-ask again. Uses digests and tensors; free of adapter names, requests and files. One thread calls it,
-except for `pack`.
+ask again. Steps acquire and read the adapters of a key (`lora.adapter_key`) together. Free of
+adapter names, requests and files. One thread calls it, except for `pack`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
+from kernels.lora_plan import MAX_RANK_PAGES
 from kernels.lora_rows import SiteRows
 from lora.adapter import Adapter
+from lora.adapter_key import key_digests
 from lora.blocks import BlockTable
-from lora.copies import AdapterCopies, Copier, CudaCopier, Event
-from lora.errors import AdapterNotLoadedError, HostMemoryError
+from lora.copies import AdapterCopies, Copier, CudaCopier, ReadMarks
+from lora.errors import AdapterNotLoadedError
 from lora.heap import AdapterHeap, Deltas
-from lora.page_image import AFFINE as AFFINE
+from lora.host_tier import HostTier
 from lora.page_image import PAGE_ROWS as PAGE_ROWS
 from lora.page_image import PackedAdapter, PageLayout
-from lora.pinned_memory import PinnedMemory
-from lora.pins import check_pin, check_room_beside
+from lora.page_lists import PageList, PageLists
+from lora.pinned_memory import allocator
+from lora.pins import check_pin, check_room_beside, obstacle
 from lora.resident import Resident
 from lora.sites import Site
 
@@ -46,14 +48,16 @@ class AdapterPool:
         host_bytes: int,
         stream: torch.cuda.Stream | None = None,
         copier: Copier | None = None,
+        max_list: int = MAX_RANK_PAGES,
         *,
         has_affine: bool = True,
     ) -> None:
         """`stream`: the CUDA stream of the steps; None: the stream that is current in each call.
-        `copier`: None selects the device's, none on a CPU. `has_affine`: also for adapters with
-        affine rows, as DoRA and biases need."""
+        `copier`: None selects the device's, none on a CPU. `max_list`: the most pages of a key.
+        `has_affine`: also for adapters with affine rows, as DoRA and biases need."""
         self.dtype = dtype
         self.device = torch.device(device)
+        self.serves_affine = has_affine
         self._layout = PageLayout(sites, dtype, has_affine=has_affine)
         self._table = BlockTable(bytes_budget // self._layout.bytes_per_block)
         self._heap = AdapterHeap(sites, self._layout, self._table.num_blocks, self.device)
@@ -62,11 +66,7 @@ class AdapterPool:
             torch.cuda.synchronize(self.device)  # the table's zeros are written before any copy
         self._copier = copier
         self._copies = AdapterCopies(copier) if copier is not None else None
-        # The ends of the last steps that read idle adapters, and of the last that read a block
-        # which is free now or was since: marks of a later time include the earlier ones.
-        self._read_until: dict[str, tuple[int, Event]] = {}
-        self._free_from: tuple[int, Event] | None = None
-        self._num_marks = 0
+        self._reads = ReadMarks()
         self._deltas: dict[str, Deltas] = {}  # of adapters on the device, made when first used
         # In flight to the device, and since when; the pool itself holds their references.
         self._arriving: dict[str, float] = {}
@@ -74,17 +74,16 @@ class AdapterPool:
         self._polled_s = 0.0
         self._wanted: frozenset[str] = frozenset()  # adapters that the next sequences need
         self._protected: frozenset[str] = frozenset()  # not dropped by insertions
-        # A device copies from page-locked memory on its own; a CPU needs none of that.
-        is_cuda = self.device.type == "cuda"
         spare_bytes = min(self._layout.page_bytes, host_bytes)
-        pinned = PinnedMemory(host_bytes, spare_bytes) if is_cuda else None
-        self._allocate_host = pinned.allocate if pinned else _allocate
-        self._host: OrderedDict[str, PackedAdapter] = OrderedDict()  # least recently used first
-        self._host_limit = host_bytes
-        self._host_bytes = 0
-        self._used_s: dict[str, float] = {}  # last use of adapters on the host
+        self._allocate_host = allocator(host_bytes, spare_bytes, self.device)
+        self._host = HostTier(host_bytes)
         self._num_copied = 0  # copies to the device
         self._leaving: set[str] = set()  # removed while referenced
+        self._max_list = max_list
+        self._lists = PageLists(self.num_blocks, self._heap.blank_page)
+        # The adapters of the first combination refused since copies last landed: others do not
+        # take their room, so all of them are on the device in the end.
+        self._gathered: frozenset[str] = frozenset()
 
     @property
     def num_blocks(self) -> int:
@@ -93,11 +92,6 @@ class AdapterPool:
     @property
     def num_free_blocks(self) -> int:
         return self._table.num_free
-
-    @property
-    def serves_affine(self) -> bool:
-        """Returns whether adapters may have affine rows."""
-        return self._layout.has_affine
 
     @property
     def page_bytes(self) -> int:
@@ -110,7 +104,7 @@ class AdapterPool:
 
     @property
     def host_bytes_used(self) -> int:
-        return self._host_bytes
+        return self._host.num_bytes
 
     @property
     def num_pinned(self) -> int:
@@ -127,9 +121,14 @@ class AdapterPool:
         copies; 0 before the first."""
         return self._copy_s
 
-    def has(self, digest: str) -> bool:
-        """Returns False for an adapter never added, removed, or dropped from a full host tier."""
-        return digest in self._host and digest not in self._leaving
+    def has(self, key: str) -> bool:
+        """Returns False if an adapter was never added, removed, or dropped from a full host
+        tier."""
+        return all(one in self._host and one not in self._leaving for one in key_digests(key))
+
+    def obstacle(self, key: str) -> str | None:
+        """Returns why the adapters of a key can never be used together; None: they can."""
+        return obstacle(key, self._packed(key), self._pinned, self.num_blocks, self._max_list)
 
     @property
     def reserved_bytes(self) -> int:
@@ -148,9 +147,7 @@ class AdapterPool:
             return ()
         check_room_beside(packed, self._pinned(), self.num_blocks)
         dropped = self._make_host_room(packed.num_bytes)
-        self._host[packed.digest] = packed
-        self._host_bytes += packed.num_bytes
-        self._used_s[packed.digest] = time.time()
+        self._host.add(packed)
         return dropped
 
     def add(self, adapter: Adapter) -> tuple[str, ...]:
@@ -177,6 +174,7 @@ class AdapterPool:
         """Makes adapters whose copies have ended acquirable from now on. Only this call and
         `wait_pending` land copies: an adapter that `acquire` refuses stays refused until the next
         one."""
+        self._gathered = frozenset()
         if self._copies is None:
             return
         polled_s, self._polled_s = self._polled_s, time.monotonic()
@@ -184,32 +182,50 @@ class AdapterPool:
             began_s = self._arriving.pop(digest)
             if self._polled_s - polled_s < _WATCHED_S:
                 self._note_copy(began_s)
-            self.release(digest)
+            self._release(digest)
 
-    def acquire(self, digest: str) -> bool:
-        """Adds a reference if every step launched from now on finds the adapter on the device.
+    def acquire(self, key: str) -> bool:
+        """Adds a reference if every step launched from now on finds all adapters of the key on the
+        device. Returns False if all blocks are in use, or if a copy has not landed; if there was
+        room, the copies are in flight after the call."""
+        adapters = tuple(self._known(digest) for digest in key_digests(key))
+        if not self._lists.hold(key, adapters):
+            return False
+        together = frozenset(key_digests(key) if len(adapters) > 1 else ())
+        held = [one.digest for one in adapters if self._acquire(one, together)]
+        if len(held) == len(adapters):
+            return True
+        self._lists.release(key)
+        for digest in held:
+            self._release(digest)
+        self._gathered = self._gathered or together
+        return False
 
-        Returns False if all blocks are in use, or if its copy has not landed. If there was room,
-        its copy is in flight after the call.
-        """
-        packed = self._known(digest)
+    def _acquire(self, packed: PackedAdapter, together: frozenset[str]) -> bool:
+        digest = packed.digest
         if digest in self._arriving or not self._can_bring(digest):
             return False
-        placement = self._table.acquire(digest, packed.num_blocks, self._wanted)
+        if kept := self._gathered | together:
+            placement = self._table.acquire_keeping(digest, packed.num_blocks, kept)
+        else:
+            placement = self._table.acquire(digest, packed.num_blocks, self._wanted)
         if placement is None:
             return False
         self._leave(placement.evicted)
-        self._host.move_to_end(digest)
-        self._used_s[digest] = time.time()
+        self._host.note_use(digest)
         return not placement.is_new or self._bring(packed, placement.blocks)
 
-    def release(self, digest: str) -> None:
+    def release(self, key: str) -> None:
+        self._lists.release(key)
+        for digest in key_digests(key):
+            self._release(digest)
+
+    def _release(self, digest: str) -> None:
         self._table.release(digest)
         if self._table.num_references(digest):
             return
         if self._copier is not None:
-            self._num_marks += 1
-            self._read_until[digest] = self._num_marks, self._copier.mark_steps()
+            self._reads.add(digest, self._copier.mark_steps())
         if digest in self._leaving:
             self._forget(digest)
 
@@ -255,7 +271,7 @@ class AdapterPool:
         little room would be left for others."""
         packed = self._known(digest)
         pinned = {one.digest for one in self._pinned()}
-        check_pin(packed, self._host.values(), pinned, self.num_blocks, self._host_limit)
+        check_pin(packed, self._host.values(), pinned, self.num_blocks, self._host.limit)
         self._table.pin(digest)
 
     def unpin(self, digest: str) -> None:
@@ -275,10 +291,14 @@ class AdapterPool:
                 self._table.num_references(digest),
                 self._table.is_pinned(digest),
                 digest in self._leaving,
-                self._used_s[digest],
+                self._host.used_s(digest),
             )
             for digest, packed in self._host.items()
         )
+
+    def page_list(self, key: str) -> PageList:
+        """Returns the pages of adapters on the device, in the order of rank rows, with weights."""
+        return self._lists.find(key, self._packed(key), self.pages)
 
     def pages(self, digest: str) -> tuple[int, ...]:
         """Returns the pages of an adapter on the device, in the order of its rank rows."""
@@ -303,10 +323,17 @@ class AdapterPool:
         """Returns all adapters that can be acquired, including those on the device."""
         return tuple(digest for digest in self._host if digest not in self._leaving)
 
-    def site_kinds(self, digest: str) -> frozenset[str]:
-        """Returns the last parts of the names of the adapter's sites, e.g. qkv, and AFFINE if it
-        has affine rows."""
-        return self._host[digest].site_kinds
+    def invocation(self, key: str) -> tuple[int, ...]:
+        """Returns the tokens from which on the key's adapter is active; (): all tokens."""
+        return self._host[key_digests(key)[0]].invocation
+
+    def site_kinds(self, key: str) -> frozenset[str]:
+        """Returns the last parts of the names of the sites of a key's adapters, e.g. qkv, and
+        AFFINE if one has affine rows."""
+        return frozenset[str]().union(*(self._host[d].site_kinds for d in key_digests(key)))
+
+    def _packed(self, key: str) -> tuple[PackedAdapter, ...]:
+        return tuple(self._host[digest] for digest in key_digests(key))
 
     def _known(self, digest: str) -> PackedAdapter:
         if not self.has(digest):
@@ -330,8 +357,8 @@ class AdapterPool:
             self._note_copy(began_s)
             return True
         self._arriving[packed.digest] = began_s
-        after = None if self._free_from is None else self._free_from[1]
-        self._copies.start(packed, partial(self._heap.write, packed, blocks), after)
+        write = partial(self._heap.write, packed, blocks)
+        self._copies.start(packed, write, self._reads.free_from)
         return False
 
     def _leave(self, digests: Iterable[str]) -> None:
@@ -339,9 +366,7 @@ class AdapterPool:
         read them have ended."""
         for digest in digests:
             self._deltas.pop(digest, None)
-            mark = self._read_until.pop(digest, None)
-            if mark is not None and (self._free_from is None or mark[0] > self._free_from[0]):
-                self._free_from = mark
+            self._reads.leave(digest)
 
     def _note_copy(self, began_s: float) -> None:
         took_s = time.monotonic() - began_s
@@ -359,31 +384,16 @@ class AdapterPool:
         if self._table.is_resident(digest):
             self._table.drop(digest)
             self._leave((digest,))
-        self._host_bytes -= self._host.pop(digest).num_bytes
-        del self._used_s[digest]
+        self._host.drop(digest)
 
     def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
         """Drops idle adapters, least recently used first; then adapters on the device; adapters
         with waiting requests last."""
-        idle = [d for d in self._host if self._table.is_evictable(d) and d not in self._protected]
-        resident = set(self._table.resident())
-        room = self._host_limit - self.host_bytes_used
-        dropped: list[str] = []
-        # Stable: least recently used first within each kind.
-        for digest in sorted(idle, key=lambda d: (d in self._wanted, d in resident)):
-            if room >= num_bytes:
-                break
-            room += self._host[digest].num_bytes
-            dropped.append(digest)
-        if room < num_bytes:
-            raise HostMemoryError(
-                f"the adapter needs {num_bytes} bytes of host memory; of {self._host_limit} only "
-                f"{room} are free or idle"
-            )
+        dropped = self._host.victims(
+            num_bytes,
+            lambda d: self._table.is_evictable(d) and d not in self._protected,
+            lambda d: (d in self._wanted, self._table.is_resident(d)),
+        )
         for digest in dropped:
             self._forget(digest)
-        return tuple(dropped)
-
-
-def _allocate(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+        return dropped

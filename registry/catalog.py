@@ -21,9 +21,16 @@ from registry.entities import (
     ModelEntry,
     Rejected,
     Setting,
+    WeightedVersion,
 )
-from registry.errors import NotFoundError
-from registry.names import Reference, parse_model, parse_reference
+from registry.errors import InvalidNameError, NotFoundError
+from registry.names import (
+    Reference,
+    parse_model,
+    parse_reference,
+    split_adapters,
+    weight_text,
+)
 
 DEFAULT_ALIAS = "champion"
 
@@ -33,7 +40,27 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 @dataclass(frozen=True, slots=True)
 class Resolution:
     base: BaseVersion
-    adapter: AdapterVersion | None = None
+    adapter: AdapterVersion | None = None  # the first: its text side, metrics and account
+    weight: float = 1.0  # of the first
+    others: tuple[WeightedVersion, ...] = ()  # of a request with several
+
+    @property
+    def adapters(self) -> tuple[WeightedVersion, ...]:
+        if self.adapter is None:
+            return ()
+        return WeightedVersion(self.adapter, self.weight), *self.others
+
+    @property
+    def versions(self) -> str:
+        """The adapters with their versions and weights, `a@1+0.5*b@2`; of the base alone its
+        own."""
+        if self.adapter is None:
+            return f"{self.base.name}@{self.base.version}"
+        return "+".join(
+            ("" if one.weight == 1 else f"{weight_text(one.weight)}*")
+            + f"{one.version.name}@{one.version.version}"
+            for one in self.adapters
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +198,47 @@ class Catalog:
             adapter = self._adapters.find(first)
             return Resolution(self._base_of(adapter), adapter)
         raise NotFoundError(f"no base model or adapter is named {first.name!r}")
+
+    def resolve_each(self, model: str) -> tuple[tuple[Resolution, float], ...]:
+        """Resolves what `resolve` does, or several adapters with their weights, each to the version
+        that its name alone resolves to. They need not fit together."""
+        first, *more = split_adapters(self.registered(model))
+        found = self.resolve(first.model)
+        names = [
+            one.model if ":" in one.model else f"{found.base.name}:{one.model}" for one in more
+        ]
+        others = ((self.resolve(name), one.weight) for name, one in zip(names, more, strict=True))
+        return (found, first.weight), *others
+
+    def resolve_request(self, model: str) -> Resolution:
+        """Resolves the adapters of a request together. Raises InvalidNameError if they are not
+        different adapters of one base."""
+        each = self.resolve_each(model)
+        base, weighted = each[0][0].base, list[WeightedVersion]()
+        if each[0][0].adapter is None and (len(each) > 1 or each[0][1] != 1):
+            raise InvalidNameError(f"{base.name!r} in {model[:200]!r} is a base, not an adapter")
+        for found, weight in each:
+            adapter = found.adapter
+            if adapter is None:
+                return found
+            if found.base.digest != base.digest:
+                raise InvalidNameError(
+                    f"{model[:200]!r} names adapters of different bases: {adapter.name!r} was made "
+                    f"for version {found.base.version} of {found.base.name!r}, the first for "
+                    f"version {base.version}"
+                )
+            if any(adapter.digest == one.version.digest for one in weighted):
+                raise InvalidNameError(
+                    f"{adapter.name!r} has the same files as another adapter in {model[:200]!r}"
+                )
+            if adapter.invocation and len(each) > 1:
+                raise InvalidNameError(
+                    f"{adapter.name!r} in {model[:200]!r} has alora_invocation_tokens: such an "
+                    "adapter cannot be together with others"
+                )
+            weighted.append(WeightedVersion(adapter, weight))
+        first = weighted[0]
+        return Resolution(base, first.version, first.weight, tuple(weighted[1:]))
 
     def registered(self, model: str) -> str:
         """Returns the model string with a base's ORGANISATION/NAME replaced by its registered

@@ -47,6 +47,7 @@ class AdapterFacts:
     num_parameters: int = 0  # 0: the tensors were not read, and `is_noop` is unknown
     is_noop: bool = False
     converted: str = ""  # the kind that it was made from at registration, its rank and its error
+    invocation: tuple[int, ...] = ()  # aLoRA: it is active from these tokens on; (): always
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,15 @@ class AdapterVersion:
     text: str = ""
     effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
     converted: str = ""  # as in AdapterFacts
+    invocation: tuple[int, ...] = ()  # as in AdapterFacts
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedVersion:
+    """One of the adapters of a request. Their deltas add up, each times its weight."""
+
+    version: AdapterVersion
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

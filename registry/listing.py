@@ -39,6 +39,7 @@ DIGEST = PREFIX + "digest"
 BASE = PREFIX + "base"  # adapter: the registered name of its base
 BASE_DIGEST = PREFIX + "base_digest"
 RANK = PREFIX + "rank"
+INVOCATION = PREFIX + "alora_invocation_tokens"
 TARGETS = PREFIX + "targets"
 PARAMETERS = PREFIX + "num_parameters"
 NOOP = PREFIX + "noop"
@@ -224,6 +225,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         text=_text(row),
         effect_figures=_figures(row),
         converted=row.tags.get(CONVERTED, "")[:_MAX_REASON],
+        invocation=_invocation(row),
     )
 
 
@@ -243,6 +245,8 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
         RANK: str(facts.rank),
         TARGETS: ",".join(facts.targets),
     }
+    if facts.invocation:
+        tags[INVOCATION] = ",".join(map(str, facts.invocation))
     if facts.num_parameters:  # the tensors were read
         tags[PARAMETERS] = str(facts.num_parameters)
         tags[NOOP] = "true" if facts.is_noop else "false"
@@ -260,6 +264,12 @@ def text_tags(manifest: Manifest) -> dict[str, str]:
 def _text(row: Row) -> str:
     text = row.tags.get(TEXT, UNKNOWN_TEXT)
     return "" if text == NO_TEXT else text[:_MAX_REASON]
+
+
+def _invocation(row: Row) -> tuple[int, ...]:
+    """Returns () if the tag is not a list of token ids: only the choice of a replica needs it."""
+    parts = row.tags.get(INVOCATION, "").split(",")
+    return tuple(map(int, parts)) if all(map(_NUMBER.fullmatch, parts)) else ()
 
 
 def _refusal(row: Row) -> str:

@@ -1,12 +1,14 @@
 """The legal names of models and aliases, and the syntax of a client's model string.
 
-It is `base`, `base:adapter` or `adapter`; each part may have `@alias` or `@version` (digits).
-Pure text: whether a name exists is not checked.
+It is `base`, `base:adapter` or `adapter`; each part may have `@alias` or `@version` (digits). A
+request may name several adapters, each with a weight: `base:a+0.5*b`. No registered name has a plus
+or an asterisk. Pure text: whether a name exists is not checked.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from registry.errors import InvalidNameError, NotFoundError
@@ -19,8 +21,11 @@ _ALIAS = re.compile(r"(?![0-9]+$)(?![vV][0-9]+$)(?!latest$)[A-Za-z0-9_-]{1,64}",
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 _CACHED_MODEL = re.compile(r"models--(?:.+--)?([^/]+)/snapshots/[^/]+$")  # Hugging Face's cache
 _VERSION = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+_WEIGHT = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,20})?", re.ASCII)
 _FOREIGN = re.compile(r"[^\s\x00-\x20\x7f]+")  # a possible model name on another server
 MAX_MODEL_LENGTH = 512
+MAX_ADAPTERS = 4  # of a request
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 100.0  # of an adapter of a request, without the sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,14 @@ class Reference:
         if self.alias is not None:
             return f"{self.name}@{self.alias}"
         return self.name if self.version is None else f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedModel:
+    """One adapter of a request."""
+
+    model: str  # `base:adapter` or `adapter`
+    weight: float = 1.0
 
 
 def is_legal_name(name: str) -> bool:
@@ -101,3 +114,51 @@ def parse_model(model: str) -> tuple[Reference, Reference | None]:
         if name and _FOREIGN.fullmatch(name) and not _NAME.fullmatch(name):
             raise NotFoundError(f"no base model or adapter is named {name[:100]!r}")
     return parse_reference(first), parse_reference(second) if colon else None
+
+
+def split_adapters(model: str) -> tuple[WeightedModel, ...]:
+    """Splits a client's model string into one for each of its adapters, the first as it is written
+    and the others with the same base, if the string has one. A model without weights or further
+    adapters is its only part.
+
+    Raises InvalidNameError for too many adapters, the same twice, or a weight out of its bounds.
+    """
+    if "+" not in model and "*" not in model:
+        return (WeightedModel(model),)
+    base, colon, names = model.rpartition(":")
+    found: list[WeightedModel] = []
+    for part in names.split("+"):
+        weight, times, name = part.rpartition("*")
+        if times and not _WEIGHT.fullmatch(weight):
+            raise InvalidNameError(
+                f"the weight {weight[:40]!r} in {model[:100]!r} is not a number such as 0.5"
+            )
+        one = f"{base}{colon}{name}"
+        if any(earlier.model == one for earlier in found):
+            raise InvalidNameError(f"{name[:100]!r} is twice in {model[:200]!r}")
+        found.append(WeightedModel(one, check_weight(float(weight)) if times else 1.0))
+    if len(found) > MAX_ADAPTERS:
+        raise InvalidNameError(
+            f"{model[:100]!r} names {len(found)} adapters; at most {MAX_ADAPTERS} are allowed"
+        )
+    return tuple(found)
+
+
+def join_adapters(base: str, adapters: Iterable[tuple[str, float]]) -> str:
+    """Returns the model string that `split_adapters` reads, of names with their weights."""
+    parts = (name if weight == 1 else f"{weight_text(weight)}*{name}" for name, weight in adapters)
+    return f"{base}:{'+'.join(parts)}"
+
+
+def weight_text(weight: float) -> str:
+    """Returns a weight as clients write it: without an exponent."""
+    return f"{weight:.12f}".rstrip("0").rstrip(".")
+
+
+def check_weight(weight: float) -> float:
+    if not MIN_WEIGHT <= abs(weight) <= MAX_WEIGHT:  # NaN is in no bounds
+        raise InvalidNameError(
+            f"the weight of an adapter must be between {weight_text(MIN_WEIGHT)} and "
+            f"{MAX_WEIGHT:g}, or the negative of that, got {weight:g}"
+        )
+    return weight

@@ -159,4 +159,9 @@ def _facts(config: dict[str, object]) -> AdapterFacts:
     if isinstance(targets, str):
         targets = [targets]
     names = targets if isinstance(targets, list) else []
-    return AdapterFacts(max(numbers), tuple(sorted(str(name) for name in names)))
+    tokens = config.get("alora_invocation_tokens")
+    listed = tokens if isinstance(tokens, list) else []
+    invocation = tuple(token for token in listed if type(token) is int)
+    return AdapterFacts(
+        max(numbers), tuple(sorted(str(name) for name in names)), invocation=invocation
+    )

@@ -27,10 +27,11 @@ class RoutingRequest:
     call_id: str
     num_tokens: int  # of all prompts, and of the tokens that a resumed choice recomputes
     num_sequences: int = 1
-    adapter: str | None = None  # content digest
-    adapter_rank: int = 0
+    adapter: str | None = None  # key of its adapters, see `engine.types.adapter_key`
+    adapter_rank: int = 0  # of all of them
     _: KW_ONLY
-    adapter_name: str = ""  # registered name, so that its versions share; "": the base model
+    # Registered name of the first, so that its versions share; "": the base model
+    adapter_name: str = ""
     tenant: str = ""  # account that is charged, see `admission.tenants`
     priority: int = 0  # lower is earlier
     prefixes: tuple[int, ...] = ()  # `engine.prefix_digests` of its first prompt
@@ -55,10 +56,10 @@ class StreamAddress:
 
 @dataclass(frozen=True, slots=True)
 class SubmitCall:
-    """The engine requests of an HTTP request (one per prompt), all with the same adapter."""
+    """The engine requests of an HTTP request (one per prompt), all with the same adapters."""
 
     requests: tuple[Request, ...]
-    adapter: AdapterVersion | None
+    adapters: tuple[AdapterVersion, ...]
     reply_to: StreamAddress
     routing: RoutingRequest  # for the router in the caller's process; a replica gets only its id
 
@@ -66,7 +67,7 @@ class SubmitCall:
         """Leaves the router's part out, a tenth of the bytes of a long prompt: Serve's router has
         chosen the replica before the call is pickled for it."""
         stub = RoutingRequest(self.routing.call_id, 0)
-        return SubmitCall, (self.requests, self.adapter, self.reply_to, stub)
+        return SubmitCall, (self.requests, self.adapters, self.reply_to, stub)
 
 
 @dataclass(frozen=True, slots=True)

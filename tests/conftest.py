@@ -51,6 +51,7 @@ _SLOW_FILES = (
 _SHARED_SERVE = (
     "test_console_browser",
     "test_console_pages",
+    "test_serve_adapter_combinations_http",
     "test_serve_adapter_text_http",
     "test_serve_adapters",
     "test_serve_app",

@@ -73,6 +73,12 @@ class FakePool:
     def land_copies(self) -> None:
         pass
 
+    def obstacle(self, key: str) -> str | None:
+        return None
+
+    def invocation(self, key: str) -> tuple[int, ...]:
+        return ()
+
     def acquire(self, digest: str) -> bool:
         assert digest in self.known
         if digest in self.blocked or digest in self.copying:

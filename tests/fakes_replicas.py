@@ -66,9 +66,9 @@ class Replica:
         self.host.stop()
 
     async def submit(self, call: SubmitCall) -> None:
-        name = None if call.adapter is None else call.adapter.name
-        if call.adapter is not None:
-            await self.engine.load_adapter(call.adapter.name, call.adapter.digest, "nowhere")
+        name = ",".join(adapter.name for adapter in call.adapters) or None
+        for adapter in call.adapters:
+            await self.engine.load_adapter(adapter.name, adapter.digest, "nowhere")
         if self._is_hung:
             await self._died.wait()
         loop = asyncio.get_running_loop()
@@ -179,8 +179,8 @@ class Fleet:
         self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        routing = make_routing_request(requests, None, self.parameters.limits, session)
-        return Generation(self.migrations, self.parameters, requests, None, routing)
+        routing = make_routing_request(requests, (), self.parameters.limits, session)
+        return Generation(self.migrations, self.parameters, requests, (), routing)
 
     async def _run(self, call: SubmitCall) -> None:
         if self.num_refusals:

@@ -18,7 +18,7 @@ from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.rope_write import QueryScaling, RopeWrite
 from kernels.silu_mul import Activation, silu_mul
-from tests.lora_kernel_cases import LoraCase, Run
+from tests.lora_kernel_cases import BLANK, LoraCase, Run
 
 EPS = 1e-5
 HEADS = (4, 2, 128)
@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[Run, ...]] = {
     "ragged": ((None, 2), (0, 1), (2, 2), (1, 3)),
     "no adapter": ((None, 3),),
     "some slices": ((3, 2), (None, 1), (4, 2)),
+    "weights": ((((1, 0.5), (0, -2.0)), 2), (0, 1), (((BLANK, 1.0), (3, 1.5), (4, 0.5)), 2)),
 }
 # More rows than have products of their own: the norm alone adds the delta in one launch.
 MORE_RUNS: dict[str, tuple[Run, ...]] = {
@@ -35,6 +36,7 @@ MORE_RUNS: dict[str, tuple[Run, ...]] = {
     "ragged": ((None, 3), (0, 1), (2, 11), (4, 2), (None, 1)),
     "sixty-four rows": ((0, 1), (1, 20), (None, 5), (2, 9), (3, 8), (5, 20), (None, 1)),
     "a page in eight tiles": ((0, 64),),
+    "weights": ((((1, 0.5), (0, -2.0)), 11), (0, 1), (((BLANK, 1.0), (3, 1.5), (4, 0.5)), 12)),
 }
 LACKING = ((0, 40, 9), (24, 0, 0))  # ranks of each slice, of the last two adapters
 

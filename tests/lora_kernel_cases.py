@@ -21,7 +21,9 @@ from kernels.lora_rows import SiteRows
 from tests.lora_strips import make_site_rows, pages_of
 
 Rank = int | tuple[int, ...]  # of all slices, or of the first ones; 0: the adapter lacks it
-Run = tuple[int | None, int]  # adapter (None: the base), rows
+BLANK = -1  # of a mixture: the blank page, which has every matrix without rows
+Mixture = tuple[tuple[int, float], ...]  # adapters with their weights
+Run = tuple[int | Mixture | None, int]  # adapter or adapters (None: the base), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,17 @@ class LoraCase:
     runs: tuple[Run, ...]
     max_tokens: int
     max_pages: int
+    blank: int  # page
     affine: tuple[tuple[torch.Tensor, ...], ...] = ()  # [0, 1 or 2, N_s]: adapter, slice
+
+    def listed(self, owner: int | Mixture | None) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Returns the pages of a run, and the weight of each."""
+        pages, weights = list[int](), list[float]()
+        for adapter, weight in parts_of(owner):
+            own = (self.blank,) if adapter == BLANK else self.adapters[adapter]
+            pages += own
+            weights += [weight] * len(own)
+        return tuple(pages), tuple(weights)
 
     def plan(self, *, large: bool = True, graph_rows: int | None = None) -> LoraPlan:
         """Returns the plan; with `graph_rows`, that of a CUDA graph of that many rows."""
@@ -53,16 +65,15 @@ class LoraCase:
         for adapter, rows in self.runs:
             here = slice(row, row + rows)
             row += rows
-            if adapter is None:
-                continue
-            for s, (a, b) in enumerate(self.weights[adapter]):
-                columns = slice(starts[s], starts[s + 1])
-                delta = self.x[here].double() @ a.double().T @ b.double()
-                for rows_of, row_of in zip(
-                    (self.y[here, columns].double(), 1.0), self.affine_of(adapter, s), strict=False
-                ):
-                    delta = delta + rows_of * row_of.double()
-                out[here, columns] = delta
+            for one, factor in parts_of(adapter):
+                for s, (a, b) in enumerate(() if one == BLANK else self.weights[one]):
+                    columns = slice(starts[s], starts[s + 1])
+                    delta = factor * (self.x[here].double() @ a.double().T @ b.double())
+                    for rows_of, row_of in zip(
+                        (self.y[here, columns].double(), 1.0), self.affine_of(one, s), strict=False
+                    ):
+                        delta = delta + rows_of * row_of.double()
+                    out[here, columns] += delta
         return out
 
     def affine_of(self, adapter: int, index: int) -> torch.Tensor:
@@ -77,9 +88,10 @@ class LoraCase:
         starts = np.cumsum([0, *self.site.sizes]).tolist()
         row = 0
         for adapter, rows in self.runs:
-            for s, (a, _) in enumerate(() if adapter is None else self.weights[adapter]):
-                is_untouched = len(a) == 0 and len(self.affine_of(adapter or 0, s)) == 0
-                found[row : row + rows, starts[s] : starts[s + 1]] = is_untouched
+            for one, _ in parts_of(adapter):
+                for s, (a, _) in enumerate(() if one == BLANK else self.weights[one]):
+                    if len(a) or len(self.affine_of(one, s)):
+                        found[row : row + rows, starts[s] : starts[s + 1]] = False
             row += rows
         return found
 
@@ -88,12 +100,28 @@ class LoraCase:
         return torch.tensor(owners, device=self.x.device)
 
 
+def parts_of(owner: int | Mixture | None) -> Mixture:
+    if owner is None:
+        return ()
+    return ((owner, 1.0),) if isinstance(owner, int) else owner
+
+
 def write_plan(case: LoraCase, *, large: bool) -> tuple[NDArray[np.int32], LoraPlanCounts]:
     # Elements beyond the counts must not be read.
     size = lora_plan_size(case.max_tokens, case.max_pages, large=large)
     buffer = np.full(size, 1 << 30, dtype=np.int32)
-    runs = [(() if i is None else case.adapters[i], rows) for i, rows in case.runs]
-    counts = write_lora_plan(buffer, runs, case.max_tokens, case.max_pages, large=large)
+    lists = [case.listed(owner) for owner, _ in case.runs]
+    runs = [(pages, rows) for (pages, _), (_, rows) in zip(lists, case.runs, strict=True)]
+    weights = [own for _, own in lists]
+    is_weighted = any(weight != 1.0 for own in weights for weight in own)
+    counts = write_lora_plan(
+        buffer,
+        runs,
+        case.max_tokens,
+        case.max_pages,
+        weights if is_weighted else None,
+        large=large,
+    )
     return buffer, counts
 
 
@@ -115,6 +143,11 @@ def make_case(
     each = [(rank,) * len(sizes) if isinstance(rank, int) else rank for rank in ranks]
     num_pages = [-(-max(rank) // PAGE_ROWS) for rank in each]
     total = sum(num_pages) + 3
+    mixed = sum(
+        1 if one == BLANK else num_pages[one]
+        for owner in dict.fromkeys(owner for owner, _ in runs)
+        for one, _ in (() if isinstance(owner, int) else parts_of(owner))
+    )
     order = torch.randperm(total, generator=draw).tolist()
     starts = np.cumsum([0, *num_pages]).tolist()
     adapters = tuple(tuple(order[a:b]) for a, b in pairwise(starts))
@@ -161,6 +194,7 @@ def make_case(
         adapters,
         tuple(runs),
         max_tokens or num_tokens,
+        total + mixed,
         total,
         tuple(tuple(rows.to(device) for rows in own) for own in affine_rows),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kernels.lora_plan import PAGE_ROWS
-from kernels.lora_rows import UNIT_BYTES, SiteRows, make_entry
+from kernels.lora_rows import BLANK_ENTRY, UNIT_BYTES, SiteRows, make_entry
 
 Matrices = Mapping[int, torch.Tensor]  # by page: [rows, width]
 
@@ -32,7 +32,8 @@ def make_site_rows(
     other_entries: int = 3,  # entries of a page that belong to other sites
     affine: Sequence[Matrices] = (),  # of each slice: [1 or 2, N_s], of first pages
 ) -> SiteRows:
-    """Returns the rows with NaN between the strips, which are in an order of their own."""
+    """Returns the rows with NaN between the strips, which are in an order of their own; page
+    `num_pages` is blank."""
     draw = torch.Generator().manual_seed(3)
     flat = [
         (entry, page, rows)
@@ -40,7 +41,8 @@ def make_site_rows(
         for page, rows in matrices.items()
     ]
     unit = UNIT_BYTES // dtype.itemsize
-    table = torch.zeros((num_pages, other_entries + 3 * len(sizes)), dtype=torch.int64)
+    table = torch.zeros((num_pages + 1, other_entries + 3 * len(sizes)), dtype=torch.int64)
+    table[num_pages] = BLANK_ENTRY
     starts, end = [], unit
     for i in torch.randperm(len(flat), generator=draw).tolist():
         entry, page, rows = flat[i]

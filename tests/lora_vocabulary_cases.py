@@ -17,7 +17,7 @@ from kernels.lora_plan import (
     write_lora_plan,
 )
 from kernels.lora_rows import ROW_BITS, UNIT_BYTES, SiteRows
-from tests.lora_kernel_cases import Run
+from tests.lora_kernel_cases import BLANK, Mixture, Run, parts_of
 from tests.lora_strips import Matrices, make_site_rows, pages_of
 
 # Ranks of the adapters (0: the adapter lacks the site, and has a page at others), and runs of rows.
@@ -27,6 +27,10 @@ MIXES: dict[str, Mix] = {
     "ragged": ((8, 17, 0, 40), ((None, 2), (0, 3), (2, 1), (1, 9), (3, 2), (None, 1))),
     "long runs": ((20, 0, 4), ((None, 1), (0, 70), (1, 65), (2, 2))),
     "nobody has it": ((0, 0), ((None, 1), (0, 2), (1, 1))),
+    "weights": (
+        (8, 17, 0),
+        ((None, 1), (((0, 0.5), (1, -2.0)), 3), (((BLANK, 1.0), (2, 3.0), (0, 1.5)), 70), (1, 2)),
+    ),
 }
 
 
@@ -42,6 +46,7 @@ class VocabularyCase:
     adapters: tuple[tuple[int, ...], ...]  # pages
     runs: tuple[Run, ...]
     num_pages: int
+    blank: int  # page
     is_head: bool
     has_site: bool  # what the plan says
 
@@ -62,17 +67,30 @@ class VocabularyCase:
         # Elements beyond the counts must not be read.
         size = lora_plan_size(tokens, self.num_pages, large=large)
         buffer = np.full(size, 1 << 30, dtype=np.int32)
-        runs = [(() if i is None else self.adapters[i], rows) for i, rows in self.runs]
+        lists = [self._listed(owner) for owner, _ in self.runs]
+        runs = [
+            (tuple(page for page, _ in own), rows)
+            for own, (_, rows) in zip(lists, self.runs, strict=True)
+        ]
         counts = write_lora_plan(
             buffer,
             runs,
             tokens,
             self.num_pages,
+            [tuple(weight for _, weight in own) for own in lists],
             large=large,
             has_head=has_site and self.is_head,
             has_embedding=has_site and not self.is_head,
         )
         return torch.from_numpy(buffer).to(self.y.device), counts
+
+    def _listed(self, owner: int | Mixture | None) -> list[tuple[int, float]]:
+        """Returns the pages of a run, with their weights."""
+        return [
+            (page, weight)
+            for one, weight in parts_of(owner)
+            for page in ((self.blank,) if one == BLANK else self.adapters[one])
+        ]
 
     def row(self, row: int, owner: int | None) -> VocabularyCase:
         """Returns one row, of this owner, as a case."""
@@ -86,17 +104,20 @@ class VocabularyCase:
         out = torch.zeros_like(self.y, dtype=torch.float64)
         earlier = self.drawn.clamp(min=0)[self.sources.clamp(min=0)]
         ids = torch.where(self.sources < 0, self.token_ids, earlier).long()
-        for here, adapter in self._runs():
-            if adapter is not None:
-                a, b = (side.double() for side in self.weights[adapter])
-                out[here] = (self.x[here].double() @ a.T if self.is_head else a.T[ids[here]]) @ b
+        for here, owner in self._runs():
+            for adapter, weight in parts_of(owner):
+                if adapter != BLANK:
+                    a, b = (side.double() for side in self.weights[adapter])
+                    h = self.x[here].double() @ a.T if self.is_head else a.T[ids[here]]
+                    out[here] += weight * (h @ b)
         return out
 
     def untouched(self) -> torch.Tensor:
         """Returns [T] bool: the rows without the site."""
         found = torch.ones(len(self.x), dtype=torch.bool, device=self.y.device)
-        for here, adapter in self._runs():
-            found[here] = adapter is None or len(self.weights[adapter][0]) == 0
+        for here, owner in self._runs():
+            own = (one for one, _ in parts_of(owner) if one != BLANK)
+            found[here] = all(len(self.weights[one][0]) == 0 for one in own)
         return found
 
     def rows_of(self, owner: int) -> torch.Tensor:
@@ -117,7 +138,7 @@ class VocabularyCase:
                 start = (entry >> ROW_BITS) * (UNIT_BYTES // self.site.heap.element_size())
                 self.site.heap[start : start + 16] = value
 
-    def _runs(self) -> list[tuple[slice, int | None]]:
+    def _runs(self) -> list[tuple[slice, int | Mixture | None]]:
         starts = np.cumsum([0, *(rows for _, rows in self.runs)]).tolist()
         return [
             (slice(*ends), run[0]) for ends, run in zip(pairwise(starts), self.runs, strict=True)
@@ -145,6 +166,8 @@ def make_vocabulary_case(
     order = torch.randperm(total, generator=draw).tolist()
     starts = np.cumsum([0, *num_pages]).tolist()
     adapters = tuple(tuple(order[a:b]) for a, b in pairwise(starts))
+    owners = (owner for owner, _ in runs if not isinstance(owner, int))
+    mixed = [one for owner in owners for one, _ in parts_of(owner)]
     width_a, width_b = (hidden, vocab) if is_head else (vocab, hidden)
     scale = hidden**-0.5 if is_head else 1.0
 
@@ -180,6 +203,7 @@ def make_vocabulary_case(
         tuple((one.to(device), other.to(device)) for one, other in weights),
         adapters,
         tuple(runs),
+        total + sum(1 if one == BLANK else num_pages[one] for one in mixed),
         total,
         is_head,
         has_site,

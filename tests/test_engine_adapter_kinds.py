@@ -14,7 +14,7 @@ from peft import LoraConfig
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from lora.errors import AdapterError
-from lora.pool import AFFINE
+from lora.page_image import AFFINE
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
 from tests.peft_kinds import LINEARS, base_logprobs_beside, check_against_peft, save_peft
 

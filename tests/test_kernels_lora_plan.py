@@ -14,6 +14,7 @@ from kernels.lora_plan import (
     HEAD_TILES,
     HEAD_UNITS,
     MAX_RANK_PAGES,
+    MAX_SPLITS,
     LoraPlan,
     lora_plan_size,
     read_tiles,
@@ -32,7 +33,11 @@ def tiles_of(
     out = np.full(lora_plan_size(max_tokens, 64, large=large), -1, dtype=np.int32)
     counts = write_lora_plan(out, runs, max_tokens, 64, large=large)
     plan = LoraPlan.for_step(torch.from_numpy(out), counts, max_tokens, 64, large=large)
-    return read_tiles(plan)
+    return [(start, end, pages_of(found)) for start, end, found in read_tiles(plan)]
+
+
+def pages_of(found: list[tuple[int, float]]) -> list[int]:
+    return [page for page, _ in found]
 
 
 def test_runs_become_tiles_of_at_most_eight_rows() -> None:
@@ -54,7 +59,7 @@ def test_more_than_the_plan_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="513 rows and 1 pages"):
         tiles_of([((1,), 513)])
     with pytest.raises(ValueError, match="2 rows and 65 pages"):
-        tiles_of([((1,), 1), (tuple(range(64)), 1)])
+        tiles_of([((1,), 1), (tuple(range(64)), 1)], large=False)
 
 
 @pytest.mark.parametrize(("has_head", "has_embedding"), [(False, True), (True, False)])
@@ -97,7 +102,7 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     for start, end, found in read_tiles(plan):
         for row in range(start, end):
             assert owned[row] == ()
-            owned[row] = tuple(found) or (-1,)
+            owned[row] = tuple(pages_of(found)) or (-1,)
     assert owned == [pages or (-1,) for pages, rows in runs for _ in range(rows)]
     units = plan.units[: plan.max_units].tolist()
     assert sum(unit[1] for unit in units) == sum(
@@ -107,6 +112,82 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     assert graph.max_small >= plan.max_small
     assert graph.max_large >= plan.max_large
     assert graph.max_units >= plan.max_units
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0.5, 1.0, -2.0, 0.1]), min_size=0, max_size=6),
+            st.integers(1, 90),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_page_has_the_weight_of_its_run(
+    drawn: list[tuple[list[float], int]], large: bool
+) -> None:
+    """Lists share pages: those of one adapter are in many combinations."""
+    lists = {tuple(weights): rows for weights, rows in drawn}
+    runs = [(tuple(range(len(weights))), rows) for weights, rows in lists.items()]
+    tokens, total = sum(lists.values()), sum(map(len, lists))
+    out = np.full(lora_plan_size(tokens, total, large=large), -1, dtype=np.int32)
+    counts = write_lora_plan(out, runs, tokens, total, list(lists), large=large)
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total, large=large)
+    found: list[tuple[float, ...]] = [()] * tokens
+    for start, end, pages in read_tiles(plan):
+        assert pages_of(pages) == list(range(len(pages)))
+        found[start:end] = [tuple(weight for _, weight in pages)] * (end - start)
+    rounded = [tuple(np.float32(weights).tolist()) for weights in lists]
+    assert found == [
+        own for own, rows in zip(rounded, lists.values(), strict=True) for _ in range(rows)
+    ]
+    for row, rows, _, index, _, bits in plan.units[: counts.num_units, :6].tolist():
+        weight = np.int32(bits).view(np.float32)
+        assert all(own[index] == weight for own in found[row : row + rows])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, MAX_RANK_PAGES), st.integers(0, 80), st.integers(1, 80)),
+        min_size=1,
+        max_size=MAX_SPLITS,
+    ),
+    st.integers(0, 90),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_mix_with_splits_fits(splits: list[tuple[int, int, int]], more: int) -> None:
+    """Sequences of the base's rows and then an adapter's, and more rows of the last adapter: in the
+    worst case all of one adapter, with the limits of one."""
+    for same in (False, True):
+        runs: list[tuple[Pages, int]] = [((), 3)]
+        total = 0
+        for i, (num_pages, before, after) in enumerate(splits):
+            pages = tuple(range(splits[0][0])) if same else tuple(range(total, total + num_pages))
+            total = len(pages) if same else total + num_pages
+            runs += [((), before), (pages, after)] if i else [(pages, after), ((), before)]
+        runs += [(runs[-1][0] or runs[-2][0], more), ((), 2)]
+        tokens = sum(rows for _, rows in runs)
+        out = np.full(lora_plan_size(tokens, total), -1, dtype=np.int32)
+        counts = write_lora_plan(out, runs, tokens, total)
+        plan = LoraPlan.for_step(torch.from_numpy(out), counts, tokens, total)
+        owned: list[Pages] = [()] * tokens
+        for start, end, found in read_tiles(plan):
+            owned[start:end] = [tuple(pages_of(found))] * (end - start)
+        assert owned == [pages for pages, rows in runs for _ in range(rows)]
+        graph = LoraPlan.for_graph(torch.from_numpy(out), tokens, tokens, total, large=True)
+        assert graph.max_small >= plan.max_small
+        assert graph.max_units >= plan.max_units
+
+
+def test_equal_pages_of_other_weights_are_two_runs() -> None:
+    out = np.full(lora_plan_size(8, 8), -1, dtype=np.int32)
+    runs = [((3, 1), 2), ((3, 1), 1), ((3, 1), 2)]
+    counts = write_lora_plan(out, runs, 8, 8, [(1.0, 0.5), (1.0, 0.5), (0.5, 1.0)])
+    plan = LoraPlan.for_step(torch.from_numpy(out), counts, 8, 8)
+    assert read_tiles(plan) == [(0, 3, [(3, 1.0), (1, 0.5)]), (3, 5, [(3, 0.5), (1, 1.0)])]
 
 
 @pytest.mark.parametrize(("num_seqs", "rank_pages"), [(300, 32), (512, 32), (600, 16), (1024, 32)])
@@ -119,7 +200,9 @@ def test_a_decode_of_one_large_adapter_fits_however_many_sequences(
     assert counts.num_units == -(-num_seqs // 8) * rank_pages
     plan = LoraPlan.for_graph(torch.from_numpy(out), num_seqs, num_seqs, 148)
     assert plan.max_units >= counts.num_units
-    assert read_tiles(plan)[-1] == (num_seqs - (num_seqs % 8 or 8), num_seqs, list(pages))
+    start, end, found = read_tiles(plan)[-1]
+    assert (start, end) == (num_seqs - (num_seqs % 8 or 8), num_seqs)
+    assert pages_of(found) == list(pages)
 
 
 def test_the_reference_gives_the_delta_of_float64() -> None:

@@ -313,7 +313,7 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"trainable_token_indices": [-1]}, "must be a list of token ids, not a list of 1"),
     ({"trainable_token_indices": {"embed_tokens": 1}}, "must be a list of token ids, not 1"),
     ({"target_parameters": ["x"]}, "target_parameters"),
-    ({"alora_invocation_tokens": [1]}, "aLoRA"),
+    ({"alora_invocation_tokens": [-1]}, "not a token id"),
     ({"init_lora_weights": "pissa_niter_4"}, "fits a changed base"),
     ({"r": 8}, f"{MODULE} has rank 4, adapter_config.json has 8"),
     ({"r": 0}, "r must be an integer of at least 1, not 0"),

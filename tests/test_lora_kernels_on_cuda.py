@@ -18,6 +18,7 @@ from tests.lora_fused_cases import (
     turn_heads,
 )
 from tests.lora_kernel_cases import (
+    BLANK,
     LoraCase,
     Rank,
     Run,
@@ -46,6 +47,16 @@ MIXES: dict[str, tuple[tuple[Rank, ...], tuple[Run, ...]]] = {
         ((0, 5), (1, 12), (None, 1), (2, 70), (0, 66), (3, 130)),
     ),
     "some slices of one page": (((8, 0, 16), (0, 16, 1)), ((0, 5), (None, 9), (1, 70), (0, 80))),
+    "weights": (
+        ((8, 8, 20), (16, 33, 8), (0, 0, 5), (0, 8, 0)),
+        (
+            (((0, 0.5), (1, -2.0)), 12),
+            (((1, 2.0), (0, 1.0)), 130),
+            (0, 70),
+            (((BLANK, 1.0), (2, 0.25), (3, 1.0)), 9),
+            (((BLANK, 1.0), (3, 4.0), (2, 0.5)), 66),
+        ),
+    ),
 }
 MANY = [mix for mix in MIXES if mix != "one row"]  # few rows: test_few_rows_on_cuda.py
 

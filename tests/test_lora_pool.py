@@ -357,7 +357,7 @@ def test_the_mapping_names_the_tokens_of_each_adapter() -> None:
     assert isinstance(of_b, torch.Tensor)
     assert of_b.tolist() == [0, 1, 4]
     assert of_a == slice(3, 4)
-    assert batch.deltas == (pool.deltas("b"), pool.deltas("a"))
+    assert batch.deltas == (((pool.deltas("b"), 1.0),), ((pool.deltas("a"), 1.0),))
     assert batch.targets("qkv")
     assert not batch.targets("down")
     last = batch.select([1, 2, 0])

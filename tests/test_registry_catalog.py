@@ -9,7 +9,15 @@ import pytest
 from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
-from registry.names import check_name, model_key, parse_model
+from registry.names import (
+    WeightedModel,
+    check_name,
+    check_weight,
+    join_adapters,
+    model_key,
+    parse_model,
+    split_adapters,
+)
 
 
 def base(version: int = 1, *aliases: str, name: str = "tiny", digest: str = "") -> BaseVersion:
@@ -207,3 +215,77 @@ def test_an_unknown_repository_id_is_not_found(model: str) -> None:
 )
 def test_spellings_of_one_model_have_one_key(path: str, key: str) -> None:
     assert model_key(path) == key
+
+
+def with_adapters(*adapters: AdapterVersion) -> Catalog:
+    return replace(CATALOG, adapters=(*CATALOG.adapters, *adapters))
+
+
+def test_several_adapters_resolve_each_as_its_name_alone() -> None:
+    catalog = with_adapters(
+        adapter(1, name="sql", of="tiny-2"), adapter(2, name="sql", of="tiny-2")
+    )
+    found = catalog.resolve_request("tiny:pirate+0.5*sql@1")
+    assert found.base.digest == "tiny-2"
+    weighted = [(one.version.digest, one.weight) for one in found.adapters]
+    assert weighted == [("pirate-3", 1.0), ("sql-1", 0.5)]
+    assert found.adapter == found.adapters[0].version
+    assert found.versions == "pirate@3+0.5*sql@1"
+    assert catalog.resolve_request("pirate+0.5*sql@1") == found
+    assert catalog.resolve_request("tiny:pirate") == catalog.resolve("tiny:pirate")
+    assert catalog.resolve_request("tiny").versions == "tiny@2"
+    assert catalog.resolve_request("tiny").adapters == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            "tiny:pirate+sql@canary",
+            "'sql' was made for version 1 of 'tiny', the first for version 2",
+        ),
+        ("tiny:pirate@2+twin", "of different bases"),
+        ("tiny:pirate+pirate@3", "has the same files as another adapter"),
+        ("tiny:pirate+pirate", "'pirate' is twice in"),
+        ("pirate+tiny:sql", "is named 'pirate+tiny'"),
+        ("2*tiny", "'tiny' in '2*tiny' is a base, not an adapter"),
+        ("tiny+other", "named 'other'"),
+    ],
+)
+def test_adapters_that_cannot_be_together_are_refused(model: str, words: str) -> None:
+    catalog = with_adapters(
+        adapter(1, "canary", name="sql", of="tiny-1"), adapter(1, name="twin", of="tiny-2")
+    )
+    with pytest.raises(RegistryError) as error:
+        catalog.resolve_request(model)
+    assert words in str(error.value)
+
+
+def test_an_alora_is_alone_in_its_request() -> None:
+    judge = replace(adapter(1, name="judge", of="tiny-2"), invocation=(5, 6))
+    catalog = with_adapters(judge)
+    assert catalog.resolve_request("tiny:0.5*judge").weight == 0.5
+    with pytest.raises(InvalidNameError, match="'judge' in 'tiny:pirate\\+judge' has alora_invoc"):
+        catalog.resolve_request("tiny:pirate+judge")
+
+
+@pytest.mark.parametrize("name", ["a+b", "2*a"])
+def test_no_registered_name_looks_like_several(name: str) -> None:
+    with pytest.raises(InvalidNameError):
+        check_name(name)
+    with pytest.raises(RegistryError):
+        CATALOG.resolve(f"tiny:{name}")
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, -2.0, 1e-6, 100.0, 0.123456789])
+def test_a_joined_model_is_split_again(weight: float) -> None:
+    joined = join_adapters("tiny@2", [("a", weight), ("b@champion", 1.0)])
+    assert split_adapters(joined) == (
+        WeightedModel("tiny@2:a", weight), WeightedModel("tiny@2:b@champion"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.0, 1e-7, 101.0, float("nan"), float("inf")])
+def test_a_weight_out_of_its_bounds_is_refused(weight: float) -> None:
+    with pytest.raises(InvalidNameError, match=r"between 0\.000001 and 100"):
+        check_weight(weight)

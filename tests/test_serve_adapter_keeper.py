@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,13 +12,15 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorDiedError
 
+from engine.errors import UnknownAdapterError
 from engine.types import Request, SamplingParams
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
+from registry.errors import RegistryUnavailableError
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.messages import AdapterPlan
 from serve_app.replica.adapter_keeper import AdapterKeeper
-from serve_app.replica.adapter_loads import AdapterLoads
+from serve_app.replica.adapter_loads import AdapterLoads, LoadResult, slowest
 from tests.fakes_engine import REFUSED, PacedEngine
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import until
@@ -198,6 +201,34 @@ async def test_only_the_load_that_was_seen_is_forgotten(replica: Replica) -> Non
     second = await replica.loads.ensure(adapter)
     replica.loads.forget(adapter.digest, first)  # by a second request that had seen the first
     assert (await replica.loads.ensure(adapter)).task is second.task
+
+
+async def test_the_adapters_of_a_request_are_loaded_together_and_again(replica: Replica) -> None:
+    first, second = replica.adapter("a"), replica.adapter("b")
+    calls: list[list[str | None]] = []
+
+    async def call(loaded: Sequence[LoadResult]) -> None:
+        calls.append([one.found_in for one in loaded])
+        if len(calls) == 1:  # evicted meanwhile
+            raise UnknownAdapterError(first.digest)
+
+    await replica.loads.use((first, second), call)
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+    assert None not in calls[1]
+    assert slowest([None, "registry", "disk"]) == "registry"
+    assert slowest([None, "disk"]) == "disk"
+    assert slowest([None]) is None
+
+
+async def test_one_adapter_that_cannot_be_loaded_fails_the_request(replica: Replica) -> None:
+    good, lost = replica.adapter("a"), replica.adapter("b", has_files=False)
+
+    async def call(loaded: Sequence[LoadResult]) -> None:
+        raise AssertionError
+
+    with pytest.raises(RegistryUnavailableError, match="the files of b are away"):
+        await replica.loads.use((good, lost), call)
 
 
 async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(

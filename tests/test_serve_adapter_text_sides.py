@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from engine.admission import EngineLimits
 from engine.types import TokenOutput
 from registry.catalog import Resolution
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, WeightedVersion
 from registry.errors import RegistryUnavailableError
 from serve_app.dispatch.adapter_texts import TextSides
 from serve_app.dispatch.base_handle import BaseHandle, Route
@@ -164,7 +164,7 @@ async def test_the_adapters_defaults_come_before_its_bases(
         (request,) = engine_requests(
             body,
             (Prompt((1,), None),),
-            ADAPTER,
+            (WeightedVersion(ADAPTER),),
             LIMITS,
             defaults=found.defaults,
             own_eos_token_ids=found.text.own_eos_token_ids,

@@ -48,7 +48,7 @@ def ask_for(
     fairness = FairnessArgs.model_validate({"isolate_prefix_cache": isolate})
     salt = Tenants(fairness, is_proven=False).cache_salt(key, tenant, client_salt)
     prompts = [Prompt(PROMPT, None)]
-    return engine_requests(body, prompts, None, LIMITS, cache_salt=salt)[0]
+    return engine_requests(body, prompts, (), LIMITS, cache_salt=salt)[0]
 
 
 def cached_tokens(first: Request, second: Request) -> int:
@@ -104,10 +104,10 @@ def test_the_router_finds_a_tenants_own_prefixes_and_explains_nothing_of_others(
     mine = ask_for("hospital")
     engine_side = prefix_digests(PROMPT, None, mine.cache_salt, LIMITS.prefix_chunk)
     holder, empty = make_view(prefixes=engine_side), make_view()
-    own_ask = make_routing_request([mine], None, LIMITS)
+    own_ask = make_routing_request([mine], (), LIMITS)
     assert holder.num_cached_tokens(own_ask.prefixes) == len(PROMPT)
     assert expected_ttft(own_ask, holder).prefill_s < expected_ttft(own_ask, empty).prefill_s
-    foreign_ask = make_routing_request([ask_for("attacker")], None, LIMITS)
+    foreign_ask = make_routing_request([ask_for("attacker")], (), LIMITS)
     assert holder.num_cached_tokens(foreign_ask.prefixes) == 0
     assert expected_ttft(foreign_ask, holder) == expected_ttft(foreign_ask, empty)
 

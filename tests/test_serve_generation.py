@@ -493,9 +493,9 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
     server = StreamServer()
     await server.listen("127.0.0.1")
     request = make_request(PROMPT)
-    routing = make_routing_request([request], None, PacedEngine().model_limits)
+    routing = make_routing_request([request], (), PacedEngine().model_limits)
     handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
-    call = SubmitCall((request,), None, server.address, routing)
+    call = SubmitCall((request,), (), server.address, routing)
     attempt = Attempt(parameters(server, MigrationArgs(), handle), call)
     with pytest.raises(CallCancelledError):
         await asyncio.wait_for(attempt.stream.read(), 10)

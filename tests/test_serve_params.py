@@ -181,9 +181,9 @@ def test_log_probabilities_of_the_prompts_of_a_request_are_bounded_together() ->
     limits = EngineLimits(max_model_len=8192, vocab_size=1000, max_kv_tokens=131_072)
     prompts = (Prompt((7,) * 8000, None),) * 12  # 12 * 8000 * 21 entries fit
     honest = completion(prompt_logprobs=20, max_tokens=1)
-    assert len(engine_requests(honest, prompts, None, limits, cache_salt="")) == 12
+    assert len(engine_requests(honest, prompts, (), limits, cache_salt="")) == 12
     evaluation = completion(echo=True, logprobs=1, max_tokens=0)
-    assert len(engine_requests(evaluation, prompts * 10, None, limits, cache_salt="")) == 120
+    assert len(engine_requests(evaluation, prompts * 10, (), limits, cache_salt="")) == 120
     cases = (
         ({"prompt_logprobs": 20}, "prompt_logprobs", 13 * 8000 * 21),
         ({"prompt_logprobs": 20, "n": 2}, "prompt_logprobs", 13 * 8000 * 21 * 2),
@@ -199,10 +199,10 @@ def test_log_probabilities_of_the_prompts_of_a_request_are_bounded_together() ->
     for fields, param, num_entries in cases:
         words = f"{param}.*104000 prompt tokens.*make {num_entries} entries; at most {2**21}"
         with pytest.raises(InvalidRequestError, match=words) as caught:
-            engine_requests(completion(**fields, max_tokens=1), many, None, limits, cache_salt="")
+            engine_requests(completion(**fields, max_tokens=1), many, (), limits, cache_salt="")
         assert caught.value.param == param
     engine_requests(
-        chat(prompt_logprobs=20, n=16, max_tokens=1), prompts, None, limits, cache_salt=""
+        chat(prompt_logprobs=20, n=16, max_tokens=1), prompts, (), limits, cache_salt=""
     )
 
 
@@ -223,13 +223,13 @@ def test_context_error_names_both_numbers() -> None:
 
 def test_a_chat_without_a_length_fits_a_kv_cache_that_is_smaller_than_the_context() -> None:
     prompt = Prompt((7,) * 30, None)
-    (request,) = engine_requests(chat(), (prompt,), None, SMALL_CACHE, cache_salt="")
+    (request,) = engine_requests(chat(), (prompt,), (), SMALL_CACHE, cache_salt="")
     assert request.params.max_tokens == 370
     check_request(request, SMALL_CACHE)
     with pytest.raises(
         ContextLengthError, match=r"400 tokens.* 30 in the prompt and 371"
     ) as caught:
-        engine_requests(chat(max_tokens=371), (prompt,), None, SMALL_CACHE, cache_salt="")
+        engine_requests(chat(max_tokens=371), (prompt,), (), SMALL_CACHE, cache_salt="")
     assert caught.value.param == "messages"
 
 

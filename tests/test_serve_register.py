@@ -60,6 +60,19 @@ def test_adapter_is_registered_below_its_base(
     assert registry.snapshot().resolve("tiny:pirate").adapter is not None
 
 
+def test_an_adapter_is_registered_with_its_invocation_tokens(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "judge")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alora_invocation_tokens"] = [91, 17, 60]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    version = register_adapter(registry, folder, "judge", "tiny", cache=cache).version
+    assert version.invocation == (91, 17, 60)
+    (listed,) = registry.snapshot().adapters
+    assert listed.invocation == (91, 17, 60)
+
+
 def test_same_content_again_is_the_same_version(
     registry: Registry, cache: Cache, base: Path, tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ class Rig:
             _register_decrement_queue_len_cache_callback=lambda *_: None,
         )
         ask = make_ask(call_id, 160, num_sequences=num_sequences)
-        call = SubmitCall((), None, ADDRESS, ask)
+        call = SubmitCall((), (), ADDRESS, ask)
         metadata = RequestMetadata(call_id, call_id, call_method="submit")
         pending = PendingRequest(args=[call], kwargs={}, metadata=metadata)
         route_once = cast(Any, AsyncioRouter)._route_and_send_request_once

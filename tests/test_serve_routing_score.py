@@ -83,6 +83,18 @@ def test_the_adapter_comes_from_its_fastest_tier(tiers: dict[str, str], load_s: 
     assert expected_ttft(request, view).adapter_s == pytest.approx(load_s)
 
 
+def test_several_adapters_wait_for_the_slowest_of_them() -> None:
+    view = make_view(device="a", host="ab", disk="abc")
+    assert [adapter_load_s(key, view) for key in ("a", "2*a", "a+b", "a+0.5*c", "b+d")] == (
+        pytest.approx([0.0, 0.0, 0.01, 0.21, 2.01])
+    )
+    assert view.has_adapter("a+0.5*b")
+    assert not view.has_adapter("a+c")
+    view.place(make_ask("call", adapter="a+d"), 0.0)
+    assert view.is_loading("d")
+    assert not view.is_loading("b")
+
+
 def test_an_adapter_is_loaded_while_the_queue_is_worked_off() -> None:
     view = make_view(disk="a", queued_tokens=999)
     terms = expected_ttft(make_ask(adapter="a"), view)

@@ -63,8 +63,8 @@ def _prepared(fleet: Fleet, request: Request) -> PreparedRequest:
     parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
     prompts = (Prompt(request.prompt_token_ids, None),)
     head = ResponseHead("completion", "id", "m", 0, "fp")
-    routing = make_routing_request((request,), None, fleet.parameters.limits)
-    return PreparedRequest(fleet.parameters, TEXT, parsed, head, prompts, (request,), None, routing)
+    routing = make_routing_request((request,), (), fleet.parameters.limits)
+    return PreparedRequest(fleet.parameters, TEXT, parsed, head, prompts, (request,), (), routing)
 
 
 async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(

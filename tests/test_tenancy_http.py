@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -220,6 +221,30 @@ async def test_a_forbidden_and_an_unknown_name_answer_alike(world: World) -> Non
     answer = await world.http.post("/v1/messages", json=message, headers=headers)
     assert answer.json()["error"]["type"] == "not_found_error"
     assert (await world.http.get("/v1/models/sql", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "base:sql+pirate"},
+        {"model": "base:sql+pirate@1"},
+        {"model": "pirate+sql"},
+        {"model": "sql+0.5*nobody"},
+        {"model": "base", "adapters": [{"name": "sql"}, {"name": "pirate"}]},
+    ],
+)
+async def test_a_key_needs_every_adapter_of_a_request(world: World, fields: dict[str, Any]) -> None:
+    one, both = await world.key(models=("sql",)), await world.key(models=("sql", "pirate"))
+    view = world.state.gateway.view
+    assert view is not None
+    failed = replace(view.bases[0], state="failed")
+    world.state.gateway.view = replace(view, bases=(failed,))
+    answer = await world.http.post("/v1/chat/completions", json={**fields, **CHAT}, headers=one)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "or this API key may not use it" in answer.json()["error"]["message"]
+    answer = await world.http.post("/v1/chat/completions", json={**fields, **CHAT}, headers=both)
+    is_known = "nobody" not in str(fields)
+    assert answer.status_code == (503 if is_known else 404)
 
 
 async def test_a_name_that_is_left_out_shows_no_forbidden_one(world: World) -> None:

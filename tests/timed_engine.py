@@ -87,6 +87,12 @@ class TimedPool:
     def land_copies(self) -> None:
         self._landed_s = self.clock()
 
+    def obstacle(self, key: str) -> str | None:
+        return None
+
+    def invocation(self, key: str) -> tuple[int, ...]:
+        return ()
+
     def acquire(self, digest: str) -> bool:
         self._host.move_to_end(digest)
         if self._device.get(digest, float("inf")) > self._landed_s:

@@ -58,6 +58,7 @@ class AdapterReport:
     num_tensors: int
     kind: str  # LoRA or DoRA, with or without biases, in words
     is_noop: bool  # it changes nothing
+    invocation: tuple[int, ...]  # aLoRA: it is active from these tokens on; (): always
     warnings: tuple[str, ...]
 
 
@@ -110,6 +111,7 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
         num_tensors=adapter.num_tensors,
         kind=adapter.kind,
         is_noop=adapter.is_noop,
+        invocation=adapter.invocation,
         warnings=tuple(warnings),
     )
 

@@ -88,6 +88,8 @@ def find_adapter(gateway: Gateway, name: str) -> tuple[BaseHandle, AdapterVersio
     base, resolution = gateway.resolve(name)
     if resolution.adapter is None:
         raise InvalidNameError(f"{name!r} is a base model, not an adapter")
+    if resolution.others or resolution.weight != 1:
+        raise InvalidNameError(f"{name!r} names adapters of one request, not one adapter")
     return base, resolution.adapter
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from engine.types import key_digests
 from serve_app.admin_api import ExpectedMs, RouteAnswer, RouteLine
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.completions import ClientRequest, prepare, session_key
@@ -33,7 +34,9 @@ async def route(request: Request) -> Response:
     is_chat = b'"messages"' in raw  # inside a string its quotes would be escaped
     body = parse_body(ChatRequest, raw) if is_chat else parse_body(CompletionRequest, raw)
     tenant = state.queues.tenants.read(request.headers)
-    there = await state.cold_starts.text_sides.with_text(Route(*state.gateway.resolve(body.model)))
+    there = await state.cold_starts.text_sides.with_text(
+        Route(*state.gateway.resolve(body.full_model))
+    )
     handle = there.handle
     prompts = read_prompts(body, handle.text, handle.description.limits)
     prepared = prepare(
@@ -86,4 +89,9 @@ def _tier(routing: RoutingRequest, ranked: Ranked) -> str:
     if adapter is None:
         return ""
     tiers = (("device", view.on_device), ("host", view.on_host), ("disk", view.on_disk))
-    return next((name for name, digests in tiers if adapter in digests), "registry")
+    missing, wanted = "device", set(key_digests(adapter))
+    for name, digests in (*tiers, ("registry", wanted)):
+        if wanted:
+            missing = name
+        wanted -= digests
+    return missing

@@ -42,7 +42,7 @@ from serve_app.openai.dialect import DialectRequest
 from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
 from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.responses import ResponseHead
-from serve_app.routing.request import make_routing_request
+from serve_app.routing.request import key_of, make_routing_request
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -91,15 +91,15 @@ async def complete(
         record.tenant = record.tenant or tenant
         raw = await read_body(http, state.args.max_body_bytes)
         body = await state.texts.parse(kind, raw)
-        record.set_body(body.model, is_stream=bool(body.stream))
-        check_model(state.gateway, caller, body.model)
+        record.set_body(body.full_model, is_stream=bool(body.stream))
+        check_model(state.gateway, caller, body.full_model)
         check_body(caller, body)
         session = session_key(http, body)
         with RequestScope() as scope:
             scope.push(state.observer.on_exit(record))
-            route, leave = await state.cold_starts.admit(body.model, http.receive, session)
+            route, leave = await state.cold_starts.admit(body.full_model, http.receive, session)
             scope.callback(leave)
-            caller = check_route(state, caller, body.model, route)
+            caller = check_route(state, caller, body.full_model, route)
             check_body(caller, body)  # by the key's present policy
             most = None if caller is None else caller.policy.max_tokens
             client = ClientRequest(body, tenant, session, arrival_s, most)
@@ -156,11 +156,11 @@ def prepare(
     state: IngressState, route: Route, client: ClientRequest, prompts: tuple[Prompt, ...]
 ) -> PreparedRequest:
     """Returns the request as it goes to the engines of its base."""
-    handle, adapter, body = route.handle, route.resolution.adapter, client.body
+    handle, adapters, body = route.handle, route.resolution.adapters, client.body
     requests = engine_requests(
         body,
         prompts,
-        adapter,
+        adapters,
         handle.description.limits,
         client.arrival_s,
         defaults=handle.defaults,
@@ -175,7 +175,7 @@ def prepare(
         _head(body, route.resolution),
         prompts,
         requests,
-        adapter,
+        adapters,
         _routing_request(state, route, client, requests),
     )
 
@@ -222,9 +222,9 @@ def _routing_request(
 ) -> RoutingRequest:
     """`requests`: () while the prompts are not known."""
     account, priority = state.queues.tenants.account(client.tenant, client.body.priority or 0)
-    adapter, limits = route.resolution.adapter, route.handle.description.limits
+    adapters, limits = route.resolution.adapters, route.handle.description.limits
     return make_routing_request(
-        requests, adapter, limits, client.session, tenant=account, priority=priority
+        requests, adapters, limits, client.session, tenant=account, priority=priority
     )
 
 
@@ -271,8 +271,8 @@ def session_key(http: HttpRequest, body: Body) -> str | None:
 
 def _head(body: Body, resolution: Resolution) -> ResponseHead:
     is_chat = isinstance(body, ChatRequest)
-    adapter = resolution.adapter
-    parts = (_VERSION, resolution.base.digest, "" if adapter is None else adapter.digest)
+    key = key_of(resolution.adapters) or ""
+    parts = (_VERSION, resolution.base.digest, key)
     fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
     prefix = "chatcmpl-" if is_chat else "cmpl-"
     if isinstance(body, DialectRequest):
@@ -280,7 +280,7 @@ def _head(body: Body, resolution: Resolution) -> ResponseHead:
     return ResponseHead(
         "chat" if is_chat else "completion",
         prefix + (body.request_id or uuid.uuid4().hex),
-        body.model,
+        body.full_model,
         int(time.time()),
         f"fp_{fingerprint}",
     )

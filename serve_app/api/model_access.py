@@ -7,6 +7,7 @@ woken or loaded. Callers without a key (`tenancy.enabled` is false) may name all
 from __future__ import annotations
 
 from engine.errors import InvalidRequestError
+from registry.catalog import Resolution
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.model_list import names_of
 from serve_app.api.state import IngressState, view_of
@@ -21,7 +22,8 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
 def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
-    """Raises ApiError with 404 if the key may not use the model, or there is no such model.
+    """Raises ApiError with 404 if the key may not use the model, of several adapters each, or there
+    is no such model.
 
     A split between two versions counts as the stable one: a canary is its operator's choice.
     """
@@ -29,7 +31,8 @@ def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
         return
     view = view_of(gateway)
     try:
-        is_allowed = caller.policy.allows(names_of(view.catalog.resolve(model)))
+        found = [one for one, _ in view.catalog.resolve_each(model)]
+        is_allowed = all(caller.policy.allows(names_of(one)) for one in found)
     except NotFoundError:
         is_allowed = False
     if not is_allowed:
@@ -48,9 +51,15 @@ def check_route(
         caller = state.authenticator.present(caller)
     if route.arm is not None:  # the route may be the canary's
         check_model(state.gateway, caller, model)
-    elif not caller.policy.allows(names_of(route.resolution)):
+    elif not _allows(caller, route.resolution):
         raise unknown(view_of(state.gateway), model)
     return caller
+
+
+def _allows(caller: Caller, resolution: Resolution) -> bool:
+    """Returns True if the key may use the model, and of several adapters each."""
+    each = [Resolution(resolution.base, one.version) for one in resolution.adapters]
+    return all(caller.policy.allows(names_of(one)) for one in each or [resolution])
 
 
 def unknown(view: PlatformView, model: str) -> Exception:

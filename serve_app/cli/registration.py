@@ -122,7 +122,12 @@ def register_adapter(
             # The version that was checked, even if an alias moved since.
             base=f"{found.name}@{found.version}",
             facts=AdapterFacts(
-                report.rank, report.targets, report.num_parameters, report.is_noop, converted
+                report.rank,
+                report.targets,
+                report.num_parameters,
+                report.is_noop,
+                converted,
+                report.invocation,
             ),
             alias=alias,
             effect=effect.record(found_out, name, found),

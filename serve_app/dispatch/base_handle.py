@@ -75,8 +75,7 @@ class Route:
 
     @property
     def headers(self) -> dict[str, str]:
-        version = self.resolution.adapter or self.resolution.base
-        headers = {"x-loraplex-version": f"{version.name}@{version.version}"}
+        headers = {"x-loraplex-version": self.resolution.versions}
         return headers if self.arm is None else headers | {"x-loraplex-arm": self.arm.arm}
 
 
@@ -111,10 +110,11 @@ def unavailable(base: ServedBase) -> ServiceUnavailableError:
 
 
 def check_supported(resolution: Resolution) -> None:
-    """Raises AdapterUnsupportedError with the registry's reason if the adapter is refused."""
-    adapter = resolution.adapter
-    if adapter is not None and adapter.refused:
-        raise AdapterUnsupportedError(
-            f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
-            f"{adapter.refused}"
-        )
+    """Raises AdapterUnsupportedError with the registry's reason if an adapter is refused."""
+    for one in resolution.adapters:
+        adapter = one.version
+        if adapter.refused:
+            raise AdapterUnsupportedError(
+                f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
+                f"{adapter.refused}"
+            )

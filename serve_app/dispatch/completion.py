@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.types import EngineLoad, Grammar, Request, TokenOutput
-from registry.entities import AdapterVersion
+from registry.entities import WeightedVersion
 from serve_app.canary.arm_stats import ArmRequest
 from serve_app.dispatch.attempt import CallParameters
 from serve_app.dispatch.generation import Generation
@@ -40,7 +40,7 @@ class PreparedRequest:
     head: ResponseHead
     prompts: tuple[Prompt, ...]
     requests: tuple[Request, ...]  # each with one prompt
-    adapter: AdapterVersion | None
+    adapters: tuple[WeightedVersion, ...]
     routing: RoutingRequest
 
     @property
@@ -56,7 +56,7 @@ class PreparedRequest:
 
     def generation(self, migrations: Migrations) -> Generation:
         """Raises RequestQuarantinedError."""
-        return Generation(migrations, self.parameters, self.requests, self.adapter, self.routing)
+        return Generation(migrations, self.parameters, self.requests, self.adapters, self.routing)
 
     def response_builder(self) -> ResponseBuilder:
         return ResponseBuilder(self.body, self.prompts, self.text, self.head)

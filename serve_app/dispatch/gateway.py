@@ -140,8 +140,9 @@ class Gateway:
         )
 
     def route(self, model: str, key: str | None) -> Route:
-        """Resolves a name and its traffic split, if it has a canary or a shadow. `key` identifies
-        the client: the same key always gets the same arm. Raises the errors of `resolve`."""
+        """Resolves a name and its traffic split, if it has a canary or a shadow; of several
+        adapters and of those with a weight no one is split. `key` identifies the client: the same
+        key always gets the same arm. Raises the errors of `resolve`."""
         if self.view is not None:
             if self.view.is_draining:
                 raise ServiceUnavailableError("The server is being stopped.", _STOPPING_RETRY_S)
@@ -170,7 +171,7 @@ class Gateway:
             raise ServiceUnavailableError("The server is starting.", 2)
         with _registry_read(view):
             model = view.catalog.registered(model)
-            resolution = view.catalog.resolve(model)
+            resolution = view.catalog.resolve_request(model)
         check_supported(resolution)
         digest = resolution.base.digest
         handle = self._handles.get(digest)

@@ -14,7 +14,7 @@ import asyncio
 import time
 
 from engine.types import NO_MEMORY, EngineLoad, Request, TokenOutput
-from registry.entities import AdapterVersion
+from registry.entities import WeightedVersion
 from serve_app.config import MigrationArgs
 from serve_app.dispatch.attempt import Attempt, CallCancelledError, CallParameters
 from serve_app.dispatch.migration_state import MigrationState, NotAcceptedError
@@ -40,7 +40,7 @@ class Generation:
         migrations: Migrations,
         parameters: CallParameters,
         requests: tuple[Request, ...],
-        adapter: AdapterVersion | None,
+        adapters: tuple[WeightedVersion, ...],
         routing: RoutingRequest,
     ) -> None:
         """`routing` describes `requests` to the router. Raises RequestQuarantinedError."""
@@ -49,7 +49,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._migrations = migrations
         self._parameters = parameters
-        self._adapter = adapter
+        self._adapters = adapters
         self._routing = routing
         self._progress = Progress(requests)
         self._state = MigrationState(migrations, parameters)
@@ -151,13 +151,14 @@ class Generation:
             state.extend(await self._wait_for_suspect())
         requests, session = self._progress.resume(), self._routing.session
         limits = self._parameters.limits
-        routing = make_routing_request(requests, self._adapter, limits, session, state.avoid)
+        routing = make_routing_request(requests, self._adapters, limits, session, state.avoid)
         self._submit(requests, routing, is_first=False)
 
     def _submit(
         self, requests: tuple[Request, ...], routing: RoutingRequest, *, is_first: bool
     ) -> Attempt:
-        call = SubmitCall(requests, self._adapter, self._parameters.server.address, routing)
+        versions = tuple(one.version for one in self._adapters)
+        call = SubmitCall(requests, versions, self._parameters.server.address, routing)
         self._attempt = attempt = Attempt(self._parameters, call, is_first=is_first)
         self._migrations.add(attempt)
         if not is_first:

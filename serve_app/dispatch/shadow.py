@@ -14,7 +14,7 @@ from contextvars import Context
 from dataclasses import replace
 
 from engine.types import EngineLoad, Request
-from registry.entities import AdapterVersion
+from registry.entities import AdapterVersion, WeightedVersion
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.dispatch.completion import Completion, PreparedRequest
 from serve_app.dispatch.generation import NO_MIGRATION
@@ -97,8 +97,8 @@ def _copy(prepared: PreparedRequest, version: AdapterVersion) -> PreparedRequest
         parameters=parameters,
         body=prepared.body.model_copy(update={"stream": False, "stream_options": None}),
         requests=requests,
-        adapter=version,
-        routing=make_routing_request(requests, version, parameters.limits),
+        adapters=(WeightedVersion(version),),
+        routing=make_routing_request(requests, (WeightedVersion(version),), parameters.limits),
     )
 
 

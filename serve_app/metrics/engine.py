@@ -69,7 +69,8 @@ class EngineMetrics:
         self._updated_s = 0.0
 
     def begin(self, request: Request, adapter: str | None, now_s: float) -> None:
-        """`adapter`: its registered name, never a client's string (label values stay bounded)."""
+        """`adapter`: registered names, of several adapters with commas; never a client's string, so
+        that label values stay bounded."""
         choices = set(request.choices)
         self._live[request.request_id] = _Live(request, adapter, now_s, choices)
 
@@ -185,7 +186,8 @@ class EngineMetrics:
         running, waiting = set[str](), set[str]()
         for live in self._live.values():
             if live.adapter is not None:
-                (waiting if live.first_token_s is None else running).add(live.adapter)
+                names = waiting if live.first_token_s is None else running
+                names.update(live.adapter.split(","))
         return {
             "max_lora": str(self._max_adapters),
             "waiting_lora_adapters": _join(waiting),

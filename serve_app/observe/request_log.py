@@ -122,7 +122,7 @@ def as_line(record: RequestRecord) -> str:
     """Returns the record as one line of JSON, without fields that have no value."""
     resolution, decision = record.resolution, record.decision
     base = None if resolution is None else resolution.base
-    adapter = None if resolution is None else resolution.adapter
+    adapters = () if resolution is None else resolution.adapters
     first_s = record.first_token_s
     fields: dict[str, object] = {
         "time": datetime.fromtimestamp(record.end_s, UTC).isoformat(timespec="milliseconds"),
@@ -137,8 +137,8 @@ def as_line(record: RequestRecord) -> str:
         "model": record.model,
         "base": base and f"{base.name}@{base.version}",
         "base_digest": base and base.digest,
-        "adapter": adapter and f"{adapter.name}@{adapter.version}",
-        "adapter_digest": adapter and adapter.digest,
+        "adapter": resolution.versions if resolution and adapters else None,
+        "adapter_digest": "+".join(one.version.digest for one in adapters),
         "arm": record.arm,
         "stream": record.is_stream,
         "finish_reasons": record.finish_reasons,

@@ -139,19 +139,17 @@ def _attributes(record: RequestRecord, operation: str) -> Attributes:
     if (resolution := record.resolution) is not None:
         found["gen_ai.response.model"] = _model(record)
         found["loraplex.base.digest"] = resolution.base.digest
-        if resolution.adapter is not None:
-            found["loraplex.adapter.digest"] = resolution.adapter.digest
+        if resolution.adapters:
+            digests = [one.version.digest for one in resolution.adapters]
+            found["loraplex.adapter.digest"] = "+".join(digests)
     if record.error_code:
         found["error.type"] = record.error_code
     return {name: value for name, value in found.items() if value not in ("", ())}
 
 
 def _model(record: RequestRecord) -> str:
-    """Returns the registered name with its version; "" if none was resolved."""
-    if record.resolution is None:
-        return ""
-    model = record.resolution.adapter or record.resolution.base
-    return f"{model.name}@{model.version}"
+    """Returns the registered names with their versions; "" if none was resolved."""
+    return "" if record.resolution is None else record.resolution.versions
 
 
 def _ns(seconds: float) -> int:

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.types import Grammar, Request, SamplingParams
-from registry.entities import AdapterVersion
+from engine.types import Grammar, Request, SamplingParams, WeightedAdapter, adapter_key
+from registry.entities import WeightedVersion
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -50,7 +50,7 @@ def read_prompts(
 def engine_requests(
     body: GenerationRequest,
     prompts: Sequence[Prompt],
-    adapter: AdapterVersion | None,
+    adapters: Sequence[WeightedVersion],
     limits: EngineLimits,
     arrival_s: float = 0.0,
     *,
@@ -66,6 +66,8 @@ def engine_requests(
     Raises InvalidRequestError, or its subclass ContextLengthError, if a limit is exceeded.
     """
     _check_prompt_logprobs(body, sum(len(prompt.token_ids) for prompt in prompts))
+    key = adapter_key([WeightedAdapter(one.version.digest, one.weight) for one in adapters])
+    rank = sum(one.version.rank for one in adapters)
     return tuple(
         Request(
             uuid.uuid4().hex,
@@ -73,10 +75,10 @@ def engine_requests(
             sampling_params(
                 body, prompt, limits, defaults, len(prompts), own_eos_token_ids, max_tokens
             ),
-            None if adapter is None else adapter.digest,
+            key,
             cache_salt,
             arrival_s,
-            0 if adapter is None else adapter.rank,
+            rank,
         )
         for prompt in prompts
     )

@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from engine.admission import MIN_REPETITION_PENALTY
 from engine.types import Grammar
+from registry.names import join_adapters
 from serve_app.errors import shown
+from serve_app.openai.adapters_field import Adapters
 from serve_app.openai.json_body import FieldError
 from serve_app.openai.structured import (
     GuidedChoice,
@@ -159,7 +161,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
 }
 # Other servers select the adapter by a separate field: SGLang, LoRAX and TGI, llama.cpp.
 _OTHER_MODEL_FIELDS = frozenset(
-    ("lora_path", "adapter_id", "adapter_source", "adapters", "merged_adapters", "lora")
+    ("lora_path", "adapter_id", "adapter_source", "merged_adapters", "lora")
 )
 
 
@@ -198,6 +200,7 @@ class GenerationFields(BaseModel):
     cuts_max_tokens: ClassVar[bool] = False  # to what fits, instead of a refusal
 
     model: str = Field(min_length=1, max_length=256)
+    adapters: Adapters = ()  # of the base that `model` names
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -264,7 +267,7 @@ class GenerationFields(BaseModel):
             if not _is_empty(value):
                 raise FieldError(
                     f"{name}: is not supported, got {shown(value)}. Name the adapter in the "
-                    'field model: "model": "<base>:<adapter>".',
+                    'field model: "model": "<base>:<adapter>", or several in adapters.',
                     name,
                 )
         elif is_neutral is None:
@@ -283,6 +286,12 @@ class GenerationFields(BaseModel):
         if limit is not None and (self.min_tokens or 0) > limit:
             raise FieldError(
                 f"min_tokens: {self.min_tokens} is more than max_tokens, {limit}.", "min_tokens"
+            )
+        if self.adapters and (found := next((c for c in ":+*" if c in self.model), None)):
+            raise FieldError(
+                f"adapters: model must name a base alone then, got {shown(self.model)} with "
+                f"{found!r}.",
+                "adapters",
             )
         self._check_constraints()
         if self.stream_options is not None and not self.stream:
@@ -320,6 +329,11 @@ class GenerationFields(BaseModel):
         name = self.grammar_field
         found: Grammar | None = None if name is None else getattr(self, name)
         return found
+
+    @property
+    def full_model(self) -> str:
+        """The model with the adapters, as one string."""
+        return join_adapters(self.model, self.adapters) if self.adapters else self.model
 
     @property
     def num_choices(self) -> int:

@@ -72,7 +72,7 @@ class AdapterKeeper:
         try:
             async with self._loading:
                 await self._loads.use(
-                    adapter, lambda _: self._actor.pin_adapter.remote(adapter.digest)
+                    (adapter,), lambda _: self._actor.pin_adapter.remote(adapter.digest)
                 )
                 if all(pin.digest != adapter.digest for pin in self._plan.pins):
                     # A newer plan arrived meanwhile.

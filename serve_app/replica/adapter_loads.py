@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,6 +63,11 @@ class LoadResult:
     found_in: Source | None  # None: the adapter was in memory already
 
 
+def slowest(sources: Sequence[Source | None]) -> Source | None:
+    """Returns where the adapter was for which a request waited longest; None: all in memory."""
+    return "registry" if "registry" in sources else "disk" if "disk" in sources else None
+
+
 class AdapterLoads:
     def __init__(self, registry: RegistryReader, load: Load) -> None:
         """`load`: the engine's; called once per digest, by any number of waiting callers."""
@@ -95,19 +100,22 @@ class AdapterLoads:
         return LoadResult(task, await asyncio.shield(task))  # a cancelled caller does not stop it
 
     async def use(
-        self, adapter: AdapterVersion, call: Callable[[LoadResult], Awaitable[object]]
+        self,
+        adapters: Sequence[AdapterVersion],
+        call: Callable[[Sequence[LoadResult]], Awaitable[object]],
     ) -> None:
-        """Loads the adapter and awaits `call`, again if the engine evicted the adapter meanwhile,
-        from the device or from host memory."""
+        """Loads the adapters, all at once, and awaits `call`, again if the engine evicted one
+        meanwhile, from the device or from host memory. The failure of one fails the use."""
         for tries_left in reversed(range(_NUM_TRIES)):
-            loaded = await self.ensure(adapter)
+            loaded = await asyncio.gather(*(self.ensure(one) for one in adapters))
             try:
                 await call(loaded)
                 return
             except Exception as error:
                 if not tries_left or not isinstance(root_cause(error), UnknownAdapterError):
                     raise
-            self.forget(adapter.digest, loaded)
+            for one, result in zip(adapters, loaded, strict=True):
+                self.forget(one.digest, result)
 
     def forget(self, digest: str, loaded: LoadResult | None = None) -> None:
         """Has the next `ensure` load the adapter again: the engine no longer has it. With `loaded`,

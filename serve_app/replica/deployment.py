@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from serve_app.platform_view import BaseSpec, RegistryReader, Sources
 from serve_app.ray_calls import root_cause
 from serve_app.ray_network import keep_to_loopback
 from serve_app.replica.adapter_keeper import AdapterKeeper
-from serve_app.replica.adapter_loads import AdapterLoads, LoadResult
+from serve_app.replica.adapter_loads import AdapterLoads, LoadResult, slowest
 from serve_app.replica.background import in_background
 from serve_app.replica.engine_actor import EngineActor
 from serve_app.replica.ray_metrics import UPDATE_S, RayExport
@@ -214,17 +215,18 @@ class EngineReplica:
             ray.kill(self._actor)
 
     async def _submit(self, call: SubmitCall) -> None:
-        submit, adapter = self._actor.submit.remote, call.adapter
-        if adapter is None:
+        submit, adapters = self._actor.submit.remote, call.adapters
+        if not adapters:
             await submit(call.requests, call.reply_to, None)
             return
-        arrived_s = time.monotonic()
+        arrived_s, names = time.monotonic(), ",".join(one.name for one in adapters)
 
-        async def submit_with(loaded: LoadResult) -> None:
+        async def submit_with(loaded: Sequence[LoadResult]) -> None:
             wait_s = time.monotonic() - arrived_s
-            await submit(call.requests, call.reply_to, adapter.name, loaded.found_in, wait_s)
+            found_in = slowest([one.found_in for one in loaded])
+            await submit(call.requests, call.reply_to, names, found_in, wait_s)
 
-        await self._loads.use(adapter, submit_with)
+        await self._loads.use(adapters, submit_with)
 
     async def _export_to_ray(self) -> None:
         export = RayExport()

@@ -22,7 +22,7 @@ from engine.admission import EngineLimits
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.service import EngineInterface
-from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
+from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput, key_digests
 from serve_app.config import log_format
 from serve_app.logs import install
 from serve_app.messages import StreamAddress
@@ -125,7 +125,8 @@ class EngineHost:
         adapter_s: float = 0.0,
     ) -> None:
         """Returns when every choice has ended or was aborted. Cancelling it aborts the rest.
-        `found_in`: the tier from which the adapter was loaded in `adapter_s`; None: memory."""
+        `adapter_name`: registered names, of several adapters with commas. `found_in`: the tier from
+        which the last of them was loaded in `adapter_s`; None: memory."""
         link, requests = await self._open_link(requests, reply_to)
         if not requests:
             return
@@ -219,11 +220,13 @@ class EngineHost:
                 raise
             self._send_accepted(call, request.request_id)
 
-    def _tier_of(self, digest: str | None) -> str | None:
-        """The tier of memory that holds an adapter after the newest step; None: no adapter."""
-        if digest is None:
+    def _tier_of(self, key: str | None) -> str | None:
+        """The tier of memory that holds all adapters of a key after the newest step; None: no
+        adapter."""
+        if key is None:
             return None
-        return "device" if digest in self._engine.load().adapters_on_device else "host"
+        on_device = self._engine.load().adapters_on_device
+        return "device" if all(digest in on_device for digest in key_digests(key)) else "host"
 
     def _on_step(self, step: StepOutput) -> None:
         self._metrics.observe_step(step, time.time())

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.types import key_digests
 from serve_app.messages import RoutingRequest
 from serve_app.routing.placement import Placement
 from serve_app.routing.policy import BasePolicy, Ranked, unfitness
@@ -64,7 +65,9 @@ class ExpectedTtft(BasePolicy):
         return wanted
 
     def _order(self, request: RoutingRequest, now_s: float) -> list[Ranked]:
-        homes = () if request.adapter is None else self.placement.homes(request.adapter, now_s)
+        # Several adapters are at home where the first of them is.
+        first = next(iter(key_digests(request.adapter)), None)
+        homes = () if first is None else self.placement.homes(first, now_s)
         candidates = self._sampler.candidates(request, homes)
         # A home without the adapter is being warmed up, and does not count as a place until then.
         is_somewhere = any(replica.has_adapter(request.adapter) for replica in candidates)
@@ -104,5 +107,5 @@ class ExpectedTtft(BasePolicy):
 
     def _record(self, request: RoutingRequest, replica: ReplicaView, now_s: float) -> None:
         super()._record(request, replica, now_s)
-        if request.adapter is not None:
-            self.placement.observe(request.adapter, work_s(request, replica), now_s)
+        for digest in key_digests(request.adapter)[:1]:
+            self.placement.observe(digest, work_s(request, replica), now_s)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Protocol, cast, get_args, get_type_hints
 
+from engine.types import key_digests
 from serve_app.messages import RoutingRequest
 from serve_app.routing.expected_ttft import ExpectedTtft
 from serve_app.routing.policy import BasePolicy, Policy, Ranked
@@ -76,7 +77,8 @@ class AdapterAffinity(BasePolicy):
             cost = float(replica.num_sequences)
             if not (has := replica.has_adapter(request.adapter)):
                 cost += self._load_cost
-                cost -= replica.is_loading(request.adapter or "") * self._load_cost / 2
+                digests = key_digests(request.adapter)
+                cost -= any(map(replica.is_loading, digests)) * self._load_cost / 2
             reason = "affinity" if has and request.adapter is not None else "fewer"
             scored.append((cost, self._draw.random(), replica, reason))
         scored.sort(key=lambda line: line[:2])

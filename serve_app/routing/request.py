@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.activation import find_activation
 from engine.admission import EngineLimits
 from engine.prefix_digests import prefix_digests
-from engine.types import Request
-from registry.entities import AdapterVersion
+from engine.types import Request, WeightedAdapter, adapter_key
+from registry.entities import WeightedVersion
 from serve_app.messages import RoutingRequest
+
+
+def key_of(adapters: Sequence[WeightedVersion]) -> str | None:
+    """Returns the engine's key of some adapters; None without."""
+    return adapter_key([WeightedAdapter(one.version.digest, one.weight) for one in adapters])
 
 
 def make_routing_request(
     requests: Sequence[Request],
-    adapter: AdapterVersion | None,
+    adapters: Sequence[WeightedVersion],
     limits: EngineLimits,
     session: str | None = None,
     avoid: frozenset[str] = frozenset(),
@@ -23,24 +29,29 @@ def make_routing_request(
 ) -> RoutingRequest:
     """Returns the routing request of a submit call. `requests`: one for each prompt; without any,
     while the prompts are not known, sizes are 0. `tenant` and `priority`: see `Tenants.account`."""
-    name, digest, rank = "", None, 0
-    if adapter is not None:
-        name, digest, rank = adapter.name, adapter.digest, adapter.rank
+    key = key_of(adapters)
     call_id = ""
     prefixes: tuple[int, ...] = ()
     if requests:
         first = requests[0]
         call_id = first.request_id
+        # The engine finds the place by the adapter's own file: these names are a hint.
+        invocation = adapters[0].version.invocation if adapters else ()
+        active_from = find_activation(first.prompt_token_ids, invocation) if invocation else None
         prefixes = prefix_digests(
-            first.prompt_token_ids, digest, first.cache_salt, limits.prefix_chunk
+            first.prompt_token_ids,
+            key if active_from is not None or not invocation else None,
+            first.cache_salt,
+            limits.prefix_chunk,
+            active_from=active_from,
         )
     return RoutingRequest(
         call_id,
         num_tokens=sum(request.num_tokens for request in requests),
         num_sequences=sum(len(r.resumed) or r.params.n for r in requests),
-        adapter=digest,
-        adapter_rank=rank,
-        adapter_name=name,
+        adapter=key,
+        adapter_rank=sum(one.version.rank for one in adapters),
+        adapter_name=adapters[0].version.name if adapters else "",
         tenant=tenant,
         priority=priority,
         prefixes=prefixes,

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from engine.types import key_digests
 from serve_app.messages import RoutingRequest
 from serve_app.routing.view import ReplicaView
 
@@ -105,8 +106,13 @@ def work_s(request: RoutingRequest, replica: ReplicaView) -> float:
 
 
 def adapter_load_s(adapter: str | None, replica: ReplicaView) -> float:
-    """Returns the seconds until the replica can use the adapter, by the tier that holds it."""
-    if adapter is None or adapter in replica.on_device:
+    """Returns the seconds until the replica can use all adapters of the key, by the tiers that hold
+    them. They are loaded at the same time."""
+    return max((_load_s(digest, replica) for digest in key_digests(adapter)), default=0.0)
+
+
+def _load_s(adapter: str, replica: ReplicaView) -> float:
+    if adapter in replica.on_device:
         return 0.0
     of_base, own = replica.estimates.load_s, replica.load_s
     host_s = of_base.host or own.host or _UNKNOWN_HOST_S
@@ -130,13 +136,10 @@ def _steps(replica: ReplicaView) -> tuple[float, float, float]:
 
 
 def _is_blocked(request: RoutingRequest, replica: ReplicaView) -> bool:
-    """Returns True if the adapter is probably refused room on the device: it is not there, and
+    """Returns True if an adapter is probably refused room on the device: it is not there, and
     others wait for room."""
-    adapter = request.adapter
-    return (
-        adapter is not None
-        and replica.load.num_waiting_for_adapter > 0
-        and adapter not in replica.on_device
+    return replica.load.num_waiting_for_adapter > 0 and any(
+        digest not in replica.on_device for digest in key_digests(request.adapter)
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.admission import EngineLimits
-from engine.types import EngineLoad
+from engine.types import EngineLoad, key_digests
 from serve_app.messages import RoutingRequest
 
 # A request counts at most so long if its engine never accepts it and its call reports no end.
@@ -129,13 +129,14 @@ class ReplicaView:
         return round((1 - self.kv_usage) * self.limits.max_kv_tokens)
 
     def has_adapter(self, adapter: str | None) -> bool:
-        """Returns True if the adapter is in device or host memory, at most milliseconds away."""
-        return adapter is None or adapter in self.on_device or adapter in self.on_host
+        """Returns True if all adapters of the key are in device or host memory, at most
+        milliseconds away."""
+        return all(one in self.on_device or one in self.on_host for one in key_digests(adapter))
 
-    def is_loading(self, adapter: str) -> bool:
+    def is_loading(self, digest: str) -> bool:
         """Returns True if a request on its way needs the adapter, so that it is loaded anyway."""
         placed = tuple(self._placed.values())  # one bytecode: safe while another thread places
-        return any(request.adapter == adapter for request in placed)
+        return any(digest in key_digests(request.adapter) for request in placed)
 
     def num_cached_tokens(self, prefixes: Sequence[int]) -> int:
         """Returns how many tokens of a prompt the engine's prefix cache holds. Bisects: a cache

@@ -158,7 +158,7 @@ async def ask(engine: AsyncEngine, side: Side, question: Question, mode: str) ->
     limits = engine.model_limits
     try:
         prompts = read_prompts(body, side.text, limits)
-        (request,) = engine_requests(body, prompts, None, limits, cache_salt="")
+        (request,) = engine_requests(body, prompts, (), limits, cache_salt="")
         request = replace(request, adapter=side.adapter)
         ids = [i async for output in engine.generate(request) for i in output.token_ids]
     except InvalidRequestError as error:

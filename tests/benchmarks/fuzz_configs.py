@@ -73,7 +73,6 @@ _UNSUPPORTED: tuple[tuple[str, object, str], ...] = (
     ("trainable_token_indices", {"embed_tokens": [1]}, "trainable_token_indices"),
     ("trainable_token_indices", {"embed_tokens": [10**400]}, "trainable_token_indices"),
     ("target_parameters", ["mlp.experts.gate_up_proj"], "target_parameters"),
-    ("alora_invocation_tokens", [1], "aLoRA"),
     ("use_qalora", True, "QALoRA"),
     ("arrow_config", {"top_k": 3}, "Arrow"),
     ("init_lora_weights", "pissa", "init_lora_weights"),

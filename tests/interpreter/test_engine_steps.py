@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,35 @@ def test_mixed_steps_give_what_the_reference_gives(
     found = mixed_outputs(open_runner(base, adapters, "triton", dtype), names)
     assert found == expected
     assert expected[1] != expected[4]
+
+
+def test_combinations_give_what_the_reference_gives(base: Path, adapters: dict[str, Path]) -> None:
+    names = (None, "0.5*all+words", "words+head", "all", "0.5*all+words")
+    expected = mixed_outputs(open_runner(base, adapters, "reference"), names)
+    found = mixed_outputs(open_runner(base, adapters, "triton"), names)
+    assert found == expected
+
+
+def test_adapters_that_become_active_in_a_step_give_what_the_reference_gives(
+    base: Path, adapters: dict[str, Path]
+) -> None:
+    """The first becomes active in its first chunk, among the base's rows of the second chunk of
+    another, and in one step of more than a large tile."""
+
+    def outputs(backend: str) -> list[list[int]]:
+        runner = open_runner(base, adapters, backend)
+        assert runner.adapters.acquire("all")
+        assert runner.adapters.acquire("head")
+        jobs = []
+        for i, (name, length, active_from) in enumerate(
+            [("all", 14, 9), ("all", 90, 20), ("head", 23, 13), ("all", 9, 0), ("head", 12, None)]
+        ):
+            sequence = make_sequence(random_prompt(length, seed=20 + i), 24 * i, adapter=name)
+            request = replace(sequence.request, active_from=active_from)
+            jobs.append(Job(replace(sequence, request=request), chunk=(100, 100, 7, 4, 9)[i]))
+        return run_mixed(runner, jobs, num_tokens=3)
+
+    assert outputs("triton") == outputs("reference")
 
 
 def test_parameters_of_the_draw_reach_the_device(base: Path, adapters: dict[str, Path]) -> None:

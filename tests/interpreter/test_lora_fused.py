@@ -18,7 +18,7 @@ from tests.lora_fused_cases import (
     silu_both_ways,
     turn_heads,
 )
-from tests.lora_kernel_cases import Run, make_case
+from tests.lora_kernel_cases import BLANK, Run, make_case
 
 RUNS: dict[str, tuple[Run, ...]] = {
     "small tiles": ((None, 3), (0, 1), (1, 5)),
@@ -28,6 +28,9 @@ RUNS: dict[str, tuple[Run, ...]] = {
     "no adapter": ((None, 3),),
     "some slices": ((2, 3), (None, 1), (3, 2)),
     "a large tile of some slices": ((2, 66), (3, 65)),
+    "adapters with weights": ((None, 1), (((1, 0.5), (0, -1.5)), 9), (0, 1)),
+    "adapters of other slices": ((((BLANK, 1.0), (2, 0.5), (3, 2.0)), 9), (None, 1)),
+    "a large tile of adapters with weights": ((((BLANK, 1.0), (3, 0.5), (2, 2.0)), 66), (1, 3)),
 }
 
 RANKS = (8, 20, (0, 33, 8), (16, 0, 0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
-from tests.lora_kernel_cases import LoraCase, Rank, Run, error_of, make_case
+from tests.lora_kernel_cases import BLANK, LoraCase, Rank, Run, error_of, make_case
 
 MIXES: dict[str, tuple[tuple[Rank, ...], tuple[Run, ...]]] = {
     "one row": ((16,), ((0, 1),)),
@@ -16,6 +16,15 @@ MIXES: dict[str, tuple[tuple[Rank, ...], tuple[Run, ...]]] = {
     "a large tile": ((20, 16), ((None, 1), (0, 66), (1, 1))),
     "some slices": (((8, 0, 20), (0, 33, 16), (0, 0, 5)), ((0, 1), (1, 2), (None, 1), (2, 1))),
     "some slices of large tiles": (((33, 0, 5), (0, 20, 0)), ((None, 1), (0, 66), (1, 65))),
+    "adapters with weights": (
+        (8, 17, 20),
+        ((None, 1), (((0, 0.5), (1, -1.25)), 3), (1, 2), (((2, 3.0), (0, 1.0)), 9), (None, 1)),
+    ),
+    "a large tile of adapters with weights": ((8, 20), ((None, 1), (((0, 0.5), (1, 2.0)), 67))),
+    "adapters of other slices": (
+        ((8, 0, 0), (0, 33, 16), (0, 0, 5)),
+        ((((BLANK, 1.0), (0, 2.0), (1, 0.5)), 3), (2, 1), (((BLANK, 1.0), (0, 1.0), (2, 1.0)), 66)),
+    ),
 }
 
 

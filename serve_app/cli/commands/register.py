@@ -73,6 +73,7 @@ def adapter(
             "rank": str(version.rank),
             "targets": ", ".join(version.targets),
             "parameters": f"{version.num_parameters:,}",
+            **_activation(version),
         },
     )
     assert registered.effect is not None
@@ -81,6 +82,12 @@ def adapter(
         check = f"loraplex check {version.name}@{version.version}"
         console.print(f"To see what it changes: {check}", highlight=False)
     _print_warnings(registered.warnings)
+
+
+def _activation(version: AdapterVersion) -> dict[str, str]:
+    """Returns the line about the tokens from which on the adapter is active, if it has any."""
+    tokens = " ".join(map(str, version.invocation))
+    return {"active from": f"the last tokens {tokens} of a prompt on (aLoRA)"} if tokens else {}
 
 
 def _print_version(kind: str, version: BaseVersion | AdapterVersion, facts: dict[str, str]) -> None:

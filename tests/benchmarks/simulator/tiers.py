@@ -161,6 +161,12 @@ class Tiers:
         if not self._users[digest]:
             del self._users[digest]
 
+    def obstacle(self, key: str) -> str | None:
+        return None
+
+    def invocation(self, key: str) -> tuple[int, ...]:
+        return ()
+
     def acquire(self, digest: str) -> bool:
         """A reference, if it is on the device; else its copy begins if there is room."""
         if digest in self._device and digest not in self._copying:

@@ -1,0 +1,69 @@
+"""The adapters in host memory, packed, within a limit of bytes. Free of devices and references."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+
+from lora.errors import HostMemoryError
+from lora.page_image import PackedAdapter
+
+
+class HostTier(Mapping[str, PackedAdapter]):
+    """A mapping by digest, least recently used first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # bytes
+        self.num_bytes = 0
+        self._adapters: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._used_s: dict[str, float] = {}
+
+    def __getitem__(self, digest: str) -> PackedAdapter:
+        return self._adapters[digest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._adapters)
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def used_s(self, digest: str) -> float:
+        """Returns the time of the adapter's last use."""
+        return self._used_s[digest]
+
+    def add(self, packed: PackedAdapter) -> None:
+        self._adapters[packed.digest] = packed
+        self.num_bytes += packed.num_bytes
+        self._used_s[packed.digest] = time.time()
+
+    def note_use(self, digest: str) -> None:
+        self._adapters.move_to_end(digest)
+        self._used_s[digest] = time.time()
+
+    def drop(self, digest: str) -> None:
+        self.num_bytes -= self._adapters.pop(digest).num_bytes
+        del self._used_s[digest]
+
+    def victims(
+        self,
+        num_bytes: int,
+        can_drop: Callable[[str], bool],
+        order: Callable[[str], tuple[bool, ...]],
+    ) -> tuple[str, ...]:
+        """Returns the digests to drop before `num_bytes` find room: by `order`, and least recently
+        used first within each of its values. Raises HostMemoryError if they are not enough."""
+        idle = [digest for digest in self._adapters if can_drop(digest)]
+        room = self.limit - self.num_bytes
+        found: list[str] = []
+        for digest in sorted(idle, key=order):  # stable
+            if room >= num_bytes:
+                break
+            room += self._adapters[digest].num_bytes
+            found.append(digest)
+        if room < num_bytes:
+            raise HostMemoryError(
+                f"the adapter needs {num_bytes} bytes of host memory; of {self.limit} only {room} "
+                "are free or idle"
+            )
+        return tuple(found)

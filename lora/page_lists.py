@@ -1,0 +1,107 @@
+"""The pages that a step lists for an adapter key, and the limit of all lists in use.
+
+The pages of a key's adapters form one list, with a weight for each page: kernels add the deltas of
+all pages of a row's list. They take the first page's word for the matrices that the list has, so
+the first adapter has those of all others, or else a blank page, which has every matrix without
+rows, comes first. Pages of one adapter are in as many lists as keys name it: the limit keeps the
+lists of a step within the room of its plan, which without combinations is the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lora.adapter_key import WeightedAdapter, key_adapters
+from lora.page_image import PackedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    pages: tuple[int, ...]
+    weights: tuple[float, ...]  # of each page
+
+
+@dataclass(slots=True)
+class _Held:
+    num_pages: int
+    references: int = 0
+    found: PageList | None = None  # made when first used
+
+
+class PageLists:
+    def __init__(self, limit: int, blank: int) -> None:
+        """`limit`: pages in all lists in use. `blank`: the number of the blank page."""
+        self._limit = limit
+        self._blank = blank
+        self._held: dict[str, _Held] = {}
+        self._num_pages = 0  # in the lists of keys in use
+
+    def hold(self, key: str, adapters: Sequence[PackedAdapter]) -> bool:
+        """Adds a reference to a key. Returns False, with nothing changed, if the lists of other
+        keys leave too little room."""
+        held = self._held.get(key)
+        if held is None:
+            held = _Held(count_pages(adapters))
+            if self._num_pages + held.num_pages > self._limit:
+                return False
+            self._held[key] = held
+            self._num_pages += held.num_pages
+        held.references += 1
+        return True
+
+    def release(self, key: str) -> None:
+        held = self._held[key]
+        held.references -= 1
+        if not held.references:
+            self._num_pages -= held.num_pages
+            del self._held[key]
+
+    def find(
+        self, key: str, adapters: Sequence[PackedAdapter], pages: Callable[[str], tuple[int, ...]]
+    ) -> PageList:
+        """Returns the list of a key. `pages`: those of a digest on the device, which stay while
+        the key is in use."""
+        held = self._held.get(key)
+        if held is not None and held.found is not None:
+            return held.found
+        found = self._make(key_adapters(key), adapters, pages)
+        if held is not None:
+            held.found = found
+        return found
+
+    def _make(
+        self,
+        parts: Sequence[WeightedAdapter],
+        adapters: Sequence[PackedAdapter],
+        pages: Callable[[str], tuple[int, ...]],
+    ) -> PageList:
+        first = _first(adapters)
+        order = list(range(len(parts)))
+        listed, weights = list[int](), list[float]()
+        if first is None:
+            listed.append(self._blank)
+            weights.append(1.0)
+        else:
+            order.insert(0, order.pop(first))
+        for part in (parts[i] for i in order):
+            own = pages(part.digest)
+            listed += own
+            weights += [part.weight] * len(own)
+        return PageList(tuple(listed), tuple(weights))
+
+
+def count_pages(adapters: Sequence[PackedAdapter]) -> int:
+    """Returns the length of the list of some adapters, the blank page included."""
+    return sum(one.num_pages for one in adapters) + (_first(adapters) is None)
+
+
+def _first(adapters: Sequence[PackedAdapter]) -> int | None:
+    """Returns the place of an adapter that has each matrix that another has; None: none has."""
+    if len(adapters) == 1:
+        return 0
+    have = [one.entries[0] != 0 for one in adapters]
+    for i, own in enumerate(have):
+        if not any(bool((other & ~own).any()) for other in have):
+            return i
+    return None

@@ -1,0 +1,55 @@
+"""The field `adapters` of a body: several adapters of the base that `model` names, with weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import PlainValidator
+
+from registry.errors import InvalidNameError
+from registry.names import MAX_ADAPTERS, check_weight, parse_reference
+from serve_app.errors import shown
+from serve_app.openai.json_body import FieldError
+
+_SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
+
+
+def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise FieldError(f"adapters: must be a list such as {_SHAPE}, got {shown(value)}.")
+    if len(value) > MAX_ADAPTERS:
+        raise FieldError(f"adapters: at most {MAX_ADAPTERS} are allowed, got {len(value)}.")
+    found = [_check_adapter(one, f"adapters.{number}") for number, one in enumerate(value)]
+    for number, (name, _) in enumerate(found):
+        if name in [earlier for earlier, _ in found[:number]]:
+            raise FieldError(f"adapters.{number}.name: {shown(name)} is there twice.")
+    return tuple(found)
+
+
+def _check_adapter(value: dict[str, object], where: str) -> tuple[str, float]:
+    for field in value:
+        if field not in ("name", "weight"):
+            raise FieldError(f"{where}: must have name and weight only, got {shown(field)}.")
+    name, weight = value.get("name"), value.get("weight")
+    if not isinstance(name, str):
+        raise FieldError(f"{where}.name: must be a string, got {shown(name)}.")
+    if weight is None:
+        weight = 1.0
+    if type(weight) not in (int, float):
+        raise FieldError(f"{where}.weight: must be a number, got {shown(weight)}.")
+    try:
+        parse_reference(name)
+    except InvalidNameError as error:
+        raise FieldError(f"{where}.name: {error}.") from None
+    try:
+        return name, check_weight(float(weight))  # type: ignore[arg-type]
+    except (InvalidNameError, OverflowError) as error:
+        raise FieldError(f"{where}.weight: {error}.") from None
+
+
+Adapters = Annotated[
+    tuple[tuple[str, float], ...],
+    PlainValidator(_check_adapters, json_schema_input_type=list[dict[str, str | float]] | None),
+]

@@ -36,10 +36,10 @@ def pick_heads(
     )
 
 
-@triton.jit
-def is_partial(HALF: tl.constexpr, TURNING: tl.constexpr):
+@triton.constexpr_function
+def is_partial(HALF, TURNING):
     """Returns a constant: of the HALF pairs of a head, TURNING turn, and others do not."""
-    return (TURNING > 0) & (TURNING < HALF)
+    return 0 < TURNING < HALF
 
 
 @triton.jit

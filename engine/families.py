@@ -30,6 +30,8 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     # Keys that Hugging Face's class reads and the decoder does not, with their only accepted value.
     fixed: Mapping[str, object] = field(default_factory=dict)
+    # The entries of auto_map in files from before transformers had the class: the same arithmetic.
+    superseded_code: Mapping[str, str] = field(default_factory=dict)
     # Linear layers.
     always_biased_qkv: bool = False
     reads_attention_bias: bool = False  # on q, k, v and o
@@ -136,6 +138,10 @@ FAMILIES = {
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
+        },
+        superseded_code={
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
         },
         has_fused_projections=True,
         windows="all",

@@ -177,10 +177,11 @@ def _family(raw: Mapping[str, object]) -> tuple[str, Family, Mapping[str, object
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         refuse("architectures", names, f"supported are {', '.join(known)}")
     (architecture,) = names
-    _refuse_foreign(raw)
     if architecture in FAMILIES:
         family = FAMILIES[architecture]
+        _refuse_foreign(raw, family.superseded_code)
         return architecture, family, {**family.defaults, **raw}
+    _refuse_foreign(raw)
     text = raw.get("text_config")
     if not isinstance(text, dict):
         refuse("text_config", text, "an object is needed")
@@ -194,13 +195,23 @@ def _family(raw: Mapping[str, object]) -> tuple[str, Family, Mapping[str, object
     return architecture, family, {**family.defaults, **text, **outer}
 
 
-def _refuse_foreign(raw: Mapping[str, object]) -> None:
-    for key, reason in (
-        ("auto_map", "the model wants code of its own to be run, which is never done"),
-        ("quantization_config", "quantized weights are not supported"),
-    ):
-        if raw.get(key):
-            refuse(key, raw[key], reason)
+def _refuse_foreign(raw: Mapping[str, object], superseded: Mapping[str, str] | None = None) -> None:
+    code = raw.get("auto_map")
+    if code and not (superseded and isinstance(code, dict) and _is_superseded(code, superseded)):
+        refuse("auto_map", code, "the model wants code of its own to be run, which is never done")
+    if raw.get("quantization_config"):
+        reason = "quantized weights are not supported"
+        refuse("quantization_config", raw["quantization_config"], reason)
+
+
+def _is_superseded(code: Mapping[str, object], superseded: Mapping[str, str]) -> bool:
+    """Returns True if every class of `auto_map` is one that transformers has since. An entry may
+    begin with the repository of the file; tokenizers are read from tokenizer.json."""
+    return all(
+        key == "AutoTokenizer"
+        or (isinstance(value, str) and superseded.get(key) == value.rsplit("--", 1)[-1])
+        for key, value in code.items()
+    )
 
 
 def _heads(raw: Mapping[str, object]) -> tuple[int, int, int]:

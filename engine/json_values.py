@@ -11,7 +11,7 @@ from engine.errors import UnsupportedModelError
 
 # Added tokens with templates make tokenizer_config.json the largest of them.
 _MAX_JSON_BYTES = 16 * 1024 * 1024
-_MAX_DIMENSION = 2**24
+MAX_DIMENSION = 2**24
 
 
 def read_json(path: Path) -> dict[str, object] | None:
@@ -41,8 +41,8 @@ def positive_int(
     value = raw.get(key)
     if value is None:
         value = default
-    if type(value) is not int or not least <= value <= _MAX_DIMENSION:
-        refuse(key, value, f"a whole number from {least} to {_MAX_DIMENSION} is needed")
+    if type(value) is not int or not least <= value <= MAX_DIMENSION:
+        refuse(key, value, f"a whole number from {least} to {MAX_DIMENSION} is needed")
     return value
 
 

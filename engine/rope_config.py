@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from engine.families import Family
 from engine.json_values import (
+    MAX_DIMENSION,
     flag,
     optional_number,
     positive_int,
@@ -32,7 +33,8 @@ def parse_ropes(
     """Returns the positions of each layer; None: its queries and keys are not turned."""
     # Hugging Face prefers the old key, if both are there.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    values = _object(key, raw.get(key))
+    # Null is the same as no key.
+    values = _object(key, family.defaults.get(key) if raw.get(key) is None else raw[key])
     if not family.has_ropes_by_type:
         if any(isinstance(value, dict) for value in values.values()):
             refuse(key, values, "parameters by layer type are not supported for this architecture")
@@ -40,11 +42,15 @@ def parse_ropes(
         return tuple(
             rope if turns else None for turns in rotary_layers(raw, family, len(layer_types))
         )
-    by_type = {"full_attention": dict(values), "sliding_attention": dict[str, object]()}
-    if key == "rope_parameters" and values:
-        by_type = {kind: _object(f"{key}.{kind}", values.get(kind)) for kind in by_type}
-        if unknown := values.keys() - by_type.keys():
-            refuse(key, values, f"{min(unknown)} is no type of layer")
+    sets = _object("rope_parameters", raw.get("rope_parameters"))
+    by_type = {
+        kind: dict(_object(f"rope_parameters.{kind}", sets.get(kind)))
+        for kind in ("full_attention", "sliding_attention")
+    }
+    if unknown := sets.keys() - by_type.keys():
+        refuse("rope_parameters", sets, f"{min(unknown)} is no type of layer")
+    if key == "rope_scaling":  # of layers without a window only
+        by_type["full_attention"] |= values
     by_type["sliding_attention"].setdefault("rope_theta", raw.get("rope_local_base_freq"))
     ropes = {
         kind: _parse_rope(raw, family, f"{key}.{kind}", one, max_position, head_dim)
@@ -92,7 +98,7 @@ def _parse_rope(
     if kind == "longrope":
         return _parse_longrope(raw, key, values, theta, fraction, max_position, head_dim)
     rope = _parse_scaled(raw, key, kind, values, theta, max_position)
-    if family.reads_query_beta and values.get("llama_4_scaling_beta") is not None:
+    if family.reads_query_beta and values.get("llama_4_scaling_beta") not in (None, 0):
         original = positive_int(values, "original_max_position_embeddings")
         beta = positive_number(values, "llama_4_scaling_beta")
         rope = replace(rope, original_max_len=original, query_beta=beta)
@@ -108,7 +114,8 @@ def _rotary_fraction(
     if not family.reads_partial_rotary:
         refuse(_PARTIAL, value, "only 1 is supported for this architecture")
     fraction = positive_number({_PARTIAL: value}, _PARTIAL)
-    if fraction > 1 or int(head_dim * fraction) % 2:
+    size = int(head_dim * fraction)
+    if fraction > 1 or size % 2 or not size:
         refuse(_PARTIAL, value, f"it must leave an even part of {head_dim} dimensions")
     return fraction
 
@@ -142,10 +149,15 @@ def _parse_scaled(
     if kind != "yarn":
         known = "default, linear, dynamic, llama3, yarn, longrope"
         refuse(f"{key}.rope_type", kind, f"known are {known}")
+    if theta == 1:
+        refuse("rope_theta", theta, "YaRN divides by its logarithm")
+    factor = positive_number(values, "factor", max_position / original)
+    if original * factor > MAX_DIMENSION:
+        refuse(f"{key}.factor", factor, f"it makes {original} positions more than {MAX_DIMENSION}")
     return RopeConfig(
         "yarn",
         theta,
-        positive_number(values, "factor", max_position / original),
+        factor,
         original,
         beta_fast=positive_number(values, "beta_fast", 32.0),
         beta_slow=positive_number(values, "beta_slow", 1.0),
@@ -165,7 +177,7 @@ def _parse_longrope(
     max_position: int,
     head_dim: int,
 ) -> RopeConfig:
-    original = _original_len(raw, values, max_position)
+    original = _original_len(raw, values, max_position, least=2)  # its logarithm is a divisor
     num_factors = int(head_dim * fraction) // 2
     return RopeConfig(
         "longrope",
@@ -187,8 +199,8 @@ def _factors(key: str, values: Mapping[str, object], name: str, count: int) -> t
 
 
 def _original_len(
-    raw: Mapping[str, object], values: Mapping[str, object], max_position: int
+    raw: Mapping[str, object], values: Mapping[str, object], max_position: int, least: int = 1
 ) -> int:
     name = "original_max_position_embeddings"
     source = raw if raw.get(name) is not None else values
-    return positive_int(source, name, max_position)
+    return positive_int(source, name, max_position, least)

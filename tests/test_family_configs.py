@@ -93,6 +93,11 @@ MINISTRAL_3_8B = {
 }
 PHI_4_MINI = {
     "architectures": ["Phi3ForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",
+    },
     "hidden_size": 3072,
     "intermediate_size": 8192,
     "max_position_embeddings": 131072,
@@ -271,6 +276,13 @@ def test_numbers_of_known_models() -> None:
     assert parse(OLMO_2_7B).family.qk_norm == "all"
 
 
+def test_code_that_transformers_has_since_is_neither_run_nor_refused() -> None:
+    auto_map = {"AutoModelForCausalLM": "microsoft/Phi-3.5--modeling_phi3.Phi3ForCausalLM"}
+    assert parse(PHI_4_MINI, auto_map=auto_map) == parse(PHI_4_MINI, auto_map=None)
+    with pytest.raises(UnsupportedModelError, match="code of its own"):
+        parse(GEMMA_2_2B, auto_map=auto_map)
+
+
 def test_every_family_has_sites_of_its_own_modules() -> None:
     names = {part.module for site in lora_sites(parse(PHI_4_MINI)) for part in site.slices}
     assert "model.layers.31.self_attn.qkv_proj" in names
@@ -287,8 +299,54 @@ def test_a_text_part_takes_the_outer_end_of_sequence_and_tying() -> None:
     assert parse(MISTRAL_SMALL_3_1, eos_token_id=7, tie_word_embeddings=True).eos_token_ids == (7,)
     assert parse(MISTRAL_SMALL_3_1, tie_word_embeddings=True).ties_embeddings
     assert not parse(MISTRAL_SMALL_3_1).ties_embeddings
-    untied = MISTRAL_SMALL_3_1["text_config"] | {"eos_token_id": 2}
+    untied = REAL["mistral small 3.1"][1]["text_config"] | {"eos_token_id": 2}
     assert parse(MISTRAL_SMALL_3_1, text_config=untied).eos_token_ids == (2,)
+
+
+def test_null_rope_parameters_are_those_of_the_class() -> None:
+    text = REAL["ministral 3 8b"][1]["text_config"]
+    absent = {key: value for key, value in text.items() if key != "rope_parameters"}
+    null = absent | {"rope_parameters": None}
+    theirs: Any = transformers.Ministral3Config(**deepcopy(null)).rope_parameters
+    for form in (absent, null):
+        rope = parse(MINISTRAL_3_8B, text_config=form).ropes[0]
+        assert rope == parse(MINISTRAL_3_8B, text_config=text).ropes[0]
+        assert rope is not None
+        assert (rope.kind, rope.query_beta) == ("yarn", theirs["llama_4_scaling_beta"])
+
+
+def test_a_query_beta_of_zero_scales_nothing() -> None:
+    text = REAL["ministral 3 8b"][1]["text_config"]
+    ropes = text["rope_parameters"] | {"llama_4_scaling_beta": 0}
+    rope = parse(MINISTRAL_3_8B, text_config=text | {"rope_parameters": ropes}).ropes[0]
+    assert rope is not None
+    assert (rope.kind, rope.query_beta) == ("yarn", 0.0)
+
+
+@pytest.mark.parametrize("name", ["gemma 3 1b", "olmo 3 7b"])
+def test_both_forms_of_positions_are_joined_by_type_of_layer(name: str) -> None:
+    class_name, raw = REAL[name]
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    sets = {
+        "full_attention": {"rope_type": "default", "rope_theta": 7e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    changes = {"rope_scaling": scaling, "rope_parameters": sets, "layer_types": None}
+    config = parse(raw, **deepcopy(changes))
+    theirs = getattr(transformers, class_name)(**deepcopy(raw | changes))
+    for kind, rope in zip(theirs.layer_types, config.ropes, strict=True):
+        assert rope is not None
+        values = theirs.rope_parameters[kind]
+        assert (rope.kind, rope.theta) == (values["rope_type"], values["rope_theta"])
+        assert rope.factor == values.get("factor", 1.0)
+
+
+def test_parsing_changes_no_value_of_the_file() -> None:
+    sets = {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}
+    raw = REAL["gemma 3 1b"][1] | {"rope_parameters": sets, "rope_scaling": None}
+    before = deepcopy(raw)
+    parse(raw)
+    assert raw == before
 
 
 @pytest.mark.parametrize(
@@ -307,7 +365,16 @@ def test_a_text_part_takes_the_outer_end_of_sequence_and_tying() -> None:
             {"text_config": {"model_type": "ministral3", "quantization_config": {"x": 1}}},
             "quantization_config is",
         ),
+        (PHI_4_MINI, {"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "auto_map is"),
+        (PHI_4_MINI, {"auto_map": {"AutoModelForCausalLM": "x.Mine"}}, "auto_map is .*of its own"),
+        (PHI_4_MINI, {"auto_map": ["x"]}, "auto_map is .*of its own"),
         (PHI_4_MINI, {"partial_rotary_factor": 0.7421875}, "partial_rotary_factor is 0.74"),
+        (
+            PHI_4_MINI,
+            {"partial_rotary_factor": 1e-9, "rope_scaling": None},
+            "partial_rotary_factor",
+        ),
+        (PHI_4_MINI, {"original_max_position_embeddings": 1}, "original_max_.* is 1: a whole"),
         (PHI_4_MINI, {"partial_rotary_factor": 0.5}, "short_factor is .*: 32 numbers"),
         (GEMMA_2_2B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         (GEMMA_2_2B, {"hidden_activation": "gelu"}, 'hidden_activation is "gelu": only gelu_pyt'),
@@ -316,6 +383,12 @@ def test_a_text_part_takes_the_outer_end_of_sequence_and_tying() -> None:
         (GEMMA_2_2B, {"layer_types": ["full_attention"]}, "layer_types is .*: 26 of"),
         (GEMMA_3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
         (GEMMA_3_1B, {"rope_parameters": {"chunked": {}}}, "chunked is no type of layer"),
+        (OLMO_3_7B, {"rope_theta": 1}, "rope_theta is 1.0: YaRN divides"),
+        (
+            OLMO_3_7B,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1e29}},
+            r"full_attention\.factor is 1e\+29: it makes 65536 positions more than 16777216",
+        ),
         (OLMO_3_7B, {"rope_scaling": {"rope_type": "x"}}, 'full_attention.rope_type is "x"'),
     ],
 )

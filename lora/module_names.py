@@ -54,10 +54,9 @@ def spelling_of(names: Iterable[str]) -> Spelling:
     for name in names:
         if name.startswith("language_model."):
             found.setdefault(_OLD_PART, name)
-        elif name.startswith(("model.language_model.", "model.vision_tower.")):
-            found.setdefault(_PART, name)
         elif name.startswith("model."):
-            found.setdefault(_PLAIN, name)
+            is_part = name.startswith("model.language_model.") or is_of_other_part(name)
+            found.setdefault(_PART if is_part else _PLAIN, name)
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise AdapterError(f"the file names modules in two forms: {first} and {second}")

@@ -129,6 +129,16 @@ def test_modules_that_images_reach_are_left_unread_in_base_and_adapter(
     assert "of the model for images are not read" in check_adapter(adapter, base).warnings[0]
 
 
+def test_an_adapter_of_all_linear_modules_fits_the_text_part(tmp_path: Path) -> None:
+    """The projector between the parts is adapted, too."""
+    base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
+    adapter = make_family_adapter(tmp_path / "adapter", base, "all-linear")
+    assert any("multi_modal_projector" in key for key in load_file(adapter / WEIGHTS_FILE))
+    prompt = random_prompt(20, seed=1)
+    (found,) = Decoder(base, [adapter]).logits([(prompt, "adapter")])
+    assert_equal(found, expected_logits(base, adapter, prompt))
+
+
 @pytest.mark.parametrize("form", [old_form, new_form])
 def test_bases_and_adapters_have_their_modules_in_either_form(
     form: Callable[[str], str], tmp_path: Path

@@ -106,6 +106,7 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
     max_position = positive_int(raw, "max_position_embeddings")
     types = _layer_types(raw, family, num_layers)
     ropes = parse_ropes(raw, family, types, max_position, head_dim)
+    max_len = max([max_position, *(rope.extended_len for rope in ropes if rope is not None)])
     vocab_size = positive_int(raw, "vocab_size")
     embedding_multiplier = hidden_size**0.5 if family.scales_embedding else 1.0
     return ModelConfig(
@@ -120,9 +121,9 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=positive_number(raw, "rms_norm_eps", 1e-6),
-        max_len=max([max_position, *(rope.extended_len for rope in ropes if rope is not None)]),
+        max_len=max_len,
         ropes=ropes,
-        sliding_windows=_sliding_windows(raw, types),
+        sliding_windows=_sliding_windows(raw, types, max_len),
         has_qkv_bias=has_bias or family.always_biased_qkv,
         has_o_bias=has_bias,
         has_mlp_bias=family.reads_mlp_bias and flag(raw, "mlp_bias"),
@@ -253,11 +254,17 @@ def _layer_types(raw: Mapping[str, object], family: Family, num_layers: int) -> 
     return tuple(full if (i + 1) % every == 0 else sliding for i in range(num_layers))
 
 
-def _sliding_windows(raw: Mapping[str, object], types: tuple[str, ...]) -> tuple[int | None, ...]:
+def _sliding_windows(
+    raw: Mapping[str, object], types: tuple[str, ...], max_len: int
+) -> tuple[int | None, ...]:
     # An absent key is the default of Hugging Face's class, null is none.
     if "sliding_attention" not in types or raw.get("sliding_window") is None:
         return (None,) * len(types)
     window = positive_int(raw, "sliding_window")
+    if window >= max_len:
+        # It hides nothing, as the 262,144 of Phi-4-mini. Kernels would cut it into a few long
+        # items, whatever the length of a sequence.
+        return (None,) * len(types)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -71,7 +71,8 @@ def test_a_window_applies_where_hugging_face_applies_it() -> None:
     listed = parse(**qwen, use_sliding_window=True, layer_types=types)
     assert listed.sliding_windows == (32, None, 32, None)
     mistral = ["MistralForCausalLM"]
-    assert parse(architectures=mistral).sliding_windows == (4096,) * 4
+    default = parse(architectures=mistral, max_position_embeddings=8192)
+    assert default.sliding_windows == (4096,) * 4
     assert parse(architectures=mistral, sliding_window=None).sliding_windows == (None,) * 4
 
 

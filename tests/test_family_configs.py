@@ -237,6 +237,8 @@ def test_a_known_model_is_read_as_hugging_face_reads_it(name: str) -> None:
     assert config.max_len == theirs.max_position_embeddings
     types = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)
+    if window is not None and window >= theirs.max_position_embeddings:
+        window = None  # it hides nothing
     if types is None:
         assert set(config.sliding_windows) == {window}
     else:
@@ -281,6 +283,15 @@ def test_code_that_transformers_has_since_is_neither_run_nor_refused() -> None:
     assert parse(PHI_4_MINI, auto_map=auto_map) == parse(PHI_4_MINI, auto_map=None)
     with pytest.raises(UnsupportedModelError, match="code of its own"):
         parse(GEMMA_2_2B, auto_map=auto_map)
+
+
+def test_a_window_as_long_as_the_longest_sequence_is_none() -> None:
+    assert set(parse(PHI_4_MINI).sliding_windows) == {None}  # 262,144 of 131,072 positions
+    assert set(parse(PHI_4_MINI, sliding_window=131_072).sliding_windows) == {None}
+    assert set(parse(PHI_4_MINI, sliding_window=131_071).sliding_windows) == {131_071}
+    # YaRN extends the length beyond max_position_embeddings.
+    extended = parse(OLMO_3_7B, max_position_embeddings=8192, sliding_window=40_000)
+    assert extended.sliding_windows[:4] == (40_000, 40_000, 40_000, None)
 
 
 def test_every_family_has_sites_of_its_own_modules() -> None:

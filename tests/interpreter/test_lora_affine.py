@@ -48,6 +48,14 @@ def test_rope_is_that_of_the_sums(runs: str, heads: int, kv_heads: int, head_dim
         assert_turns_agree(turned)
 
 
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("rotary_dim", [24, 0])
+def test_rope_of_a_part_of_a_head_is_that_of_the_sums(runs: str, rotary_dim: int) -> None:
+    case = build(runs, (4 * 64, 2 * 64, 2 * 64))
+    for turned in rope_both_ways(case, 4, 2, 64, rotary_dim=rotary_dim):
+        assert_turns_agree(turned)
+
+
 @pytest.mark.parametrize("runs", FEW)
 def test_ops_of_few_rows_are_those_of_the_sums(runs: str) -> None:
     heads, kv_heads, head_dim = HEADS

@@ -118,6 +118,6 @@ def _shortened(model: ModelConfig) -> ModelConfig:
         kinds.setdefault((window, rope is None), rope)
     windows = tuple(window for window, _ in kinds)
     ropes = tuple(kinds.values())
-    windows = (windows[0], *windows)[: model.num_layers]
-    ropes = (ropes[0], *ropes)[: model.num_layers]
+    if len(windows) < model.num_layers:
+        windows, ropes = (windows[0], *windows), (ropes[0], *ropes)
     return replace(model, num_layers=len(windows), sliding_windows=windows, ropes=ropes)

@@ -217,6 +217,19 @@ def test_every_kind_of_layer_is_in_the_list(name: str) -> None:
     assert traced(name, num_pages=0, max_tokens=8192) < whole
 
 
+def test_two_layers_of_two_kinds_are_both_in_the_list() -> None:
+    config = EngineConfig("", "", adapter_pool_bytes=0)
+    model = model_named("gemma-3-4b")
+    two = replace(
+        model, num_layers=2, sliding_windows=model.sliding_windows[4:6], ropes=model.ropes[4:6]
+    )
+    assert two.sliding_windows == (1024, None)
+    listed, whole = (
+        trace_kernels(config, one, torch.bfloat16, 4096, HOPPER) for one in (two, model)
+    )
+    assert listed == whole
+
+
 def test_step_sizes_lie_around_powers_of_two() -> None:
     assert step_sizes(20) == (1, 2, 3, 4, 5, 8, 9, 16, 17, 20)
 

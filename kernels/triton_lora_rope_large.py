@@ -147,9 +147,7 @@ def _lora_rope_large_kernel(
                 delta_low = page_dot(h, low_b, delta_low, not EXACT)
                 delta_high = page_dot(h, high_b, delta_high, not EXACT)
         low = add_delta(low, delta_low, owns, heap_ptr, affine, low_columns, width, AFFINE)
-        high = add_delta(
-            high, delta_high, owns, heap_ptr, affine, low_columns + gap, width, AFFINE
-        )
+        high = add_delta(high, delta_high, owns, heap_ptr, affine, low_columns + gap, width, AFFINE)
         if part != 2:
             if HAS_NORM:
                 norm_ptr = tl.where(part == 0, q_norm_ptr, k_norm_ptr) + place

@@ -22,8 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 from lora.adapter import WEIGHTS_FILE, open_weights
+from lora.adapter_keys import is_unread, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
+from lora.module_names import Spelling, canonical
 from lora.peft_config import CONFIG_FILE, PeftConfig, read_lycoris_config
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import open_regular, shown
@@ -59,7 +61,8 @@ def convert_to_lora(
     folder: Path, out: Path, sites: Sequence[Site], max_rank: int, max_error: float
 ) -> Conversion:
     """Writes the LoHa or LoKr adapter of `folder` as a LoRA adapter to the empty folder `out`, with
-    copies of its other files.
+    copies of its other files. Modules get their names in a model of text; those of a part for
+    images are left out.
 
     Each module has the least rank whose relative error is within `max_error`. Raises AdapterError
     if that is more than `max_rank`, or if the files are not of such an adapter of these sites.
@@ -71,10 +74,12 @@ def convert_to_lora(
     largest = 0.0
     with open_weights(folder) as file:
         keys = _keys_by_module(file, kind, targets)
-        _check_targets(keys, config, targets)
+        spelling = spelling_in(file.entries)
+        _check_targets(keys, config, targets, spelling)
         for module, parts in keys.items():
             found = _read_parts(file, module, parts)
-            factors = _factor(kind, module, found, config.scale_of(module), max_rank)
+            scale = config.scale_of(spelling.spell(module))
+            factors = _factor(kind, module, found, scale, max_rank)
             _check_shape(factors, targets[module])
             rank, error = _least_rank(factors, module, max_rank, max_error)
             root = factors.sigma[:rank].sqrt()
@@ -97,10 +102,12 @@ def _keys_by_module(
     found: dict[str, dict[str, str]] = {}
     prefix = {"LOHA": "hada_", "LOKR": "lokr_"}[kind]
     for key in file.entries:
+        if is_unread(key):
+            continue
         match = _KEY.fullmatch(key)
         if match is None or not match["part"].startswith(prefix):
             raise AdapterError(f"tensor {shown(key)} is not one of a {_NAMES[kind]} adapter")
-        module = match["module"]
+        module = canonical(match["module"])
         if module not in targets or targets[module].site.kind != "linear":
             raise AdapterError(
                 f"tensor {shown(key)} matches nothing: the base has no linear module "
@@ -115,10 +122,13 @@ def _keys_by_module(
 
 
 def _check_targets(
-    keys: Mapping[str, object], config: PeftConfig, targets: Mapping[str, Target]
+    keys: Mapping[str, object],
+    config: PeftConfig,
+    targets: Mapping[str, Target],
+    spelling: Spelling,
 ) -> None:
     for module, target in targets.items():
-        is_target = config.targets(target.site, module)
+        is_target = config.targets(target.site, spelling.spell(module))
         if is_target and module not in keys:
             raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
         if module in keys and not is_target:

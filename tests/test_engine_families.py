@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoHaConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from engine.checks.validation import check_adapter, check_base
@@ -21,6 +22,7 @@ from engine.weight_files import SINGLE_FILE
 from engine.weights import load_weights
 from lora.adapter import WEIGHTS_FILE, match_tensors, read_adapter
 from lora.errors import AdapterError
+from lora.lycoris import convert_to_lora
 from lora.page_image import PageLayout
 from tests.engine_agreement import make_engine, run_all
 from tests.engine_helpers import BLOCK_SIZE, VOCAB, make_runner, random_prompt
@@ -31,6 +33,7 @@ from tests.family_bases import (
     VOCABULARY,
     Decoder,
     expected_logits,
+    load_family,
     make_family_adapter,
     make_family_base,
 )
@@ -137,6 +140,29 @@ def test_an_adapter_of_all_linear_modules_fits_the_text_part(tmp_path: Path) -> 
     prompt = random_prompt(20, seed=1)
     (found,) = Decoder(base, [adapter]).logits([(prompt, "adapter")])
     assert_equal(found, expected_logits(base, adapter, prompt))
+
+
+def test_a_loha_adapter_of_a_text_part_becomes_lora(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
+    torch.manual_seed(0)
+    scales = {"model.language_model.layers.1.self_attn.q_proj": 9.0}
+    config = LoHaConfig(r=2, alpha=4, target_modules=["q_proj"], alpha_pattern=scales)
+    model = get_peft_model(load_family(base), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "hada_" in name:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(str(tmp_path / "loha"))
+    assert any("vision_tower" in key for key in load_file(tmp_path / "loha" / WEIGHTS_FILE))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    sites = lora_sites(read_model_config(base))
+    assert convert_to_lora(tmp_path / "loha", adapter, sites, 64, 0.0).kind == "LoHa"
+    prompt = random_prompt(20, seed=1)
+    expected = expected_logits(base, tmp_path / "loha", prompt)
+    assert (expected - expected_logits(base, None, prompt)).abs().max() > 0.1
+    (found,) = Decoder(base, [adapter]).logits([(prompt, "adapter")])
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("form", [old_form, new_form])

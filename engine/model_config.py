@@ -84,8 +84,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModelError("the folder has no config.json")
     generation = read_json(folder / "generation_config.json")
     config = parse_model_config(raw, generation or {})
-    if config.is_text_part and config.ties_embeddings:
-        # The class ties by default, also for checkpoints with a head: Hugging Face then uses both.
+    if config.is_text_part and raw.get("tie_word_embeddings") is not False:
+        # The classes tie by default, whatever text_config has, also for checkpoints with a head:
+        # Hugging Face then uses both.
         names = map(canonical, tensor_names(folder))
         return replace(config, ties_embeddings="lm_head.weight" not in names)
     return config

@@ -312,6 +312,27 @@ def test_a_head_in_the_file_is_read_though_the_class_ties_by_default(tmp_path: P
     assert torch.equal(weights.head, load_file(base / SINGLE_FILE)["language_model.lm_head.weight"])
 
 
+@pytest.mark.parametrize("name", ["mistral 3", "gemma 3 with images"])
+def test_a_text_part_without_a_head_is_tied_unless_the_file_says_no(
+    name: str, tmp_path: Path
+) -> None:
+    """The class of the whole model ties by default, whatever text_config has."""
+    made = VARIANTS[name]
+    tied = replace(made, outer=made.outer | {"tie_word_embeddings": True})
+    base = make_family_base(tmp_path / "base", tied)
+    assert not any("lm_head" in key for key in load_file(base / SINGLE_FILE))
+    raw = json.loads((base / "config.json").read_text())
+    raw.pop("tie_word_embeddings", None)
+    raw["text_config"]["tie_word_embeddings"] = False
+    (base / "config.json").write_text(json.dumps(raw))
+    prompt = random_prompt(20, seed=1)
+    (found,) = Decoder(base).logits([(prompt, None)])
+    assert_equal(found, expected_logits(base, None, prompt))
+    (base / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is missing"):
+        Decoder(base)
+
+
 def test_a_tensor_that_is_of_no_known_part_is_refused(tmp_path: Path) -> None:
     base = make_family_base(tmp_path / "base", VARIANTS["mistral 3"])
     tensors = load_file(base / SINGLE_FILE) | {"audio_tower.x.weight": torch.zeros(VOCAB)}

@@ -70,6 +70,21 @@ def test_every_logit_is_that_of_hugging_face(variant: str, tmp_path: Path) -> No
         assert_equal(found[2], adapted)
 
 
+def test_dora_has_the_logits_of_peft(variant: str, tmp_path: Path) -> None:
+    """Gains of fused modules are cut like B, and norms after a block see the scaled output."""
+    made = VARIANTS[variant]
+    base = make_family_base(tmp_path / "base", made)
+    names = "|".join(made.linears)
+    targets = rf".*language_model.*({names})" if made.vision is not None else made.linears
+    adapter = make_family_adapter(tmp_path / "adapter", base, targets, use_dora=True)
+    prompt = random_prompt(30, seed=5)
+    plain, adapted = (expected_logits(base, one, prompt) for one in (None, adapter))
+    assert (plain - adapted).abs().max() > 0.1
+    found = Decoder(base, [adapter]).logits([(prompt, None), (prompt, "adapter")], 11)
+    assert_equal(found[0], plain)
+    assert_equal(found[1], adapted)
+
+
 def test_a_repeated_prompt_is_found_in_the_cache_and_goes_on_alike(
     variant: str, tmp_path: Path
 ) -> None:

@@ -161,7 +161,13 @@ def test_a_long_prompt_without_memory_is_computed_in_parts_beside_others(
     long = Request("long", tuple(random_prompt(3000, seed=5)), PARAMS, "mlp")
 
     def run(spare: int | None) -> dict[str, list[int]]:
-        engine = make_engine(runner, is_ahead, max_num_seqs=16, max_num_batched_tokens=4096)
+        engine = make_engine(
+            runner,
+            is_ahead,
+            max_num_seqs=16,
+            max_num_batched_tokens=4096,
+            max_decode_slowdown=1e9,  # the whole prompt beside them, not a part that has room
+        )
         tokens: dict[str, list[int]] = {}
         for request in others:
             engine.add_request(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +92,18 @@ def test_what_can_never_be_together_is_told() -> None:
     pool.pin("c")
     assert "need 2 blocks together; 1 of 2 on the device are pinned" in (pool.obstacle("a+b") or "")
     assert pool.obstacle("a+c") is None
+
+
+def test_an_adapter_with_affine_rows_is_alone_and_has_no_weight() -> None:
+    pool = loaded("a")
+    own = make_adapter("d", {"q": 2})
+    q = own.modules["q"]
+    rows = torch.zeros(1, q.lora_b.shape[1])
+    pool.add(replace(own, modules={"q": replace(q, affine=rows)}))
+    assert pool.obstacle("d") is None
+    for key in ("0.5*d", "a+d", "d+a"):
+        assert "uses DoRA or has trained biases" in (pool.obstacle(key) or "")
+        assert "adapter d " in (pool.obstacle(key) or "")
 
 
 def test_combinations_that_wait_for_copies_do_not_take_each_other_s_room() -> None:

@@ -209,7 +209,8 @@ def test_rope_of_other_families_is_that_of_the_sums(name: str, mix: str) -> None
     for large in (True, False):
         for turned in rope_both_ways(case, heads, kv_heads, head_dim, large=large, **variant):
             if "has_norm" in variant:
-                torch.testing.assert_close(turned[0], turned[1], rtol=1e-2, atol=1e-2)
+                # A unit in the last place of what is normed: squares add up in another order.
+                torch.testing.assert_close(turned[0], turned[1], rtol=1e-2, atol=2e-2)
             else:
                 bits = turned[2] if head_dim == 128 else torch.zeros_like(turned[2])
                 assert_turns_agree((*turned[:2], bits))

@@ -79,8 +79,7 @@ def convert_to_lora(
         for module, parts in keys.items():
             found = _read_parts(file, module, parts)
             scale = config.scale_of(spelling.spell(module))
-            factors = _factor(kind, module, found, scale, max_rank)
-            _check_shape(factors, targets[module])
+            factors = _factor(kind, targets[module], found, scale, max_rank)
             rank, error = _least_rank(factors, module, max_rank, max_error)
             root = factors.sigma[:rank].sqrt()
             prefix = f"base_model.model.{module}"
@@ -149,30 +148,40 @@ def _read_parts(file: TensorFile, module: str, keys: Mapping[str, str]) -> Parts
     return parts
 
 
-def _factor(kind: str, module: str, parts: Parts, scale: float, max_rank: int) -> _Factors:
+def _factor(kind: str, target: Target, parts: Parts, scale: float, max_rank: int) -> _Factors:
     """Returns the decomposition of the scaled change; of a Kronecker product its largest parts."""
+    module = target.module
     if kind == "LOHA":
         first, second = (_pair(parts, f"hada_w{i}_a", f"hada_w{i}_b", module) for i in (1, 2))
         shapes = [(len(a), b.shape[1]) for a, b in (first, second)]
         if shapes[0] != shapes[1]:
             raise AdapterError(f"hada_w1 and hada_w2 of {module} have different shapes")
+        _check_shape(shapes[0], target)
         if first[0].shape[1] * second[0].shape[1] >= min(len(first[0]), first[1].shape[1]):
             product = (first[0] @ first[1]) * (second[0] @ second[1]) * scale
-            return _Factors(*torch.linalg.svd(product, full_matrices=False))
+            return _svd(product, None, module)
         left = torch.einsum("ni,nj->nij", first[0], second[0]).flatten(1)
         right = torch.einsum("im,jm->ijm", first[1], second[1]).flatten(0, 1)
-        return _svd(left * scale, right)
-    outer, inner = _kron_factor(parts, 1, module), _kron_factor(parts, 2, module)
-    return _kron(outer, inner, scale, 2 * max_rank)
+        return _svd(left * scale, right, module)
+    outer, inner = (_kron_part(parts, i, module) for i in (1, 2))
+    height = len(outer[0]) * len(inner[0])
+    width = _width(*outer) * _width(*inner)
+    _check_shape((height, width), target)
+    return _kron(_svd(*outer, module), _svd(*inner, module), scale, 2 * max_rank)
 
 
-def _kron_factor(parts: Parts, index: int, module: str) -> _Factors:
+def _kron_part(parts: Parts, index: int, module: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the two factors of a part, or the whole part and None."""
     name = f"lokr_w{index}"
     if name not in parts:
-        return _svd(*_pair(parts, f"{name}_a", f"{name}_b", module))
+        return _pair(parts, f"{name}_a", f"{name}_b", module)
     if f"{name}_a" in parts or f"{name}_b" in parts:
         raise AdapterError(f"{module} has {name} whole and in factors")
-    return _svd(parts[name], torch.eye(parts[name].shape[1], dtype=torch.float64))
+    return parts[name], None
+
+
+def _width(left: torch.Tensor, right: torch.Tensor | None) -> int:
+    return (left if right is None else right).shape[1]
 
 
 def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,10 +193,15 @@ def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torc
     return parts[a], parts[b]
 
 
-def _svd(left: torch.Tensor, right: torch.Tensor) -> _Factors:
-    """Decomposes left right, [n, r] and [r, m], in float64."""
+def _svd(left: torch.Tensor, right: torch.Tensor | None, module: str) -> _Factors:
+    """Decomposes left right, [n, r] and [r, m], in float64; without `right`, left alone."""
+    for half in (left, right):
+        if half is not None and not bool(half.isfinite().all()):
+            raise AdapterError(f"the change of {module} overflows float64")
+    if right is None:
+        return _Factors(*torch.linalg.svd(left, full_matrices=False))
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
-        return _Factors(*torch.linalg.svd(left @ right, full_matrices=False))
+        return _svd(left @ right, None, module)
     q_left, r_left = torch.linalg.qr(left)
     q_right, r_right = torch.linalg.qr(right.T)
     u, sigma, v = torch.linalg.svd(r_left @ r_right.T)
@@ -205,8 +219,9 @@ def _kron(first: _Factors, second: _Factors, scale: float, count: int) -> _Facto
     return _Factors(u * math.copysign(1.0, scale), sigma, v)
 
 
-def _check_shape(factors: _Factors, target: Target) -> None:
-    found = factors.u.shape[0], factors.v.shape[1]
+def _check_shape(found: tuple[int, int], target: Target) -> None:
+    """Checks the shape of a change before anything of that size is made: small factors may claim
+    any size."""
     wanted = target.out_features, target.site.in_features
     if found != wanted:
         raise AdapterError(
@@ -220,6 +235,8 @@ def _least_rank(
     """Returns the rank and its relative error: the norm of the singular values left out."""
     squares = factors.sigma.square()
     total = float(squares.sum())
+    if not math.isfinite(total):
+        raise AdapterError(f"the change of {module} overflows float64")
     if total == 0.0:
         return 1, 0.0
     tails = (squares.flip(0).cumsum(0).flip(0) / total).sqrt()  # [k]: of the values from here on

@@ -164,6 +164,27 @@ def test_file_that_is_not_whole_is_refused(name: str, base: Path, tmp_path: Path
         convert(folder, base, 0.0)
 
 
+def test_kronecker_factor_of_a_huge_width_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = make_kind(tmp_path / "kind", base, "LoKr")
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path) | {f"{Q0}.lokr_w1": torch.ones(1, 2**22).half()}
+    save_file(tensors, path)
+    with pytest.raises(AdapterError, match=r"q_proj has shape \[.*, the base has \[96, 48\]"):
+        convert(folder, base, 0.0)
+
+
+@pytest.mark.parametrize("name", ["LoHa", "LoHa of more rank than the matrix", "LoKr"])
+def test_change_beyond_any_number_is_refused(name: str, base: Path, tmp_path: Path) -> None:
+    folder = make_kind(tmp_path / "kind", base, name)
+    path = folder / "adapter_model.safetensors"
+    save_file({key: tensor * 1e36 for key, tensor in load_file(path).items()}, path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alpha"] = 1e300
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match="overflows"):
+        convert(folder, base, 0.0)
+
+
 def test_plain_loading_names_the_conversion(base: Path, tmp_path: Path) -> None:
     folder = make_kind(tmp_path / "kind", base, "LoHa")
     with pytest.raises(AdapterError, match="'LOHA', only 'LORA' is served; loraplex register"):

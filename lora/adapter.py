@@ -215,17 +215,27 @@ def _check_header(
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
         _check_shapes(targets[module], a, b, config.rank_of(spelling.spell(module)), max_rank)
     check_vectors(file, vectors, pairs, config, targets)
-    for module in (*pairs, *tokens) if config.invocation else ():
-        # PEFT applies it to all tokens there, so that no KV block is the base's.
-        if targets[module].site.kind == "embedding":
-            raise AdapterError(
-                f"the adapter has alora_invocation_tokens and {module}, an embedding, which is not "
-                "supported"
-            )
+    if config.invocation:
+        _check_invocable(pairs, vectors, tokens, targets)
     for module, key in copies.items():
         _check_base_copy(module, file, key, base)
     ordered = {module: pairs[module] for module in targets if module in pairs}
     return _Found(ordered, vectors, tokens)
+
+
+def _check_invocable(
+    pairs: Keys, vectors: Keys, tokens: Mapping[str, str], targets: Mapping[str, Target]
+) -> None:
+    """Refuses the parts of an adapter that PEFT applies to all tokens, before its invocation too:
+    no KV block would be the base's."""
+    embeddings = [module for module in pairs if targets[module].site.kind == "embedding"]
+    parts = [(module, "an embedding") for module in embeddings]
+    parts += [(module, "of which tokens are trained") for module in tokens]
+    parts += [(module, "whose bias is trained") for module in vectors if "bias" in vectors[module]]
+    for module, what in parts:
+        raise AdapterError(
+            f"the adapter has alora_invocation_tokens and {module}, {what}, which is not supported"
+        )
 
 
 def _read_modules(

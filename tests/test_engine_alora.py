@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Many
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.engine_helpers import (
     make_runner,
     random_prompt,
 )
+from tests.peft_kinds import save_peft
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 INVOCATIONS = {"judge": (91, 17, 60), "guard": (44, 45)}
@@ -314,6 +316,30 @@ def test_an_alora_of_the_embedding_is_refused(base: Path, tmp_path: Path) -> Non
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterError, match="embed_tokens, an embedding, which is not supported"):
         make_runner(base).load_adapter("words", folder)
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"bias": "all"}, "whose bias is trained"),
+        ({"trainable_token_indices": {"lm_head": [3, 4]}}, "lm_head, of which tokens are trained"),
+    ],
+)
+def test_parts_that_are_active_before_the_invocation_are_refused(
+    tmp_path: Path, others: dict[str, Any], words: str
+) -> None:
+    """PEFT adds them to all tokens."""
+    base = make_base(tmp_path / "base", attention_bias=True)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=[5, 6],
+        **others,
+    )
+    folder = save_peft(tmp_path / "adapter", base, config)
+    with pytest.raises(AdapterError, match=f"{words}, which is not supported"):
+        make_runner(base).load_adapter("adapter", folder)
 
 
 @given(

@@ -28,6 +28,8 @@ from registry.manifest import (
 )
 from registry.names import check_name, model_key
 
+_MAX_INVOCATION = 512  # tokens, as `lora.peft_config` allows
+
 
 @dataclass(frozen=True, slots=True)
 class PlainAdapter:
@@ -159,9 +161,15 @@ def _facts(config: dict[str, object]) -> AdapterFacts:
     if isinstance(targets, str):
         targets = [targets]
     names = targets if isinstance(targets, list) else []
-    tokens = config.get("alora_invocation_tokens")
-    listed = tokens if isinstance(tokens, list) else []
-    invocation = tuple(token for token in listed if type(token) is int)
     return AdapterFacts(
-        max(numbers), tuple(sorted(str(name) for name in names)), invocation=invocation
+        max(numbers),
+        tuple(sorted(str(name) for name in names)),
+        invocation=_invocation(config.get("alora_invocation_tokens")),
     )
+
+
+def _invocation(value: object) -> tuple[int, ...]:
+    """Returns () for what is no list of token ids: such an adapter is refused when it is loaded."""
+    tokens = value if isinstance(value, list) and len(value) <= _MAX_INVOCATION else []
+    is_list = all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+    return tuple(tokens) if is_list else ()

@@ -1,8 +1,9 @@
 """Adapters registered by plain `mlflow` calls, in each layout, and served like any other."""
 
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +126,30 @@ def test_an_adapter_of_a_store_that_can_only_be_read_is_fetched(
     # Another process than the listing one, like an engine.
     path = Registry(uri).fetch(adapter, Cache(tmp_path / "cache"))
     assert sorted(file.name for file in path.iterdir()) == TWO_FILES
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [([5, 6], (5, 6)), ([5, 2**70], ()), ([-1], ()), ([5] * 513, ()), ([5, "6"], ()), ("5", ())],
+)
+def test_invocation_is_a_list_of_token_ids(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: object, found: Sequence[int]
+) -> None:
+    """The store can only be read, so that the list comes from no tag: routing searches prompts for
+    it before any engine has checked it."""
+    register_base(Registry(uri), tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise RegistryError("PERMISSION_DENIED")
+
+    monkeypatch.setattr(MlflowStore, "tag_version", refuse)
+    folder = adapter_folder(tmp_path / "a")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["alora_invocation_tokens"] = tokens
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    register_bare(folder)
+    (adapter,) = Registry(uri).snapshot().adapters
+    assert adapter.invocation == found
 
 
 def test_same_content_has_the_same_digest_however_registered(uri: str, tmp_path: Path) -> None:

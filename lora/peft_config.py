@@ -113,6 +113,10 @@ def read_peft_config(folder: Path) -> PeftConfig:
     )
     if config.use_dora and config.lora_bias:
         raise AdapterError("use_dora and lora_bias are set, which PEFT refuses together")
+    if config.use_dora and config.invocation:
+        raise AdapterError(
+            "use_dora and alora_invocation_tokens are set, which PEFT refuses together"
+        )
     return config
 
 

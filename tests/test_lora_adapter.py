@@ -303,6 +303,7 @@ BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"use_dora": True}, f"a magnitude of DoRA is missing for {MODULE}"),
     ({"use_dora": "false"}, "use_dora must be true or false"),
     ({"use_dora": True, "lora_bias": True}, "PEFT refuses together"),
+    ({"use_dora": True, "alora_invocation_tokens": [5]}, "PEFT refuses together"),
     ({"bias": "some"}, "bias must be none, all or lora_only, not 'some'"),
     ({"bias": None}, "bias must be none, all or lora_only, not None"),
     ({"lora_bias": True}, f"a bias of lora_B is missing for {MODULE}"),

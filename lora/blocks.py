@@ -94,6 +94,9 @@ class BlockTable:
     def is_pinned(self, digest: str) -> bool:
         return digest in self._pinned
 
+    def pinned(self) -> tuple[str, ...]:
+        return tuple(self._pinned)
+
     def is_evictable(self, digest: str) -> bool:
         return self.num_references(digest) == 0 and digest not in self._pinned
 

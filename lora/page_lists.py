@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lora.adapter_key import WeightedAdapter, key_adapters
 from lora.page_image import PackedAdapter
 
@@ -100,8 +102,6 @@ def _first(adapters: Sequence[PackedAdapter]) -> int | None:
     """Returns the place of an adapter that has each matrix that another has; None: none has."""
     if len(adapters) == 1:
         return 0
-    have = [one.entries[0] != 0 for one in adapters]
-    for i, own in enumerate(have):
-        if not any(bool((other & ~own).any()) for other in have):
-            return i
-    return None
+    have = torch.stack([one.entries[0] for one in adapters]) != 0
+    has_all = (have == have.any(0)).all(1)
+    return has_all.tolist().index(True) if bool(has_all.any()) else None

@@ -341,7 +341,7 @@ class AdapterPool:
         return self._host[digest]
 
     def _pinned(self) -> list[PackedAdapter]:
-        return [packed for packed in self._host.values() if self._table.is_pinned(packed.digest)]
+        return [self._host[digest] for digest in self._table.pinned()]
 
     def _can_bring(self, digest: str) -> bool:
         is_ready = self._copies is None or self._copies.can_start

@@ -2,9 +2,10 @@
 
 Liu et al., "DoRA", arXiv 2402.09353, as PEFT computes it: with the change D = s B A, the output of
 row i becomes g_i (W x + D x)_i, g_i = m_i / |W_i + D_i|, and a bias of the base stays as it is.
-W + D is never formed: |W_i + D_i|^2 = |W_i|^2 + 2 s B_i (A W_i^T) + s^2 B_i (A A^T) B_i^T. Of the
-base only W A^T and |W_i|^2 are needed, in float32 on the device that holds W; the rest, of size
-[out_features, r], is summed in float64.
+W + D is formed only of rows of which it leaves little. Of others
+|W_i + D_i|^2 = |W_i|^2 + 2 s B_i (A W_i^T) + s^2 B_i (A A^T) B_i^T. Of the base only W A^T and
+|W_i|^2 are needed, in float32 on the device that holds W; the rest, of size [out_features, r], is
+summed in float64.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 _CHUNK_BYTES = 16 * 1024 * 1024  # of a weight in float32 at a time
+_LITTLE = 1e-3  # of |W_i|^2 + |D_i|^2: above it, gains are within 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ def dora_gains(
     cross = (products * wide_b).sum(1)  # W_i D_i^T
     own = ((wide_b @ (wide_a @ wide_a.T)) * wide_b).sum(1)  # |D_i|^2
     changed = squares + 2 * cross + own
+    # Rows of which little is left: the rounding of the sums, of float32, is a part of it.
+    few = (changed < _LITTLE * (squares + own)).nonzero().flatten()
+    for part in torch.split(few, max(1, _CHUNK_BYTES // (8 * weight.shape[1]))):
+        rows = weight[part.to(weight.device)].cpu().double() + wide_b[part] @ wide_a
+        changed[part] = rows.square().sum(1)
     g = magnitude.double() / changed.clamp_min(0).sqrt()
     # |g (W + D) - W|^2 = g^2 |W + D|^2 - 2 g (|W|^2 + W D^T) + |W|^2
     change = g.square() * changed - 2 * g * (squares + cross) + squares

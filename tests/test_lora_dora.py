@@ -63,6 +63,16 @@ def test_row_that_the_adapter_takes_away_has_no_gain() -> None:
     assert found.g.isfinite().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("left", [1e-2, 1e-3, 1e-5])
+def test_gains_of_rows_of_which_little_is_left_are_exact(left: float) -> None:
+    weight, b = numbers(20, 4096, seed=1), torch.zeros(20, 16)
+    b[:16] = (left - 1) * torch.eye(16)
+    a = weight[:16].clone()
+    found = dora_gains(weight, a, b, 1.0, torch.ones(20)).g
+    expected = 1 / (weight.double() + b.double() @ a.double()).norm(dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("base"), "qwen2")

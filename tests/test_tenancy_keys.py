@@ -326,4 +326,5 @@ def test_unknown_keys_leave_nothing_behind() -> None:
     finally:
         tracemalloc.stop()
     assert num_refused == len(texts)
-    assert after - before < 50 * len(texts)  # an entry of a table has 200 bytes at least
+    # An entry of a table has 200 bytes at least; other threads of the test run allocate, too.
+    assert after - before < 150 * len(texts)

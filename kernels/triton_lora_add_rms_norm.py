@@ -12,23 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_rows import (
     LENGTHS,
     METADATA,
-    find_row,
+    add_requested,
     load_bridge,
-    more_delta,
+    max_tiles,
     read_planes,
-    row_delta,
+    request_row,
 )
-from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
 from kernels.triton_rms_norm import norm_row, scale_row, shape_of
-
-MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -63,27 +59,20 @@ def _lora_add_rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-    num_rows = tl.load(header_ptr + 3)
-    rank_pages = tl.load(header_ptr + 5)
-    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
-    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
-    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
-    b = load_strip(heap_ptr, entry, columns, HIDDEN, IS_EVEN)
+    num_rows, rank_pages, num_pages, first, entry, affine, b = request_row(
+        header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, columns, HIDDEN, STRIDE,
+        AFFINE, TILES, IS_EVEN,
+    )  # fmt: skip
     wait_for_inputs(OVERLAPPED)
     row = token.to(tl.int64)
     x = tl.load(x_ptr + row * STRIDE_X + columns, mask=inside, other=0.0)
     there = residual_ptr + row * STRIDE_RESIDUAL + columns
     residual = tl.load(there, mask=inside, other=0.0)
-    live = entry != 0
-    h = load_bridge(planes_ptr, 0, rank_pages, token, live, num_rows, num_planes, PLANES)
-    if live:
-        delta = row_delta(h, b)
-        for i in range(1, num_pages):
-            delta = more_delta(
-                delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
-                num_rows, num_planes, columns, HIDDEN, PLANES, STRIDE, IS_EVEN,
-            )  # fmt: skip
-        x = add_row(x, delta, heap_ptr, affine, columns, HIDDEN, AFFINE)
+    h = load_bridge(planes_ptr, 0, rank_pages, token, entry != 0, num_rows, num_planes, PLANES)
+    x = add_requested(
+        x, h, b, entry, affine, num_pages, first, num_rows, rank_pages, heap_ptr, entries_ptr,
+        pages_ptr, planes_ptr, token, num_planes, columns, HIDDEN, PLANES, STRIDE, AFFINE, IS_EVEN,
+    )  # fmt: skip
     x = scale_row(x, SCALE)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(there, x, mask=inside)
@@ -123,7 +112,7 @@ def launch_lora_add_rms_norm(
             eps,
             scale,
             block,
-            FEW_ROWS if rows <= FEW_ROWS else max(MIN_TILES, triton.next_power_of_2(rows)),
+            max_tiles(rows),
             OVERLAPS,
         ),
         num_warps,

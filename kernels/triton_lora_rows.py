@@ -13,10 +13,11 @@ import triton.language as tl
 
 from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import TILE_FIELDS, Bridge
-from kernels.triton_lora_tiles import PAGE, find_strip, load_strip
+from kernels.triton_lora_tiles import PAGE, add_row, find_affine, find_strip, load_strip
 
 METADATA = ("header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr")
 LENGTHS = ("num_tiles", "num_planes")  # of the plan at most; of the bridge
+MIN_TILES = 64  # looked at for more than few rows: one binary for most steps
 MIN_PLANES = 16  # read of a bridge, masked: one binary for most shapes
 _TILE = tl.constexpr(TILE_FIELDS)
 _TILES = tl.constexpr(FEW_ROWS)
@@ -72,6 +73,47 @@ def more_delta(
     live = entry != 0
     h = load_bridge(planes_ptr, block + i, blocks, token, live, num_rows, num_planes, PLANES)
     return delta + row_delta(h, b)
+
+
+@triton.jit
+def request_row(
+    header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, columns,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, AFFINE: tl.constexpr, TILES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Loads what no kernel of a step writes: the row's adapter and its first page of B, for a
+    program that processes the row's `columns` of the only slice."""
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
+    entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
+    affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
+    b = load_strip(heap_ptr, entry, columns, WIDTH, IS_EVEN)
+    return num_rows, rank_pages, num_pages, first, entry, affine, b
+
+
+@triton.jit
+def add_requested(
+    x, h, b, entry, affine, num_pages, first, num_rows, rank_pages, heap_ptr, entries_ptr,
+    pages_ptr, planes_ptr, token, num_planes, columns, WIDTH: tl.constexpr, PLANES: tl.constexpr,
+    STRIDE: tl.constexpr, AFFINE: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Adds the delta of what `request_row` returned to x [columns]. h: the bridge of the first
+    page, of `load_bridge`."""
+    if entry != 0:
+        delta = row_delta(h, b)
+        for i in range(1, num_pages):
+            delta = more_delta(
+                delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
+                num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
+            )  # fmt: skip
+        x = add_row(x, delta, heap_ptr, affine, columns, WIDTH, AFFINE)
+    return x
+
+
+def max_tiles(rows: int) -> int:
+    """Returns the small tiles that a program looks at, for a step of so many rows."""
+    return FEW_ROWS if rows <= FEW_ROWS else max(MIN_TILES, triton.next_power_of_2(rows))
 
 
 def read_planes(bridge: Bridge) -> tuple[int, int]:

@@ -51,10 +51,7 @@ def by_adapter(batch: ScheduledBatch) -> ScheduledBatch:
     all of them. Those before the activation of their adapter are the base's."""
 
     def last_key(item: ScheduledSequence) -> str:
-        request = item.sequence.request
-        active_from = request.active_from
-        is_active = active_from is None or item.end > active_from
-        return (request.adapter or "") if is_active else ""
+        return adapter_at(item.sequence.request, item.end - 1) or ""
 
     return ScheduledBatch(tuple(sorted(batch.sequences, key=last_key)))
 

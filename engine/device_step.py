@@ -35,6 +35,7 @@ from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprob
 from engine.types import Sequence as Choice
 from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
+from lora.page_image import AFFINE
 from lora.pool import AdapterPool
 
 logger = logging.getLogger(__name__)
@@ -260,10 +261,10 @@ class DeviceSteps:
         return _Drawn(host_drawn, done, logprobs)
 
     def _forward_mixed(self, batch: ScheduledBatch) -> tuple[ForwardInputs, torch.Tensor]:
+        kinds = self._mixed.site_kinds(batch.sequences)
         # Steps with affine rows have no pieces: their kernels are other ones.
-        has_affine = self._mixed.has_affine(batch)
-        size = None if has_affine else self._pieces.size_for(batch.num_tokens)
-        inputs = self._mixed.write(batch, self._drawn_rows, size)
+        size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
+        inputs = self._mixed.write(batch, self._drawn_rows, kinds, size)
         if size is None:
             return inputs, self._model.forward(inputs, self._kv, self._pool)
         return inputs, self._pieces.forward(inputs, batch.num_tokens, size)

@@ -34,7 +34,6 @@ from kernels.paged_plan import (
     work_size,
     write_work,
 )
-from lora.page_image import AFFINE
 from lora.page_lists import PageList
 from lora.pool import PAGE_ROWS, AdapterPool
 
@@ -149,7 +148,7 @@ class StepInputs:
         self._write_attention(parts, size)
         self._write_sampling(parts, size)
         runs, weights = self._lora_runs(adapter_runs(parts), size - len(parts))
-        kinds = self._site_kinds(parts)
+        kinds = self.site_kinds(parts)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             write_lora_plan(
@@ -181,10 +180,14 @@ class StepInputs:
         return self._forward_inputs(size, self._no_attention(), lora)
 
     def write(
-        self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int | None = None
+        self,
+        batch: ScheduledBatch,
+        drawn_rows: Mapping[Sequence, int],
+        kinds: frozenset[str],
+        size: int | None = None,
     ) -> ForwardInputs:
         """Writes any batch of up to `max_tokens`, padded to `size` tokens for the pieces of that
-        size."""
+        size. `kinds`: the `site_kinds` of its sequences."""
         self._buffers.begin()
         parts = batch.sequences
         num_tokens = size or batch.num_tokens
@@ -196,7 +199,6 @@ class StepInputs:
         self._buffers.host("logit_rows")[: len(rows)] = rows
         runs, weights = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
         lora = None
-        kinds = self._site_kinds(parts)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             max_pages = self._max_pages
@@ -226,22 +228,18 @@ class StepInputs:
             num_tokens, attention, lora, head, parts, rows, len(sampling), reach
         )
 
-    def has_affine(self, batch: ScheduledBatch) -> bool:
-        """Returns whether an adapter of the step has affine rows."""
-        return AFFINE in self._site_kinds(batch.sequences)
-
     def for_prompts(self, inputs: ForwardInputs, batch: ScheduledBatch) -> ForwardInputs:
         """Returns inputs for the logits of prompt rows, which stay valid when the buffers have the
         next step."""
         parts = batch.sequences
         lora = None
-        if _HEAD in self._site_kinds(parts):
+        if _HEAD in self.site_kinds(parts):
             lora = lora_batch(parts, self._pool, self._drawn.device)
         return replace(inputs, head_lora=lora)
 
     def _write_head(self, sampling: tuple[ScheduledSequence, ...]) -> LoraPlan | None:
         """Writes the plan of the rows that sample; None: none of their adapters has the head."""
-        if _HEAD not in self._site_kinds(sampling):
+        if _HEAD not in self.site_kinds(sampling):
             return None
         max_seqs, max_pages = self._limits.max_seqs, self._max_pages
         keys = ((adapter_at(part.sequence.request, part.end - 1), 1) for part in sampling)
@@ -291,7 +289,7 @@ class StepInputs:
             WorkCounts(0, 0),
         )
 
-    def _site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
+    def site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
         """Returns the kinds of sites that the adapters of these have, active or not."""
         adapters = {part.sequence.request.adapter for part in parts}
         return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))

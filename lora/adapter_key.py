@@ -10,10 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 _KNOWN = 4096  # keys whose parts are remembered
+
+
+class Weighted(Protocol):
+    """One adapter of a request, `WeightedAdapter` or what has its fields."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,7 @@ class WeightedAdapter:
     weight: float = 1.0  # finite; its value is that of the nearest float32
 
 
-def adapter_key(adapters: Sequence[WeightedAdapter]) -> str | None:
+def adapter_key(adapters: Sequence[Weighted]) -> str | None:
     """Returns the key, None without adapters. Equal weights in float32 have equal keys."""
     return "+".join(_text(one) for one in adapters) or None
 
@@ -38,7 +48,7 @@ def key_digests(key: str | None) -> tuple[str, ...]:
     return () if key is None else tuple(one.digest for one in key_adapters(key))
 
 
-def _text(adapter: WeightedAdapter) -> str:
+def _text(adapter: Weighted) -> str:
     weight = np.float32(adapter.weight)
     if weight == 1:
         return adapter.digest

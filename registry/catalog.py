@@ -26,10 +26,10 @@ from registry.entities import (
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import (
     Reference,
+    join_weighted,
     parse_model,
     parse_reference,
     split_adapters,
-    weight_text,
 )
 
 DEFAULT_ALIAS = "champion"
@@ -56,10 +56,8 @@ class Resolution:
         own."""
         if self.adapter is None:
             return f"{self.base.name}@{self.base.version}"
-        return "+".join(
-            ("" if one.weight == 1 else f"{weight_text(one.weight)}*")
-            + f"{one.version.name}@{one.version.version}"
-            for one in self.adapters
+        return join_weighted(
+            (f"{one.version.name}@{one.version.version}", one.weight) for one in self.adapters
         )
 
 

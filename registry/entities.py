@@ -125,6 +125,10 @@ class WeightedVersion:
     version: AdapterVersion
     weight: float = 1.0
 
+    @property
+    def digest(self) -> str:
+        return self.version.digest
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:

@@ -146,8 +146,14 @@ def split_adapters(model: str) -> tuple[WeightedModel, ...]:
 
 def join_adapters(base: str, adapters: Iterable[tuple[str, float]]) -> str:
     """Returns the model string that `split_adapters` reads, of names with their weights."""
-    parts = (name if weight == 1 else f"{weight_text(weight)}*{name}" for name, weight in adapters)
-    return f"{base}:{'+'.join(parts)}"
+    return f"{base}:{join_weighted(adapters)}"
+
+
+def join_weighted(names: Iterable[tuple[str, float]]) -> str:
+    """Returns names with their weights as clients write them: `a+0.5*b`."""
+    return "+".join(
+        name if weight == 1 else f"{weight_text(weight)}*{name}" for name, weight in names
+    )
 
 
 def weight_text(weight: float) -> str:

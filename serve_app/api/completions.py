@@ -21,7 +21,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from engine.types import EngineLoad, Request
+from engine.types import EngineLoad, Request, adapter_key
 from registry.catalog import Resolution
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
@@ -42,7 +42,7 @@ from serve_app.openai.dialect import DialectRequest
 from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
 from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.responses import ResponseHead
-from serve_app.routing.request import key_of, make_routing_request
+from serve_app.routing.request import make_routing_request
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -271,7 +271,7 @@ def session_key(http: HttpRequest, body: Body) -> str | None:
 
 def _head(body: Body, resolution: Resolution) -> ResponseHead:
     is_chat = isinstance(body, ChatRequest)
-    key = key_of(resolution.adapters) or ""
+    key = adapter_key(resolution.adapters) or ""
     parts = (_VERSION, resolution.base.digest, key)
     fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
     prefix = "chatcmpl-" if is_chat else "cmpl-"

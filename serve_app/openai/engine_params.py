@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from engine.admission import EngineLimits
 from engine.errors import ContextLengthError, InvalidRequestError
-from engine.types import Grammar, Request, SamplingParams, WeightedAdapter, adapter_key
+from engine.types import Grammar, Request, SamplingParams, adapter_key
 from registry.entities import WeightedVersion
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
@@ -66,7 +66,7 @@ def engine_requests(
     Raises InvalidRequestError, or its subclass ContextLengthError, if a limit is exceeded.
     """
     _check_prompt_logprobs(body, sum(len(prompt.token_ids) for prompt in prompts))
-    key = adapter_key([WeightedAdapter(one.version.digest, one.weight) for one in adapters])
+    key = adapter_key(adapters)
     rank = sum(one.version.rank for one in adapters)
     return tuple(
         Request(

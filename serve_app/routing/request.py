@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from engine.activation import find_activation
 from engine.admission import EngineLimits
 from engine.prefix_digests import prefix_digests
-from engine.types import Request, WeightedAdapter, adapter_key
+from engine.types import Request, adapter_key
 from registry.entities import WeightedVersion
 from serve_app.messages import RoutingRequest
-
-
-def key_of(adapters: Sequence[WeightedVersion]) -> str | None:
-    """Returns the engine's key of some adapters; None without."""
-    return adapter_key([WeightedAdapter(one.version.digest, one.weight) for one in adapters])
 
 
 def make_routing_request(
@@ -29,7 +24,7 @@ def make_routing_request(
 ) -> RoutingRequest:
     """Returns the routing request of a submit call. `requests`: one for each prompt; without any,
     while the prompts are not known, sizes are 0. `tenant` and `priority`: see `Tenants.account`."""
-    key = key_of(adapters)
+    key = adapter_key(adapters)
     call_id = ""
     prefixes: tuple[int, ...] = ()
     if requests:

@@ -19,7 +19,13 @@ from engine.core import Engine
 from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams, TokenLogprobs
 from engine.types import Sequence as Choice
-from tests.engine_helpers import make_adapter, make_runner, make_sequence, random_prompt
+from tests.engine_helpers import (
+    acquire,
+    make_named_adapters,
+    make_runner,
+    make_sequence,
+    random_prompt,
+)
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {"all": (8, LINEARS), "wide": (40, ("q_proj", "down_proj")), "mlp": (16, LINEARS[4:])}
@@ -42,10 +48,7 @@ class Reply:
 
 
 def make_adapters(base: Path) -> dict[str, Path]:
-    return {
-        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
-        for i, (name, (rank, targets)) in enumerate((ADAPTERS | OPTIONAL).items())
-    }
+    return make_named_adapters(base, ADAPTERS | OPTIONAL)
 
 
 def make_engine(runner: ModelRunner, is_ahead: bool = True, **changes: object) -> Engine:
@@ -74,8 +77,7 @@ def open_runner(
     )
     for name, path in adapters.items():
         runner.load_adapter(name, path)
-        while not runner.adapters.acquire(name):
-            runner.adapters.wait_pending()
+        acquire(runner, name)
     return runner
 
 

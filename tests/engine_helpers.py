@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,14 @@ def make_base(folder: Path, family: str = "llama", **changes: object) -> Path:
     return folder
 
 
+def make_named_adapters(base: Path, specs: Mapping[str, tuple[int, Many[str]]]) -> dict[str, Path]:
+    """Makes adapters beside the base, each of its rank and targets. Returns them by name."""
+    return {
+        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
+        for i, (name, (rank, targets)) in enumerate(specs.items())
+    }
+
+
 def make_adapter(
     folder: Path,
     base: Path,
@@ -113,6 +122,22 @@ def make_runner(folder: Path, device: str = "cpu", **changes: object) -> ModelRu
     return ModelRunner(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
 
 
+def open_small(
+    base: Path, adapters: Mapping[str, Path], backend: str, dtype: str = "float32"
+) -> ModelRunner:
+    """Returns a runner for few sequences, in blocks that kernels take, with the adapters loaded."""
+    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+    return runner
+
+
+def acquire(runner: ModelRunner, adapter: str) -> None:
+    while not runner.adapters.acquire(adapter):
+        assert runner.adapters.has_pending_copies()
+        runner.adapters.wait_pending()
+
+
 def make_sequence(
     prompt: Many[int],
     first_block: int = 0,
@@ -143,6 +168,19 @@ def step(runner: ModelRunner, *parts: ScheduledSequence) -> tuple[Sample, ...]:
         if answer.token_id is not None:
             scheduled.sequence.token_ids.append(answer.token_id)
     return samples
+
+
+def decode_beside(
+    runner: ModelRunner, owners: Many[str | None], params: SamplingParams
+) -> tuple[Sample, ...]:
+    """Returns the samples of one decode after the prompts, which are the same for any owners."""
+    sequences = [
+        make_sequence(random_prompt(4, seed=i), 24 * i, params, owner)
+        for i, owner in enumerate(owners)
+    ]
+    for sequence in sequences:
+        step(runner, part(sequence))
+    return step(runner, *(part(sequence) for sequence in sequences))
 
 
 @dataclass(slots=True)

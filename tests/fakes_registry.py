@@ -128,10 +128,11 @@ class FolderRegistry:
     def cache_stats(self) -> CacheStats:
         return CacheStats(0, None, 0, 0, 0, 0, 0)
 
-    def add_base(self, name: str, version: int = 1) -> BaseVersion:
+    def add_base(self, name: str, version: int = 1, *, has_files: bool = True) -> BaseVersion:
         # The folder too: applications are named by digests, and each reads its own folder.
         base = BaseVersion(name, version, _digest(f"{name}@{version} in {self.folder}"), source="")
-        write_text_files(self.folder / base.digest)
+        if has_files:
+            write_text_files(self.folder / base.digest)
         return base
 
     def add_adapter(

@@ -13,6 +13,7 @@ from engine.runner import ModelRunner
 from engine.types import SamplingParams
 from tests.engine_helpers import (
     Job,
+    acquire,
     hf_greedy,
     hf_logits,
     load_hf,
@@ -60,11 +61,6 @@ class Mixed:
     lora_tokens: list[int]
     base_tokens: list[int]
     logprobs: torch.Tensor  # of every token of the prompt but the first, under the adapter
-
-
-def acquire(runner: ModelRunner, adapter: str) -> None:
-    while not runner.adapters.acquire(adapter):
-        runner.adapters.wait_pending()
 
 
 def run_beside_others(runner: ModelRunner, prompt: list[int], num_tokens: int = 10) -> Mixed:

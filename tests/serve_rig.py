@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -191,6 +192,19 @@ def end_application() -> None:
 
 def rig_sources(folder: Path) -> Sources:
     return Sources(partial(FolderRegistry, folder), "tests.fakes_engine:open_paced_engine")
+
+
+def run_on_cpu(port: int, registry: FolderRegistry, args: PlatformArgs, **engine: Any) -> Rig:
+    """Serves the registry's real files by the CPU engine instead of the paced one. `engine`: its
+    settings."""
+    settings = EngineArgs(device="cpu", **engine)
+    models = tuple(one.model_copy(update={"engine": settings}) for one in args.models)
+    sources = Sources(partial(FolderRegistry, registry.folder), "engine.factory:open_engine")
+    served = build_with(args.model_copy(update={"models": models}), sources)
+    serve.run(served, name="api", route_prefix="/")
+    rig = Rig(port, registry)
+    wait_ready(rig)
+    return rig
 
 
 def wait_ready(rig: Rig, timeout_s: float = 300.0) -> None:

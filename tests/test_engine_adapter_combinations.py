@@ -17,11 +17,12 @@ from engine.types import Request, SamplingParams, WeightedAdapter, adapter_key, 
 from tests.engine_helpers import (
     GREEDY,
     Job,
+    acquire,
     hf_greedy,
     hf_logits,
     load_hf,
-    make_adapter,
     make_base,
+    make_named_adapters,
     make_runner,
     make_sequence,
     part,
@@ -59,10 +60,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path) -> dict[str, Path]:
-    return {
-        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
-        for i, (name, (rank, targets)) in enumerate(ADAPTERS.items())
-    }
+    return make_named_adapters(base, ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +129,8 @@ def test_combinations_share_steps_with_single_adapters_and_the_base(
     jobs = []
     for i, parts in enumerate(owners):
         key = key_of(parts) if parts else None
-        while key is not None and not runner.adapters.acquire(key):
-            assert runner.adapters.has_pending_copies()
-            runner.adapters.wait_pending()
+        if key is not None:
+            acquire(runner, key)
         sequence = make_sequence(prompts[i], 14 * i, GREEDY, key, num_blocks=14)
         jobs.append(Job(sequence, starts_at=i % 3, chunk=4 + 3 * i))
     found = run_mixed(runner, jobs, num_tokens=8)

@@ -11,7 +11,7 @@ import torch
 from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from tests.engine_agreement import TOLERANCE, assert_alike, make_engine, run_all
-from tests.engine_helpers import make_runner, random_prompt
+from tests.engine_helpers import acquire, make_runner, random_prompt
 from tests.family_bases import VARIANTS, VOCABULARY, make_family_adapter, make_family_base
 
 pytestmark = [
@@ -37,8 +37,7 @@ def open_runner(folder: Path, name: str, device: str, dtype: str) -> ModelRunner
     for owner in OWNERS:
         if owner is not None:
             runner.load_adapter(owner, folder / owner)
-            while not runner.adapters.acquire(owner):
-                runner.adapters.wait_pending()
+            acquire(runner, owner)
     return runner
 
 

@@ -15,11 +15,13 @@ from lora.errors import AdapterError
 from tests.engine_helpers import (
     GREEDY,
     Job,
+    acquire,
     hf_greedy,
     hf_logits,
     load_hf,
     make_adapter,
     make_base,
+    make_named_adapters,
     make_runner,
     make_sequence,
     part,
@@ -44,10 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path) -> dict[str, Path]:
-    return {
-        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
-        for i, (name, (rank, targets)) in enumerate(ADAPTERS.items())
-    }
+    return make_named_adapters(base, ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +58,6 @@ def load_all(runner: ModelRunner, adapters: dict[str, Path]) -> None:
     for name, path in adapters.items():
         runner.load_adapter(name, path)
         acquire(runner, name)
-
-
-def acquire(runner: ModelRunner, digest: str) -> None:
-    while not runner.adapters.acquire(digest):
-        assert runner.adapters.has_pending_copies()
-        runner.adapters.wait_pending()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

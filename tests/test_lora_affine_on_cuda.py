@@ -16,6 +16,7 @@ from engine.runner import ModelRunner
 from engine.types import SamplingParams
 from kernels.linear import linear_shrink
 from tests.engine_helpers import (
+    acquire,
     make_adapter,
     make_base,
     make_runner,
@@ -145,8 +146,7 @@ def runner(folders: dict[str, Path]) -> Iterator[ModelRunner]:
     runner = make_runner(folders["base"], "cuda", dtype="bfloat16", max_num_seqs=8)
     for name in ("dora", "biases", "lora"):
         runner.load_adapter(name, folders[name])
-        while not runner.adapters.acquire(name):
-            runner.adapters.wait_pending()
+        acquire(runner, name)
     yield runner
     for name in ("dora", "biases", "lora"):
         runner.adapters.release(name)

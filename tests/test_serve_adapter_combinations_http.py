@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 
 import httpx
 import pytest
 import torch
 from peft import PeftModel
-from ray import serve
 from transformers import AutoModelForCausalLM
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, Setting
-from serve_app.app import build_with
-from serve_app.config import EngineArgs
-from serve_app.platform_view import Sources
 from tests.engine_helpers import hf_greedy
 from tests.fakes_registry import FolderRegistry
 from tests.serve_folders import make_adapter_folder, make_base_folder
-from tests.serve_rig import RIG_TOKEN, Rig, metric, rig_args, wait_ready
+from tests.serve_rig import RIG_TOKEN, Rig, metric, rig_args, run_on_cpu
 
 BASE = "sum-base"
 PROMPT = [5, 90, 33, 71, 12]
@@ -32,10 +27,7 @@ Answer = tuple[list[int], str]  # token ids, versions
 def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     folder = tmp_path_factory.mktemp("sum")
     registry = FolderRegistry(folder)
-    base = registry.add_base(BASE)
-    for path in (folder / base.digest).iterdir():
-        path.unlink()
-    (folder / base.digest).rmdir()
+    base = registry.add_base(BASE, has_files=False)
     make_base_folder(folder / base.digest)
 
     def add(name: str, version: int, scale: float, alias: str = "champion") -> AdapterVersion:
@@ -54,14 +46,7 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     settings = (Setting("split", "canary_weight", "1"),)
     registry.write(Catalog((base,), adapters, settings=settings))
     args = rig_args(200, BASE)
-    engine = EngineArgs(device="cpu", kv_cache_bytes=4 * 1024**2, dtype="float32")
-    models = tuple(one.model_copy(update={"engine": engine}) for one in args.models)
-    args = args.model_copy(update={"models": models})
-    sources = Sources(partial(FolderRegistry, folder), "engine.factory:open_engine")
-    serve.run(build_with(args, sources), name="api", route_prefix="/")
-    rig = Rig(serve_port, registry)
-    wait_ready(rig)
-    return rig
+    return run_on_cpu(serve_port, registry, args, kv_cache_bytes=4 * 1024**2, dtype="float32")
 
 
 @pytest.fixture

@@ -5,21 +5,16 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-from ray import serve
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, Setting
-from serve_app.app import build_with
-from serve_app.config import EngineArgs
-from serve_app.platform_view import Sources
 from tests.fakes_registry import FolderRegistry
 from tests.serve_folders import make_adapter_folder, make_base_folder
-from tests.serve_rig import Rig, metric, rig_args, wait_ready
+from tests.serve_rig import Rig, metric, rig_args, run_on_cpu
 from tests.waiting import eventually, wait_settled
 
 BASE = "own-text-base"
@@ -36,10 +31,7 @@ BAD = '{"model": {"type": "BPE", "vocab": {"zz": 0}, "merges": []}}'
 def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     folder = tmp_path_factory.mktemp("own-text")
     registry = FolderRegistry(folder)
-    base = registry.add_base(BASE)
-    for path in (folder / base.digest).iterdir():
-        path.unlink()
-    (folder / base.digest).rmdir()
+    base = registry.add_base(BASE, has_files=False)
     base_folder = make_base_folder(folder / base.digest)
     config = json.loads((base_folder / "config.json").read_text()) | {"vocab_size": 256}
     (base_folder / "config.json").write_text(json.dumps(config))
@@ -78,15 +70,9 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     )
     registry.write(Catalog((base,), adapters, settings=settings))
     args = rig_args(200, BASE)
-    engine = EngineArgs(device="cpu", kv_cache_bytes=4 * 1024**2)
-    models = tuple(one.model_copy(update={"engine": engine}) for one in args.models)
     ingress = args.ingress.model_copy(update={"max_shadow_requests": 8})
-    args = args.model_copy(update={"models": models, "ingress": ingress})
-    sources = Sources(partial(FolderRegistry, folder), "engine.factory:open_engine")
-    serve.run(build_with(args, sources), name="api", route_prefix="/")
-    rig = Rig(serve_port, registry)
-    wait_ready(rig)
-    return rig
+    args = args.model_copy(update={"ingress": ingress})
+    return run_on_cpu(serve_port, registry, args, kv_cache_bytes=4 * 1024**2)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ adversary of demanded forms."""
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Literal
 
 import httpx
@@ -11,15 +10,11 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
-from ray import serve
 
 from registry.catalog import Catalog
-from serve_app.app import build_with
-from serve_app.config import EngineArgs
-from serve_app.platform_view import Sources
 from tests.fakes_registry import FolderRegistry
 from tests.serve_folders import make_adapter_folder, make_base_folder
-from tests.serve_rig import Rig, metric, rig_args, wait_ready
+from tests.serve_rig import Rig, metric, rig_args, run_on_cpu
 from tests.test_serve_dialects import ANTHROPIC, FLAT_TOOLS, INPUT_TOOLS, check_anthropic, events_of
 from tests.test_serve_tools import CHATML
 from tests.waiting import eventually
@@ -43,10 +38,7 @@ class Point(BaseModel):
 def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     folder = tmp_path_factory.mktemp("dialects")
     registry = FolderRegistry(folder)
-    base = registry.add_base(BASE)
-    for path in (folder / base.digest).iterdir():
-        path.unlink()
-    (folder / base.digest).rmdir()
+    base = registry.add_base(BASE, has_files=False)
     base_folder = make_base_folder(folder / base.digest)
     config = json.loads((base_folder / "config.json").read_text())
     config |= {"max_position_embeddings": 2048}
@@ -55,15 +47,7 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     adapter = registry.add_adapter("pirate", base, 1, aliases=("champion",), has_files=False)
     make_adapter_folder(folder / adapter.digest)
     registry.write(Catalog((base,), (adapter,)))
-    args = rig_args(200, BASE)
-    engine = EngineArgs(device="cpu", kv_cache_bytes=8 * 1024**2)
-    models = tuple(one.model_copy(update={"engine": engine}) for one in args.models)
-    args = args.model_copy(update={"models": models})
-    sources = Sources(partial(FolderRegistry, folder), "engine.factory:open_engine")
-    serve.run(build_with(args, sources), name="api", route_prefix="/")
-    rig = Rig(serve_port, registry)
-    wait_ready(rig)
-    return rig
+    return run_on_cpu(serve_port, registry, rig_args(200, BASE), kv_cache_bytes=8 * 1024**2)
 
 
 @pytest.fixture

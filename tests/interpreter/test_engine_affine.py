@@ -17,14 +17,14 @@ from kernels import triton_lora_expand, triton_lora_shrink
 from tests.called_graphs import with_graphs
 from tests.engine_helpers import (
     Job,
+    acquire,
+    decode_beside,
     make_adapter,
     make_base,
-    make_runner,
     make_sequence,
-    part,
+    open_small,
     random_prompt,
     run_mixed,
-    step,
 )
 from tests.peft_kinds import LINEARS, save_peft
 
@@ -65,10 +65,9 @@ def adapters(base: Path) -> dict[str, Path]:
 
 
 def open_runner(base: Path, adapters: dict[str, Path], backend: str, dtype: str) -> ModelRunner:
-    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
-    for name, path in adapters.items():
-        runner.load_adapter(name, path)
-        assert runner.adapters.acquire(name)
+    runner = open_small(base, adapters, backend, dtype)
+    for name in adapters:
+        acquire(runner, name)
     return runner
 
 
@@ -92,22 +91,11 @@ def test_tokens_are_those_of_the_reference(
     assert graphs.replayed == [GraphKey(8, LoraReach.AFFINE)] * (NUM_TOKENS - 1)
 
 
-def decoded(runner: ModelRunner, owners: tuple[str | None, ...]) -> list[object]:
-    """Returns the samples of one decode after the prompts, which are the same for any owners."""
-    sequences = [
-        make_sequence(random_prompt(4, seed=i), 24 * i, LOGPROBS, owner)
-        for i, owner in enumerate(owners)
-    ]
-    for sequence in sequences:
-        step(runner, part(sequence))
-    return list(step(runner, *(part(sequence) for sequence in sequences)))
-
-
 def test_rows_beside_them_keep_their_bits(base: Path, adapters: dict[str, Path]) -> None:
     runner = open_runner(base, adapters, "triton", "float32")
     graphs = with_graphs(runner)
-    plain = decoded(runner, (None, None, "lora", None, "lora"))
-    beside = decoded(runner, (None, "dora", "lora", "biases", "lora"))
+    plain = decode_beside(runner, (None, None, "lora", None, "lora"), LOGPROBS)
+    beside = decode_beside(runner, (None, "dora", "lora", "biases", "lora"), LOGPROBS)
     for i in (0, 2, 4):
         assert plain[i] == beside[i]
     for i in (1, 3):

@@ -13,10 +13,10 @@ from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from tests.engine_helpers import (
     Job,
-    make_adapter,
     make_base,
-    make_runner,
+    make_named_adapters,
     make_sequence,
+    open_small,
     part,
     random_prompt,
     run_mixed,
@@ -38,19 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path) -> dict[str, Path]:
-    return {
-        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
-        for i, (name, (rank, targets)) in enumerate(ADAPTERS.items())
-    }
-
-
-def open_runner(
-    base: Path, adapters: dict[str, Path], backend: str, dtype: str = "float32"
-) -> ModelRunner:
-    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
-    for name, path in adapters.items():
-        runner.load_adapter(name, path)
-    return runner
+    return make_named_adapters(base, ADAPTERS)
 
 
 def mixed_outputs(runner: ModelRunner, names: tuple[str | None, ...]) -> list[list[int]]:
@@ -73,16 +61,16 @@ def test_mixed_steps_give_what_the_reference_gives(
     base: Path, adapters: dict[str, Path], dtype: str
 ) -> None:
     names = (None, "all", "head", "words", "all")
-    expected = mixed_outputs(open_runner(base, adapters, "reference", dtype), names)
-    found = mixed_outputs(open_runner(base, adapters, "triton", dtype), names)
+    expected = mixed_outputs(open_small(base, adapters, "reference", dtype), names)
+    found = mixed_outputs(open_small(base, adapters, "triton", dtype), names)
     assert found == expected
     assert expected[1] != expected[4]
 
 
 def test_combinations_give_what_the_reference_gives(base: Path, adapters: dict[str, Path]) -> None:
     names = (None, "0.5*all+words", "words+head", "all", "0.5*all+words")
-    expected = mixed_outputs(open_runner(base, adapters, "reference"), names)
-    found = mixed_outputs(open_runner(base, adapters, "triton"), names)
+    expected = mixed_outputs(open_small(base, adapters, "reference"), names)
+    found = mixed_outputs(open_small(base, adapters, "triton"), names)
     assert found == expected
 
 
@@ -93,7 +81,7 @@ def test_adapters_that_become_active_in_a_step_give_what_the_reference_gives(
     another, and in one step of more than a large tile."""
 
     def outputs(backend: str) -> list[list[int]]:
-        runner = open_runner(base, adapters, backend)
+        runner = open_small(base, adapters, backend)
         assert runner.adapters.acquire("all")
         assert runner.adapters.acquire("head")
         jobs = []
@@ -118,7 +106,7 @@ def test_parameters_of_the_draw_reach_the_device(base: Path, adapters: dict[str,
     ]
 
     def answers(backend: str) -> list[object]:
-        runner = open_runner(base, {}, backend)
+        runner = open_small(base, {}, backend)
         sequences = [
             make_sequence(random_prompt(6, seed=i), 24 * i, params, seed=2**40 + i)
             for i, params in enumerate(varied)
@@ -142,7 +130,7 @@ def test_a_step_launched_ahead_takes_its_token_from_the_device(
     base: Path, adapters: dict[str, Path]
 ) -> None:
     def outputs(asynchronous: bool) -> dict[str, list[int]]:
-        runner = open_runner(base, adapters, "triton")
+        runner = open_small(base, adapters, "triton")
         config = EngineConfig(
             "",
             "base",
@@ -169,7 +157,7 @@ def test_a_step_launched_ahead_takes_its_token_from_the_device(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities subtracted
 def test_a_row_that_is_not_finite_fails_alone(base: Path) -> None:
-    runner = open_runner(base, {}, "triton")
+    runner = open_small(base, {}, "triton")
     prompt = random_prompt(6, seed=1)
     healthy = step(runner, part(make_sequence(prompt)))[0]
     broken = make_sequence(random_prompt(5, seed=2), 24)

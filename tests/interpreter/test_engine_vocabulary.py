@@ -12,19 +12,19 @@ import pytest
 from engine.decode_graphs import GraphKey
 from engine.inputs import LoraReach
 from engine.runner import ModelRunner
-from engine.types import Sample, SamplingParams
+from engine.types import SamplingParams
 from kernels import triton_lora_expand, triton_lora_head, triton_lora_shrink
 from tests.called_graphs import with_graphs
 from tests.engine_helpers import (
     Job,
-    make_adapter,
+    acquire,
+    decode_beside,
     make_base,
-    make_runner,
+    make_named_adapters,
     make_sequence,
-    part,
+    open_small,
     random_prompt,
     run_mixed,
-    step,
 )
 
 ADAPTERS = {
@@ -59,17 +59,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path) -> dict[str, Path]:
-    return {
-        name: make_adapter(base.parent / name, base, rank, targets, seed=i)
-        for i, (name, (rank, targets)) in enumerate(ADAPTERS.items())
-    }
+    return make_named_adapters(base, ADAPTERS)
 
 
 def open_runner(base: Path, adapters: dict[str, Path], backend: str, dtype: str) -> ModelRunner:
-    runner = make_runner(base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8)
-    for name, path in adapters.items():
-        runner.load_adapter(name, path)
-        assert runner.adapters.acquire(name)
+    runner = open_small(base, adapters, backend, dtype)
+    for name in adapters:
+        acquire(runner, name)
     return runner
 
 
@@ -94,24 +90,13 @@ def test_decodes_in_graphs_give_what_the_reference_gives(
     assert runner.adapters.site_rows("lm_head").b_entries.shape[1] > 1
 
 
-def decoded(runner: ModelRunner, owners: tuple[str | None, ...]) -> tuple[Sample, ...]:
-    """One decode after the prompts, which are the same for any owners."""
-    sequences = [
-        make_sequence(random_prompt(4, seed=i), 24 * i, LOGPROBS, owner)
-        for i, owner in enumerate(owners)
-    ]
-    for sequence in sequences:
-        step(runner, part(sequence))
-    return step(runner, *(part(sequence) for sequence in sequences))
-
-
 def test_neighbours_with_a_head_change_no_bit(base: Path, adapters: dict[str, Path]) -> None:
     runner = open_runner(base, adapters, "triton", "float32")
     graphs = with_graphs(runner)
-    alone = decoded(runner, (None, None, None, "all", None))
-    beside = decoded(runner, (None, "head", None, "all", "both"))
-    again = decoded(runner, (None, "words", None, "all", None))
-    without = decoded(runner, (None,) * 5)
+    alone = decode_beside(runner, (None, None, None, "all", None), LOGPROBS)
+    beside = decode_beside(runner, (None, "head", None, "all", "both"), LOGPROBS)
+    again = decode_beside(runner, (None, "words", None, "all", None), LOGPROBS)
+    without = decode_beside(runner, (None,) * 5, LOGPROBS)
     for i in (0, 2, 3):
         assert alone[i] == beside[i] == again[i]
     assert (without[0], without[2]) == (alone[0], alone[2])

@@ -59,6 +59,13 @@ def open_browser() -> Iterator[Any]:
         browser.close()
 
 
+def has_count(found: Any, count: int) -> None:
+    """Waits until the locator `found` has `count` elements; fails if it keeps another number."""
+    from playwright.sync_api import expect
+
+    expect(found).to_have_count(count, timeout=_WAIT_MS)
+
+
 @contextmanager
 def open_page(browser: Any, **context: Any) -> Iterator[Any]:
     """Yields a page without cookies. Fails if a script fails or breaks the security policy."""

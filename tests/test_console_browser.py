@@ -11,7 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.console_rig import NARROW, WIDE, is_too_wide, open_browser, open_page, size, violations
+from tests.console_rig import (
+    NARROW,
+    WIDE,
+    has_count,
+    is_too_wide,
+    open_browser,
+    open_page,
+    size,
+    violations,
+)
 from tests.serve_rig import (
     RIG_ADAPTER,
     RIG_BASE,
@@ -77,7 +86,7 @@ def test_every_page_is_accessible_and_fits(page: Any, scheme: str, pixels: tuple
 def test_overview_draws_charts_of_the_series(page: Any) -> None:
     log_in(page)
     page.locator(".chart canvas").first.wait_for()
-    assert page.locator(".chart canvas").count() == 5
+    has_count(page.locator(".chart canvas"), 5)
     row = page.get_by_role("region", name="Bases").get_by_role("row", name=f"{RIG_BASE}@1")
     assert "running" in row.inner_text()
 
@@ -117,7 +126,7 @@ def test_registry_lists_versions_and_the_session_ends_with_the_logout(page: Any)
     assert not page.evaluate("document.cookie")
     page.get_by_role("button", name="Log out").click()
     page.get_by_role("heading", name="Log in").wait_for()
-    assert page.get_by_role("link", name="Registry").count() == 0
+    has_count(page.get_by_role("link", name="Registry"), 0)
 
 
 def answer_with(page: Any, path: str, body: object) -> None:
@@ -130,7 +139,7 @@ def test_without_keys_the_page_of_keys_says_how_to_switch_them_on(page: Any) -> 
     page.goto("/console#/keys")
     page.get_by_text("Keys are off").wait_for()
     assert "tenancy.enabled: true" in page.get_by_role("main").inner_text()
-    assert page.get_by_role("main").get_by_role("button").count() == 0
+    has_count(page.get_by_role("main").get_by_role("button"), 0)
 
 
 def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
@@ -142,7 +151,7 @@ def test_a_page_says_that_the_server_is_silent_and_recovers(page: Any) -> None:
     page.clock.fast_forward(10_000)
     page.clock.fast_forward(30_000)
     page.get_by_role("alert").filter(has_text="does not answer").wait_for()
-    assert page.get_by_role("rowheader", name=RIG_ADAPTER).is_visible()
+    page.get_by_role("rowheader", name=RIG_ADAPTER).wait_for()
     page.unroute("**/admin/registry")
     page.clock.fast_forward(10_000)
     page.get_by_role("alert").wait_for(state="detached")
@@ -156,7 +165,7 @@ def test_a_console_that_is_opened_too_early_goes_on_by_itself(page: Any) -> None
     page.unroute("**/console/session")
     page.clock.fast_forward(10_000)
     page.get_by_role("heading", name="Log in").wait_for()
-    assert page.get_by_role("alert").count() == 0
+    has_count(page.get_by_role("alert"), 0)
 
 
 def test_cards_show_no_figures_of_the_past(page: Any) -> None:
@@ -216,8 +225,8 @@ def test_ctrl_enter_sends_no_setting_that_is_no_number(page: Any) -> None:
     page.keyboard.press("Control+A")
     page.keyboard.type("-")
     page.keyboard.press("Control+Enter")
-    assert page.locator("input:invalid").count() == 1
-    assert page.get_by_text("No answer yet.").count() == 2
+    has_count(page.locator("input:invalid"), 1)
+    has_count(page.get_by_text("No answer yet."), 2)
     assert not [url for url in asked if url.endswith("/v1/chat/completions")]
 
 

@@ -17,6 +17,7 @@ from tests.console_rig import (
     WIDE,
     deploy_with_keys,
     go,
+    has_count,
     is_too_wide,
     log_in,
     open_browser,
@@ -92,14 +93,14 @@ def test_an_answer_is_streamed_in_both_columns(page: Any) -> None:
     # The paced engine repeats the prompt.
     prompt = f"<system>Be short.\n<user>{PROMPT}\n<assistant>"
     assert [text_of(page, side) for side in SIDES] == [prompt[:40]] * 2
-    assert page.get_by_text("The answers are the same.").is_visible()
+    page.get_by_text("The answers are the same.").wait_for()
     left, right = answer(page, "Left"), answer(page, "Right")
     assert f"{RIG_BASE}@1" in left.inner_text()
     assert f"{SPLIT}@" in right.inner_text()
     assert "expected_ttft" in right.inner_text()  # the explanation that the admin token receives
     left.get_by_role("listbox").focus()
     page.keyboard.press("ArrowRight")
-    assert left.get_by_text("Token 2, s: 36.8 %").is_visible()
+    left.get_by_text("Token 2, s: 36.8 %").wait_for()
 
 
 def test_stop_ends_both_answers_and_keeps_what_came(page: Any) -> None:
@@ -124,7 +125,7 @@ def test_an_error_is_in_the_column_that_has_it(page: Any) -> None:
     answer(page, "Left").get_by_text("Done.").wait_for()
     answer(page, "Right").get_by_text("Failed.").wait_for()
     assert "nobody" in answer(page, "Right").get_by_role("alert").inner_text()
-    assert answer(page, "Left").get_by_role("alert").count() == 0
+    has_count(answer(page, "Left").get_by_role("alert"), 0)
     assert "<user>" in answer(page, "Left").inner_text()
 
 
@@ -139,7 +140,7 @@ def test_a_key_is_offered_what_it_may_call(browser: Any, rig: Rig) -> None:
         assert page.get_by_label("Left model").input_value() == ""  # the base is not for this key
         ask(page, 4)
         answer(page, "Right").get_by_text("Done.").wait_for()
-        assert answer(page, "Left").get_by_text("No answer yet.").is_visible()
+        answer(page, "Left").get_by_text("No answer yet.").wait_for()
 
 
 def test_a_key_that_only_asks_models_reaches_no_other_page(browser: Any, rig: Rig) -> None:
@@ -179,7 +180,7 @@ def test_a_key_sees_its_own_use_alone(browser: Any, rig: Rig) -> None:
         log_in(page, rig, own)
         go(page, "Usage")
         page.get_by_role("rowheader", name=f"{PLAIN}@1").wait_for()
-        assert page.get_by_role("rowheader").count() == 1
+        has_count(page.get_by_role("rowheader"), 1)
         with page.expect_download() as download:
             page.get_by_role("button", name="Download CSV").click()
         assert SPLIT not in Path(download.value.path()).read_text()
@@ -241,7 +242,7 @@ def test_a_key_that_ends_says_so_on_the_open_page(browser: Any, rig: Rig) -> Non
         assert httpx.post(f"{rig.url}/key/delete", json=gone, headers=ADMIN).status_code == 200
         page.get_by_role("heading", name="Log in").wait_for()
         assert "key" in page.get_by_role("alert").inner_text()
-        assert page.get_by_role("link", name="Canaries").count() == 0
+        has_count(page.get_by_role("link", name="Canaries"), 0)
 
 
 def test_the_new_secret_of_the_own_key_stays_until_it_is_read(browser: Any, rig: Rig) -> None:
@@ -302,7 +303,7 @@ def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
     go(page, "Keys and usage")
     usage = page.get_by_role("region", name="Usage", exact=True)
     usage.get_by_role("rowheader", name=f"{PLAIN}@1").wait_for()
-    assert usage.get_by_role("img").locator("canvas").count() == 1
+    has_count(usage.get_by_role("img").locator("canvas"), 1)
     usage.get_by_label("By", exact=True).select_option("tenant")
     page.get_by_role("columnheader", name="Tenant").last.wait_for()
     usage.get_by_label("By", exact=True).select_option("model")
@@ -323,8 +324,8 @@ def test_usage_keeps_its_heading_while_another_grouping_fails(page: Any) -> None
     page.route("**/admin/usage*tenant*", lambda route: route.fulfill(status=503, json=refused))
     usage.get_by_label("By", exact=True).select_option("tenant")
     usage.get_by_text("The database is away.").wait_for()
-    assert usage.get_by_role("columnheader", name="Adapter").is_visible()
-    assert usage.get_by_role("columnheader", name="Tenant").count() == 0
+    usage.get_by_role("columnheader", name="Adapter").wait_for()
+    has_count(usage.get_by_role("columnheader", name="Tenant"), 0)
 
 
 def test_years_that_are_being_typed_are_not_asked_for(page: Any) -> None:
@@ -348,24 +349,34 @@ def test_years_that_are_being_typed_are_not_asked_for(page: Any) -> None:
           field.dispatchEvent(new Event("input", {bubbles: true}));
         }"""
     )
-    assert usage.get_by_role("table").is_visible()
+    usage.get_by_role("table").wait_for()
 
 
 def test_keys_are_made_with_the_keyboard_alone(page: Any) -> None:
     go(page, "Keys and usage")
+    for title in ("List of keys", "Usage by adapter"):  # what comes later can move the focus
+        page.get_by_role("table", name=title).wait_for()
     create = page.get_by_role("button", name="Create a key")
+    is_focused = "(element) => element === document.activeElement"
     for _ in range(20):
         page.keyboard.press("Tab")
-        if create.evaluate("(button) => button === document.activeElement"):
+        if create.evaluate(is_focused):
             break
+    assert create.evaluate(is_focused)
     page.keyboard.press("Enter")
-    page.get_by_label("Alias").focus()
+    page.get_by_role("dialog").wait_for()
+    alias = page.get_by_label("Alias")
+    alias.focus()
     page.keyboard.type("typed")
+    assert alias.input_value() == "typed"
     page.keyboard.press("Enter")
-    page.get_by_role("button", name="Copy").wait_for()
+    copy = page.get_by_role("button", name="Copy")
+    copy.or_(page.get_by_role("alert")).first.wait_for()
+    has_count(page.get_by_role("alert"), 0)
+    has_count(copy, 1)
     page.keyboard.press("Escape")
     page.get_by_role("row").filter(has_text="typed").wait_for()
-    assert page.get_by_role("dialog").count() == 0
+    has_count(page.get_by_role("dialog"), 0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,6 +1,6 @@
 // Small components that the pages share. All values become text nodes or attributes.
 
-import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {html, useEffect, useLayoutEffect, useRef, useState} from "./vendor/preact.js";
 
 let lastId = 0;
 export function useId(prefix) {
@@ -50,7 +50,8 @@ export function Button({onClick, kind = "", type = "button", disabled = false, l
 export function Dialog({title, onClose, children}) {
   const element = useRef(null);
   const id = useId("dialog");
-  useEffect(() => {
+  // Before the browser draws: what is typed in between must not go to the page behind.
+  useLayoutEffect(() => {
     const opener = document.activeElement;
     const dialog = element.current;
     dialog.showModal();

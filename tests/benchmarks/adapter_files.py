@@ -23,12 +23,15 @@ def write_adapters(
     root: Path, shape: ModelShape, adapters: Sequence[AdapterSpec], device: str
 ) -> list[Path]:
     """Returns a folder for each adapter, named by its digest. Folders that are there are kept.
-    Raises ValueError for an adapter of some layers only, which PEFT's settings here do not name."""
+    Raises ValueError for an adapter of some layers only, or of a kind that has more than A and B:
+    PEFT's settings here name neither."""
     root.mkdir(parents=True, exist_ok=True)
     folders = []
     for spec in adapters:
         if spec.every != 1:
             raise ValueError(f"{spec.digest} adapts every {spec.every}th layer: not as files")
+        if spec.kind != "plain":
+            raise ValueError(f"{spec.digest} is of the kind {spec.kind}: not as files")
         folder = root / spec.digest
         folder.mkdir(exist_ok=True)
         weights = folder / "adapter_model.safetensors"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from tests.benchmarks.shapes import ALL_LINEARS
 
@@ -21,7 +21,11 @@ EngineKind = Literal["off", "on", "small"]
 SMALL_POOL_PAGES = 32
 POOL_PAGES = 128
 PAGE_RANK = 16
-_SPEC = re.compile(rf"r(\d+)(?:-([{ALL_LINEARS}]+))?(?:/(\d+))?-(\d+)")
+# plain: LoRA; bias: LoRA with biases of lora_B; alora: active from `INVOCATION` on.
+AdapterKind = Literal["plain", "dora", "bias", "alora"]
+INVOCATION = (3, 4, 5)  # in no prompt of `make_prompts`
+_KINDS = "|".join(kind for kind in get_args(AdapterKind) if kind != "plain")
+_SPEC = re.compile(rf"r(\d+)(?:-({_KINDS}))?(?:-([{ALL_LINEARS}]+))?(?:/(\d+))?-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +36,23 @@ class AdapterSpec:
     index: int  # adapters that differ in nothing else hold other numbers
     targets: str = ALL_LINEARS  # letters of `shapes.LINEARS`
     every: int = 1  # 2: the first, third, fifth ... layer only
+    kind: AdapterKind = "plain"
 
     @property
     def digest(self) -> str:
+        kind = "" if self.kind == "plain" else f"-{self.kind}"
         targets = "" if self.targets == ALL_LINEARS else f"-{self.targets}"
         every = f"/{self.every}" if self.every > 1 else ""
-        return f"r{self.rank}{targets}{every}-{self.index}"
+        return f"r{self.rank}{kind}{targets}{every}-{self.index}"
 
     @classmethod
     def parse(cls, digest: str) -> AdapterSpec:
         found = _SPEC.fullmatch(digest)
         if found is None:
-            raise ValueError(f"{digest!r} names no random adapter (r16-0, r16-qv-0, r16-qv/2-0)")
-        rank, targets, every, index = found.groups()
-        return cls(int(rank), int(index), targets or ALL_LINEARS, int(every or 1))
+            raise ValueError(f"{digest!r} names no random adapter (r16-0, r16-qv-0, r16-qv/2-0, r16-dora-0)")
+        rank, kind, targets, every, index = found.groups()
+        adapter_kind = cast(AdapterKind, kind or "plain")
+        return cls(int(rank), int(index), targets or ALL_LINEARS, int(every or 1), adapter_kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,12 @@ def cost_cases() -> tuple[Case, ...]:
     return (*few, *low, *whole, *prompts)
 
 
-CASE_SETS = {"standard": standard_cases, "cost": cost_cases}
+def shape_cases() -> tuple[Case, ...]:
+    """The comparison of one shape: 32 adapters beside the base, one request to many."""
+    return tuple(Case("on", n, 32) for n in (1, 32, 256))
+
+
+CASE_SETS = {"standard": standard_cases, "cost": cost_cases, "shape": shape_cases}
 
 
 def groups_of(cases: Sequence[Case]) -> tuple[tuple[Case, ...], ...]:

@@ -7,6 +7,7 @@ where its packages are, runs first in processes of its own and leaves. Every cas
 as it is measured; the table at the end counts all lines of the `--out` file: a run can be split.
 
     python -m tests.benchmarks.engine --out FILE [--set cost] [--cases 'off-*,on-r16*']
+    python -m tests.benchmarks.engine --set shape --shape phi-4 [--vllm SITE_PACKAGES]
     python -m tests.benchmarks.engine --rank 8 --targets q_proj,v_proj --distinct 32 --requests 32
 """
 
@@ -33,7 +34,6 @@ from tests.benchmarks.cases import (
 )
 from tests.benchmarks.children import VLLM_ENVIRONMENT, module, relay
 from tests.benchmarks.our_engine import (
-    PAGES,
     OurEngine,
     PoolCost,
     Run,
@@ -46,6 +46,8 @@ from tests.benchmarks.shapes import LINEARS, SHAPES, targets_argument
 
 KINDS: tuple[EngineKind, ...] = ("off", "on", "small")
 WARM_UP_TOKENS = 8
+# Of the pool for `--set shape`, where a base of 24B leaves less room on 80 GB: its 32 adapters.
+SHAPE_PAGES = 40
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -65,6 +67,7 @@ def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) ->
         command += ["--cases", cases_as_json(group)]
         command += ["--repeats", str(args.repeats), "--work", str(args.work)]
         command += ["--seconds-per-case", str(args.seconds_per_case)]
+        command += ["--memory", str(args.memory)]
         environment = VLLM_ENVIRONMENT | _IN_PROCESS | os.environ | {"PYTHONPATH": args.vllm}
         relay(
             command,
@@ -99,7 +102,7 @@ async def run_ours(
             shape=args.shape,
             engine=kind,
             start_s=round(ours.start_s, 2),
-            adapter_pages=PAGES[kind],
+            adapter_pages=settings.pages(kind),
             adapter_pool_bytes=ours.config.adapter_pool_bytes,
             num_blocks=ours.engine.load().num_blocks,
         )
@@ -212,6 +215,11 @@ def chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:
     )
 
 
+def pool_pages(args: argparse.Namespace) -> int | None:
+    is_shape = args.set == "shape" and args.distinct is None
+    return SHAPE_PAGES if args.pool_pages is None and is_shape else args.pool_pages
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -250,7 +258,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--batched-tokens", type=int, default=8192)
-    parser.add_argument("--memory", type=float, default=0.8, help="ours: share of the device")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
+    parser.add_argument(
+        "--pool-pages",
+        type=int,
+        help="ours: adapters of rank 16 that the pool holds; 128, for --set shape 40",
+    )
     parser.add_argument("--prefix-caching", action="store_true", help="on, as a server has it")
     parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
     parser.add_argument("--no-piecewise", action="store_true", help="prompts without CUDA graphs")
@@ -278,6 +291,7 @@ def main() -> None:
             device=args.device,
             max_num_batched_tokens=args.batched_tokens,
             memory_fraction=args.memory,
+            pool_pages=pool_pages(args),
             enable_prefix_caching=args.prefix_caching,
             enforce_eager=args.eager,
             piecewise_graphs=not args.no_piecewise,

@@ -20,10 +20,12 @@ from lora.adapter import Adapter, ModuleWeights
 from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from lora.sites import Site, targets_by_module
-from tests.benchmarks.cases import AdapterSpec
+from tests.benchmarks.cases import INVOCATION, AdapterKind, AdapterSpec
 from tests.benchmarks.shapes import is_target
 
 SCALE = 2.0  # alpha = 2 r
+# Of the affine rows (`lora.vectors`): DoRA's gains; zero gains and the offsets of biases.
+NUM_AFFINE: dict[AdapterKind, int] = {"plain": 0, "dora": 1, "bias": 2, "alora": 0}
 
 
 def layer_sites(config: ModelConfig) -> tuple[Site, ...]:
@@ -37,9 +39,12 @@ def pool_bytes(config: ModelConfig, num_pages: int, itemsize: int) -> int:
 
 
 def tensor_bytes(config: ModelConfig, spec: AdapterSpec, itemsize: int) -> int:
-    """Returns the bytes of the adapter's own tensors, A and B of each module that it adapts."""
+    """Returns the bytes of the adapter's own tensors, A and B of each module that it adapts, and
+    the vector of DoRA or of biases."""
+    num_vectors = int(NUM_AFFINE[spec.kind] > 0)
     return itemsize * sum(
         spec.rank * (target.site.in_features + target.out_features)
+        + num_vectors * target.out_features
         for module, target in targets_by_module(layer_sites(config)).items()
         if _is_adapted(module, spec)
     )
@@ -63,12 +68,18 @@ class AdapterNumbers:
             drawn = torch.randn(max_rank, columns, generator=generator, device=device)
             return (drawn * scale).cpu()
 
+        def draw_vector(size: int) -> torch.Tensor:
+            return (0.01 * torch.randn(size, generator=generator, device=device)).cpu()
+
         self._modules = {
             module: ModuleWeights(
                 draw(target.site.in_features, 1 / math.sqrt(target.site.in_features)),
                 draw(target.out_features, 0.01 * SCALE),
             )
             for module, target in targets_by_module(layer_sites(config)).items()
+        }
+        self._vectors = {
+            module: draw_vector(numbers.lora_b.shape[1]) for module, numbers in self._modules.items()
         }
 
     def adapter(self, spec: AdapterSpec) -> Adapter:
@@ -79,14 +90,29 @@ class AdapterNumbers:
             model, layers, layer, below = module.split(".", 3)
             source = (int(layer) + spec.index) % self._num_layers
             numbers = self._modules[f"{model}.{layers}.{source}.{below}"]
-            modules[module] = ModuleWeights(numbers.a[: spec.rank], numbers.b[: spec.rank])
+            a, b = numbers.a[: spec.rank], numbers.b[: spec.rank]
+            affine = self._affine(f"{model}.{layers}.{source}.{below}", spec.kind)
+            modules[module] = ModuleWeights(a, b, affine=affine)
         return Adapter(
             digest=spec.digest,
             rank=spec.rank,
             modules=modules,
-            num_parameters=sum(w.a.numel() + w.b.numel() for w in modules.values()),
+            num_parameters=sum(_num_parameters(weights) for weights in modules.values()),
             is_noop=False,
+            invocation=INVOCATION if spec.kind == "alora" else (),
         )
+
+    def _affine(self, module: str, kind: AdapterKind) -> torch.Tensor | None:
+        """Returns [1 or 2, out_features] float32, None for adapters without vectors."""
+        vector = self._vectors[module]
+        if kind == "dora":
+            return vector[None]
+        return torch.stack((torch.zeros_like(vector), vector)) if kind == "bias" else None
+
+
+def _num_parameters(weights: ModuleWeights) -> int:
+    vector = 0 if weights.affine is None else weights.affine.shape[1]
+    return weights.lora_a.numel() + weights.lora_b.numel() + vector
 
 
 class MemoryReader:

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -57,6 +57,7 @@ class Settings:
     enforce_eager: bool = False
     piecewise_graphs: bool = True
     num_blocks: int | None = None
+    pool_pages: int | None = None  # of an engine that is "on"; None: `POOL_PAGES`
     others: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig that differ
 
     def config(self, kind: EngineKind) -> EngineConfig:
@@ -76,10 +77,13 @@ class Settings:
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
             piecewise_graphs=self.piecewise_graphs,
-            adapter_pool_bytes=pool_bytes(model, PAGES[kind], 2 if is_cuda else 4),
+            adapter_pool_bytes=pool_bytes(model, self.pages(kind), 2 if is_cuda else 4),
             adapter_host_bytes=HOST_BYTES,
         )
         return replace(config, **self.others)
+
+    def pages(self, kind: EngineKind) -> int:
+        return PAGES[kind] if self.pool_pages is None or kind != "on" else self.pool_pages
 
 
 @dataclass(slots=True)
@@ -191,16 +195,24 @@ class OurEngine:
             self.request(prompt, num_tokens, self._adapter(case, i))
             for i, prompt in enumerate(self.prompts(case, salt))
         ]
+        start_s, timeline = await self.send(requests)
+        times_s = timeline.times_s.values()
+        return Run(
+            max(times[-1] for times in times_s) - start_s,
+            [times[0] - start_s for times in times_s],
+            timeline.gaps_s(),
+        )
+
+    async def send(self, requests: Sequence[Request]) -> tuple[float, Timeline]:
+        """Submits the requests at once and waits until all have their tokens. Returns the time of
+        the submission, and those of the tokens."""
         with self.watch(len(requests)) as timeline:
             start_s = time.perf_counter()
             await asyncio.gather(*(self.engine.submit(request) for request in requests))
             await finish(timeline)
-        assert all(len(times) == num_tokens for times in timeline.times_s.values())
-        return Run(
-            max(times[-1] for times in timeline.times_s.values()) - start_s,
-            [times[0] - start_s for times in timeline.times_s.values()],
-            timeline.gaps_s(),
-        )
+        for request in requests:
+            assert len(timeline.times_s[request.request_id]) == request.params.max_tokens
+        return start_s, timeline
 
     def prompts(self, case: Case, salt: int) -> list[tuple[int, ...]]:
         return make_prompts(case, self._vocab_size, salt)
@@ -236,6 +248,16 @@ async def finish(timeline: Timeline, limit_s: float = STUCK_S) -> None:
         raise TimeoutError(f"{timeline.wanted} requests have not ended after {limit_s} s")
     if timeline.errors:
         raise RuntimeError(f"{len(timeline.errors)} requests failed: {timeline.errors[0]}")
+
+
+def decode_rate(times_s: Collection[Sequence[float]]) -> float:
+    """Returns the tokens/s between the last request's first token and the first request's last
+    one: while all of them decode. Raises ValueError if there is no such time."""
+    begin_s, end_s = max(times[0] for times in times_s), min(times[-1] for times in times_s)
+    if end_s <= begin_s:
+        raise ValueError("some requests end before the last one has begun: they need more tokens")
+    tokens = sum(begin_s < time_s <= end_s for times in times_s for time_s in times)
+    return tokens / (end_s - begin_s)
 
 
 def figures(case: Case, runs: Sequence[Run]) -> dict[str, object]:

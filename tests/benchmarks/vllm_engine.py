@@ -42,7 +42,7 @@ def open_vllm(shape: ModelShape, args: argparse.Namespace) -> LLM:
         skip_tokenizer_init=True,
         max_model_len=4096,
         max_num_seqs=256,
-        gpu_memory_utilization=0.8,
+        gpu_memory_utilization=args.memory,
         enable_prefix_caching=False,
         compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
         **lora,
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--max-rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds-per-case", type=float, default=6.0)
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
     parser.add_argument("--work", type=Path, required=True)
     args = parser.parse_args()
     shape = SHAPES[args.shape]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,12 @@ from tests.benchmarks.cases import (
     cost_cases,
     groups_of,
     select,
+    shape_cases,
     standard_cases,
     tiny,
 )
+from tests.benchmarks.engine import SHAPE_PAGES, chosen_cases, pool_pages
+from tests.benchmarks.engine import parse_args as parse_engine_args
 from tests.benchmarks.gpu_trace import break_down, parse_events, triton_classes
 from tests.benchmarks.grammar_tokenizer import GRAMMARS, form_schema
 from tests.benchmarks.grammars import parse_args as parse_grammar_args
@@ -151,8 +155,29 @@ def test_cases_that_run_in_turns_share_a_base_and_fit_the_pool() -> None:
     )
 
 
+def test_the_comparison_of_shapes_has_a_pool_for_its_adapters_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parsed(*options: str) -> argparse.Namespace:
+        monkeypatch.setattr("sys.argv", ["engine", *options])
+        return parse_engine_args()
+
+    shape = parsed("--set", "shape")
+    (largest,) = {sum(c.num_pages for c in group) for group in groups_of(chosen_cases(shape))}
+    assert pool_pages(shape) == SHAPE_PAGES >= largest
+    assert pool_pages(parsed("--set", "shape", "--pool-pages", "64")) == 64
+    assert pool_pages(parsed("--set", "cost")) is None
+    own = parsed("--distinct", "0,8", "--requests", "1,32")
+    assert [(case.requests, case.distinct) for case in chosen_cases(own)] == [
+        (1, 0),
+        (1, 8),
+        (32, 0),
+        (32, 8),
+    ]
+
+
 def test_cases_travel_as_json() -> None:
-    cases = (*standard_cases(), *cost_cases())
+    cases = (*standard_cases(), *cost_cases(), *shape_cases())
     assert cases_from_json(cases_as_json(cases)) == cases
 
 
@@ -175,7 +200,13 @@ def test_a_target_that_is_no_linear_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [AdapterSpec(16, 3), AdapterSpec(8, 0, "qv"), AdapterSpec(1, 7, "d", 2)]
+    "spec",
+    [
+        AdapterSpec(16, 3),
+        AdapterSpec(8, 0, "qv"),
+        AdapterSpec(1, 7, "d", 2),
+        AdapterSpec(4, 1, "qv", 2, "dora"),
+    ],
 )
 def test_an_adapters_digest_describes_it(spec: AdapterSpec) -> None:
     assert AdapterSpec.parse(spec.digest) == spec
@@ -222,6 +253,8 @@ def test_adapters_as_files_hold_their_targets_alone(tmp_path: Path) -> None:
         assert (checked.rank, set(checked.targets)) == (8, {"q_proj", "v_proj"})
     with pytest.raises(ValueError, match="every 2th layer"):
         write_adapters(tmp_path, shape, (AdapterSpec(8, 0, "qv", 2),), "cpu")
+    with pytest.raises(ValueError, match="of the kind dora"):
+        write_adapters(tmp_path, shape, (AdapterSpec(8, 0, kind="dora"),), "cpu")
 
 
 async def test_others_outlive_all_newcomers(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The decode rate of kinds of adapters, in turns on one engine: plain LoRA, DoRA, LoRA with biases,
 two adapters a request beside one of their ranks together, and the base.
 
-All requests have an adapter of their own (two, weighted, of twice as many), all on the device. The
-rate is that of the tokens while every request decodes: prompts are left out. A ratio is the median
-over the rounds, in which the variants run forwards and backwards by turns; the first round is apart.
+The requests share out the adapters, all of which are on the device; pairs have weights and are of
+twice as many. The rate is that of the tokens while every request decodes: prompts are left out. A
+ratio is the median over the rounds, in which the variants run forwards and backwards by turns; the
+first round is apart.
 
     python -m tests.benchmarks.adapter_kinds --out FILE [--shape llama-3-8b] [--requests 1,32,256]
 """
@@ -120,9 +121,7 @@ def ratios_of(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def holds(ratios: Mapping[str, float]) -> bool:
-    return all(
-        ratios[name] >= least for name, (_, _, least) in RATIOS.items() if least is not None
-    )
+    return all(ratios[name] >= least for name, (_, _, least) in RATIOS.items() if least is not None)
 
 
 async def main_of(args: argparse.Namespace, report: Report) -> bool:

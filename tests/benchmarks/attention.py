@@ -71,35 +71,42 @@ def prefill_cases() -> list[Case]:
 
 
 class Bench:
-    def __init__(self, block_size: int, layer: Layer) -> None:
-        self.rng = np.random.default_rng(1)
+    def __init__(
+        self, block_size: int, layer: Layer, tokens: int = CACHE_TOKENS, device: str = "cuda"
+    ) -> None:
+        """`tokens`: the room of the cache."""
+        self.rng, self.tokens, self.device = np.random.default_rng(1), tokens, device
         self.layer, heads = layer, layer.shape
-        shape = (CACHE_TOKENS // block_size, block_size, heads.num_kv_heads, heads.head_dim)
-        self.k, self.v = (random(*shape) for _ in range(2))
-        self.sinks = random(heads.num_heads).float() if layer.has_sinks else None
+        shape = (tokens // block_size, block_size, heads.num_kv_heads, heads.head_dim)
+        self.k, self.v = (random(*shape, device=device) for _ in range(2))
+        self.sinks = random(heads.num_heads, device=device).float() if layer.has_sinks else None
 
     def calls(self, case: Case) -> list[Call]:
         shape = self.layer.shape
         keys = sum(kv for _, kv in case.lengths)
-        most = min(16, CACHE_TOKENS // (keys + len(case.lengths) * self.k.shape[1]))
-        copies = max(2, min(most, ROTATED_BYTES // case.bytes_read(self.layer)))
+        most = min(16, self.tokens // (keys + len(case.lengths) * self.k.shape[1]))
+        copies = min(most, max(2, ROTATED_BYTES // case.bytes_read(self.layer)))
         block_size, blocks = self.k.shape[1], self.rng.permutation(self.k.shape[0])
         starts = np.cumsum([0, *(q for q, _ in case.lengths)]).astype(np.int32)
         kv_lens = np.array([kv for _, kv in case.lengths], np.int32)
         host = np.zeros(work_size(len(kv_lens), int(starts[-1]), shape), np.int32)
         counts = write_work(host, starts, kv_lens, shape)
-        scratch = attention_scratch(len(kv_lens), shape, "cuda")
-        work, starts_there, kv_there = (to_gpu(array) for array in (host, starts, kv_lens))
+        scratch = attention_scratch(len(kv_lens), shape, self.device)
+        work, starts_there, kv_there = (self._put(array) for array in (host, starts, kv_lens))
         calls = []
         for _ in range(copies):
             tables = np.zeros((len(kv_lens), -(-int(kv_lens.max()) // block_size)), np.int32)
             for s, kv_len in enumerate(kv_lens):
                 needed = -(-int(kv_len) // block_size)
                 tables[s, :needed], blocks = blocks[:needed], blocks[needed:]
-            plan = PagedPlan.for_step(starts_there, kv_there, to_gpu(tables), work, scratch, counts)
-            q = random(int(starts[-1]), shape.num_heads, shape.head_dim)
+            there = self._put(tables)
+            plan = PagedPlan.for_step(starts_there, kv_there, there, work, scratch, counts)
+            q = random(int(starts[-1]), shape.num_heads, shape.head_dim, device=self.device)
             calls.append(self.call(q, plan))
         return calls
+
+    def _put(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def call(self, q: torch.Tensor, plan: PagedPlan) -> Call:
         layer, scale = self.layer, self.layer.shape.head_dim**-0.5
@@ -108,12 +115,8 @@ class Bench:
         )
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def to_gpu(array: npt.NDArray[np.int32]) -> torch.Tensor:
-    return torch.from_numpy(array).cuda()
+def random(*shape: int, device: str = "cuda") -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
 
 def microseconds(calls: Sequence[Call]) -> float:

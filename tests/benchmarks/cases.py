@@ -49,7 +49,9 @@ class AdapterSpec:
     def parse(cls, digest: str) -> AdapterSpec:
         found = _SPEC.fullmatch(digest)
         if found is None:
-            raise ValueError(f"{digest!r} names no random adapter (r16-0, r16-qv-0, r16-qv/2-0, r16-dora-0)")
+            raise ValueError(
+                f"{digest!r} names no random adapter (r16-0, r16-qv-0, r16-qv/2-0, r16-dora-0)"
+            )
         rank, kind, targets, every, index = found.groups()
         adapter_kind = cast(AdapterKind, kind or "plain")
         return cls(int(rank), int(index), targets or ALL_LINEARS, int(every or 1), adapter_kind)

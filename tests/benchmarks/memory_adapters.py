@@ -79,7 +79,8 @@ class AdapterNumbers:
             for module, target in targets_by_module(layer_sites(config)).items()
         }
         self._vectors = {
-            module: draw_vector(numbers.lora_b.shape[1]) for module, numbers in self._modules.items()
+            module: draw_vector(numbers.lora_b.shape[1])
+            for module, numbers in self._modules.items()
         }
 
     def adapter(self, spec: AdapterSpec) -> Adapter:

@@ -208,6 +208,21 @@ SHAPES = {
             1e-5,
             more={"sliding_window": None},
         ),
+        ModelShape(
+            "mistral-7b",
+            "MistralForCausalLM",
+            4096,
+            14336,
+            32,
+            32,
+            8,
+            128,
+            32000,
+            10000.0,
+            1e-5,
+            32768,
+            more={"sliding_window": 4096},
+        ),
         ModelShape("tiny", "LlamaForCausalLM", 64, 128, 2, 4, 2, 16, 1024, 10000.0, 1e-5),
     )
 }

@@ -82,7 +82,7 @@ def measure_kernel(args: argparse.Namespace, name: str, report: Report) -> float
     for number in range(args.replays + WARM_UPS):
         for variant in timers if number % 2 else tuple(reversed(timers)):
             times_us[variant].append(timers[variant]())
-    pairs = zip(*(times_us[variant][WARM_UPS:] for variant in ("windowed", "full")), strict=True)
+    pairs = zip(times_us["windowed"][WARM_UPS:], times_us["full"][WARM_UPS:], strict=True)
     ratio = round(statistics.median(windowed / full for windowed, full in pairs), 3)
     for variant, found in times_us.items():
         median_us = statistics.median(found[WARM_UPS:])

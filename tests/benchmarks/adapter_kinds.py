@@ -78,15 +78,17 @@ def pages_of(variants: Sequence[Variant]) -> int:
     return math.ceil(POOL_ROOM * sum(-(-spec.rank // PAGE_RANK) for spec in specs))
 
 
-async def run(ours: OurEngine, case: Case, variant: Variant, salt: int, output: int) -> float:
-    """Runs all requests of the case once. Returns the output tokens/s while all decode."""
+async def run(
+    ours: OurEngine, case: Case, variant: Variant, salt: int, output: int
+) -> list[list[float]]:
+    """Runs all requests of the case once. Returns the times of each one's tokens."""
     keys = variant.keys
     requests = [
         ours.request(prompt, output, keys[i % len(keys)])
         for i, prompt in enumerate(ours.prompts(case, salt))
     ]
     _, timeline = await ours.send(requests)
-    return decode_rate(timeline.times_s.values())
+    return list(timeline.times_s.values())
 
 
 async def measure(
@@ -103,7 +105,8 @@ async def measure(
         if number > LEAST_ROUNDS and time.perf_counter() - began_s > seconds:
             break
         for variant in variants if number % 2 else tuple(reversed(variants)):
-            rates[variant.name].append(await run(ours, case, variant, number, case.output))
+            times_s = await run(ours, case, variant, number, case.output)
+            rates[variant.name].append(decode_rate(times_s))
     return rates, ours.engine.load().num_adapter_copies - copied
 
 

@@ -10,9 +10,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from kernels.backend import IS_INTERPRETED
+import pytest
+
+from kernels.backend import IS_INTERPRETED, allow_triton
 
 collect_ignore_glob = [] if IS_INTERPRETED else ["*"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def allowed_triton() -> None:
+    """Lets each file begin as in a process of its own: a runner of the reference sets the choice
+    for the whole process, and kernels' tests would compare the reference with itself."""
+    allow_triton(True)
 
 
 def _replace_once_a_launch() -> None:

@@ -78,7 +78,7 @@ def test_every_page_is_accessible_and_fits(page: Any, scheme: str, pixels: tuple
         page.goto(f"/console#/{name}")
         page.locator(f'nav a[aria-current="page"][href="#/{name}"]').wait_for()
         page.locator("main h1").wait_for()
-        page.wait_for_load_state("networkidle")
+        has_count(page.get_by_text("Loading…"), 0)
         assert (name, violations(page)) == (name, [])
         assert (name, is_too_wide(page)) == (name, False)
 
@@ -88,7 +88,7 @@ def test_overview_draws_charts_of_the_series(page: Any) -> None:
     page.locator(".chart canvas").first.wait_for()
     has_count(page.locator(".chart canvas"), 5)
     row = page.get_by_role("region", name="Bases").get_by_role("row", name=f"{RIG_BASE}@1")
-    assert "running" in row.inner_text()
+    row.filter(has_text=re.compile("running")).wait_for()
 
 
 def test_an_adapter_is_pinned_and_evicted_by_keyboard_alone(page: Any, rig: Rig) -> None:

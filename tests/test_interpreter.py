@@ -17,10 +17,22 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreter"
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda file: file.stem)
-def test_kernels_in_the_interpreter(file: Path) -> None:
+# Files of few seconds share a process, whose start with transformers and PEFT takes nine seconds. A
+# new file has a process of its own until it is named here.
+SHORT = (
+    "test_elementwise",
+    "test_engine_any_order",
+    "test_engine_draws",
+    "test_mask_logits",
+)
+PROCESSES = {file.stem: [file] for file in sorted(FOLDER.glob("test_*.py"))}
+PROCESSES["short"] = [file for name in SHORT for file in PROCESSES.pop(name)]
+
+
+@pytest.mark.parametrize("files", PROCESSES.values(), ids=PROCESSES)
+def test_kernels_in_the_interpreter(files: list[Path]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -319,7 +319,7 @@ def test_a_prompt_beyond_the_context_names_both_numbers(server: DemoServer) -> N
 def test_a_limit_of_the_grammar_that_the_answer_exceeds_is_the_requests(
     server: DemoServer, stream: bool
 ) -> None:
-    """The check before the engine cannot see it: 3,601 items stand behind the seventh letter."""
+    """The check before the engine cannot see it: masks behind the sixth letter cost too much."""
     body = {
         "model": BASE,
         "prompt": "Letters:",
@@ -341,7 +341,7 @@ def test_a_limit_of_the_grammar_that_the_answer_exceeds_is_the_requests(
         error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
     assert error["param"] == "structured_outputs"
-    assert "items; max is 2000" in error["message"]
+    assert "Too many items (limit 10000; mask)" in error["message"]
 
 
 BAD_FIELDS = [

@@ -33,7 +33,6 @@ from tests.demo_server import ROOT, run_cli, serving, write_config
 
 PATH = "/v1/completions"
 SPEC_S = 300.0  # for one constraint, whose answer waits behind the others
-OUTPUT = 24  # tokens of a constrained answer
 VARIANTS = ("none", "one at a time", "all at once")
 QUANTILES = (50, 99, 99.9)
 
@@ -115,8 +114,8 @@ class Told:
 
 
 class Attack:
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, output: int) -> None:
+        self._port, self._output = port, output
         self.told = {name: Told() for name in HOSTILE}
         self.failures: list[str] = []
 
@@ -131,7 +130,7 @@ class Attack:
         await asyncio.gather(*(self._send(name, salt, VARIANTS[2]) for name in HOSTILE))
 
     async def _send(self, name: str, salt: str, variant: str) -> None:
-        body = {"model": BASE_NAME, "prompt": "Answer:", "max_tokens": OUTPUT, "seed": 1}
+        body = {"model": BASE_NAME, "prompt": "Answer:", "max_tokens": self._output, "seed": 1}
         request = post(PATH, body | salted(HOSTILE[name], salt))
         reply = await send(self._port, request, SPEC_S)
         if not self.told[name].add(variant, reply):
@@ -150,7 +149,7 @@ def figures(seen: Gaps, seconds: float) -> dict[str, object]:
 
 
 async def measure(args: argparse.Namespace, port: int, report: Report) -> dict[str, object]:
-    streams, attack = Streams(port, args.streams, args.tokens), Attack(port)
+    streams, attack = Streams(port, args.streams, args.tokens), Attack(port, args.output)
     windows: dict[str, Callable[[str, float], Awaitable[None]]] = dict(
         zip(VARIANTS, (attack.none, attack.one_at_a_time, attack.all_at_once), strict=True)
     )
@@ -195,6 +194,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="after the first, which is apart")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=400, help="of a stream, which begins anew")
+    parser.add_argument("--output", type=int, default=24, help="tokens of a constrained answer")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the streams alone")
     parser.add_argument("--home", type=Path, help="with the demo; by default a new one")
     parser.add_argument("--url", help="a demo server that runs already")

@@ -120,7 +120,7 @@ def test_a_base_has_the_response_template_that_its_configuration_names(
         tools=[{"type": "function", "function": tool}],
         tool_choice="required",
         parallel_tool_calls=False,
-        max_tokens=200,
+        max_tokens=100,
     )
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": "{}"}

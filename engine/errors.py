@@ -12,6 +12,11 @@ EngineError
 
 from __future__ import annotations
 
+# The beginnings of a TokenOutput's errors for which the request's grammar is the cause; the reason
+# follows.
+REFUSED_GRAMMAR = "the grammar cannot be compiled: "
+EXCEEDED_GRAMMAR = "the answer so far takes the grammar beyond a limit: "
+
 
 class EngineError(Exception):
     pass

@@ -9,10 +9,10 @@ from __future__ import annotations
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from engine.errors import InvalidRequestError
+from engine.errors import REFUSED_GRAMMAR, InvalidRequestError
 from engine.grammar_state import GrammarState
 from engine.grammars import Grammars
-from engine.types import REFUSED_GRAMMAR, Sequence
+from engine.types import Sequence
 
 _WAIT_S = 0.005  # commands to the engine wait as long at most
 

@@ -7,6 +7,7 @@ Free of tensors and of the compilation of grammars.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,8 +17,16 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
+from engine.errors import EXCEEDED_GRAMMAR
+
 MAX_ERROR_CHARS = 500
 # Of llguidance's own threads; the others stay for the engine's thread and the device.
+# The words of llguidance where an answer needs more of the parser or the lexer than
+# `LLParserLimits` allows. Its reasons to stop do not tell them from a token that is not allowed.
+_LIMIT = re.compile(
+    r"Too many items \(limit \d+|Current row has \d+ items; max is \d+|too many states: \d+ >= \d+"
+    r"|too many expressions constructed|fuel exhausted"
+)
 NUM_MASK_THREADS = max(1, min(32, len(os.sched_getaffinity(0)) * 4 // 5))
 
 
@@ -37,9 +46,12 @@ class Lane:
 
 
 def failure(matcher: LLMatcher) -> str:
-    """Returns why the matcher cannot go on."""
-    reason = " ".join(matcher.get_error().split()) or matcher.stop_reason()
-    return f"the grammar cannot be followed: {reason[:MAX_ERROR_CHARS]}"
+    """Returns why the matcher cannot go on: a limit of the library, or a fault of ours."""
+    words = matcher.get_error().removesuffix("<non-verbose/>")
+    reason = (" ".join(words.split()) or matcher.stop_reason())[:MAX_ERROR_CHARS]
+    if _LIMIT.search(reason):
+        return f"{EXCEEDED_GRAMMAR}{reason}"
+    return f"the grammar cannot be followed: {reason}"
 
 
 class GrammarState:

@@ -58,7 +58,9 @@ _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
 _LEAST_NUMBER = -(2.0**63)
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 # llguidance recurses once per rule or reference of a chain: 8 MB of stack hold 1,100 at least.
-_MAX_RULES, _RULE = 1000, re.compile(r"[A-Za-z_]\w*(?:\[[^\]\n]*\]|\.\d+)?\s*:")
+# A rule is counted by the last character of its head, `name`, `name[attributes]` or `name.1`: an
+# expression that begins at the name reads the rest of a long word at each of its characters.
+_MAX_RULES, _RULE = 1000, re.compile(r"[\w\]]\s*:")
 _REFERENCE = re.compile(r'"\$ref"\s*:')
 _STACK_BYTES = 64 * 1024 * 1024  # virtual memory, taken where it is used
 _ESCAPE = re.compile(r"\\u(00[2-7][0-9a-fA-F])")

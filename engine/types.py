@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Errors of a TokenOutput that callers distinguish from all others.
 NOT_FINITE = "the model's logits are not finite"
-REFUSED_GRAMMAR = "the grammar cannot be compiled: "  # the beginning; the reason follows
 NO_MEMORY = "the device has no memory for a step of this request"
 # The cost of an output token in prompt tokens, and the part that a rank row of the adapter adds to
 # each kind of token; measured, see `serve_app.admission.cost`.

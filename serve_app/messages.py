@@ -77,7 +77,7 @@ class BaseDescription:
 
     files: dict[str, bytes]
     limits: EngineLimits
-    digest: str = ""  # of the base
+    digest: str = ""  # of the base, with the response template that its configuration names
     generation_config: str = "auto"  # or "vllm": generation_config.json sets no defaults
     # The text files that an adapter of the base brings, see `adapter_text.own_files`.
     own: Mapping[str, bytes] = field(default_factory=dict)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 LORAPLEX = Path(sys.executable).parent / "loraplex"
 BASE = BASE_NAME
 ADAPTERS = ADAPTER_NAMES
-READY_S = 180.0
+READY_S = 600.0  # beside other work
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def environment(home: Path) -> dict[str, str]:
     return clean | {"LORAPLEX_HOME": str(home)}
 
 
-def run_cli(home: Path, *arguments: str, timeout_s: float = 300.0) -> str:
+def run_cli(home: Path, *arguments: str, timeout_s: float = 900.0) -> str:
     done = subprocess.run(
         [str(LORAPLEX), *arguments],
         env=environment(home),

@@ -68,6 +68,16 @@ def schema_grammar(schema: object, starts_after: int | None = None) -> Grammar:
     return Grammar("json_schema", json.dumps(schema), starts_after)
 
 
+def ambiguous(num_rules: int) -> Grammar:
+    """Six letters, then a word in which each letter leaves twice as many rules open."""
+    names = [f"r{i}" for i in range(num_rules)]
+    lines = ["start: /[xyz]{6}/ (" + " | ".join(names) + ")"]
+    for i, name in enumerate(names):
+        one, other = names[(i + 1) % num_rules], names[(7 * i + 1) % num_rules]
+        lines.append(f'{name}: "a" {one} | "a" {other} | "b"')
+    return Grammar("lark", "\n".join(lines))
+
+
 def random_schema(generator: random.Random, depth: int) -> dict[str, object]:
     """Bounded, so that every answer ends within some hundred tokens."""
     kind = generator.choice(JSON_TYPES if depth else JSON_TYPES[:5])

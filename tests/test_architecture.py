@@ -61,7 +61,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "stream": {"messages", "network", "tasks"},
     "routing": {"messages", "metrics", "stream", "tasks"},
     # configuration: the options of a routing policy are checked by its constructor
-    "config": {"home", "routing"},
+    "config": {"home", "routing", "text"},
     "serve_file": {"config", "network", "routing"},
     "platform_view": {"config"},
     "http": {"config", "errors", "network"},

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from engine.blocks import BlockPool
 from engine.types import EngineLoad, Request, Resident, SamplingParams, TokenOutput
+from tests.benchmarks.grammar_tokenizer import write_tokenizer
 from tests.benchmarks.report import Report
-from tests.benchmarks.shapes import ALL_LINEARS
+from tests.benchmarks.shapes import ALL_LINEARS, SHAPES
 from tests.benchmarks.soak import parse_args, soak
 from tests.benchmarks.soak_clients import Answer, Mix, odd_adapters
+from tests.benchmarks.soak_grammars import EXPRESSIONS, AnswerTexts
 from tests.benchmarks.soak_judge import Evidence, MemorySample, broken_promises, window_of
 
 pytestmark = pytest.mark.slow
@@ -87,10 +90,9 @@ def test_adapters_have_odd_forms() -> None:
 
 
 def test_requests_use_every_sampling_setting() -> None:
-    mix = Mix(["a", "b"], 1024, 64, 0)
+    mix = Mix(["a", "b"], 1024, 64, 0, constrained=0.2)
     requests = [mix.next() for _ in range(300)]
-    # The soak's base is random weights without a tokenizer, which a grammar needs.
-    for name in SamplingParams.__dataclass_fields__.keys() - {"grammar"}:
+    for name in SamplingParams.__dataclass_fields__:
         assert len({getattr(request.params, name) for request in requests}) > 1, name
     assert {request.adapter for request in requests} == {None, "a", "b"}
     starts = [request.prompt_token_ids[:8] for request in requests]
@@ -138,11 +140,39 @@ def test_a_faulty_answer_is_noticed(
     assert next(answer.faults(), None) == fault
 
 
+def test_an_answer_that_is_not_of_its_grammar_is_noticed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, SHAPES["tiny"])
+    tokenizer, texts = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), AnswerTexts(tmp_path)
+    by_kind = {grammar.kind: grammar for grammar in EXPRESSIONS}
+    answers = {
+        "regex": "ab-c-07",
+        "lark": "a choice of several words",
+        "json_schema": '{"kind": "small", "count": 7, "names": ["a", "bcd"], "is_new": true}',
+    }
+    for kind, text in answers.items():
+        params = SamplingParams(max_tokens=99, grammar=by_kind[kind])
+        for end, stop_id, shown, is_valid in (
+            ("stop", None, text, True),
+            ("stop", None, text[:-1], False),
+            ("stop", None, text + "x", False),
+            ("stop", 99, text[:-1] + "x", True),
+            ("length", None, text[:-2], True),
+            ("length", None, text[:2] + "?", False),
+        ):
+            ids = tuple(tokenizer.encode(shown).ids)
+            limit = len(ids) if end == "length" else 99
+            answer = Answer(Request("r", (1,), replace(params, max_tokens=limit)), texts)
+            answer.add(TokenOutput("r", 0, 0, ids, finish_reason=end, stop_token_id=stop_id))
+            faults = [fault for fault in answer.faults() if "of its grammar" in fault]
+            assert (not faults) is is_valid, (shown, faults)
+
+
 async def test_a_short_soak_leaves_nothing_over(tmp_path: Path) -> None:
     report = Report(tmp_path / "soak.jsonl")
     args = parse_args([*SHORT.split(), "--adapters", "8", "--probed", "1", "--work", str(tmp_path)])
     assert await soak(args, report), report.lines()[-1]
     assert report.lines()[-1]["requests"]
+    assert report.lines()[-1]["valid"]
 
 
 async def test_a_block_that_is_not_given_back_fails_the_soak(

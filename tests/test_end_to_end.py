@@ -36,6 +36,7 @@ from tests.demo_server import (
     serving,
     write_config,
 )
+from tests.grammar_helpers import ambiguous
 from tests.hf_reference import HuggingFaceReference
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -312,6 +313,35 @@ def test_a_prompt_beyond_the_context_names_both_numbers(server: DemoServer) -> N
     assert error["code"] == "context_length_exceeded"
     assert "3000" in error["message"]
     assert "2048" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_of_the_grammar_that_the_answer_exceeds_is_the_requests(
+    server: DemoServer, stream: bool
+) -> None:
+    """The check before the engine cannot see it: masks behind the sixth letter cost too much."""
+    body = {
+        "model": BASE,
+        "prompt": "Letters:",
+        "max_tokens": 64,
+        "temperature": 0,
+        "structured_outputs": {"grammar": ambiguous(900).source},
+        "stream": stream,
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == (200 if stream else 400)
+    if stream:
+        *chunks, last, done = answer.text.strip().split("\n\n")
+        assert chunks, "the answer had begun"
+        assert done == "data: [DONE]"
+        event, data = last.split("\n")
+        assert event == "event: error"
+        error = json.loads(data.removeprefix("data: "))["error"]
+    else:
+        error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
+    assert error["param"] == "structured_outputs"
+    assert "Too many items (limit 10000; mask)" in error["message"]
 
 
 BAD_FIELDS = [

@@ -19,8 +19,8 @@ from serve_app.text.adapter_text import (
     own_files,
     read_adapter_files,
 )
-from serve_app.text.base_text import BaseText, read_files
-from serve_app.text.response_template import load_template
+from serve_app.text.base_text import BaseText, read_files, with_response_template
+from serve_app.text.response_template import family_template, load_template
 from tests.response_texts import template_json
 from tests.text_factory import SMOLLM, ZEPHYR, write_folder
 
@@ -284,6 +284,21 @@ def test_a_response_template_of_its_own_replaces_the_bases(base: Path) -> None:
     assert own_files(of_base, files) == {}
     assert BaseText.from_files(of_base).with_adapter({}).response_spec == template
     assert text.with_adapter(kept).response_template == load_template(template, "own")
+
+
+def test_a_family_that_is_named_for_a_base_replaces_what_its_files_say(base: Path) -> None:
+    of_base = template_json("mistral")
+    config = json.dumps({"response_template": of_base, "eos_token": "</s>"}).encode()
+    files = {**read_files(base), "tokenizer_config.json": config}
+    text = BaseText.from_files(with_response_template(files, "qwen-xml"))
+    assert text.response_template == family_template("qwen-xml")
+    assert text.special_tokens["eos_token"] == "</s>"
+    inherited = text.with_adapter({"chat_template.jinja": b"{{ messages[0].content }}"})
+    assert inherited.response_template == family_template("qwen-xml")
+    kept = own(base, {"tokenizer_config.json": config})
+    assert text.with_adapter(kept).response_template == load_template(of_base, "own")
+    bare = with_response_template(read_files(base), "granite")
+    assert BaseText.from_files(bare).response_template == family_template("granite")
 
 
 def test_a_base_with_a_response_template_that_is_not_understood_answers_in_text(

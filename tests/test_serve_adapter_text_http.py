@@ -71,7 +71,8 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     registry.write(Catalog((base,), adapters, settings=settings))
     args = rig_args(200, BASE)
     ingress = args.ingress.model_copy(update={"max_shadow_requests": 8})
-    args = args.model_copy(update={"ingress": ingress})
+    model = args.models[0].model_copy(update={"response_template": "chatml-json"})
+    args = args.model_copy(update={"ingress": ingress, "models": (model,)})
     return run_on_cpu(serve_port, registry, args, kv_cache_bytes=4 * 1024**2)
 
 
@@ -103,6 +104,26 @@ def rendered(client: httpx.Client, model: str) -> str:
     ids = client.post("/tokenize", json=body).json()["tokens"]
     prompt: str = client.post("/detokenize", json={"model": model, "tokens": ids}).json()["prompt"]
     return prompt
+
+
+@pytest.mark.parametrize("model", [BASE, "plain", "tools"])
+def test_a_base_has_the_response_template_that_its_configuration_names(
+    client: httpx.Client, model: str
+) -> None:
+    """No chat template here tells a family, and without one no call can be demanded."""
+    info = client.get("/tokenizer_info", params={"model": model}).json()
+    assert info["response_template"] == "chatml-json"
+    tool = {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}
+    answer = chat(
+        client,
+        model,
+        tools=[{"type": "function", "function": tool}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+    )
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}
 
 
 def test_each_adapter_has_its_own_template(client: httpx.Client) -> None:

@@ -70,6 +70,10 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"models": [{"name": "a", "engine": {"max_lora_rank": 513}}]}, "max_lora_rank"),
         ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
         ({"models": [{}]}, "name"),
+        (
+            {"models": [{"name": "a", "response_template": "hermes"}]},
+            r"models\.0\.response_template\s.*'qwen-xml', 'chatml-json', .*'granite'.*'hermes'",
+        ),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "models listed twice: a"),
         ({"registry": {"poll_interval_s": 0}}, "poll_interval_s"),
         ({"registry": {"alias": "latest"}}, "is not a legal alias"),

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from registry.catalog import DefaultAliases
 from serve_app.config.values import AliasName, Args, Bytes, RangeArgs, ScaledArgs
 from serve_app.routing.policies import check_policy
+from serve_app.text.response_template import Family
 
 # The defaults per device. A step on a GPU has to be large for its products to run at full rate; on
 # a CPU it has to end.
@@ -145,6 +146,10 @@ class ModelArgs(ScaledArgs):
     generation_config: Literal["auto", "vllm"] = "auto"
     """`auto`: the base's `generation_config.json` sets the sampling defaults; `vllm`: it does not.
     As vLLM's `--generation-config`."""
+    response_template: Family | None = None
+    """The family of response templates by which tool calls and reasoning are read, whatever the
+    base's files say; `chatml-json` is that of Qwen, Hermes and SmolLM. By default the base's own
+    template, or the family that its chat template tells. An adapter's own template replaces it."""
     max_ongoing_requests: int = Field(default=256, ge=1)
     """The most open requests per engine replica."""
     max_queued_requests: int = Field(default=256, ge=1)

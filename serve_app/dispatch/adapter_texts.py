@@ -131,9 +131,9 @@ async def _fetch(base: BaseHandle, adapter: AdapterVersion) -> _Own:
             f"The text files of adapter {adapter.name!r} cannot be fetched at the moment.", _RETRY_S
         ) from error
     if isinstance(answer, AdapterUnsupportedError):
-        return _Own({}, key_of(base.base.digest, {}), str(answer))
+        return _Own({}, key_of(base.description.digest, {}), str(answer))
     assert isinstance(answer, dict)
-    return _Own(answer, key_of(base.base.digest, answer))
+    return _Own(answer, key_of(base.description.digest, answer))
 
 
 def _refusal(adapter: AdapterVersion, error: Exception) -> str:
@@ -141,4 +141,4 @@ def _refusal(adapter: AdapterVersion, error: Exception) -> str:
 
 
 def _version(base: BaseHandle, adapter: AdapterVersion) -> Version:
-    return base.base.digest, adapter.digest
+    return base.description.digest, adapter.digest

@@ -120,11 +120,8 @@ class ResponseBuilder:
         return self._num_open == 0
 
     def feed(self, prompt: int, output: TokenOutput) -> FeedResult:
-        """Adds an output of the engine request of `prompt`, an index.
-
-        Raises EngineFailureError or ServiceUnavailableError if the engine ended the choice early;
-        the response is then void.
-        """
+        """Adds an output of the engine request of `prompt`, an index. Raises as `ChoiceState.feed`;
+        the response is then void."""
         choice = self._choices[prompt * self._request.num_choices + output.choice]
         state = choice.state
         num_before = state.num_tokens
@@ -210,6 +207,7 @@ class ResponseBuilder:
             min_tokens=request.min_tokens or 0,
             eos_token_ids=frozenset() if request.ignore_eos else self._text.eos_token_ids,
             has_no_output=request.requested_tokens == 0,
+            grammar_field=request.grammar_field or "tools",
             regions=self._regions,
         )
         skip = request.skip_special_tokens is not False

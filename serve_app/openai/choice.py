@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
-from engine.errors import InvalidRequestError
-from engine.types import NOT_FINITE, REFUSED_GRAMMAR, TokenLogprobs, TokenOutput
+from engine.errors import EXCEEDED_GRAMMAR, REFUSED_GRAMMAR, InvalidRequestError
+from engine.types import NOT_FINITE, TokenLogprobs, TokenOutput
 from serve_app.errors import EngineFailureError, NonFiniteError, ServiceUnavailableError
 from serve_app.text.detokenize import Detokenizer, StopMatcher, StopTable
 from serve_app.text.regions import Piece, RegionParser
@@ -70,6 +70,8 @@ class ChoiceRules:
     eos_token_ids: frozenset[int] = frozenset()
     has_no_output: bool = False  # echo with max_tokens 0: the engine's one token is left out
 
+    grammar_field: str | None = None  # of the body; errors of the grammar name it
+
     # Set if the text is divided into regions: a template of the model, and the tools' parameters.
     regions: RegionRules | None = None
 
@@ -121,13 +123,14 @@ class ChoiceState:
     def feed(self, output: TokenOutput) -> ChoiceDelta | None:
         """Returns None while there is no text to give out.
 
-        Raises EngineFailureError or ServiceUnavailableError if the engine ended the choice early.
+        Raises EngineFailureError or ServiceUnavailableError if the engine ended the choice early,
+        and InvalidRequestError if it did so for the request's grammar.
         """
         if self.is_done:
             return None
         reason = output.finish_reason
         if reason == "error" or reason == "abort":
-            raise _failure(output)
+            raise _failure(output, self._rules.grammar_field)
         num_known = self.num_tokens - output.offset
         if num_known < 0:
             raise EngineFailureError(f"{-num_known} tokens of a choice were lost")
@@ -273,10 +276,10 @@ def _without(markers: Mapping[int, str], text: str) -> str:
     return text
 
 
-def _failure(output: TokenOutput) -> Exception:
+def _failure(output: TokenOutput, grammar_field: str | None) -> Exception:
     if output.finish_reason == "abort":
         return ServiceUnavailableError("The engine aborted this request; send it again.")
-    if output.error is not None and output.error.startswith(REFUSED_GRAMMAR):
-        return InvalidRequestError(output.error)
+    if output.error is not None and output.error.startswith((REFUSED_GRAMMAR, EXCEEDED_GRAMMAR)):
+        return InvalidRequestError(f"{grammar_field}: {output.error}", grammar_field)
     kind = NonFiniteError if output.error == NOT_FINITE else EngineFailureError
     return kind(output.error or "the engine failed on this choice")

@@ -48,7 +48,7 @@ from serve_app.replica.background import in_background
 from serve_app.replica.engine_actor import EngineActor
 from serve_app.replica.ray_metrics import UPDATE_S, RayExport
 from serve_app.tasks import check_running, failures_text, keep
-from serve_app.text.base_text import read_files
+from serve_app.text.base_text import read_files, with_response_template
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,11 @@ class EngineReplica:
 
     async def describe(self) -> BaseDescription:
         files = await asyncio.to_thread(read_files, self._folder)
-        spec = self._spec
-        return BaseDescription(files, self._limits, spec.base.digest, spec.model.generation_config)
+        digest, model = self._spec.base.digest, self._spec.model
+        if model.response_template is not None:
+            files = with_response_template(files, model.response_template)
+            digest += f" {model.response_template}"
+        return BaseDescription(files, self._limits, digest, model.generation_config)
 
     async def adapter_text(
         self, adapter: AdapterVersion

@@ -212,6 +212,12 @@ def response_spec(files: Mapping[str, bytes]) -> object:
     return read_object(files, "tokenizer_config.json").get("response_template")
 
 
+def with_response_template(files: Mapping[str, bytes], family: str) -> dict[str, bytes]:
+    """Returns the files of a base whose response template is that of a family."""
+    config = read_object(files, "tokenizer_config.json") | {"response_template": family}
+    return {**files, "tokenizer_config.json": json.dumps(config).encode()}
+
+
 def _response_template(
     spec: object, source: str | None, *, is_base: bool
 ) -> ResponseTemplate | None:

@@ -13,15 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 import regex
 
 from engine.errors import UnsupportedModelError
 
-FAMILIES = (  # tried in this order
-    *("qwen-xml", "chatml-json", "llama3-json", "mistral-args", "mistral", "gemma", "granite"),
-)
+Family = Literal[  # tried in this order
+    "qwen-xml", "chatml-json", "llama3-json", "mistral-args", "mistral", "gemma", "granite"
+]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 REASONING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 MATCH_SECONDS = 0.05  # of one search; the packaged expressions take microseconds
 MAX_TEMPLATE_CHARS = 64 * 1024
@@ -355,10 +356,8 @@ def _family(name: str) -> dict[str, Any]:
 
 def choose_template(own: object, chat_template: str | None) -> ResponseTemplate | None:
     """Returns the model's own template, given as such or by the name of a family, otherwise that of
-    the family whose marks the chat template has, otherwise None.
-
-    Raises UnsupportedModelError if the model's own template is invalid.
-    """
+    the family whose marks the chat template has, otherwise None. Raises UnsupportedModelError if
+    the model's own template is invalid."""
     source = chat_template or ""
     family = _family_of(source)
     if isinstance(own, str):

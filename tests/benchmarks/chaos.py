@@ -65,12 +65,14 @@ def prepare_demo(home: Path) -> list[str]:
     registry, cache, names = open_registry(None), Cache(home / "cache"), list(ADAPTER_NAMES)
     for name in ADAPTER_NAMES[: NUM_ADAPTERS - len(ADAPTER_NAMES)]:
         folder = home / "made" / f"loud-{name}"
+        names.append(folder.name)
+        if folder.exists():  # of an earlier run
+            continue
         shutil.copytree(ADAPTERS_DIR / name, folder)
         config = json.loads((folder / "adapter_config.json").read_text())
         config["lora_alpha"] *= 1.5
         (folder / "adapter_config.json").write_text(json.dumps(config))
         register_adapter(registry, folder, folder.name, BASE_NAME, cache=cache, probe="never")
-        names.append(folder.name)
     return [BASE_NAME, *(f"{BASE_NAME}:{name}" for name in names)]
 
 
@@ -160,6 +162,7 @@ def ledger(url: str, key_id: str, received: dict[str, int]) -> dict[str, object]
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
+    parser.add_argument("--home", type=Path, help="kept, with the demo of an earlier run")
     parser.add_argument("--target", choices=(*PROCESSES, *NODES), default="engine")
     parser.add_argument("--kills", type=int, help="10, or 1 of nodes: what takes over is elsewhere")
     parser.add_argument("--minutes", type=float, help="0.5 for each kill, or 1.5 of a node")
@@ -190,7 +193,9 @@ def main() -> None:
     report.emit_machine("chaos", arguments=sys.argv[1:])
     os.environ.setdefault(ADMIN_TOKEN, secrets.token_hex())
     with ExitStack() as stack:
-        home, port = Path(stack.enter_context(tempfile.TemporaryDirectory())), free_port()
+        home, port = args.home, free_port()
+        if home is None:
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = f"http://127.0.0.1:{port}"
         models = prepare(home, args)
         database: Postgres | None = None

@@ -34,13 +34,13 @@ PROCESSES = {
 }
 STOPPED_S = 60.0
 DATABASE_AWAY_S = 5.0
-REPLACED_LIMIT_S = 120.0
+REPLACED_LIMIT_S = 600.0  # an engine's start needs minutes beside other work
 
 
 def num_engines(url: str) -> int:
     """Returns the number of engines that answer an ingress."""
     try:
-        text = httpx.get(f"{url}/metrics", headers=admin_headers(), timeout=5).text
+        text = httpx.get(f"{url}/metrics", headers=admin_headers(), timeout=30).text
     except httpx.HTTPError:
         return 0
     return sum(line.startswith("vllm:num_requests_running{") for line in text.splitlines())

@@ -2,8 +2,9 @@
 
 150 adapters of ranks 1 to 64 on odd sets of linears and layers go through a pool that holds about a
 tenth of their bytes; requests share prefixes, leave early, ask for several choices and use every
-sampling setting, over KV blocks that are too few at times. The capacity is measured first, with the
-same requests in a closed loop. At the end there must be no error, nothing running, waiting or
+sampling setting, over KV blocks that are too few at times. A fifth is constrained by a grammar, and
+each answer judged by an expression of the same texts. The capacity is measured first, with the same
+requests in a closed loop. At the end there must be no error, nothing running, waiting or
 referenced, no block held, the device's memory as in the first minute, and the same tokens for the
 same requests as before the load, greedy and with a seed.
 
@@ -26,11 +27,13 @@ import torch
 from engine.host_memory import resident_bytes
 from engine.model_config import read_model_config
 from tests.benchmarks.cases import PAGE_RANK, AdapterSpec
+from tests.benchmarks.grammar_tokenizer import write_tokenizer
 from tests.benchmarks.memory_adapters import pool_bytes, tensor_bytes
 from tests.benchmarks.our_engine import OurEngine, Settings
 from tests.benchmarks.report import Report, percentile
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.soak_clients import Clients, Mix, odd_adapters
+from tests.benchmarks.soak_grammars import AnswerTexts
 from tests.benchmarks.soak_judge import Evidence, MemorySample, broken_promises, window_of
 
 MAX_RANK = 64
@@ -43,6 +46,7 @@ _REPORT_S = 60.0
 class Soak:
     def __init__(self, args: argparse.Namespace, report: Report) -> None:
         self._args, self._report = args, report
+        write_tokenizer(args.work / args.shape, SHAPES[args.shape])  # grammars need one
         self._specs = odd_adapters(args.adapters, MAX_RANK, args.seed)
         self._ours = OurEngine(_settings(args, self._specs), "on")
 
@@ -52,8 +56,10 @@ class Soak:
         load_s = await ours.load_adapters(self._specs)
         adapter_bytes = sum(ours.reader.tensor_bytes(spec.digest) for spec in self._specs)
         limits = ours.engine.model_limits
-        mix = Mix([s.digest for s in self._specs], limits.vocab_size, args.longest, args.seed)
-        clients = Clients(ours.engine, mix, args.patience)
+        digests = [spec.digest for spec in self._specs]
+        mix = Mix(digests, limits.vocab_size, args.longest, args.seed, args.constrained)
+        texts = AnswerTexts(args.work / args.shape)
+        clients = Clients(ours.engine, mix, args.patience, texts)
         self._report.emit(
             part="start",
             start_s=round(ours.start_s, 2),
@@ -192,6 +198,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batched-tokens", type=int, default=2048)
     parser.add_argument("--longest", type=int, help="tokens of a prompt, or an answer: 512; 48")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
+    parser.add_argument("--constrained", type=float, default=0.2, help="share with a grammar")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds until one is stuck")
     parser.add_argument("--slack-mib", type=float, default=32.0, help="growth that counts as flat")
     parser.add_argument("--probed", type=int, default=12, help="adapters asked before and after")

@@ -13,6 +13,7 @@ from engine.service import AsyncEngine
 from engine.types import Request, SamplingParams, TokenOutput
 from tests.benchmarks.cases import AdapterSpec
 from tests.benchmarks.shapes import ALL_LINEARS
+from tests.benchmarks.soak_grammars import EXPRESSIONS, AnswerTexts
 
 _NUM_PREFIXES = 8
 _MAX_ERRORS = 100  # kept with their words
@@ -54,10 +55,19 @@ def odd_adapters(count: int, max_rank: int, seed: int) -> list[AdapterSpec]:
 class Mix:
     """A seeded sequence of requests."""
 
-    def __init__(self, adapters: Sequence[str], vocab_size: int, longest: int, seed: int) -> None:
+    def __init__(
+        self,
+        adapters: Sequence[str],
+        vocab_size: int,
+        longest: int,
+        seed: int,
+        constrained: float = 0.0,
+    ) -> None:
+        """`constrained`: the share of requests with a grammar."""
         self._adapters = adapters
         self._highest = vocab_size - 16  # away from the special ids
         self._longest = longest
+        self._constrained = constrained
         self._draw = random.Random(f"{seed} requests")
         self._prefixes = [self._tokens(longest) for _ in range(_NUM_PREFIXES)]
         self._count = 0
@@ -76,6 +86,9 @@ class Mix:
                 params = replace(params, **{name: draw.choice(values)})
         if params.n > 1:  # the KV of all choices must fit
             params = replace(params, max_tokens=max(1, max_tokens // params.n), min_tokens=0)
+        if draw.random() < self._constrained:  # an answer ends by itself
+            grammar = draw.choice(tuple(EXPRESSIONS))
+            params = replace(params, grammar=grammar, ignore_eos=False, min_tokens=0)
         salt = draw.choice(("", "", "tenant"))
         return self._request(prompt, params, adapter, salt)
 
@@ -111,14 +124,19 @@ class Mix:
 
 
 class Clients:
-    def __init__(self, engine: AsyncEngine, mix: Mix, patience_s: float) -> None:
-        """`patience_s`: a request without an output for longer counts as stuck."""
+    def __init__(
+        self, engine: AsyncEngine, mix: Mix, patience_s: float, texts: AnswerTexts | None = None
+    ) -> None:
+        """`patience_s`: a request without an output for longer counts as stuck. `texts`: None if
+        no request is constrained."""
         self._engine, self._mix, self._patience_s = engine, mix, patience_s
+        self._texts = texts
         self.errors: list[str] = []
         self.settings: Counter[str] = Counter()
         self.first_s: list[float] = []
         self._ended: Counter[str] = Counter()
         self._num_tokens = 0
+        self._num_valid = 0  # answers of grammars, whole ones and beginnings
         self._pace = random.Random("pace")
 
     @property
@@ -127,6 +145,7 @@ class Clients:
             "requests": self._ended.total(),
             "left_early": self._ended["left"],
             "failed": self._ended["failed"],
+            "valid": self._num_valid,
             "tokens": self._num_tokens,
         }
 
@@ -187,7 +206,8 @@ class Clients:
         for name in _SETTINGS:
             self.settings[name] += getattr(params, name) != getattr(SamplingParams(), name)
         leaves_after = self._mix.leaves_after(request)
-        seen = {choice: Answer(request) for choice in request.choices}
+        self.settings["grammar"] += params.grammar is not None
+        seen = {choice: Answer(request, self._texts) for choice in request.choices}
         sent_s = time.perf_counter()
         num_outputs, is_leaving = 0, leaves_after == 0
         stream = self._engine.generate(request)
@@ -219,6 +239,7 @@ class Clients:
             self._fail(request, faults[0])
         else:
             self._ended["whole"] += 1
+            self._num_valid += len(seen) if params.grammar is not None else 0
 
     def _fail(self, request: Request, reason: str) -> None:
         self._ended["failed"] += 1
@@ -229,8 +250,10 @@ class Clients:
 class Answer:
     """The outputs of one choice, and their faults."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, texts: AnswerTexts | None = None) -> None:
         self._params, self._num_prompt = request.params, len(request.prompt_token_ids)
+        self._texts = texts
+        self._token_ids: list[int] = []  # of an answer with a grammar
         self._num_tokens = self._num_logprobs = self._num_prompt_logprobs = 0
         self._num_gaps = 0
         self._end: TokenOutput | None = None
@@ -240,6 +263,8 @@ class Answer:
         self._is_after_end |= self._end is not None
         self._num_gaps += output.offset != self._num_tokens
         self._num_tokens += len(output.token_ids)
+        if self._params.grammar is not None:
+            self._token_ids += output.token_ids
         self._num_logprobs += len(output.logprobs)
         self._num_prompt_logprobs += len(output.prompt_logprobs)
         if output.finish_reason is not None:
@@ -262,3 +287,10 @@ class Answer:
         wanted = 0 if params.prompt_logprobs is None else self._num_prompt
         if self._num_prompt_logprobs not in (wanted, 0 if params.n > 1 else wanted):
             yield f"{self._num_prompt_logprobs} log-probabilities of the prompt, not {wanted}"
+        grammar, token_ids = params.grammar, self._token_ids
+        if grammar is not None and self._texts is not None:
+            # A stop id of the client's is text as any other where the grammar allows it.
+            is_whole = end.finish_reason == "stop" and end.stop_token_id is None
+            token_ids = token_ids if end.stop_token_id is None else token_ids[:-1]
+            if problem := self._texts.problem(grammar, token_ids, is_whole=is_whole):
+                yield problem

@@ -83,7 +83,7 @@ class WindowTables(BlockTables):
                 unneeded - sequence.num_dropped
             )
             sequence.num_dropped = unneeded
-            self.pool.release(dropped)
+            self.pool.release(dropped[::-1])  # hits need the last of them: evicted at the end
 
     def release(self, sequence: Sequence) -> None:
         placed = []  # (first token, block): the end of a prefix is evicted before its beginning

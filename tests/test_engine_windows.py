@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from engine.blocks import BlockPool
 from engine.core import Engine
-from engine.kv_layout import KVLayout, kv_layout, num_uncommitted
+from engine.kv_layout import kv_layout, num_uncommitted
 from engine.types import Request, SamplingParams, ScheduledSequence, Sequence
 from engine.window_tables import WindowTables
-from tests.engine_agreement import make_engine, run_all
+from tests.engine_agreement import Reply, make_engine, run_all
 from tests.engine_helpers import BLOCK_SIZE, make_base, make_runner, random_prompt
 from tests.fakes import (
     FakeRunner,
@@ -315,58 +315,61 @@ WINDOWED = {
     ),
 }
 PARAMS = SamplingParams(12, temperature=0.0, logprobs=3, ignore_eos=True)
+PROMPTS = [(41, None), (30, "adapter"), (5, None), (41, "adapter")]
 
 
-def check_reply(base: Path, adapter: Path | None, request: Request, reply: object) -> None:
-    tokens, logprobs = reply.tokens, reply.logprobs  # type: ignore[attr-defined]
-    assert len(tokens) == 12
-    ids = [*request.prompt_token_ids, *tokens]
-    scores = expected_logits(base, adapter, ids).log_softmax(-1)
-    places = torch.arange(len(request.prompt_token_ids) - 1, len(ids) - 1)
-    assert list(tokens) == scores[places].argmax(-1).tolist()
-    found = torch.tensor([one.logprob for one in logprobs])
-    expected = scores[places, torch.tensor(tokens)]
+def check_reply(scores: torch.Tensor, num_prompt: int, reply: Reply) -> None:
+    """`scores` [tokens, V]: the log-probabilities of Hugging Face along prompt and output."""
+    places = torch.arange(num_prompt - 1, scores.shape[0] - 1)
+    assert list(reply.tokens) == scores[places].argmax(-1).tolist()
+    found = torch.tensor([one.logprob for one in reply.logprobs])
+    expected = scores[places, torch.tensor(reply.tokens)]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("chunk", [1000, 7])
+def requests(prefix: str) -> list[Request]:
+    return [
+        Request(f"{prefix}{i}", tuple(random_prompt(length, seed=i)), PARAMS, owner)
+        for i, (length, owner) in enumerate(PROMPTS)
+    ]
+
+
 @pytest.mark.parametrize("name", WINDOWED)
 def test_an_engine_that_frees_what_windows_passed_gives_what_hugging_face_gives(
-    name: str, chunk: int, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    """Prompts whole and in chunks, alone and beside others, in few blocks, with and without an
-    adapter, then once more from the cache."""
+    """Prompts whole, from the cache and in chunks, beside others, with and without an adapter, in
+    many blocks and in so few that sequences are preempted."""
     variant = WINDOWED[name]
     base = make_family_base(tmp_path / "base", variant)
     adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears)
-    runner = make_runner(base, max_model_len=96, num_blocks=48)
-    runner.load_adapter("adapter", adapter)
-    layout: KVLayout = runner.kv_layout
-    assert layout.has_windows
-    engine = make_engine(runner, block_size=BLOCK_SIZE, max_num_batched_tokens=chunk)
-    requests = [
-        Request(f"r{i}", tuple(random_prompt(length, seed=i)), PARAMS, owner)
-        for i, (length, owner) in enumerate(
-            [(41, None), (30, "adapter"), (5, None), (41, "adapter")]
-        )
-    ]
-    for turn in range(2):
-        replies = run_all(
-            engine, [Request(f"{one.request_id}-{turn}", *fields(one)) for one in requests]
-        )
-        for one in requests:
-            reply = replies[f"{one.request_id}-{turn}"]
-            check_reply(base, adapter if one.adapter else None, one, reply)
-    assert engine.load().prefix_hits > 0
-    assert engine.load().num_free_blocks == engine.load().num_blocks
-    for tensors in (runner._kv.k, runner._kv.v):
-        for layer, tensor in enumerate(tensors):
-            table = runner._kv.table_of[layer]
-            assert not tensor[layout.entry(table, runner.num_blocks) :][:1].any()
-
-
-def fields(request: Request) -> tuple[tuple[int, ...], SamplingParams, str | None]:
-    return request.prompt_token_ids, request.params, request.adapter
+    expected: list[Reply] = []
+    for num_blocks, chunk in ((96, 1000), (96, 7), (24, 11)):
+        runner = make_runner(base, max_model_len=96, num_blocks=num_blocks)
+        runner.load_adapter("adapter", adapter)
+        layout = runner.kv_layout
+        assert layout.has_windows
+        engine = make_engine(runner, block_size=BLOCK_SIZE, max_num_batched_tokens=chunk)
+        for turn in range(2):
+            replies = run_all(engine, requests(f"{turn}-"))
+            for i, one in enumerate(requests(f"{turn}-")):
+                reply, length = replies[one.request_id], len(one.prompt_token_ids)
+                if len(expected) == i:
+                    ids = [*one.prompt_token_ids, *reply.tokens]
+                    scores = expected_logits(base, one.adapter and adapter, ids).log_softmax(-1)
+                    check_reply(scores, length, reply)
+                    expected.append(reply)
+                assert reply.tokens == expected[i].tokens
+                pairs = zip(reply.logprobs, expected[i].logprobs, strict=True)
+                assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
+        load = engine.load()
+        assert (load.prefix_hits > 0) or num_blocks == 24
+        assert (load.num_preemptions > 0) == (num_blocks == 24)
+        assert load.num_free_blocks == load.num_blocks == num_blocks
+        for tensors in (runner._kv.k, runner._kv.v):
+            for layer, tensor in enumerate(tensors):
+                null = layout.entry(runner._kv.table_of[layer], num_blocks)
+                assert not tensor[null:].any(), "the null block is written"
 
 
 def test_a_mistral_with_a_window_answers_beyond_what_its_blocks_would_hold(tmp_path: Path) -> None:
@@ -380,4 +383,5 @@ def test_a_mistral_with_a_window_answers_beyond_what_its_blocks_would_hold(tmp_p
     assert engine.limits.max_request_tokens == 128
     request = Request("long", tuple(random_prompt(88, seed=2)), PARAMS)
     (reply,) = run_all(engine, [request]).values()
-    check_reply(base, None, request, reply)
+    scores = expected_logits(base, None, [*request.prompt_token_ids, *reply.tokens])
+    check_reply(scores.log_softmax(-1), 88, reply)

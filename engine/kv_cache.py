@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.kv_layout import KVLayout, num_uncommitted
-from engine.memory_plan import DeviceUse, MemoryPlan, plan_memory
+from engine.memory_plan import DeviceUse, LongSequences, MemoryPlan, plan_memory
 from engine.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def plan_kv(
         kv_cache_bytes=config.kv_cache_bytes,
         num_blocks=config.num_blocks,
         num_null_blocks=layout.num_null_blocks,
-        longest=(max_model_len, needed) if layout.has_windows else None,
+        longest=_long_sequences(layout, max_model_len, needed) if layout.has_windows else None,
     )
     advice = f"raise gpu_memory_utilization or lower adapter_pool_bytes\n{plan.table()}"
     _warn_of_short_requests(plan.num_blocks, layout, config, max_model_len, advice)
@@ -132,6 +132,11 @@ def _blocks_of_longest(layout: KVLayout, config: EngineConfig, max_model_len: in
     """Returns the blocks of the longest sequence. With more than so many for each sequence, blocks
     could only cache prefixes of ended requests."""
     return layout.blocks_needed(max_model_len, _uncommitted(config))
+
+
+def _long_sequences(layout: KVLayout, max_model_len: int, most_blocks: int) -> LongSequences:
+    decoding = layout.blocks_needed(max_model_len, 1)
+    return LongSequences(max_model_len, decoding, most_blocks - decoding)
 
 
 def _uncommitted(config: EngineConfig) -> int:

@@ -37,13 +37,25 @@ class DeviceUse:
 
 
 @dataclass(frozen=True, slots=True)
+class LongSequences:
+    """What the longest sequences of a model with windows need."""
+
+    num_tokens: int
+    num_blocks: int  # of each while it decodes
+    num_step_blocks: int  # of the tokens of steps under way, of all sequences together
+
+    def count(self, num_blocks: int) -> int:
+        return max(0, num_blocks - self.num_step_blocks) // self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     use: DeviceUse
     utilization: float
     block_bytes: int
     num_blocks: int
     num_null_blocks: int = 0  # beside them, of models with windows
-    longest: tuple[int, int] | None = None  # of such models: tokens of a sequence, its blocks
+    longest: LongSequences | None = None  # of such models
 
     @property
     def share(self) -> int:
@@ -58,8 +70,8 @@ class MemoryPlan:
         words = f"{self.num_blocks} of {self.block_bytes} bytes"
         if self.longest is None:
             return words
-        length, needed = self.longest
-        return f"{words}, {self.num_blocks // needed} sequences of {length} tokens"
+        count = self.longest.count(self.num_blocks)
+        return f"{words}, {count} sequences of {self.longest.num_tokens} tokens"
 
     def table(self) -> str:
         """Returns the GiB of each part, with the settings that change it."""
@@ -88,7 +100,7 @@ def plan_memory(
     kv_cache_bytes: int | None = None,
     num_blocks: int | None = None,
     num_null_blocks: int = 0,
-    longest: tuple[int, int] | None = None,
+    longest: LongSequences | None = None,
 ) -> MemoryPlan:
     """Plans as many KV blocks as fit and are useful, unless the configuration sets a number.
     `num_null_blocks` and `longest` are those of the plan.

@@ -1,7 +1,7 @@
 """The block tables of sequences: cached prefix, growth, publication, release.
 
 Translates between the scheduler, which counts sequences and tokens, and the pool, which counts
-blocks. Only running sequences hold blocks.
+blocks. Only running sequences hold blocks. Models with windows: `engine.window_tables`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def needs_prompt_logprobs(sequence: Sequence) -> bool:
 class BlockTables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self._blocks_per_chunk = chunk_size(pool.block_size) // pool.block_size
+        self._chunk = chunk_size(pool.block_size)  # tokens that a digest of a prefix adds
+        self._blocks_per_chunk = self._chunk // pool.block_size
         self.prefix_queries = 0  # tokens looked up at first admissions, since start
         self.prefix_hits = 0  # tokens found among these
 
@@ -40,12 +41,7 @@ class BlockTables:
         self.pool.hold(hits)
         missing = self.pool.blocks_for(num_cached + count) - len(hits)
         sequence.block_table = hits + self.pool.allocate(missing)
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_cached
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
-            if self.can_share(sequence):
-                self.prefix_queries += len(sequence.token_ids)
-                self.prefix_hits += num_cached
+        self._begin(sequence, num_cached)
         return count
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -57,7 +53,7 @@ class BlockTables:
         sequence.block_table += self.pool.allocate(missing)
         return True
 
-    def publish(self, item: ScheduledSequence) -> None:
+    def commit(self, item: ScheduledSequence) -> None:
         """Makes the blocks that this step filled available to other sequences."""
         if not self.pool.can_share:
             return
@@ -72,6 +68,15 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
+
+    def _begin(self, sequence: Sequence, num_cached: int) -> None:
+        """Notes that a placed sequence has so many tokens from the cache."""
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_cached
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            if self.can_share(sequence):
+                self.prefix_queries += len(sequence.token_ids)
+                self.prefix_hits += num_cached
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the cached blocks, never that of the very last token: the step exists to compute
@@ -88,20 +93,24 @@ class BlockTables:
         size, request, digests = self._blocks_per_chunk, sequence.request, sequence.prefix_digests
         count = (index + 1) // size
         while len(digests) < count - 1:
-            known = self.pool.prefix_of(sequence.block_table[(len(digests) + 1) * size - 1])
+            known = self.pool.prefix_of(self._block(sequence, (len(digests) + 1) * size - 1))
             if known is None:
                 break
             digests.append(known)
         extend_digests(
             digests,
             sequence.token_ids,
-            (index + 1) * self.pool.block_size,
+            count * self._chunk,
             request.adapter,
             request.cache_salt,
-            size * self.pool.block_size,
+            self._chunk,
             request.active_from,
         )
         return digests[count - 1]
+
+    def _block(self, sequence: Sequence, index: int) -> int:
+        """Returns the block of the first group of layers."""
+        return sequence.block_table[index]
 
     def _extend_chain(self, sequence: Sequence, num_tokens: int) -> None:
         request = sequence.request

@@ -21,7 +21,7 @@ import hashlib
 import secrets
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _HASH_BYTES = 16
 
@@ -85,7 +85,10 @@ class BlockPool:
             tokens = array("q", token_ids[index * size : (index + 1) * size]).tobytes()
             chain.append(self._digest(parent + tokens))
 
-    def find(self, chain: Sequence[bytes]) -> list[int]:
+    def find_one(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def find(self, chain: Iterable[bytes]) -> list[int]:
         """Returns the blocks of the longest known prefix, without adding references."""
         found: list[int] = []
         for block_hash in chain:

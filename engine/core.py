@@ -31,6 +31,7 @@ from engine.errors import (
     UnknownAdapterError,
 )
 from engine.grammars import Grammars
+from engine.kv_layout import num_uncommitted
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
 from engine.step_cost import LongestSteps, StepCost
@@ -49,6 +50,7 @@ from engine.types import (
     TokenOutput,
     key_digests,
 )
+from engine.window_tables import make_tables
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +70,16 @@ class Engine:
         model = runner.model_config
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
+        layout = runner.kv_layout
+        self._runs_ahead = runner.runs_ahead and config.async_scheduling is not False
+        uncommitted = num_uncommitted(config.max_num_batched_tokens, runs_ahead=self._runs_ahead)
         self.limits = EngineLimits(
             runner.max_model_len,
             model.vocab_size,
-            runner.num_blocks * config.block_size,
+            layout.num_tokens(runner.num_blocks, uncommitted, runner.max_model_len),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            chunk_size(config.block_size),
+            chunk_size(layout.hit_size),
             runner.adapters.reserved_bytes,
             runner.adapters.page_bytes,
         )
@@ -90,7 +95,7 @@ class Engine:
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(
             config,
-            self._blocks,
+            make_tables(self._blocks, layout, uncommitted),
             runner.adapters,
             model.eos_token_ids,
             runner.max_model_len,
@@ -109,7 +114,6 @@ class Engine:
         self._num_steps = 0
         self.num_missed_wakeups = 0  # counted by the loop: it slept while requests could run
         self.is_stuck = False  # all requests wait for an outside event: a step would not help
-        self._runs_ahead = runner.runs_ahead and config.async_scheduling is not False
         self._in_flight = _Step(_EMPTY)
 
     @property

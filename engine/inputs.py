@@ -71,8 +71,9 @@ class SamplingInputs:
 class ForwardInputs:
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    slots: torch.Tensor  # [T] the KV slot of each token; below 0: none
-    attention: AttentionPlan | PagedPlan
+    # Of each block table: one, or two in models of full and windowed layers.
+    slots: tuple[torch.Tensor, ...]  # [T] the KV slot of each token; below 0: none
+    attention: tuple[AttentionPlan | PagedPlan, ...]
     logit_rows: torch.Tensor | None  # [rows] sampling rows, then prompt rows; None: all
     host_logit_rows: tuple[int, ...]  # the same on the host
     num_samples: int  # of logit_rows
@@ -97,17 +98,23 @@ def build_inputs(
         token for part in parts for token in part.sequence.token_ids[part.start : part.end]
     ]
     positions = np.concatenate([np.arange(part.start, part.end) for part in parts])
-    tables = block_tables(parts, block_size)
-    owner = np.repeat(np.arange(len(parts)), lengths)
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    tables = [block_tables([part.sequence.block_table for part in parts], parts, block_size)]
+    if parts[0].sequence.window_table:
+        tables.append(block_tables([p.sequence.window_table for p in parts], parts, block_size))
+    owner, offsets = np.repeat(np.arange(len(parts)), lengths), positions % block_size
+    kv_lens = [part.end for part in parts]
     rows = logit_rows(parts, query_start)
     lora = lora_batch(parts, pool, device)
     return ForwardInputs(
         token_ids=_to_device(np.array(token_ids, dtype=np.int64), device),
         positions=_to_device(positions, device),
-        slots=_to_device(slots, device),
-        attention=plan_attention(
-            query_start, [part.end for part in parts], _to_device(tables, device), block_size
+        slots=tuple(
+            _to_device(one[owner, positions // block_size] * block_size + offsets, device)
+            for one in tables
+        ),
+        attention=tuple(
+            plan_attention(query_start, kv_lens, _to_device(one, device), block_size)
+            for one in tables
         ),
         logit_rows=_to_device(np.array(rows, dtype=np.int64), device),
         host_logit_rows=rows,
@@ -142,13 +149,13 @@ def lora_batch(
 
 
 def block_tables(
-    parts: tuple[ScheduledSequence, ...], block_size: int
+    lists: Sequence[Sequence[int]], parts: tuple[ScheduledSequence, ...], block_size: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Returns [S, max_blocks]; each block table must reach the last position of its part."""
+    """Returns the lists as [S, max_blocks]; each must reach the last position of its part."""
     widths = [-(-part.end // block_size) for part in parts]
     tables = np.zeros((len(parts), max(widths)), dtype=np.int64)
-    for i, (part, width) in enumerate(zip(parts, widths, strict=True)):
-        tables[i, :width] = part.sequence.block_table[:width]
+    for i, (entries, width) in enumerate(zip(lists, widths, strict=True)):
+        tables[i, :width] = entries[:width]
     return tables
 
 

@@ -17,6 +17,7 @@ import torch
 from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
 from engine.kv_cache import allocate_kv_cache
+from engine.kv_layout import kv_layout
 from engine.largest_step import max_step_tokens, step_limits
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites
@@ -53,11 +54,12 @@ def trace_kernels(
 
     meta = torch.device("meta")
     sites = lora_sites(model)
-    limits = step_limits(config, model, max_model_len)
     short = _shortened(model)
+    layout = kv_layout(short.sliding_windows, config.block_size, max_model_len)
+    limits = step_limits(config, model, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
         has_affine = config.affine_adapters
-        layout = PageLayout(sites, dtype, has_affine=has_affine)
+        pages = PageLayout(sites, dtype, has_affine=has_affine)
         # Kernels depend on whether there is a pool, not on its size. This one has room for adapters
         # of all sites, though small ones may fit into the engine's own pool alone; the head of a
         # wide vocabulary can be larger than eight pages of a small model's layers.
@@ -65,7 +67,7 @@ def trace_kernels(
         adapters = (
             zero_adapters(lora_sites(short), limits, has_affine=has_affine) if has_adapters else ()
         )
-        room = max(_POOL_PAGES * layout.page_bytes, sum(map(layout.num_bytes, adapters)))
+        room = max(_POOL_PAGES * pages.page_bytes, sum(map(pages.num_bytes, adapters)))
         pool_bytes = max(config.adapter_pool_bytes or 0, room)
         pool = AdapterPool(
             sites,
@@ -77,9 +79,9 @@ def trace_kernels(
         )
         for adapter in adapters:
             pool.insert(
-                layout.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))
+                pages.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))
             )
-        kv = allocate_kv_cache(short, 1, config.block_size, dtype, meta)
+        kv = allocate_kv_cache(short, layout, 1, dtype, meta)
         steps = DeviceSteps(
             Model(short, empty_weights(short, dtype, meta), max_len=1),
             kv,

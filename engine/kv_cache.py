@@ -1,6 +1,6 @@
 """The KV tensors of one base, and the number of blocks that fit.
 
-A block holds `block_size` tokens of every layer. The owners of blocks are tracked elsewhere.
+What a block holds is the layout's; the owners of blocks are tracked elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
-from engine.memory_plan import DeviceUse, MemoryPlan, plan_memory
+from engine.kv_layout import KVLayout, num_uncommitted
+from engine.memory_plan import DeviceUse, LongSequences, MemoryPlan, plan_memory
 from engine.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,11 @@ _DEFAULT_CPU_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    k: tuple[torch.Tensor, ...]  # one [num_blocks, block_size, Hkv, D] per layer
+    # One [entries, block_size, Hkv, D] per layer: the numbers in its block table count the first
+    # dimension. Layers of two groups have views of one tensor, from their place in a block on.
+    k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
+    table_of: tuple[int, ...]  # of each layer, its block table: 0 or 1
 
     @property
     def block_size(self) -> int:
@@ -32,40 +36,56 @@ class KVCache:
 
 def allocate_kv_cache(
     model: ModelConfig,
+    layout: KVLayout,
     num_blocks: int,
-    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    num_blocks += layout.num_null_blocks
+    shape = (num_blocks * layout.stride, layout.block_size, model.num_kv_heads, model.head_dim)
+    places = {
+        layer: (table, place)
+        for table, group in enumerate(layout.groups)
+        for place, layer in enumerate(group.layers)
+    }
 
     def tensors() -> tuple[torch.Tensor, ...]:
         # Zeros are free on the CPU: the system allocates pages when they are first written.
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)
-        )
+        if len(layout.groups) == 1:
+            return tuple(
+                torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)
+            )
+        all_layers = torch.zeros(shape, dtype=dtype, device=device)
+        return tuple(all_layers[places[layer][1] :] for layer in range(model.num_layers))
 
-    return KVCache(tensors(), tensors())
+    tables = tuple(places[layer][0] for layer in range(model.num_layers))
+    return KVCache(tensors(), tensors(), tables)
 
 
 def count_blocks(
-    model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: torch.dtype
+    model: ModelConfig,
+    layout: KVLayout,
+    config: EngineConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
 ) -> int:
     """Returns the number of KV blocks on a CPU."""
-    size = block_bytes(model, config.block_size, dtype)
+    size = block_bytes(model, layout, dtype)
     wanted = config.num_blocks
+    needed = _blocks_of_longest(layout, config, max_model_len)
     if wanted is None:
         room = config.kv_cache_bytes
         room = _DEFAULT_CPU_BYTES if room is None else room
-        wanted = min(room // size, _max_useful_blocks(config, max_model_len))
+        wanted = min(room // size - layout.num_null_blocks, config.max_num_seqs * needed)
     if wanted < 1:
         raise UnsupportedModelError(f"no KV block fits: one needs {size} bytes")
-    _warn_of_short_requests(wanted * config.block_size, max_model_len, "raise kv_cache_bytes")
+    _warn_of_short_requests(wanted, layout, config, max_model_len, "raise kv_cache_bytes")
     return wanted
 
 
 def plan_kv(
     model: ModelConfig,
+    layout: KVLayout,
     config: EngineConfig,
     max_model_len: int,
     dtype: torch.dtype,
@@ -73,25 +93,31 @@ def plan_kv(
 ) -> MemoryPlan:
     """Plans the memory of a CUDA device: KV gets the part of this engine's share that `use`
     leaves."""
+    needed = _blocks_of_longest(layout, config, max_model_len)
     plan = plan_memory(
         use,
         utilization=config.gpu_memory_utilization,
-        block_bytes=block_bytes(model, config.block_size, dtype),
-        max_useful_blocks=_max_useful_blocks(config, max_model_len),
+        block_bytes=block_bytes(model, layout, dtype),
+        max_useful_blocks=config.max_num_seqs * needed,
         kv_cache_bytes=config.kv_cache_bytes,
         num_blocks=config.num_blocks,
+        num_null_blocks=layout.num_null_blocks,
+        longest=_long_sequences(layout, max_model_len, needed) if layout.has_windows else None,
     )
     advice = f"raise gpu_memory_utilization or lower adapter_pool_bytes\n{plan.table()}"
-    _warn_of_short_requests(plan.num_blocks * config.block_size, max_model_len, advice)
+    _warn_of_short_requests(plan.num_blocks, layout, config, max_model_len, advice)
     return plan
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    return 2 * model.num_layers * block_size * model.kv_size * dtype.itemsize
+def block_bytes(model: ModelConfig, layout: KVLayout, dtype: torch.dtype) -> int:
+    return 2 * layout.num_layer_blocks * layout.block_size * model.kv_size * dtype.itemsize
 
 
-def _warn_of_short_requests(num_tokens: int, max_model_len: int, advice: str) -> None:
-    """Warns if `num_tokens`, the capacity of all KV blocks, is below `max_model_len`."""
+def _warn_of_short_requests(
+    num_blocks: int, layout: KVLayout, config: EngineConfig, max_model_len: int, advice: str
+) -> None:
+    """Warns if the longest sequence that all KV blocks hold is below `max_model_len`."""
+    num_tokens = layout.num_tokens(num_blocks, _uncommitted(config), max_model_len)
     if num_tokens < max_model_len:
         logger.warning(
             "all KV blocks hold %d tokens, max_model_len is %d: longer requests are refused; "
@@ -102,6 +128,17 @@ def _warn_of_short_requests(num_tokens: int, max_model_len: int, advice: str) ->
         )
 
 
-def _max_useful_blocks(config: EngineConfig, max_model_len: int) -> int:
-    """Returns a limit beyond which blocks could only cache prefixes of ended requests."""
-    return config.max_num_seqs * -(-max_model_len // config.block_size)
+def _blocks_of_longest(layout: KVLayout, config: EngineConfig, max_model_len: int) -> int:
+    """Returns the blocks of the longest sequence. With more than so many for each sequence, blocks
+    could only cache prefixes of ended requests."""
+    return layout.blocks_needed(max_model_len, _uncommitted(config))
+
+
+def _long_sequences(layout: KVLayout, max_model_len: int, most_blocks: int) -> LongSequences:
+    decoding = layout.blocks_needed(max_model_len, 1)
+    return LongSequences(max_model_len, decoding, most_blocks - decoding)
+
+
+def _uncommitted(config: EngineConfig) -> int:
+    is_ahead = config.async_scheduling is not False
+    return num_uncommitted(config.max_num_batched_tokens, runs_ahead=is_ahead)

@@ -18,13 +18,17 @@ def max_step_tokens(config: EngineConfig) -> int:
     return max(config.max_num_batched_tokens, config.max_num_seqs)
 
 
-def step_limits(config: EngineConfig, model: ModelConfig, max_model_len: int) -> StepLimits:
+def step_limits(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, num_tables: int
+) -> StepLimits:
+    """`num_tables`: the block tables of a sequence, one per group of layers."""
     return StepLimits(
         config.max_num_seqs,
         max_model_len,
         config.block_size,
         HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
         config.max_lora_rank,
+        num_tables,
     )
 
 
@@ -32,7 +36,7 @@ def largest_batch(
     max_tokens: int, max_seqs: int, max_model_len: int, block_size: int
 ) -> ScheduledBatch:
     """Returns a batch of as many tokens in as many sequences as a step may have. All share the
-    blocks 0, 1, ...: the results are discarded."""
+    entries 0, 1, ... of block tables: the results are discarded."""
     num_seqs = min(max_seqs, max_tokens)
     length = min(max_tokens // num_seqs, max_model_len)
     lengths = [length] * num_seqs
@@ -41,7 +45,7 @@ def largest_batch(
     parts = []
     for i, count in enumerate(lengths):
         request = Request(f"largest-{i}", (0,) * count, _PARAMS)
-        sequence = Sequence(request, 0, 0, [0] * count, block_table=blocks)
+        sequence = Sequence(request, 0, 0, [0] * count, block_table=blocks, window_table=blocks)
         parts.append(ScheduledSequence(sequence, 0, count, True))
     return ScheduledBatch(tuple(parts))
 

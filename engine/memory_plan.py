@@ -37,11 +37,25 @@ class DeviceUse:
 
 
 @dataclass(frozen=True, slots=True)
+class LongSequences:
+    """What the longest sequences of a model with windows need."""
+
+    num_tokens: int
+    num_blocks: int  # of each while it decodes
+    num_step_blocks: int  # of the tokens of steps under way, of all sequences together
+
+    def count(self, num_blocks: int) -> int:
+        return max(0, num_blocks - self.num_step_blocks) // self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     use: DeviceUse
     utilization: float
     block_bytes: int
     num_blocks: int
+    num_null_blocks: int = 0  # beside them, of models with windows
+    longest: LongSequences | None = None  # of such models
 
     @property
     def share(self) -> int:
@@ -49,7 +63,15 @@ class MemoryPlan:
 
     @property
     def kv(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return (self.num_blocks + self.num_null_blocks) * self.block_bytes
+
+    @property
+    def kv_words(self) -> str:
+        words = f"{self.num_blocks} of {self.block_bytes} bytes"
+        if self.longest is None:
+            return words
+        count = self.longest.count(self.num_blocks)
+        return f"{words}, {count} sequences of {self.longest.num_tokens} tokens"
 
     def table(self) -> str:
         """Returns the GiB of each part, with the settings that change it."""
@@ -64,7 +86,7 @@ class MemoryPlan:
             ("- activations", use.activations, "max_num_batched_tokens, max_num_seqs"),
             ("- graphs", use.graphs, "max_num_seqs, enforce_eager"),
             ("= left for KV", left, "max_model_len times what runs at once"),
-            ("KV blocks", self.kv, f"{self.num_blocks} of {self.block_bytes} bytes"),
+            ("KV blocks", self.kv, self.kv_words),
         )
         return "\n".join(f"  {name:<15}{size / GIB:>10.3f} GiB  {why}" for name, size, why in rows)
 
@@ -77,8 +99,11 @@ def plan_memory(
     max_useful_blocks: int,
     kv_cache_bytes: int | None = None,
     num_blocks: int | None = None,
+    num_null_blocks: int = 0,
+    longest: LongSequences | None = None,
 ) -> MemoryPlan:
     """Plans as many KV blocks as fit and are useful, unless the configuration sets a number.
+    `num_null_blocks` and `longest` are those of the plan.
 
     Raises EngineMemoryError if the share is not free, if it holds no KV block, or if the
     configuration requests more than the device has.
@@ -88,8 +113,8 @@ def plan_memory(
     is_asked = num_blocks is not None or kv_cache_bytes is not None
     if num_blocks is None:
         room = share - use.before_kv if kv_cache_bytes is None else kv_cache_bytes
-        num_blocks = max(0, min(room // block_bytes, max_useful_blocks))
-    plan = MemoryPlan(use, utilization, block_bytes, num_blocks)
+        num_blocks = max(0, min(room // block_bytes - num_null_blocks, max_useful_blocks))
+    plan = MemoryPlan(use, utilization, block_bytes, num_blocks, num_null_blocks, longest)
     if num_blocks < 1:
         raise _refusal(
             plan,

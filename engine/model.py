@@ -104,8 +104,9 @@ class Model:
         """Returns [T, Hq * D]."""
         config, k, v = self.config, kv.k[index], kv.v[index]
         window, cap = config.sliding_windows[index], config.attention_soft_cap
+        plan = inputs.attention[kv.table_of[index]]
         return paged_attention(
-            q, k, v, inputs.attention, config.attention_scale, window, out, soft_cap=cap
+            q, k, v, plan, config.attention_scale, window, out, soft_cap=cap
         ).flatten(1)
 
     def after_attention(
@@ -215,7 +216,7 @@ class Model:
             self._cos_sin[index],
             kv.k[index],
             kv.v[index],
-            inputs.slots,
+            inputs.slots[kv.table_of[index]],
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,

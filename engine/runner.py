@@ -32,6 +32,7 @@ from engine.device_memory import (
 from engine.device_step import DeviceSteps
 from engine.host_memory import available_bytes
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
+from engine.kv_layout import kv_layout
 from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
 from engine.memory_plan import DeviceUse, check_asked
 from engine.model import Model
@@ -71,6 +72,8 @@ class ModelRunner:
         folder = Path(config.model_path)
         self.model_config: ModelConfig = read_model_config(folder)
         self.max_model_len = resolve_max_len(config, self.model_config)
+        windows = self.model_config.sliding_windows
+        self.kv_layout = kv_layout(windows, config.block_size, self.max_model_len)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
         check_asked_memory(config, self.device)
@@ -88,10 +91,10 @@ class ModelRunner:
         self.adapters = self._make_pool(config, weight_bytes)
         if empty is None:
             self.num_blocks = count_blocks(
-                self.model_config, config, self.max_model_len, self.dtype
+                self.model_config, self.kv_layout, config, self.max_model_len, self.dtype
             )
             if config.num_blocks is not None or config.kv_cache_bytes is not None:
-                size = block_bytes(self.model_config, config.block_size, self.dtype)
+                size = block_bytes(self.model_config, self.kv_layout, self.dtype)
                 kv = "the KV cache (num_blocks or kv_cache_bytes)"
                 check_asked(
                     {kv: self.num_blocks * size},
@@ -100,13 +103,14 @@ class ModelRunner:
                 )
         else:
             use = self._measure(config, empty, weight_bytes, uses_triton, calls)
-            plan = plan_kv(self.model_config, config, self.max_model_len, self.dtype, use)
+            layout, length = self.kv_layout, self.max_model_len
+            plan = plan_kv(self.model_config, layout, config, length, self.dtype, use)
             logger.info("device memory\n%s", plan.table())
             self.num_blocks = plan.num_blocks
         with explain_out_of_memory(
             "making the KV blocks", ("gpu_memory_utilization", "num_blocks")
         ):
-            self._kv = self._allocate_kv(self.num_blocks, config)
+            self._kv = self._allocate_kv(self.num_blocks)
         self._steps = self._make_steps(self._kv, config, uses_triton)
         if isinstance(self._steps, DeviceSteps) and empty and not config.enforce_eager:
             with explain_out_of_memory(
@@ -229,12 +233,13 @@ class ModelRunner:
         steps.capture()
 
     def _warm_up(self, steps: DeviceSteps, config: EngineConfig) -> None:
-        limits = step_limits(config, self.model_config, self.max_model_len)
+        num_tables = len(self.kv_layout.groups)
+        limits = step_limits(config, self.model_config, self.max_model_len, num_tables)
         run_warm_up(steps, config, limits, self.num_blocks, self.adapters, self._sites)
 
-    def _allocate_kv(self, num_blocks: int, config: EngineConfig) -> KVCache:
+    def _allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(
-            self.model_config, num_blocks, config.block_size, self.dtype, self.device
+            self.model_config, self.kv_layout, num_blocks, self.dtype, self.device
         )
 
     @torch.inference_mode()
@@ -250,7 +255,7 @@ class ModelRunner:
         kernels' binaries."""
         max_tokens, max_len = max_step_tokens(config), self.max_model_len
         batch = largest_batch(max_tokens, config.max_num_seqs, max_len, config.block_size)
-        kv = self._allocate_kv(num_blocks(max_tokens, max_len, config.block_size), config)
+        kv = self._allocate_kv(num_blocks(max_tokens, max_len, config.block_size))
         steps = self._make_steps(kv, config, uses_triton)
         with explain_out_of_memory(
             "trying the largest step", ("max_num_batched_tokens", "max_num_seqs")
@@ -285,7 +290,7 @@ class ModelRunner:
             self._model,
             kv,
             self.adapters,
-            step_limits(config, model, self.max_model_len),
+            step_limits(config, model, self.max_model_len, len(self.kv_layout.groups)),
             max_step_tokens(config),
             model.eos_token_ids,
             has_pieces=config.piecewise_graphs,

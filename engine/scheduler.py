@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from engine.activation import StepParts
 from engine.adapter_gate import AdapterGate
 from engine.block_tables import BlockTables, needs_prompt_logprobs
-from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.grammar_gate import GrammarGate
 from engine.grammars import Grammars
@@ -69,7 +68,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        blocks: BlockPool,
+        tables: BlockTables,
         adapters: AdapterStore,
         eos_token_ids: Collection[int],
         max_model_len: int,
@@ -82,7 +81,7 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._cost = cost or StepCost()
-        self._tables = BlockTables(blocks)
+        self._tables = tables
         self._gate = AdapterGate(adapters, config.max_adapter_overtakes)
         self.grammar_gate = GrammarGate(grammars)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -326,7 +325,7 @@ class Scheduler:
         if not sample.is_finite:
             self._leave(sequence, Ending("error"), NOT_FINITE)
             return None
-        self._tables.publish(item)
+        self._tables.commit(item)
         sequence.num_computed_tokens = item.end
         if item.end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True

@@ -4,7 +4,7 @@ CUDA graphs hold the addresses of the device's copy, so it never moves. The host
 turn: while step n's copy may still wait for the device, step n+1 is written into the other. All
 fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
 step copies only the columns that it needs. The plan of the head comes first: only steps that need
-it copy it.
+it copy it. Models of full and windowed layers have a second block table, and slots of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 _ALIGNMENT = 4  # words: 16 bytes, the alignment of a kernel's vector load
 _PER_TOKEN = ("token_ids", "sources", "positions", "slots", "logit_rows")
+SLOTS = ("slots", "window_slots")  # of each block table
 _PER_SEQUENCE = ("kv_lens", "temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
 
 
@@ -38,13 +39,15 @@ class StepBuffers:
         lora_words: int,
         head_words: int,
         device: torch.device,
+        num_tables: int = 1,  # per sequence
     ) -> None:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
+        self.num_tables = num_tables
         sizes = {
             "head": head_words,
             "seeds": 2 * max_seqs,  # 64-bit, hence before fields of any number of words
-            **dict.fromkeys(_PER_TOKEN, max_tokens),
+            **dict.fromkeys(_PER_TOKEN + SLOTS[1:num_tables], max_tokens),
             **dict.fromkeys(_PER_SEQUENCE, max_seqs),
             "query_start": max_seqs + 1,
             "attention": attention_words,
@@ -56,9 +59,12 @@ class StepBuffers:
             self._fields[name] = _Field(start, size)
             start += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._tables_start = start
-        num_words = start + max_seqs * max_blocks
+        num_words = start + num_tables * max_seqs * max_blocks
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._tables = torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
+        self._tables = tuple(
+            torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
+            for _ in range(num_tables)
+        )
         pinned = device.type == "cuda"
         self._hosts = [
             torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
@@ -80,10 +86,13 @@ class StepBuffers:
     def host_longs(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         return self.host(name).view(np.int64)
 
-    def host_tables(self, num_rows: int, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def host_tables(
+        self, num_rows: int, width: int, table: int = 0
+    ) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Returns [num_rows, width], to be written whole."""
-        flat = self._hosts[self._turn].numpy()[self._tables_start :]
-        return flat[: num_rows * width].reshape(num_rows, width)
+        size = num_rows * width
+        flat = self._hosts[self._turn].numpy()[self._tables_start + table * size :]
+        return flat[:size].reshape(num_rows, width)
 
     def device(self, name: str) -> torch.Tensor:
         field = self._fields[name]
@@ -95,14 +104,20 @@ class StepBuffers:
     def device_longs(self, name: str) -> torch.Tensor:
         return self.device(name).view(torch.int64)
 
-    def device_tables(self, num_rows: int) -> torch.Tensor:
-        """Returns [num_rows, max_blocks]; columns past the width last sent hold old numbers."""
-        return self._tables[:num_rows]
+    def device_slots(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Returns [num_tokens] of each table."""
+        return tuple(self.device(name)[:num_tokens] for name in SLOTS[: self.num_tables])
+
+    def device_tables(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """Returns [num_rows, max_blocks] of each table; columns past the width last sent hold old
+        numbers."""
+        return tuple(table[:num_rows] for table in self._tables)
 
     def send(self, num_rows: int, width: int, *, with_head: bool = False) -> None:
         """Sends everything up to the end of the packed tables, then the tables to their rows."""
         start = 0 if with_head else self._fields["seeds"].start
-        end = self._tables_start + num_rows * width
+        end = self._tables_start + len(self._tables) * num_rows * width
         self._device[start:end].copy_(self._hosts[self._turn][start:end], non_blocking=True)
-        packed = self._device[self._tables_start : end].view(num_rows, width)
-        self._tables[:num_rows, :width].copy_(packed)
+        packed = self._device[self._tables_start : end].view(-1, num_rows, width)
+        for table, entries in zip(self._tables, packed.unbind(), strict=True):
+            table[:num_rows, :width].copy_(entries)

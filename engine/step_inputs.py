@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from engine.activation import adapter_at, adapter_runs
@@ -24,6 +23,7 @@ from engine.inputs import (
     reach_of,
 )
 from engine.step_buffers import StepBuffers
+from engine.step_rows import write_attention, write_sampling, write_tables, write_tokens
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
 from kernels.lora_plan import LoraPlan, lora_plan_size, write_lora_plan
 from kernels.paged_plan import (
@@ -32,12 +32,10 @@ from kernels.paged_plan import (
     PagedPlan,
     WorkCounts,
     work_size,
-    write_work,
 )
 from lora.page_lists import PageList
 from lora.pool import PAGE_ROWS, AdapterPool
 
-_SEED_MASK = 2**64 - 1
 _NO_PAGES = PageList((), ())
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
 Runs = list[tuple[tuple[int, ...], int]]
@@ -53,6 +51,7 @@ class StepLimits:
     block_size: int
     heads: HeadShape
     max_lora_rank: int
+    num_tables: int = 1  # block tables of a sequence
 
     @property
     def max_blocks(self) -> int:
@@ -97,19 +96,23 @@ class StepInputs:
             # A decode's logits have the rows of its tokens, and their plan.
             0 if is_decode else lora_plan_size(limits.max_seqs, self._max_pages, large=False),
             drawn.device,
+            limits.num_tables,
         )
 
     def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
         """Returns the inputs of `size` sequences with one token each; `write(..., size)` fills
         them."""
         device = self._buffers.device
-        attention = PagedPlan.for_graph(
-            device("query_start")[: size + 1],
-            device("kv_lens")[:size],
-            self._buffers.device_tables(size),
-            device("attention"),
-            self._scratch,
-            size,
+        attention = tuple(
+            PagedPlan.for_graph(
+                device("query_start")[: size + 1],
+                device("kv_lens")[:size],
+                table,
+                device("attention"),
+                self._scratch,
+                size,
+            )
+            for table in self._buffers.device_tables(size)
         )
         lora = None
         if reach is not LoraReach.NONE:
@@ -144,9 +147,10 @@ class StepInputs:
         adapters."""
         self._buffers.begin()
         parts = batch.sequences
-        self._write_tokens(parts, drawn_rows, size)
-        self._write_attention(parts, size)
-        self._write_sampling(parts, size)
+        buffers, block_size = self._buffers, self._limits.block_size
+        write_tokens(buffers, parts, drawn_rows, size, block_size)
+        write_attention(buffers, parts, size, self._limits.heads)
+        write_sampling(buffers, parts, size)
         runs, weights = self._lora_runs(adapter_runs(parts), size - len(parts))
         kinds = self.site_kinds(parts)
         reach = reach_of(runs, kinds)
@@ -161,7 +165,7 @@ class StepInputs:
                 has_head=_HEAD in kinds,
                 has_embedding=_EMBEDDING in kinds,
             )
-        self._send(parts, size)
+        buffers.send(size, write_tables(buffers, parts, size, block_size))
         return reach
 
     def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
@@ -177,7 +181,7 @@ class StepInputs:
                 self._limits.max_rank_pages,
                 large=True,
             )
-        return self._forward_inputs(size, self._no_attention(), lora)
+        return self._forward_inputs(size, self._attention(0, WorkCounts(0, 0)), lora)
 
     def write(
         self,
@@ -191,10 +195,11 @@ class StepInputs:
         self._buffers.begin()
         parts = batch.sequences
         num_tokens = size or batch.num_tokens
-        query_start = self._write_tokens(parts, drawn_rows, num_tokens)
-        counts = self._write_attention(parts, len(parts))
+        buffers, block_size = self._buffers, self._limits.block_size
+        query_start = write_tokens(buffers, parts, drawn_rows, num_tokens, block_size)
+        counts = write_attention(buffers, parts, len(parts), self._limits.heads)
         sampling = tuple(part for part in parts if part.samples)
-        self._write_sampling(sampling, len(sampling))
+        write_sampling(buffers, sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
         runs, weights = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
@@ -215,17 +220,11 @@ class StepInputs:
                 self._buffers.device("lora"), found, self.max_tokens, max_pages, has_affine=affine
             )
         head = self._write_head(sampling) if _HEAD in kinds else None
-        self._send(parts, len(parts), with_head=head is not None)
-        attention = PagedPlan.for_step(
-            self._buffers.device("query_start")[: len(parts) + 1],
-            self._buffers.device("kv_lens")[: len(parts)],
-            self._buffers.device_tables(len(parts)),
-            self._buffers.device("attention"),
-            self._scratch,
-            counts,
-        )
+        width = write_tables(buffers, parts, len(parts), block_size)
+        buffers.send(len(parts), width, with_head=head is not None)
+        plans = self._attention(len(parts), counts)
         return self._forward_inputs(
-            num_tokens, attention, lora, head, parts, rows, len(sampling), reach
+            num_tokens, plans, lora, head, parts, rows, len(sampling), reach
         )
 
     def for_prompts(self, inputs: ForwardInputs, batch: ScheduledBatch) -> ForwardInputs:
@@ -255,7 +254,7 @@ class StepInputs:
     def _forward_inputs(
         self,
         num_tokens: int,
-        attention: PagedPlan,
+        attention: tuple[PagedPlan, ...],
         lora: LoraPlan | None,
         head: LoraPlan | None = None,
         parts: tuple[ScheduledSequence, ...] = (),
@@ -267,7 +266,7 @@ class StepInputs:
         return ForwardInputs(
             token_ids=device("token_ids")[:num_tokens],
             positions=device("positions")[:num_tokens],
-            slots=device("slots")[:num_tokens],
+            slots=self._buffers.device_slots(num_tokens),
             attention=attention,
             logit_rows=device("logit_rows")[: len(rows)] if parts else None,
             host_logit_rows=rows,
@@ -278,89 +277,25 @@ class StepInputs:
             reach=reach,
         )
 
-    def _no_attention(self) -> PagedPlan:
+    def _attention(self, num_sequences: int, counts: WorkCounts) -> tuple[PagedPlan, ...]:
+        """Returns the plan of each block table, with the same work."""
         device = self._buffers.device
-        return PagedPlan.for_step(
-            device("query_start")[:1],
-            device("kv_lens")[:0],
-            self._buffers.device_tables(0),
-            device("attention"),
-            self._scratch,
-            WorkCounts(0, 0),
+        return tuple(
+            PagedPlan.for_step(
+                device("query_start")[: num_sequences + 1],
+                device("kv_lens")[:num_sequences],
+                table,
+                device("attention"),
+                self._scratch,
+                counts,
+            )
+            for table in self._buffers.device_tables(num_sequences)
         )
 
     def site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
         """Returns the kinds of sites that the adapters of these have, active or not."""
         adapters = {part.sequence.request.adapter for part in parts}
         return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
-
-    def _write_tokens(
-        self,
-        parts: tuple[ScheduledSequence, ...],
-        drawn_rows: Mapping[Sequence, int],
-        num_rows: int,
-    ) -> list[int]:
-        """Returns query_start. Rows past the batch's tokens become padding."""
-        host = self._buffers.host
-        token_ids, sources = host("token_ids"), host("sources")
-        positions, slots = host("positions"), host("slots")
-        sources[:num_rows] = -1
-        block_size = self._limits.block_size
-        query_start = [0]
-        row = 0
-        for part in parts:
-            sequence, start, end = part.sequence, part.start, part.end
-            known, table = sequence.token_ids, sequence.block_table
-            if end - start == 1:
-                if start < len(known):
-                    token_ids[row] = known[start]
-                else:
-                    sources[row] = drawn_rows[sequence]
-                positions[row] = start
-                slots[row] = table[start // block_size] * block_size + start % block_size
-                row += 1
-            else:
-                span = slice(row, row + end - start)
-                row = span.stop
-                tokens = known[start:end]
-                token_ids[span.start : span.start + len(tokens)] = tokens
-                if len(tokens) < end - start:
-                    sources[row - 1] = drawn_rows[sequence]
-                places = np.arange(start, end)
-                positions[span] = places
-                blocks = np.array(table, dtype=np.int32)
-                slots[span] = blocks[places // block_size] * block_size + places % block_size
-            query_start.append(row)
-        token_ids[row:num_rows] = positions[row:num_rows] = 0
-        slots[row:num_rows] = -1
-        return query_start
-
-    def _write_attention(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> WorkCounts:
-        """Writes `num_rows` sequences; rows past the batch are padding, with one query and no
-        keys."""
-        host = self._buffers.host
-        query_start, kv_lens = host("query_start"), host("kv_lens")
-        lengths = [part.end - part.start for part in parts] + [1] * (num_rows - len(parts))
-        query_start[0] = 0
-        np.cumsum(lengths, out=query_start[1 : num_rows + 1])
-        kv_lens[: len(parts)] = [part.end for part in parts]
-        kv_lens[len(parts) : num_rows] = 0
-        return write_work(
-            host("attention"), query_start[: num_rows + 1], kv_lens[:num_rows], self._limits.heads
-        )
-
-    def _write_sampling(self, parts: tuple[ScheduledSequence, ...], num_rows: int) -> None:
-        host, floats, count = self._buffers.host, self._buffers.host_floats, len(parts)
-        params = [part.sequence.request.params for part in parts]
-        floats("temperature")[:count] = [p.temperature for p in params]
-        host("top_k")[:count] = [p.top_k for p in params]
-        floats("top_p")[:count] = [p.top_p for p in params]
-        floats("min_p")[:count] = [p.min_p for p in params]
-        seeds = np.array([part.sequence.seed & _SEED_MASK for part in parts], dtype=np.uint64)
-        self._buffers.host_longs("seeds")[:count] = seeds.view(np.int64)
-        host("choices")[:count] = [part.sequence.choice for part in parts]
-        host("draw_positions")[:count] = [part.end for part in parts]
-        floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 
     def _lora_runs(
         self, keys: Iterable[tuple[str | None, int]], num_padding: int
@@ -381,14 +316,3 @@ class StepInputs:
             weights.append(())
         is_weighted = any(weight != 1.0 for found in lists.values() for weight in found.weights)
         return runs, weights if is_weighted else None
-
-    def _send(
-        self, parts: tuple[ScheduledSequence, ...], num_rows: int, *, with_head: bool = False
-    ) -> None:
-        block_size = self._limits.block_size
-        widths = [-(-part.end // block_size) for part in parts]
-        width = max(widths)
-        tables = self._buffers.host_tables(num_rows, width)
-        for i, part in enumerate(parts):
-            tables[i, : widths[i]] = part.sequence.block_table[: widths[i]]
-        self._buffers.send(num_rows, width, with_head=with_head)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.adapter_store import AdapterStore as AdapterStore
+from engine.kv_layout import KVLayout
 from lora.adapter_key import WeightedAdapter as WeightedAdapter
 from lora.adapter_key import adapter_key as adapter_key
 from lora.adapter_key import key_digests as key_digests
@@ -213,7 +214,10 @@ class Sequence:
     num_scheduled_tokens: int = 0  # the same, with the tokens of steps in flight
     num_tokens_in_flight: int = 0  # drawn by steps in flight; their ids are on the device alone
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    # Of the first group of layers of `engine.kv_layout`, and of the second, if there are two.
     block_table: list[int] = field(default_factory=list)
+    window_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0  # first entries of the windowed group's table: their blocks are freed
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     ordinal: int = 0  # age: the lower, the older
@@ -307,6 +311,7 @@ class Runner(Protocol):
     """The owner of the device, and the seam between policy (integers) and mechanism (tensors)."""
 
     num_blocks: int
+    kv_layout: KVLayout
     max_model_len: int
     runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
 

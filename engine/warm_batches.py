@@ -65,7 +65,8 @@ def make_batch(
             f"warm-{i}", (0,) * (start + length), params, owners[i * len(owners) // len(lengths)]
         )
         blocks = [block % num_blocks for block in range(count)]
-        sequence = Choice(request, 0, i, [0] * (start + length), block_table=blocks)
+        token_ids = [0] * (start + length)
+        sequence = Choice(request, 0, i, token_ids, block_table=blocks, window_table=blocks)
         parts.append(ScheduledSequence(sequence, start, start + length, True))
     return ScheduledBatch(tuple(parts))
 

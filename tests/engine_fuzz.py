@@ -21,6 +21,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.errors import AdapterInUseError, UnknownAdapterError
+from engine.kv_layout import KVLayout, kv_layout, num_uncommitted
 from engine.service import AsyncEngine
 from engine.types import Request, ResumedChoice, SamplingParams, ScheduledBatch, TokenOutput
 from kernels.lora_shrink_expand import Delta
@@ -34,6 +35,8 @@ from tests.lora_helpers import HandCopier, HandEvent
 
 _MOST_STEPS = 20_000  # to the end of all requests; an engine needs some hundred
 _DEADLOCK_S = 30.0  # an engine behind its thread needs a fraction of a second
+# Of models without windows, with windows in all layers, and in some of them.
+_WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (7,), (9, None), (5, 5, 5, None))
 _COPIES_S = (0.0, 20e-6, 100e-6, 500e-6, 2e-3)
 
 
@@ -69,8 +72,11 @@ class FuzzRunner(FakeRunner):
 
     adapters: AdapterPool  # type: ignore[assignment]
 
-    def __init__(self, num_blocks: int, block_size: int, pool: AdapterPool, max_len: int) -> None:
-        super().__init__(num_blocks, block_size, model=FakeModel(max_model_len=max_len))
+    def __init__(
+        self, num_blocks: int, block_size: int, pool: AdapterPool, max_len: int, layout: KVLayout
+    ) -> None:
+        model = FakeModel(max_model_len=max_len)
+        super().__init__(num_blocks, block_size, model=model, layout=layout)
         self.adapters = pool
         self.ranks: dict[str, int] = {}
         self._read: list[tuple[str, torch.Tensor]] = []
@@ -109,7 +115,10 @@ class Fuzz:
     def __init__(self, seed: int, device: str) -> None:
         self.rng = rng = random.Random(seed)
         block_size, max_len = rng.choice((1, 2, 4, 16)), rng.choice((24, 40, 64))
-        least = -(-max_len // block_size)
+        max_batched = rng.choice((1, 3, 8, 64))
+        windows = rng.choice(_WINDOWS)
+        layout = kv_layout(windows, block_size, max_len)
+        least = layout.blocks_needed(max_len, num_uncommitted(max_batched, runs_ahead=True))
         width = rng.choice((8, 64)) if device == "cpu" else rng.choice((64, 2048, 16384))
         sites = (Site("site", width, (Slice("module", width),)),)
         page_bytes = PageLayout(sites, torch.float32).page_bytes
@@ -126,7 +135,7 @@ class Fuzz:
             copier=copier if device == "cpu" else None,
         )
         self.num_blocks, self.width = rng.randint(least, 3 * least), width
-        self.runner = FuzzRunner(self.num_blocks, block_size, self.pool, max_len)
+        self.runner = FuzzRunner(self.num_blocks, block_size, self.pool, max_len, layout)
         self.runner.runs_ahead = rng.random() < 0.8
         self.names = [f"adapter-{i}" for i in range(1, rng.randint(2, 7))]
         self.runner.ranks = {name: rng.choice((1, 16, 17, 32)) for name in self.names}
@@ -135,7 +144,7 @@ class Fuzz:
                 "",
                 "base",
                 block_size=block_size,
-                max_num_batched_tokens=rng.choice((1, 3, 8, 64)),
+                max_num_batched_tokens=max_batched,
                 max_num_seqs=rng.choice((1, 2, 5, 8)),
                 enable_prefix_caching=rng.random() < 0.8,
                 max_adapter_overtakes=rng.choice((0, 1, 4, 256)),

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from engine.config import EngineConfig
+from engine.kv_layout import KVLayout
 from engine.runner import ModelRunner
 from engine.types import (
     Request,
@@ -146,11 +147,18 @@ def make_sequence(
     choice: int = 0,
     seed: int = 0,
     num_blocks: int = 24,
+    layout: KVLayout | None = None,
 ) -> Sequence:
+    """`layout`: of a model with windows in some of its layers; their blocks follow the others."""
     request = Request(f"r{first_block}", tuple(prompt), params, adapter)
     # Descending: a block table is not a range.
     table = list(range(first_block + num_blocks - 1, first_block - 1, -1))
-    return Sequence(request, choice, seed, list(prompt), block_table=table)
+    sequence = Sequence(request, choice, seed, list(prompt), block_table=table)
+    if layout is not None and len(layout.groups) == 2:
+        half = num_blocks // 2
+        sequence.block_table = layout.entries(0, table[half:])
+        sequence.window_table = layout.entries(1, table[:half])
+    return sequence
 
 
 def part(sequence: Sequence, length: int | None = None) -> ScheduledSequence:

@@ -1,10 +1,10 @@
 """A runner and an adapter pool without tensors, that find out when policy breaks KV.
 
 `FakeRunner` keeps what every KV slot holds: a hash of adapter, salt and all tokens up to there.
-Each step it writes the slots of the scheduled positions and reads all earlier ones through the
-block table, as attention would: a block that is shared wrongly, recycled too soon or never computed
-is a KVViolation. The drawn token is a pure function of that hash, seed and choice, so `solo_tokens`
-says what a request must give whatever else runs.
+Each step it writes the slots of the scheduled positions and reads all earlier ones, or those of a
+window, through the block tables, as attention would: a block that is shared wrongly, recycled too
+soon or never computed is a KVViolation. The drawn token is a pure function of that hash, seed and
+choice, so `solo_tokens` says what a request must give whatever else runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_layout import KVLayout, kv_layout, num_uncommitted
 from engine.scheduler import Scheduler
 from engine.stopping import banned_token_ids, ending
 from engine.types import (
@@ -31,6 +32,7 @@ from engine.types import (
     TokenLogprobs,
     TokenOutput,
 )
+from engine.window_tables import make_tables
 
 EOS = 0
 
@@ -165,13 +167,17 @@ class FakeRunner:
         block_size: int = 4,
         adapters: FakePool | None = None,
         model: FakeModel | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.kv_layout = layout or plain_layout(block_size)
         self.adapters = adapters or FakePool()
         self.model_config = model or FakeModel()
         self.max_model_len = self.model_config.max_model_len
-        self.kv: list[int | None] = [None] * (num_blocks * block_size)
+        # Of one layer of each group, by the entry of its block table: [slots].
+        num_slots = (num_blocks + 1) * self.kv_layout.stride * block_size
+        self.kv: list[int | None] = [None] * num_slots
         self.batches: list[tuple[tuple[str, int, int, int], ...]] = []
         self.fail_next: BaseException | None = None
         self.not_finite: set[str] = set()  # request ids
@@ -224,22 +230,29 @@ class FakeRunner:
         """The worst that a device may leave: neither KV nor drawn tokens can be used."""
         self._drawn.clear()
         for item in batch.sequences:
-            for position in range(item.start, item.end):
-                self.kv[self._slot(item.sequence, position)] = None
+            for table in self._tables(item.sequence):
+                for position in range(item.start, item.end):
+                    self.kv[self._slot(table, position)] = None
 
     def _write(self, item: ScheduledSequence) -> None:
         sequence = item.sequence
         hashes = prefix_hashes(sequence.request, self._tokens(item))
-        for position in range(item.start, item.end):
-            self.kv[self._slot(sequence, position)] = hashes[position]
+        for table in self._tables(sequence):
+            for position in range(item.start, item.end):
+                slot = self._slot(table, position)
+                if slot // self.block_size >= self.num_blocks * self.kv_layout.stride:
+                    raise KVViolation(f"{sequence.request.request_id} writes to the null block")
+                self.kv[slot] = hashes[position]
 
     def _sample(self, item: ScheduledSequence) -> Sample:
         """Reads after all have written: a slot written by two is seen by one of them."""
         sequence = item.sequence
         hashes = prefix_hashes(sequence.request, self._tokens(item))
-        for position in range(item.end):
-            if self.kv[self._slot(sequence, position)] != hashes[position]:
-                raise KVViolation(f"{sequence.request.request_id} at position {position}")
+        for table, group in zip(self._tables(sequence), self.kv_layout.groups, strict=True):
+            seen = 0 if group.window is None else max(0, item.start - group.window + 1)
+            for position in range(seen, item.end):
+                if self.kv[self._slot(table, position)] != hashes[position]:
+                    raise KVViolation(f"{sequence.request.request_id} at position {position}")
         prompt_logprobs = self._prompt_logprobs(item)
         if not item.samples:
             return Sample(None, prompt_logprobs=prompt_logprobs)
@@ -263,9 +276,11 @@ class FakeRunner:
         known = item.sequence.token_ids
         return known if item.end <= len(known) else [*known, max(self._drawn[item.sequence], 0)]
 
-    def _slot(self, sequence: Sequence, position: int) -> int:
-        block = sequence.block_table[position // self.block_size]
-        return block * self.block_size + position % self.block_size
+    def _tables(self, sequence: Sequence) -> tuple[list[int], ...]:
+        return (sequence.block_table, sequence.window_table)[: len(self.kv_layout.groups)]
+
+    def _slot(self, table: list[int], position: int) -> int:
+        return table[position // self.block_size] * self.block_size + position % self.block_size
 
 
 def prefix_hashes(request: Request, token_ids: list[int]) -> list[int]:
@@ -329,14 +344,24 @@ def make_engine(
     return Engine(make_config(block_size=runner.block_size, **config), runner, clock), runner
 
 
+def plain_layout(block_size: int) -> KVLayout:
+    return kv_layout((None,), block_size, 1 << 30)
+
+
 def make_scheduler(
-    num_blocks: int = 10, adapters: FakePool | None = None, **config: int | bool | str | None
+    num_blocks: int = 10,
+    adapters: FakePool | None = None,
+    layout: KVLayout | None = None,
+    **config: int | bool | str | None,
 ) -> tuple[Scheduler, BlockPool]:
+    """Of a runner that does not run ahead."""
     settings = make_config(**config)
+    uncommitted = num_uncommitted(settings.max_num_batched_tokens, runs_ahead=False)
     blocks = BlockPool(
         num_blocks, settings.block_size, "base", can_share=settings.enable_prefix_caching
     )
-    return Scheduler(settings, blocks, adapters or FakePool(), (EOS,), 4096), blocks
+    tables = make_tables(blocks, layout or plain_layout(settings.block_size), uncommitted)
+    return Scheduler(settings, tables, adapters or FakePool(), (EOS,), 4096), blocks
 
 
 def run_step(scheduler: Scheduler, token: int = 7) -> tuple[ScheduledBatch, list[TokenOutput]]:
@@ -354,15 +379,37 @@ def ranges(batch: ScheduledBatch) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def check_invariants(scheduler: Scheduler, blocks: BlockPool, adapters: FakePool) -> None:
+def held_blocks(sequence: Sequence, layout: KVLayout) -> list[int]:
+    """Returns the blocks of a sequence, whose entries are checked."""
+    tables = (sequence.block_table, sequence.window_table)
+    held: list[int] = []
+    for index, (group, table) in enumerate(zip(layout.groups, tables, strict=False)):
+        first = 0 if group.window is None else sequence.num_dropped
+        blocks = [entry // layout.stride for entry in table[first :: group.num_spans]]
+        assert layout.entries(index, blocks) == table[first:]
+        assert len(set(table[:first])) <= 1
+        held += blocks
+    return held
+
+
+def check_invariants(
+    scheduler: Scheduler, blocks: BlockPool, adapters: FakePool, layout: KVLayout | None = None
+) -> None:
     """Holds between any two calls."""
-    held = Counter(block for s in scheduler.running for block in s.block_table)
+    layout = layout or plain_layout(blocks.block_size)
+    blocks_of = {s: held_blocks(s, layout) for s in scheduler.running}
+    held = Counter(block for s in scheduler.running for block in blocks_of[s])
     for block in range(blocks.num_blocks):
         assert blocks.num_references(block) == held[block], f"block {block}"
     assert blocks.num_free == blocks.num_blocks - len(held)
-    assert all(len(set(s.block_table)) == len(s.block_table) for s in scheduler.running)
+    assert all(len(set(one)) == len(one) for one in blocks_of.values())
+    for s in scheduler.running:
+        for group in layout.groups:
+            if group.window is not None:
+                unneeded = group.first_needed(s.num_computed_tokens) * group.num_spans
+                assert s.num_dropped == unneeded
     assert all(
-        not (s.block_table or s.num_scheduled_tokens or s.num_tokens_in_flight)
+        not (s.block_table or s.window_table or s.num_scheduled_tokens or s.num_tokens_in_flight)
         for s in scheduler.waiting
     )
     assert all(s.num_computed_tokens <= s.num_scheduled_tokens for s in scheduler.running)
@@ -373,4 +420,4 @@ def check_invariants(scheduler: Scheduler, blocks: BlockPool, adapters: FakePool
     owners: dict[int, tuple[str | None, str]] = {}
     for s in scheduler.running:
         owner = (s.request.adapter, s.request.cache_salt)
-        assert all(owners.setdefault(block, owner) == owner for block in s.block_table)
+        assert all(owners.setdefault(block, owner) == owner for block in blocks_of[s])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.inputs import build_inputs
 from engine.kv_cache import KVCache, allocate_kv_cache
+from engine.kv_layout import kv_layout
 from engine.model import Model
 from engine.model_config import lora_sites, read_model_config
 from engine.types import ScheduledBatch
@@ -266,7 +267,9 @@ class Decoder:
         return [torch.cat(some) for some in rows]
 
     def _empty_cache(self) -> KVCache:
-        return allocate_kv_cache(self.config, _NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+        # The sequences keep every key: the layers are one group.
+        layout = kv_layout((None,) * self.config.num_layers, BLOCK_SIZE, self.config.max_len)
+        return allocate_kv_cache(self.config, layout, _NUM_BLOCKS, torch.float32, CPU)
 
     @torch.inference_mode()
     def _step(self, batch: ScheduledBatch, kv: KVCache) -> torch.Tensor:

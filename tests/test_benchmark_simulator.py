@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.admission import EngineLimits
+from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.scheduler import Scheduler
 from engine.types import Request, Sample, SamplingParams, ScheduledBatch
@@ -158,7 +159,7 @@ def _real_first_tokens(numbers: Calibration, calls: Sequence[Call]) -> dict[int,
     )
     blocks = BlockPool(limits.max_kv_tokens // 16, 16, "base", can_share=False)
     cost = measured_cost(numbers.pace, limits)
-    scheduler = Scheduler(config, blocks, FakePool(), (0,), 8192, cost=cost)
+    scheduler = Scheduler(config, BlockTables(blocks), FakePool(), (0,), 8192, cost=cost)
     coming = list(calls)
     first_s: dict[int, float] = {}
     now_s = end_s = 0.0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.errors import EngineMemoryError
 from engine.kv_cache import block_bytes, count_blocks, plan_kv
+from engine.kv_layout import kv_layout
 from engine.memory_plan import (
     GIB,
     DeviceUse,
@@ -191,18 +192,19 @@ def test_a_base_whose_longest_request_does_not_fit_is_said(
 ) -> None:
     model = read_model_config(make_base(tmp_path))
     config = EngineConfig("/nowhere", "base", num_blocks=3)
+    layout = kv_layout(model.sliding_windows, 16, 64)
     with caplog.at_level(logging.WARNING):
-        found = plan_kv(model, config, 64, torch.float32, H200)
+        found = plan_kv(model, layout, config, 64, torch.float32, H200)
         assert found.num_blocks == 3
-        assert found.block_bytes == block_bytes(model, 16, torch.float32)
+        assert found.block_bytes == block_bytes(model, layout, torch.float32)
         assert "hold 48 tokens, max_model_len is 64" in caplog.text
         caplog.clear()
-        plan_kv(model, config, 48, torch.float32, H200)
+        plan_kv(model, layout, config, 48, torch.float32, H200)
         assert not caplog.text
         # On a CPU as on a GPU.
-        assert count_blocks(model, config, 64, torch.float32) == 3
+        assert count_blocks(model, layout, config, 64, torch.float32) == 3
         assert "hold 48 tokens, max_model_len is 64" in caplog.text
         assert "raise kv_cache_bytes" in caplog.text
         caplog.clear()
-        count_blocks(model, config, 48, torch.float32)
+        count_blocks(model, layout, config, 48, torch.float32)
     assert not caplog.text

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.core import Engine
+from engine.kv_layout import kv_layout, num_uncommitted
 from engine.scheduler import Scheduler
 from engine.types import NO_MEMORY, Request, Sample, SamplingParams, TokenOutput
 from tests.fakes import (
@@ -175,7 +177,7 @@ def test_the_load_shows_who_waits_for_room_for_an_adapter_and_how_long() -> None
     now_s = [0.0]
     config = make_config()
     blocks = BlockPool(40, config.block_size, "base", can_share=False)
-    scheduler = Scheduler(config, blocks, pool, (EOS,), 4096, lambda: now_s[0])
+    scheduler = Scheduler(config, BlockTables(blocks), pool, (EOS,), 4096, lambda: now_s[0])
     scheduler.add(make_request("blocker", 4, "x", max_tokens=9), 0)
     scheduler.add(make_request("waiting", [7] * 12, "y"), 0)
     run_step(scheduler)
@@ -301,7 +303,17 @@ def test_a_sequence_with_penalties_is_in_every_step() -> None:
 
 
 MODEL = FakeModel(vocab_size=6)
-NUM_BLOCKS, BLOCK_SIZE = 9, 2
+MOST_TOKENS, BLOCK_SIZE = 18, 2  # of a request; the blocks are as many as it needs alone
+WINDOWS: list[tuple[int | None, ...]] = [
+    (None,),
+    (None,),
+    (5, 5),  # all layers
+    (1,),  # each query sees itself
+    (4, None),  # groups of the same size
+    (3, 3, None, 3),
+    (None, None, 5),  # blocks of the windowed layers hold more tokens
+    (6, 6, 6, 6, 6, None, 6),
+]
 
 params_strategy = st.builds(
     SamplingParams,
@@ -334,10 +346,19 @@ class Trace:
     """Runs commands on an engine and checks every promise after each of them."""
 
     def __init__(
-        self, budget: int, max_seqs: int, caching: bool, capacity: int, runs_ahead: bool
+        self,
+        budget: int,
+        max_seqs: int,
+        caching: bool,
+        capacity: int,
+        runs_ahead: bool,
+        windows: tuple[int | None, ...],
     ) -> None:
         self.pool = FakePool(capacity, {"x", "y", "z"})
-        self.runner = FakeRunner(NUM_BLOCKS, BLOCK_SIZE, self.pool, MODEL)
+        self.layout = kv_layout(windows, BLOCK_SIZE, MODEL.max_model_len)
+        uncommitted = num_uncommitted(budget, runs_ahead=runs_ahead)
+        self.num_blocks = self.layout.blocks_needed(MOST_TOKENS, uncommitted)
+        self.runner = FakeRunner(self.num_blocks, BLOCK_SIZE, self.pool, MODEL, self.layout)
         self.runner.runs_ahead = runs_ahead
         config = make_config(
             block_size=BLOCK_SIZE,
@@ -377,7 +398,7 @@ class Trace:
             if output.finish_reason:
                 self.endings[key] = output.finish_reason
         assert oldest is None or oldest.num_preemptions == preemptions
-        check_invariants(scheduler, self.blocks, self.pool)
+        check_invariants(scheduler, self.blocks, self.pool, self.layout)
 
     def finish(self) -> None:
         for _ in range(2000):
@@ -385,7 +406,7 @@ class Trace:
                 break
             self.step()
         assert not self.engine.has_work, "a request never ends"
-        assert self.blocks.num_free == NUM_BLOCKS
+        assert self.blocks.num_free == self.num_blocks
         assert not +self.pool.references
         for request in self.requests.values():
             for choice in range(request.params.n):
@@ -415,6 +436,7 @@ class Trace:
     caching=st.booleans(),
     capacity=st.integers(1, 3),
     runs_ahead=st.booleans(),
+    windows=st.sampled_from(WINDOWS),
 )
 def test_random_traces_keep_every_promise(
     commands: list[tuple[str, object]],
@@ -423,15 +445,16 @@ def test_random_traces_keep_every_promise(
     caching: bool,
     capacity: int,
     runs_ahead: bool,
+    windows: tuple[int | None, ...],
 ) -> None:
-    trace = Trace(budget, max_seqs, caching, capacity, runs_ahead)
+    trace = Trace(budget, max_seqs, caching, capacity, runs_ahead, windows)
     for name, argument in commands:
         if name == "add":
             trace.add(argument)  # type: ignore[arg-type]
         elif name == "abort":
             number, choice = argument  # type: ignore[misc]
             trace.engine.abort(f"r{number}", choice)
-            check_invariants(trace.engine.scheduler, trace.blocks, trace.pool)
+            check_invariants(trace.engine.scheduler, trace.blocks, trace.pool, trace.layout)
         elif name == "memory":
             trace.runner.most_tokens = argument  # type: ignore[assignment]
         else:

@@ -24,7 +24,8 @@ def test_every_field_has_words_of_its_own() -> None:
     buffers.send(2, 3)
     for value, (name, size) in enumerate(names.items(), start=1):
         assert buffers.device(name).tolist() == [value] * size
-    assert buffers.device_tables(2)[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
+    (table,) = buffers.device_tables(2)
+    assert table[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert buffers.device("seeds").data_ptr() % 16 == 0
 
 
@@ -39,7 +40,21 @@ def test_the_head_s_plan_is_sent_only_if_needed() -> None:
     assert buffers.device("lora").tolist() == [5] * 6
     buffers.send(1, 1, with_head=True)
     assert buffers.device("head").tolist() == [4] * 9
-    assert buffers.device_tables(1)[0, 0] == 6
+    assert buffers.device_tables(1)[0][0, 0] == 6
+
+
+def test_a_second_block_table_has_slots_and_rows_of_its_own() -> None:
+    buffers = StepBuffers(5, 3, 7, 11, 6, 9, torch.device("cpu"), num_tables=2)
+    buffers.begin()
+    for value, name in enumerate(("slots", "window_slots", "kv_lens", "lora"), start=1):
+        buffers.host(name)[:] = value
+    buffers.host_tables(2, 3)[:] = [[1, 2, 3], [4, 5, 6]]
+    buffers.host_tables(2, 3, 1)[:] = [[7, 8, 9], [10, 11, 12]]
+    buffers.send(2, 3)
+    assert [one.tolist() for one in buffers.device_slots(4)] == [[1] * 4, [2] * 4]
+    assert buffers.device("lora").tolist() == [4] * 6
+    first, second = (table[:, :3].tolist() for table in buffers.device_tables(2))
+    assert (first, second) == ([[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]])
 
 
 def test_floats_and_longs_are_the_same_words() -> None:

@@ -17,6 +17,7 @@ from engine.checks.effect_report import LogitChange
 from engine.errors import UnsupportedModelError
 from engine.inputs import build_inputs
 from engine.kv_cache import allocate_kv_cache
+from engine.kv_layout import kv_layout
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
@@ -68,7 +69,9 @@ class Probe:
         inputs = build_inputs(ScheduledBatch(tuple(parts)), _BLOCK_SIZE, pool.device, pool)
         num_rows = sum(len(prompt) for prompt in prompts)
         every = replace(inputs, logit_rows=None, host_logit_rows=tuple(range(num_rows)))
-        kv = allocate_kv_cache(self._config, num_blocks, _BLOCK_SIZE, pool.dtype, pool.device)
+        # Every key is kept: the layers are one group.
+        layout = kv_layout((None,) * self._config.num_layers, _BLOCK_SIZE, self._config.usual_len)
+        kv = allocate_kv_cache(self._config, layout, num_blocks, pool.dtype, pool.device)
         hidden = self._model.forward(every, kv, pool)
 
         def logits() -> Iterator[torch.Tensor]:

@@ -39,7 +39,8 @@ class EngineArgs(Args):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens per KV block."""
     num_blocks: int | None = Field(default=None, ge=1)
-    """The number of KV blocks. By default it follows from `kv_cache_bytes` or
+    """The number of KV blocks, which hold `block_size` tokens of all layers, or of the larger of
+    two groups of layers with and without a window. By default it follows from `kv_cache_bytes` or
     `gpu_memory_utilization`."""
     kv_cache_bytes: Bytes | None = None
     """The memory for KV blocks. By default 1 GiB on a CPU; on CUDA what the share of

@@ -33,7 +33,13 @@ def outputs(base: Path, adapter: Path, backend: str, dtype: str) -> list[list[in
     assert runner.adapters.acquire("adapter")
     jobs = [
         Job(
-            make_sequence(random_prompt(9 + 8 * i, seed=20 + i), 4 * i, adapter=name, num_blocks=4),
+            make_sequence(
+                random_prompt(9 + 8 * i, seed=20 + i),
+                8 * i,
+                adapter=name,
+                num_blocks=8,
+                layout=runner.kv_layout,
+            ),
             starts_at=i % 2,
             chunk=7 + 9 * i,
         )

@@ -22,6 +22,7 @@ from engine.model_config import ModelConfig
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
 from engine.weights import LayerWeights, Weights
+from kernels.e4m3 import E4m3Rows, Matrix
 from lora.pool import AdapterPool
 from lora.sites import Site, Slice
 
@@ -85,12 +86,13 @@ class Probe:
 
 def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
     """Returns the Frobenius norm of the base's weight of each module."""
-    fused = [tensor for layer in weights.layers for tensor in _matrices(layer)]
+    fused: list[Matrix] = [matrix for layer in weights.layers for matrix in _matrices(layer)]
     fused += [weights.head, weights.embedding]
     norms: dict[str, float] = {}
     for site, tensor in zip(sites, fused, strict=True):
         for part, rows in _slices(site, tensor):
-            norm = float(torch.linalg.vector_norm(rows, dtype=torch.float32))
+            wide = rows.float() if isinstance(rows, E4m3Rows) else rows
+            norm = float(torch.linalg.vector_norm(wide, dtype=torch.float32))
             norms[part.module] = math.hypot(norms.get(part.module, 0.0), norm)
     return norms
 
@@ -145,14 +147,14 @@ def _join(num_prompts: int, parts: Sequence[_Compared]) -> LogitChange:
     )
 
 
-def _matrices(layer: LayerWeights) -> tuple[torch.Tensor, ...]:
+def _matrices(layer: LayerWeights) -> tuple[Matrix, ...]:
     """Returns the matrices in the order of `lora_sites`."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
-def _slices(site: Site, fused: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
+def _slices(site: Site, fused: Matrix) -> Iterator[tuple[Slice, Matrix]]:
     if site.kind == "embedding":
         yield site.slices[0], fused  # [V, H]: its input is the row's number
         return
     sizes = [part.out_features for part in site.slices]
-    yield from zip(site.slices, torch.split(fused, sizes), strict=True)
+    yield from zip(site.slices, fused.split(sizes), strict=True)

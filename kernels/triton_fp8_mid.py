@@ -53,13 +53,12 @@ def _fp8_mid_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    PART: tl.constexpr,  # columns of a split, whole blocks
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     start_dependents(OVERLAPPED)
-    BLOCKS: tl.constexpr = tl.cdiv(K, BLOCK_K)
-    PART: tl.constexpr = tl.cdiv(BLOCKS, SPLITS) * BLOCK_K  # columns of a split
     split = tl.program_id(1)
     names = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
@@ -164,6 +163,7 @@ def launch_fp8_mid(
             tile.block_n,
             BLOCK_K,
             splits,
+            -(-width // (splits * BLOCK_K)) * BLOCK_K,
             tile.stages,
             IS_INTERPRETED,
             OVERLAPS,

@@ -1,5 +1,5 @@
-"""The values that a configuration leaves open, from the machine and the base: backend, device, type,
-quantization and length."""
+"""The values that a configuration leaves open, from the machine and the base: backend, device,
+type, FP8 and length."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rows in FP8 e4m3, each with a scale of its own: weights by output channel, activations by token.
 
-A row is divided by its scale, its largest magnitude over 448, and rounded to the nearest e4m3: three
-bits behind the leading one, within a factor of 2^15 below the largest. The scheme is the one that
-vLLM and compressed-tensors call dynamic per token and per channel. Uses tensors only.
+A row is divided by its scale, its largest magnitude over 448, and rounded to the nearest e4m3:
+three bits behind the leading one, within a factor of 2^15 below the largest. The scheme is the one
+that vLLM and compressed-tensors call dynamic per token and per channel. Uses tensors only.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class E4m3Rows:
 
     def split(self, sizes: int | list[int]) -> tuple[E4m3Rows, ...]:
         """Returns views of so many rows each, as torch's `split` does."""
-        parts = zip(
-            torch.split(self.values, sizes), torch.split(self.scales, sizes), strict=True
-        )
+        parts = zip(torch.split(self.values, sizes), torch.split(self.scales, sizes), strict=True)
         return tuple(E4m3Rows(*part) for part in parts)
 
     def write_(self, weight: torch.Tensor) -> None:

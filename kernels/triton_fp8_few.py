@@ -3,8 +3,8 @@
 
 e4m3 becomes float16 in registers, which holds each of its values, and the products of the tensor
 cores are exact; sums are float32. On Hopper `mma` has no e4m3, and the wide product that has would
-read 64 rows of the weight at a time. Tokens do not meet in any sum and programs do not split K, so a
-token's bits depend neither on the number of tokens nor on adapters.
+read 64 rows of the weight at a time. Tokens do not meet in any sum and programs do not split K, so
+a token's bits depend neither on the number of tokens nor on adapters.
 """
 
 from __future__ import annotations

@@ -165,9 +165,8 @@ def _of_base(
 ) -> Matrix | None:
     """Returns the base's parameter where it lies."""
     parameter = base(f"{module}.{name}") if base is not None else None
-    if parameter is None:
-        if is_needed:
-            raise AdapterError(
-                f"the adapter needs the base's {name} of {module}, and the base has none"
-            )
+    if parameter is None and is_needed:
+        raise AdapterError(
+            f"the adapter needs the base's {name} of {module}, and the base has none"
+        )
     return parameter

@@ -16,7 +16,7 @@ GRID = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 
 
 def quantised(weight: torch.Tensor) -> E4m3Rows:
-    rows = empty_rows(*weight.shape, weight.device)
+    rows = empty_rows(weight.shape[0], weight.shape[1], weight.device)
     rows.write_(weight)
     return rows
 

@@ -111,7 +111,7 @@ def test_each_matrix_of_the_layers_is_quantised_as_it_is_read(tmp_path: Path, fa
     own = fp8(weights.parameters["model.layers.1.self_attn.k_proj.weight"])
     assert own.values.data_ptr() == fp8(layer.qkv)[96:].values.data_ptr()  # a view, no copy
     assert fp8(layer.gate_up).shape == before.gate_up.shape
-    assert fp8(layer.down).nbytes == before.down.nbytes // 2 + 4 * 48  # type: ignore[union-attr]
+    assert fp8(layer.down).nbytes == before.down.nbytes // 2 + 4 * 48
 
 
 def test_random_weights_are_those_of_the_other_type_quantised(tmp_path: Path) -> None:
@@ -204,4 +204,3 @@ def test_a_runner_refuses_before_it_reads_weights(tmp_path: Path) -> None:
     (base / "model.safetensors").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match="quantization is fp8"):
         make_runner(base, quantization="fp8")
-

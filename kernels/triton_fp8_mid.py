@@ -3,8 +3,9 @@ bandwidth.
 
 The tensor cores' tall side is the weight, the tokens are its narrow one: all of them in one tile,
 so that a program reads its rows of the weight once. Narrow outputs have too few programs to fill
-the device; they split K into SPLITS parts, whose sums a second launch adds up in their order. Hopper's
-e4m3 products keep 14 bits of a sum: after each block of columns it is added to one in float32.
+the device; they split K into SPLITS parts, whose sums a second launch adds up in their order.
+Hopper's e4m3 products keep 14 bits of a sum: after each block of columns it is added to one in
+float32.
 
 The number of splits follows the shape of the weight and blocks are as long for any number of rows,
 so that a row's sums have one order from 9 rows to 128.

@@ -44,8 +44,9 @@ ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 129, 300)
 RANKS = (8, 16, 200, *LACKING, 64)
 # One rounding to bfloat16, and sums of 128 products of which Hopper keeps 14 bits.
 LARGEST_ERROR = 3e-3
-# An activation that rounds to another bfloat16 can round to another e4m3, 32 times coarser.
-TOLERANCE = 1.0  # of log-probabilities
+# Of log-probabilities. An activation that rounds to another bfloat16 can round to another e4m3, 16
+# times coarser: on a CPU, engines in bfloat16 and float32 differ by 0.28, without FP8 by 0.06.
+TOLERANCE = 0.6
 
 
 def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -163,7 +163,9 @@ def measure(
         )
     del all_data, graphs
     torch.cuda.empty_cache()
-    return medians, all(error < LARGEST_ERROR for error in errors.values())
+    return medians, all(
+        error < LARGEST_ERROR for name, error in errors.items() if not name.endswith("_fast")
+    )
 
 
 def main() -> None:

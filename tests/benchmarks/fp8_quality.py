@@ -1,8 +1,8 @@
-"""What FP8 linears change: the demo's base and each of its adapters, in the base's type and in FP8.
+"""The change that FP8 linears make to the demo's base and to each of its adapters.
 
-Every target answers held-out prompts of its task, greedily and in the base's type; then both sides
-read prompt and answer, and their logits are compared at each token of the answer: the mean KL
-divergence in nats, and the share of positions with the same first choice.
+Every target answers held-out prompts of its task, greedily and in the base's type; then the base in
+its type and in FP8 read prompt and answer, and their logits are compared at each token of the
+answer: the mean KL divergence in nats, and the share of positions with the same first choice.
 
     python -m tests.benchmarks.fp8_quality [--prompts 20] [--tokens 48] [--device cpu]
 """

@@ -30,7 +30,7 @@ def test_rows_are_quantised_as_by_the_reference(width: int) -> None:
 
 # The last shape has K in two parts.
 @pytest.mark.parametrize(("height", "width"), [(48, 1040), (200, 336), (32, 2064)])
-@pytest.mark.parametrize("rows", [1, 8, 9, 40])
+@pytest.mark.parametrize("rows", [1, 8, 40])
 def test_a_product_is_the_reference_s(height: int, width: int, rows: int) -> None:
     x, bias = drawn(rows, width, seed=3), drawn(height, seed=4)
     weight = quantised(drawn(height, width, seed=5) * width**-0.5)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from tests.benchmarks.workload import make_jobs
 SEED = 99
 MAX_RANK = 64
 TOGETHER = 5  # texts of a step
+LARGEST_KL = 0.1  # nats: the mean of a target
 Text = tuple[tuple[int, ...], tuple[int, ...]]  # prompt, answer
 
 
@@ -148,9 +148,8 @@ def main() -> None:
             report.emit(target=name or "base", **figures)
             rows.append((name or "base", *figures.values()))
     print_table(("target", "positions", "mean KL", "p99 KL", "top-1"), rows)
-    worst = min(float(str(row[-1])) for row in rows)
-    mean = statistics.fmean(float(str(row[2])) for row in rows)
-    report.emit(benchmark="fp8_quality", mean_kl=round(mean, 6), **{"pass": worst >= 0.85})
+    worst = max(float(str(row[2])) for row in rows)
+    report.emit(benchmark="fp8_quality", largest_mean_kl=worst, **{"pass": worst < LARGEST_KL})
 
 
 if __name__ == "__main__":

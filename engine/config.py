@@ -13,6 +13,8 @@ class EngineConfig:
     backend: Literal["auto", "reference", "triton"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
+    # fp8: the layers' linears in e4m3, quantised as they are read, half of bfloat16's bytes
+    quantization: Literal["none", "fp8"] = "none"
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens per KV block

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.e4m3 import FIRST_CAPABILITY
+
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -17,6 +19,10 @@ class CudaDevice:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.capability >= FIRST_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def trace_kernels(
     layout = kv_layout(short.sliding_windows, config.block_size, max_model_len)
     limits = step_limits(config, model, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
-        has_affine = config.affine_adapters
+        has_affine, is_fp8 = config.affine_adapters, config.quantization == "fp8"
         pages = PageLayout(sites, dtype, has_affine=has_affine)
         # Kernels depend on whether there is a pool, not on its size. This one has room for adapters
         # of all sites, though small ones may fit into the engine's own pool alone; the head of a
@@ -83,7 +83,7 @@ def trace_kernels(
             )
         kv = allocate_kv_cache(short, layout, 1, dtype, meta)
         steps = DeviceSteps(
-            Model(short, empty_weights(short, dtype, meta), max_len=1),
+            Model(short, empty_weights(short, dtype, meta, is_fp8=is_fp8), max_len=1),
             kv,
             pool,
             limits,

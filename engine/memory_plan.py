@@ -81,7 +81,7 @@ class MemoryPlan:
             ("device", use.total, ""),
             ("used by others", use.used_by_others, "other processes and the driver"),
             ("share", self.share, f"gpu_memory_utilization {self.utilization:g}"),
-            ("- weights", use.weights, "the base, dtype"),
+            ("- weights", use.weights, "the base, dtype, quantization"),
             ("- adapter pool", use.adapter_pool, "adapter_pool_bytes"),
             ("- activations", use.activations, "max_num_batched_tokens, max_num_seqs"),
             ("- graphs", use.graphs, "max_num_seqs, enforce_eager"),

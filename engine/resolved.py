@@ -1,5 +1,5 @@
-"""The values that a configuration leaves open, from the machine and the base: backend, device, type
-and length."""
+"""The values that a configuration leaves open, from the machine and the base: backend, device,
+type, FP8 and length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
-from kernels.backend import HAS_TRITON, IS_INTERPRETED, allow_triton
+from engine.weights import check_fp8
+from kernels.backend import HAS_TRITON, IS_INTERPRETED, Capability, allow_triton
+from kernels.e4m3 import FIRST_CAPABILITY
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,32 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
     }[name]
+
+
+def resolve_fp8(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capability: Capability | None
+) -> bool:
+    """Returns True if the layers' linears are to be in FP8. `capability`: of the CUDA device whose
+    kernels multiply them, None for the references. Raises UnsupportedModelError."""
+    if config.quantization == "none":
+        return False
+    check_fp8(model)
+    if capability is None:
+        return True
+    if capability < FIRST_CAPABILITY:
+        raise UnsupportedModelError(
+            f"quantization is fp8: it needs a device of compute capability "
+            f"{_words(FIRST_CAPABILITY)} or higher, this one has {_words(capability)}"
+        )
+    if dtype != torch.bfloat16:
+        raise UnsupportedModelError(
+            f"quantization is fp8: it needs dtype bfloat16, which is {config.dtype}"
+        )
+    return True
+
+
+def _words(capability: Capability) -> str:
+    return ".".join(map(str, capability))
 
 
 def resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -38,7 +38,13 @@ from engine.memory_plan import DeviceUse, check_asked
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.reference_step import ReferenceSteps
-from engine.resolved import resolve_backend, resolve_device, resolve_dtype, resolve_max_len
+from engine.resolved import (
+    resolve_backend,
+    resolve_device,
+    resolve_dtype,
+    resolve_fp8,
+    resolve_max_len,
+)
 from engine.types import LaunchedStep, Sample, ScheduledBatch
 from engine.warm_up import PreparedKernels, prepare_kernels, run_warm_up
 from engine.weights import Weights, load_weights, random_weights
@@ -74,6 +80,11 @@ class ModelRunner:
         self.max_model_len = resolve_max_len(config, self.model_config)
         windows = self.model_config.sliding_windows
         self.kv_layout = kv_layout(windows, config.block_size, self.max_model_len)
+        is_cuda = self.device.type == "cuda"
+        capability = (
+            torch.cuda.get_device_capability(self.device) if is_cuda and uses_triton else None
+        )
+        self._is_fp8 = resolve_fp8(config, self.model_config, self.dtype, capability)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
         check_asked_memory(config, self.device)
@@ -84,7 +95,6 @@ class ModelRunner:
         else:
             self._weights, weight_bytes = self._load(folder, config)
         # For the norms of DoRA's rows, which are computed while steps run.
-        is_cuda = self.device.type == "cuda"
         self._beside = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._model = Model(self.model_config, self._weights, self.max_model_len)
         weight_bytes += self._model.table_bytes if empty is not None else 0
@@ -125,10 +135,11 @@ class ModelRunner:
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
         logger.info(
-            "%s on %s in %s: %d KV blocks, %d adapter blocks, %.1f s",
+            "%s on %s in %s%s: %d KV blocks, %d adapter blocks, %.1f s",
             self.model_config.architecture,
             self.device,
             self.dtype,
+            ", linears in FP8" if self._is_fp8 else "",
             self.num_blocks,
             self.adapters.num_blocks,
             time.perf_counter() - started_s,
@@ -198,11 +209,12 @@ class ModelRunner:
         """Returns the weights, and their bytes on a CUDA device."""
         is_cuda = self.device.type == "cuda"
         held = allocated_bytes(self.device) if is_cuda else 0
-        with explain_out_of_memory("loading the weights", ("dtype", "the device")):
+        with explain_out_of_memory("loading the weights", ("dtype", "quantization", "the device")):
+            model, dtype, device, is_fp8 = self.model_config, self.dtype, self.device, self._is_fp8
             if config.load_format == "dummy":
-                weights = random_weights(self.model_config, self.dtype, self.device)
+                weights = random_weights(model, dtype, device, is_fp8=is_fp8)
             else:
-                weights = load_weights(folder, self.model_config, self.dtype, self.device)
+                weights = load_weights(folder, model, dtype, device, is_fp8=is_fp8)
         return weights, allocated_bytes(self.device) - held if is_cuda else 0
 
     def _prepare_kernels(self, config: EngineConfig, stop: threading.Event) -> PreparedKernels:

@@ -26,7 +26,7 @@ from engine.host_memory import available_bytes
 from engine.kernel_trace import trace_kernels
 from engine.largest_step import max_step_tokens
 from engine.model_config import ModelConfig, read_model_config
-from engine.resolved import resolve_dtype, resolve_max_len
+from engine.resolved import resolve_dtype, resolve_fp8, resolve_max_len
 from engine.step_inputs import StepLimits
 from engine.types import SamplingParams, ScheduledBatch
 from engine.warm_batches import (
@@ -128,6 +128,7 @@ def warm_cache(config: EngineConfig, capability: Capability | None) -> PreparedK
     model = read_model_config(Path(config.model_path))
     dtype = resolve_dtype(config, torch.device("cuda"))
     capability = capability or torch.cuda.get_device_capability()
+    resolve_fp8(config, model, dtype, capability)
     with targeted(capability):
         return prepare_kernels(config, model, dtype, resolve_max_len(config, model), capability)
 

@@ -2,7 +2,7 @@
 
 Every expected tensor must be there with its shape, and no other, but for a few that mean nothing
 and for the parts of a larger model that no text reaches. Reads tensor by tensor: no second copy of
-the model in memory.
+the model in memory. The layers' matrices can be kept in FP8: each is quantised as it is read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
 from engine.weight_files import weight_files
+from kernels.e4m3 import FEATURES, E4m3Rows, Matrix, empty_rows
 from lora.module_names import canonical, is_of_other_part
 
 logger = logging.getLogger(__name__)
@@ -33,15 +34,15 @@ class LayerWeights:
     attention_post_norm: torch.Tensor | None  # [H], of what attention adds
     mlp_norm: torch.Tensor | None  # [H], of what enters the MLP
     mlp_post_norm: torch.Tensor | None  # [H], of what the MLP adds
-    qkv: torch.Tensor  # [(Hq + 2 * Hkv) * D, H]
+    qkv: Matrix  # [(Hq + 2 * Hkv) * D, H]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [D]; of all heads together [Hq * D]
     k_norm: torch.Tensor | None
-    o: torch.Tensor  # [H, Hq * D]
+    o: Matrix  # [H, Hq * D]
     o_bias: torch.Tensor | None
-    gate_up: torch.Tensor  # [2 * I, H]
+    gate_up: Matrix  # [2 * I, H]
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [H, I]
+    down: Matrix  # [H, I]
     down_bias: torch.Tensor | None
 
 
@@ -53,36 +54,54 @@ class Weights:
     head: torch.Tensor  # [V, H], the embedding itself if tied
     # All of them by the names of the files, parts of fused ones as views. A tied head is the
     # embedding's own object.
-    parameters: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, Matrix]
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_fp8: bool = False,
 ) -> Weights:
-    builder = _Builder(config, dtype, device)
+    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows."""
+    builder = _Builder(config, dtype, device, is_fp8=is_fp8)
     weights = builder.build()
     assert builder.places.keys() == expected_shapes(config).keys()
     offset = config.family.norm_offset
     for name, tensor in stream_tensors(folder, config):
-        place = builder.places[name].copy_(tensor)
+        place = builder.places[name]
+        if isinstance(place, E4m3Rows):
+            place.write_(tensor)
+            continue
+        place.copy_(tensor)
         if offset and _is_norm(name):
             place += offset  # in float32, as norms with an offset are kept
     return weights
 
 
-def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+def empty_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+) -> Weights:
     """Returns weights of any content; on the meta device, shapes without memory."""
-    return _Builder(config, dtype, device).build()
+    return _Builder(config, dtype, device, is_fp8=is_fp8).build()
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+) -> Weights:
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
-    so that activations keep their size; the same on every call with one device and shape."""
-    builder = _Builder(config, dtype, device)
+    so that activations keep their size; the same on every call with one device and shape. In FP8,
+    those of the other type quantised."""
+    builder = _Builder(config, dtype, device, is_fp8=is_fp8)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
     for name, place in builder.places.items():
-        if _is_norm(name):
+        if isinstance(place, E4m3Rows):
+            drawn = torch.empty(place.shape, dtype=dtype, device=device)
+            place.write_(drawn.normal_(0.0, place.shape[-1] ** -0.5, generator=generator))
+        elif _is_norm(name):
             place.fill_(1)
         elif name.endswith(".bias"):
             place.zero_()
@@ -159,6 +178,21 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor | None:
     return None
 
 
+def check_fp8(config: ModelConfig) -> None:
+    """Raises UnsupportedModelError if a matrix of the layers has a shape without FP8 products."""
+    for name, shape in expected_shapes(config).items():
+        if _is_matrix(name) and any(size % FEATURES for size in shape):
+            raise UnsupportedModelError(
+                f"quantization is fp8: {name} has shape {list(shape)}, and FP8 products need "
+                f"multiples of {FEATURES}"
+            )
+
+
+def _is_matrix(name: str) -> bool:
+    """Returns True for a linear of a layer: `..._proj.weight`."""
+    return name.endswith("_proj.weight")
+
+
 def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
@@ -217,8 +251,11 @@ def _check_entry(name: str, shape: tuple[int, ...], dtype: str, expected: tuple[
 class _Builder:
     """Allocates the parameters and records, for each tensor of the files, its destination."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.places: dict[str, torch.Tensor] = {}
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool
+    ) -> None:
+        self.places: dict[str, Matrix] = {}
+        self._is_fp8 = is_fp8
         self._config = config
         self._shapes = expected_shapes(config)
         self._dtype = dtype
@@ -249,17 +286,26 @@ class _Builder:
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            qkv=self._make(*(f"{module}.weight" for module in qkv)),
+            qkv=self._make_matrix(*(f"{module}.weight" for module in qkv)),
             qkv_bias=self._make_if_expected(*(f"{module}.bias" for module in qkv)),
             q_norm=self._make_if_expected(f"{attention}.q_norm.weight"),
             k_norm=self._make_if_expected(f"{attention}.k_norm.weight"),
-            o=self._make(f"{attention}.o_proj.weight"),
+            o=self._make_matrix(f"{attention}.o_proj.weight"),
             o_bias=self._make_if_expected(f"{attention}.o_proj.bias"),
-            gate_up=self._make(*(f"{module}.weight" for module in gate_up)),
+            gate_up=self._make_matrix(*(f"{module}.weight" for module in gate_up)),
             gate_up_bias=self._make_if_expected(*(f"{module}.bias" for module in gate_up)),
-            down=self._make(f"{mlp}.down_proj.weight"),
+            down=self._make_matrix(f"{mlp}.down_proj.weight"),
             down_bias=self._make_if_expected(f"{mlp}.down_proj.bias"),
         )
+
+    def _make_matrix(self, *names: str) -> Matrix:
+        """Allocates one matrix of a layer, in FP8 if the base is quantised."""
+        if not self._is_fp8:
+            return self._make(*names)
+        sizes = [self._shapes[name][0] for name in names]
+        rows = empty_rows(sum(sizes), self._shapes[names[0]][1], self._device)
+        self.places.update(zip(names, rows.split(sizes), strict=True))
+        return rows
 
     def _make(self, *names: str) -> torch.Tensor:
         """Allocates one parameter with the named tensors stacked in it."""

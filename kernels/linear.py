@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional
 
 from kernels.backend import uses_triton
+from kernels.e4m3 import E4m3Rows, Matrix, quantize_rows
 from kernels.few_rows import is_few
+from kernels.fp8_linear import fp8_linear, fp8_linear_many
 from kernels.graph_branch import Branch, can_branch
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
@@ -23,10 +25,12 @@ MAX_BRANCH_ROWS = 128  # products of more rows leave no room beside them
 
 def linear(
     x: torch.Tensor,  # [T, K]
-    weight: torch.Tensor,  # [N, K]
+    weight: Matrix,  # [N, K]
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes torch's `linear`, up to the order of the sums."""
+    """Computes torch's `linear`, up to the order of the sums; `fp8_linear` for a weight in FP8."""
+    if isinstance(weight, E4m3Rows):
+        return fp8_linear(x, weight, bias)
     if is_few(x):
         from kernels.triton_linear_few import launch_linear_few
 
@@ -36,20 +40,30 @@ def linear(
 
 def linear_shrink(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None,
     site: SiteRows,
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
     """Returns `linear` and `lora_shrink`."""
     if is_few(x, plan):
+        if isinstance(weight, E4m3Rows):
+            from kernels.triton_fp8_few import launch_fp8_shrink_few
+
+            return launch_fp8_shrink_few(x, quantize_rows(x), weight, bias, site, plan)
         from kernels.triton_linear_few import launch_linear_shrink_few
 
         return launch_linear_shrink_few(x, weight, bias, site, plan)
     if _has_branch(x, plan):
         return _linear_beside_shrink(x, weight, bias, site, plan)
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = _library_product(x, weight, bias)
     return y, lora_shrink(x, site, plan)
+
+
+def _library_product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight, E4m3Rows):
+        return fp8_linear_many(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def _has_branch(x: torch.Tensor, plan: LoraPlan) -> bool:
@@ -60,7 +74,7 @@ def _has_branch(x: torch.Tensor, plan: LoraPlan) -> bool:
 
 def _linear_beside_shrink(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None,
     site: SiteRows,
     plan: LoraPlan,
@@ -69,7 +83,7 @@ def _linear_beside_shrink(
 
     planes = new_planes(x, site, plan)
     branch = Branch(x)
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = _library_product(x, weight, bias)
     with branch.entered():
         shrink_small_(planes, x, site, plan)
     branch.join()

@@ -60,6 +60,52 @@ def _walk(
     return tl.sum(acc, axis=0)
 
 
+@triton.jit
+def shrink_unit(
+    x_ptr, heap_ptr, planes_ptr, header_ptr, units_ptr, entries_ptr, program, shrinks, chunk,
+    num_chunks, K: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE: tl.constexpr,
+    NUM_SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """Shrinks every `shrinks`th unit of the plan over a chunk of x's columns: a slice's pages of an
+    adapter, times its tokens."""
+    IS_EVEN: tl.constexpr = K % (SPLIT * BLOCK_K) == 0
+    offsets = tl.arange(0, ROWS)
+    # A warp walks every SPLITth block of columns.
+    columns = tl.arange(0, SPLIT)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    part = program % NUM_SLICES
+    plane = program // NUM_SLICES % num_chunks
+    unit = program // (NUM_SLICES * num_chunks)
+    count = tl.load(header_ptr + 1)
+    num_rows = tl.load(header_ptr + 3)
+    rank_pages = tl.load(header_ptr + 5)
+    row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, True)
+    ranks = tl.arange(0, PAGE)
+    begin = tl.multiple_of(plane * chunk, BLOCK_K)
+    entries_ptr += part
+    entry = find_strip(entries_ptr, page, unit < count, STRIDE)
+    a_columns = ranks[None, :, None] * K + (begin + columns[:, None, :])
+    x_at = x_ptr + offsets[None, None, :] * STRIDE_X + (begin + columns[:, :, None])
+    walked = tl.minimum(chunk, K - begin)
+    wait_for_inputs(OVERLAPPED)
+    while unit < count:
+        # An adapter that lacks the module: no column is walked, no row written.
+        live = offsets < tl.where(entry != 0, rows, 0)
+        a_at, height = strip_at(heap_ptr, entry)
+        acc = _walk(
+            a_at + a_columns, x_at + row * STRIDE_X, height, live, columns, walked,
+            tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, SPLIT,
+            STAGES, UPCAST,
+        )  # fmt: skip
+        block = (plane * NUM_SLICES + part) * rank_pages + index
+        there = planes_ptr + (block * num_rows + at_bridge) * PAGE
+        at = there + offsets[None, :] * PAGE + ranks[:, None]
+        tl.store(at, acc * weight, mask=live[None, :])
+        unit += shrinks
+        row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, unit < count)
+        entry = find_strip(entries_ptr, page, unit < count, STRIDE)
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "shrinks", "chunk"],
     do_not_specialize_on_alignment=["header_ptr", "units_ptr", "entries_ptr"],
@@ -120,37 +166,11 @@ def _linear_few_kernel(
         mask = live[None, :] & (names < N)[:, None]
         tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=mask)
     elif HAS_LORA:
-        part = program % NUM_SLICES
-        plane = program // NUM_SLICES % num_chunks
-        unit = program // (NUM_SLICES * num_chunks)
-        count = tl.load(header_ptr + 1)
-        num_rows = tl.load(header_ptr + 3)
-        rank_pages = tl.load(header_ptr + 5)
-        row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, True)
-        ranks = tl.arange(0, PAGE)
-        begin = tl.multiple_of(plane * chunk, BLOCK_K)
-        entries_ptr += part
-        entry = find_strip(entries_ptr, page, unit < count, STRIDE)
-        a_columns = ranks[None, :, None] * K + (begin + columns[:, None, :])
-        x_at = x_ptr + offsets[None, None, :] * STRIDE_X + (begin + columns[:, :, None])
-        walked = tl.minimum(chunk, K - begin)
-        wait_for_inputs(OVERLAPPED)
-        while unit < count:
-            # An adapter that lacks the module: no column is walked, no row written.
-            live = offsets < tl.where(entry != 0, rows, 0)
-            a_at, height = strip_at(heap_ptr, entry)
-            acc = _walk(
-                a_at + a_columns, x_at + row * STRIDE_X, height, live, columns, walked,
-                tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, SPLIT,
-                STAGES, UPCAST,
-            )  # fmt: skip
-            block = (plane * NUM_SLICES + part) * rank_pages + index
-            there = planes_ptr + (block * num_rows + at_bridge) * PAGE
-            at = there + offsets[None, :] * PAGE + ranks[:, None]
-            tl.store(at, acc * weight, mask=live[None, :])
-            unit += shrinks
-            row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, unit < count)
-            entry = find_strip(entries_ptr, page, unit < count, STRIDE)
+        shrink_unit(
+            x_ptr, heap_ptr, planes_ptr, header_ptr, units_ptr, entries_ptr, program, shrinks,
+            chunk, num_chunks, K, STRIDE_X, STRIDE, NUM_SLICES, ROWS, BLOCK_K, SPLIT, STAGES,
+            UPCAST, OVERLAPPED,
+        )  # fmt: skip
 
 
 _launch = Launcher(_linear_few_kernel, launch_pdl=OVERLAPS)
@@ -171,21 +191,30 @@ def launch_linear_shrink_few(
     site: SiteRows,
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
-    num_slices, (num_tokens, width) = site.num_slices, x.shape
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    planes, shrinks, chunk = new_planes_few(x, site, plan)
+    _start(
+        x, weight, bias, y, shrinks * site.num_slices * planes.shape[0],
+        (x.shape[0], shrinks, chunk), (site.heap, planes, plan.header, plan.units, site.a_entries),
+        (True, site.stride, site.num_slices),
+    )  # fmt: skip
+    return y, Bridge(planes, None)
+
+
+def new_planes_few(
+    x: torch.Tensor, site: SiteRows, plan: LoraPlan
+) -> tuple[torch.Tensor, int, int]:
+    """Returns a bridge [chunks, slices, rank pages, rows, PAGE] for the shrink of x [T, K], its
+    programs along the units and the columns of a chunk."""
+    num_tokens, width = x.shape
     chunk = SHORT_CHUNK if num_tokens <= SHORT_TOKENS else CHUNK
     if width > WIDE:
         chunk *= 2
     num_chunks = -(-width // chunk)
-    shape = (num_chunks, num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
+    shape = (num_chunks, site.num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
     planes = torch.empty(shape, dtype=torch.float32, device=x.device)
-    y = x.new_empty((num_tokens, weight.shape[0]))
-    shrinks = min(plan.max_units, num_tokens)  # an adapter with more pages: they take turns
-    _start(
-        x, weight, bias, y, shrinks * num_slices * num_chunks, (num_tokens, shrinks, chunk),
-        (site.heap, planes, plan.header, plan.units, site.a_entries),
-        (True, site.stride, num_slices),
-    )  # fmt: skip
-    return y, Bridge(planes, None)
+    # An adapter with more pages: they take turns.
+    return planes, min(plan.max_units, num_tokens), chunk
 
 
 def _start(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.e4m3 import Matrix
+
 _CHUNK_BYTES = 16 * 1024 * 1024  # of a weight in float32 at a time
 _LITTLE = 1e-3  # of |W_i|^2 + |D_i|^2: above it, gains are within 1e-4
 
@@ -29,7 +31,7 @@ class Gains:
 
 
 def dora_gains(
-    weight: torch.Tensor,  # [N, K], of the base, on any device
+    weight: Matrix,  # [N, K], of the base, on any device
     a: torch.Tensor,  # [r, K]
     b: torch.Tensor,  # [N, r]
     scale: float,
@@ -44,7 +46,7 @@ def dora_gains(
     # Rows of which little is left: the rounding of the sums, of float32, is a part of it.
     few = (changed < _LITTLE * (squares + own)).nonzero().flatten()
     for part in torch.split(few, max(1, _CHUNK_BYTES // (8 * weight.shape[1]))):
-        rows = weight[part.to(weight.device)].cpu().double() + wide_b[part] @ wide_a
+        rows = weight[part.to(weight.device)].float().cpu().double() + wide_b[part] @ wide_a
         changed[part] = rows.square().sum(1)
     g = magnitude.double() / changed.clamp_min(0).sqrt()
     # |g (W + D) - W|^2 = g^2 |W + D|^2 - 2 g (|W|^2 + W D^T) + |W|^2
@@ -52,7 +54,7 @@ def dora_gains(
     return Gains(g, math.sqrt(max(0.0, float(change.sum()))))
 
 
-def _row_sums(weight: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_sums(weight: Matrix, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns W A^T [N, r] and |W_i|^2 [N], float64 on the host.
 
     On CUDA on the current stream, chunk by chunk, with a pause as long as each chunk: steps of the
@@ -61,7 +63,7 @@ def _row_sums(weight: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torc
     narrow = a.to(weight.device, torch.float32).T
     rows = max(1, _CHUNK_BYTES // (4 * weight.shape[1]))
     products, squares = [], []
-    for part in torch.split(weight, rows):
+    for part in weight.split(rows):
         began_s = time.perf_counter()
         wide = part.float()
         products.append(wide @ narrow)

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from kernels.e4m3 import Matrix
 from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_norm_add_norm import lora_norm_add_norm
@@ -94,7 +95,7 @@ class Product:
 def adapted_linear(
     site: Site,
     x: torch.Tensor,  # [T, K]
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None,
     lora: LoraBatch | LoraPlan | None,
     pool: AdapterPool,

@@ -62,6 +62,7 @@ def read_tokens(
         weight = base(f"{module}.weight") if base is not None else None
         if weight is None:
             raise AdapterError(f"trained tokens of {module} need the base's weight of it")
+        assert isinstance(weight, torch.Tensor)  # only matrices of layers are quantised
         change = _change(file, module, key, of_module[module], weight, max_rank)
         ones = torch.zeros(len(change), len(weight), dtype=torch.float16)
         ones[torch.arange(len(change)), torch.tensor(of_module[module])] = 1

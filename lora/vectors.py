@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.e4m3 import Matrix
 from lora.dora import dora_gains
 from lora.errors import AdapterError
 from lora.header import TensorFile
@@ -27,7 +28,8 @@ from lora.untrusted import shown
 
 # Returns a parameter of the base by its name, as "model.layers.0.mlp.up_proj.weight"; None: the
 # base has none of this name, or the caller cannot tell. A tied head is the embedding's own object.
-BaseParameter = Callable[[str], torch.Tensor | None]
+# The layers' matrices may be quantised.
+BaseParameter = Callable[[str], Matrix | None]
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.(?:"
@@ -129,7 +131,10 @@ def affine_parts(
     offsets = torch.zeros_like(gains)
     bias = None
     if "magnitude" in found or "bias" in found:
-        bias = _of_base(base, module, "bias", is_needed="bias" in found)
+        parameter = _of_base(base, module, "bias", is_needed="bias" in found)
+        if parameter is not None:
+            assert isinstance(parameter, torch.Tensor)
+            bias = parameter.cpu().double()
     if "magnitude" in found:
         weight = _of_base(base, module, "weight", is_needed=True)
         assert weight is not None
@@ -157,13 +162,11 @@ def affine_parts(
 
 def _of_base(
     base: BaseParameter | None, module: str, name: str, *, is_needed: bool
-) -> torch.Tensor | None:
-    """Returns the base's weight where it lies, its bias as float64 on the host."""
+) -> Matrix | None:
+    """Returns the base's parameter where it lies."""
     parameter = base(f"{module}.{name}") if base is not None else None
-    if parameter is None:
-        if is_needed:
-            raise AdapterError(
-                f"the adapter needs the base's {name} of {module}, and the base has none"
-            )
-        return None
-    return parameter if name == "weight" else parameter.cpu().double()
+    if parameter is None and is_needed:
+        raise AdapterError(
+            f"the adapter needs the base's {name} of {module}, and the base has none"
+        )
+    return parameter

@@ -228,10 +228,17 @@ def expected_logits(base: Path, adapter: Path | None, ids: Many[int]) -> torch.T
 class Decoder:
     """Our decoder in float32 with a pool of adapters, each named as its folder."""
 
-    def __init__(self, base: Path, adapters: Many[Path] = (), max_len: int | None = None) -> None:
+    def __init__(
+        self,
+        base: Path,
+        adapters: Many[Path] = (),
+        max_len: int | None = None,
+        *,
+        is_fp8: bool = False,
+    ) -> None:
         self.config = read_model_config(base)
         sites = lora_sites(self.config)
-        weights = load_weights(base, self.config, torch.float32, CPU)
+        weights = load_weights(base, self.config, torch.float32, CPU, is_fp8=is_fp8)
         self.model = Model(self.config, weights, max_len or self.config.usual_len)
         self.pool = AdapterPool(sites, 16 << 20, torch.float32, CPU, 64 << 20)
         for folder in adapters:

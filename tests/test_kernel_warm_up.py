@@ -8,10 +8,12 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -89,6 +91,7 @@ def traced(
     capability: tuple[int, int] = HOPPER,
     dtype: torch.dtype = torch.bfloat16,
     affine_adapters: bool = True,
+    quantization: Literal["none", "fp8"] = "none",
 ) -> frozenset[KernelCall]:
     model = replace(model_named(name), num_layers=2)
     model = replace(model, sliding_windows=model.sliding_windows[:2], ropes=model.ropes[:2])
@@ -100,6 +103,7 @@ def traced(
         max_num_seqs=max_seqs,
         max_lora_rank=64,
         affine_adapters=affine_adapters,
+        quantization=quantization,
     )
     return trace_kernels(config, model, dtype, 4096, capability)
 
@@ -159,24 +163,32 @@ def launched_kernels() -> set[str]:
 
 def test_the_list_has_every_kernel_of_the_folder() -> None:
     """Collects them over models: few rows with and without norms, norms of what a layer adds,
-    windows, an older device."""
+    windows, an older device, FP8."""
     everywhere = frozenset[KernelCall]().union(
         traced("llama-3-8b"),
         traced("qwen3-8b"),
         traced("mistral-with-a-window"),
         traced("olmo-2-7b"),
         traced("llama-3-8b", capability=AMPERE),
+        traced("llama-3-8b", quantization="fp8"),
     )
     assert names(everywhere) == launched_kernels()
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"smollm3"}))
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        *((name, "none") for name in sorted(MODELS.keys() - {"smollm3"})),
+        ("llama-3-8b", "fp8"),
+        ("qwen2-with-biases", "fp8"),
+    ],
+)
 def test_no_number_of_tokens_reaches_a_kernel_beyond_the_list(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, quantization: Literal["none", "fp8"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every number of tokens up to 160, all around the thresholds above, with any number of single
     tokens, and adapters of other ranks beside each other."""
-    listed = traced(name)
+    listed = traced(name, quantization=quantization)
     above = (191, 192, 193, 255, 500, 512, 700, 1000, 1023, 1024, 1025, 1500, 2000, 2048)
 
     def every_shape(num_tokens: int, limits: object) -> Iterator[BatchShape]:
@@ -203,7 +215,7 @@ def test_no_number_of_tokens_reaches_a_kernel_beyond_the_list(
             (found[4], None),
         ),
     )
-    found = traced.__wrapped__(name)
+    found = traced.__wrapped__(name, quantization=quantization)
     assert found - listed == frozenset()
     assert len(found) > 20
 
@@ -241,6 +253,19 @@ def test_the_number_of_kernels_stays_small() -> None:
     assert traced("llama-3-8b", max_tokens=8192) == traced("llama-3-8b")
     assert traced("llama-3-8b", max_seqs=64) == traced("llama-3-8b")
     assert traced("llama-3-8b", num_pages=700) == traced("llama-3-8b")
+
+
+def test_an_engine_in_fp8_has_products_of_its_own() -> None:
+    found = traced("llama-3-8b", quantization="fp8")
+    assert "kernels.triton_linear_few._linear_few_kernel" not in names(found)
+    new = [call.name for call in found - traced("llama-3-8b")]
+    # Two widths; four weights with and without LoRA, in four tiles; two splits of three heights.
+    assert Counter(new) == {
+        "_quantize_rows_kernel": 2,
+        "_fp8_few_kernel": 8,
+        "_fp8_mid_kernel": 16,
+        "_fp8_sum_kernel": 2,
+    }
 
 
 def test_a_warm_up_leaves_out_adapters_that_the_host_has_no_room_for() -> None:

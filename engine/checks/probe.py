@@ -23,6 +23,7 @@ from engine.model_config import ModelConfig
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
 from engine.weights import LayerWeights, Weights
+from kernels.e4m3 import E4m3Rows, Matrix
 from lora.pool import AdapterPool
 from lora.sites import Site, Slice
 
@@ -41,21 +42,22 @@ class Probe:
     def compare(self, digest: str, prompts: Sequence[Sequence[int]]) -> LogitChange:
         """Compares the base with the adapter. The pool holds the adapter, and the caller a
         reference to it."""
-        base, adapted = self._run(prompts, None), self._run(prompts, digest)
+        base, adapted = self.run(prompts, None), self.run(prompts, digest)
         change = _join(
-            len(prompts), [_compare(x, y) for x, y in zip(base(), adapted(), strict=True)]
+            len(prompts), [compare_rows(x, y) for x, y in zip(base(), adapted(), strict=True)]
         )
         if change.num_non_finite or change.max_delta >= _BEYOND_NOISE:
             return change
-        again = self._run(prompts, None)
+        again = self.run(prompts, None)
         pairs = zip(base(), again(), strict=True)
         return replace(change, noise=max(float((x - y).abs().max()) for x, y in pairs))
 
-    def _run(
+    @torch.inference_mode()
+    def run(
         self, prompts: Sequence[Sequence[int]], digest: str | None
     ) -> Callable[[], Iterator[torch.Tensor]]:
-        """Runs all prompts in one step and returns a function of the logits, [rows, V] float32 at a
-        time."""
+        """Runs all prompts in one step, with the adapter or None, and returns a function of the
+        logits at every position, [rows, V] float32 at a time."""
         parts = []
         num_blocks = 0
         for prompt in prompts:
@@ -88,24 +90,25 @@ class Probe:
 
 def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
     """Returns the Frobenius norm of the base's weight of each module."""
-    fused = [tensor for layer in weights.layers for tensor in _matrices(layer)]
+    fused: list[Matrix] = [matrix for layer in weights.layers for matrix in _matrices(layer)]
     fused += [weights.head, weights.embedding]
     norms: dict[str, float] = {}
     for site, tensor in zip(sites, fused, strict=True):
         for part, rows in _slices(site, tensor):
-            norm = float(torch.linalg.vector_norm(rows, dtype=torch.float32))
+            wide = rows.float() if isinstance(rows, E4m3Rows) else rows
+            norm = float(torch.linalg.vector_norm(wide, dtype=torch.float32))
             norms[part.module] = math.hypot(norms.get(part.module, 0.0), norm)
     return norms
 
 
 def scratch_bytes(config: ModelConfig) -> int:
     """Returns the bytes that a comparison needs in addition to weights and adapter: two sets of
-    logits, and the float64 tensors at the peak of `_compare`."""
+    logits, and the float64 tensors at the peak of `compare_rows`."""
     return _ROWS * config.vocab_size * (2 * 4 + 4 * 8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class Compared:
     """The comparison of some rows, per position; non-finite positions are in none of the fields."""
 
     num_non_finite: int
@@ -115,13 +118,14 @@ class _Compared:
     argmax_changed: torch.Tensor
 
 
-def _compare(base: torch.Tensor, adapted: torch.Tensor) -> _Compared:
+def compare_rows(base: torch.Tensor, adapted: torch.Tensor) -> Compared:
+    """Compares two sets of logits [rows, V], position by position."""
     finite = adapted.isfinite().all(dim=-1)
     base, adapted = base[finite], adapted[finite]  # [rows, V]
     delta = (adapted - base).abs()
     # float64: for tiny changes, float32 would find a KL of 1e-6 in its own rounding.
     before, after = (x.double().log_softmax(dim=-1) for x in (base, adapted))
-    return _Compared(
+    return Compared(
         num_non_finite=int((~finite).sum()),
         max_delta=delta.amax(dim=-1),
         mean_delta=delta.mean(dim=-1),
@@ -130,7 +134,7 @@ def _compare(base: torch.Tensor, adapted: torch.Tensor) -> _Compared:
     )
 
 
-def _join(num_prompts: int, parts: Sequence[_Compared]) -> LogitChange:
+def _join(num_prompts: int, parts: Sequence[Compared]) -> LogitChange:
     max_delta = torch.cat([part.max_delta for part in parts])
     kl = torch.cat([part.kl for part in parts])
     num_bad = sum(part.num_non_finite for part in parts)
@@ -148,14 +152,14 @@ def _join(num_prompts: int, parts: Sequence[_Compared]) -> LogitChange:
     )
 
 
-def _matrices(layer: LayerWeights) -> tuple[torch.Tensor, ...]:
+def _matrices(layer: LayerWeights) -> tuple[Matrix, ...]:
     """Returns the matrices in the order of `lora_sites`."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
-def _slices(site: Site, fused: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
+def _slices(site: Site, fused: Matrix) -> Iterator[tuple[Slice, Matrix]]:
     if site.kind == "embedding":
         yield site.slices[0], fused  # [V, H]: its input is the row's number
         return
     sizes = [part.out_features for part in site.slices]
-    yield from zip(site.slices, torch.split(fused, sizes), strict=True)
+    yield from zip(site.slices, fused.split(sizes), strict=True)

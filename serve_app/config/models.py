@@ -31,6 +31,11 @@ class EngineArgs(Args):
     """The device. `auto`: CUDA if there is a GPU, otherwise the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and activations. `auto`: float32 on a CPU, bfloat16 on CUDA."""
+    quantization: Literal["none", "fp8"] = "none"
+    """`fp8`: the layers' linears in FP8 e4m3, quantised while the base is read: half of their
+    bytes. Weights have a scale for each output, activations one for each token and step; the head,
+    the embedding and adapters keep `dtype`. On CUDA it needs compute capability 8.9 and
+    bfloat16."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
     max_model_len: int | None = Field(default=None, ge=1)

@@ -43,6 +43,7 @@ def open_vllm(shape: ModelShape, args: argparse.Namespace) -> LLM:
         max_model_len=4096,
         max_num_seqs=256,
         gpu_memory_utilization=args.memory,
+        quantization=args.quantization,
         enable_prefix_caching=False,
         compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
         **lora,
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--cases", required=True, help="as JSON (cases.cases_as_json)")
     parser.add_argument("--lora", type=int, choices=[0, 1], required=True)
+    parser.add_argument("--quantization", help="of the base, such as fp8")
     parser.add_argument("--max-loras", type=int, default=32)
     parser.add_argument("--max-rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)

@@ -33,12 +33,17 @@ PARAMS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])  # few rows in 16 bits: other kernels
-def test_traffic_launches_listed_kernels_only(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(  # few rows in 16 bits: other kernels
+    ("dtype", "quantization"), [("float32", "none"), ("float16", "none"), ("float16", "fp8")]
+)
+def test_traffic_launches_listed_kernels_only(
+    tmp_path: Path, dtype: str, quantization: str
+) -> None:
     base = make_base(tmp_path / "base", num_hidden_layers=1, head_dim=16)
     values: dict[str, object] = {
         "backend": "triton",
         "dtype": dtype,
+        "quantization": quantization,
         "block_size": 16,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 80,

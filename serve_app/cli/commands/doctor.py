@@ -147,7 +147,10 @@ def _device() -> Finding:
     found = describe_devices()
     words = f"torch {found.torch_version}"
     if found.cuda:
-        names = ", ".join(f"{one.name} ({one.memory_bytes / _GIB:.0f} GiB)" for one in found.cuda)
+        names = ", ".join(
+            f"{one.name} ({one.memory_bytes / _GIB:.0f} GiB, {'' if one.has_fp8 else 'no '}FP8)"
+            for one in found.cuda
+        )
         words += f", CUDA {found.cuda_build}, driver {found.driver or 'unknown'}: {names}"
         if not found.has_triton:
             return Finding("device", "warn", words, "pip install 'loraplex[gpu]' for Triton")

@@ -1,0 +1,66 @@
+"""y = x W^T (+ bias) in FP8: weights in e4m3 with a scale for each output, x quantised token by
+token.
+
+One arithmetic for any number of rows, on any device: products of e4m3 values are exact and add up
+in float32, the sum is multiplied by both scales, the bias is added, and the result is rounded once.
+Kernels differ in the order of the sums. Uses tensors and numbers only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.backend import uses_triton
+from kernels.e4m3 import E4m3Rows, quantize_rows
+from kernels.few_rows import is_few
+
+MAX_MID_ROWS = 128  # beyond, the library's product is as good
+
+
+def fp8_linear(
+    x: torch.Tensor,  # [T, K]
+    weight: E4m3Rows,  # [N, K]
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns y [T, N] in x's type."""
+    rows = quantize_rows(x)
+    if is_few(x):
+        from kernels.triton_fp8_few import launch_fp8_few
+
+        return launch_fp8_few(x, rows, weight, bias)
+    return _product_of_many(rows, weight, bias, x.dtype)
+
+
+def fp8_linear_many(x: torch.Tensor, weight: E4m3Rows, bias: torch.Tensor | None) -> torch.Tensor:
+    """Computes `fp8_linear` by the kernels of more than few rows, however few there are."""
+    return _product_of_many(quantize_rows(x), weight, bias, x.dtype)
+
+
+def reference_product(
+    rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    y = rows.values.float() @ weight.values.float().T
+    y = y * rows.scales[:, None] * weight.scales
+    if bias is not None:
+        y += bias
+    return y.to(dtype)
+
+
+def _product_of_many(
+    rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    if uses_triton(rows.values) and rows.shape[0] <= MAX_MID_ROWS:
+        from kernels.triton_fp8_mid import launch_fp8_mid
+
+        return launch_fp8_mid(rows, weight, bias, dtype)
+    if uses_triton(rows.values) and (rows.is_cuda or rows.values.is_meta):
+        return torch._scaled_mm(
+            rows.values,
+            weight.values.T,
+            scale_a=rows.scales[:, None],
+            scale_b=weight.scales[None, :],
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=False,
+        )
+    return reference_product(rows, weight, bias, dtype)

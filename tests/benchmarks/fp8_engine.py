@@ -1,0 +1,144 @@
+"""Offline throughput of our engine with its linears in FP8, beside the same engine in bfloat16.
+
+Both engines are open at once and run each case in turns, so that a clock that moves moves both; the
+workload is that of `engine`: prompts of 256 random tokens, 128 tokens out, greedy, all requests at
+once, with 0 and up to 32 distinct adapters of rank 16. vLLM with `--quantization fp8`, where its
+packages are, runs before in a process of its own.
+
+    python -m tests.benchmarks.fp8_engine --out FILE [--vllm SITE_PACKAGES] [--requests 1,32,256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tests.benchmarks.cases import Case, cases_as_json
+from tests.benchmarks.children import VLLM_ENVIRONMENT, module, relay
+from tests.benchmarks.engine import folder_of_tests
+from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, to_base
+from tests.benchmarks.report import Report, print_table
+from tests.benchmarks.shapes import SHAPES
+
+WARM_UP_TOKENS = 8
+MOST_DISTINCT = 32
+HOST_BYTES = 8 * 1024**3
+MEMORY = {"bf16": 0.48, "fp8": 0.4}  # of the device: both at once, each with room for 256 requests
+Sides = dict[str, OurEngine]
+
+
+def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
+    """Returns the cases of equal requests, the base first."""
+    groups: list[tuple[Case, ...]] = []
+    for count in map(int, args.requests.split(",")):
+        distinct = min(count, MOST_DISTINCT)
+        base = Case("small", count, 0, prompt=args.prompt, output=args.output)
+        groups.append((base, replace(base, distinct=distinct)))
+    return groups
+
+
+async def run_ours(args: argparse.Namespace, report: Report) -> list[tuple[object, ...]]:
+    sides: Sides = {}
+    for side, memory in MEMORY.items():
+        settings = Settings(
+            SHAPES[args.shape],
+            args.work / args.shape,
+            device=args.device,
+            memory_fraction=memory,
+            max_num_batched_tokens=args.batched_tokens,
+            num_blocks=None if args.device == "cuda" else 512,
+            others={
+                "quantization": "fp8" if side == "fp8" else "none",
+                "adapter_host_bytes": HOST_BYTES,
+            },
+        )
+        ours = sides[side] = OurEngine(settings, "small")
+        report.emit(
+            side=side,
+            shape=args.shape,
+            start_s=round(ours.start_s, 2),
+            num_blocks=ours.engine.load().num_blocks,
+        )
+    rows: list[tuple[object, ...]] = []
+    for group in cases_of(args):
+        rows += await _measure(args, sides, group, report)
+    for ours in sides.values():
+        ours.close()
+    return rows
+
+
+async def _measure(
+    args: argparse.Namespace, sides: Sides, group: Sequence[Case], report: Report
+) -> list[tuple[object, ...]]:
+    """Runs the cases of a group on both sides in turns. Returns the rows of the table."""
+    runs: dict[tuple[str, str], list[Run]] = {}
+    for case in group:
+        for side, ours in sides.items():
+            await ours.load_adapters(case.adapters)
+            await ours.warm_up(case, min(WARM_UP_TOKENS, case.output))
+            runs[side, case.name] = []
+    for number in range(args.repeats):
+        for case in group:
+            for side, ours in sides.items():
+                runs[side, case.name].append(await ours.run(case, salt=number))
+    rows: list[tuple[object, ...]] = []
+    for case in group:
+        rates: list[float] = []
+        for side in sides:
+            own, base = runs[side, case.name], runs[side, group[0].name]
+            line = figures(case, own) | (to_base(own, base) if case.distinct else {})
+            report.emit(side=side, shape=args.shape, case=case.name, **line)
+            rates.append(float(str(line["output_tokens_per_s"])))
+        pairs = zip(runs["bf16", case.name], runs["fp8", case.name], strict=True)
+        ratio = statistics.median(plain.seconds / fp8.seconds for plain, fp8 in pairs)
+        report.emit(case=case.name, fp8_to_bf16=round(ratio, 3))
+        rows.append((case.name, *rates, ratio))
+    return rows
+
+
+def run_vllm(args: argparse.Namespace, report: Report) -> None:
+    cases = [case for group in cases_of(args) for case in group]
+    command = module("vllm_engine", "--shape", args.shape, "--lora", "1", "--quantization", "fp8")
+    command += ["--cases", cases_as_json(cases), "--repeats", str(args.repeats)]
+    command += ["--work", str(args.work)]
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    relay(
+        command,
+        report,
+        timeout_s=args.vllm_timeout,
+        environment=VLLM_ENVIRONMENT | own | os.environ | {"PYTHONPATH": args.vllm},
+        folder=folder_of_tests(args.work / "beside-vllm"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="file that gets every line, too")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--requests", default="1,32,256", help="numbers of requests, by comma")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--output", type=int, default=128, help="tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")
+    parser.add_argument("--vllm-timeout", type=float, default=330.0, help="seconds")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    report = Report(args.out)
+    report.emit_machine("fp8_engine")
+    if args.vllm:
+        run_vllm(args, report)
+    rows = asyncio.run(run_ours(args, report))
+    print_table(("case", "bf16 tok/s", "fp8 tok/s", "fp8/bf16"), rows)
+
+
+if __name__ == "__main__":
+    main()

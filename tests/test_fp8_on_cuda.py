@@ -1,0 +1,315 @@
+"""FP8 linears on a GPU: kernels against the scheme in float64, and engines with graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.device_step import DeviceSteps
+from engine.runner import ModelRunner
+from kernels.e4m3 import quantize_reference, quantize_rows
+from kernels.fp8_linear import fp8_linear_many
+from kernels.linear import linear, linear_shrink
+from kernels.lora_add_rms_norm import lora_add_rms_norm
+from kernels.lora_plan import LoraPlan
+from kernels.rms_norm import add_rms_norm
+from tests.engine_agreement import (
+    OWNERS,
+    Reply,
+    assert_alike,
+    make_adapters,
+    make_engine,
+    neighbours,
+    probe,
+    run_all,
+)
+from tests.engine_helpers import acquire, make_base, make_runner
+from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS
+from tests.fp8_cases import both_fp8_products, quantised, relative, scheme_product
+from tests.lora_kernel_cases import error_of, make_case, with_drawn_runs, write_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a CUDA device with e4m3 products",
+    ),
+]
+SHAPES = [(6144, 4096), (4096, 14336), (28672, 4096), (48, 80), (208, 576)]
+ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 129, 300)
+RANKS = (8, 16, 200, *LACKING, 64)
+# One rounding to bfloat16, and sums of 128 products of which Hopper keeps 14 bits.
+LARGEST_ERROR = 3e-3
+# Of log-probabilities. An activation that rounds to another bfloat16 can round to another e4m3, 16
+# times coarser: on a CPU, engines in bfloat16 and float32 differ by 0.28, without FP8 by 0.06.
+TOLERANCE = 0.6
+
+
+def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(torch.bfloat16)
+
+
+# -- kernels ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [48, 4096, 14336, 28672])
+def test_rows_are_quantised_as_by_the_reference(width: int) -> None:
+    x = drawn(70, width) * drawn(70, width).exp()
+    x[3] = 0
+    found, wanted = quantize_rows(x), quantize_reference(x)
+    assert torch.equal(found.values.view(torch.uint8) & 127, wanted.values.view(torch.uint8) & 127)
+    assert torch.equal(found.values.float(), wanted.values.float())
+    assert torch.equal(found.scales, wanted.scales)
+    on_host = quantize_reference(x.cpu())
+    assert torch.equal(on_host.values.float(), wanted.values.float().cpu())
+    assert torch.equal(on_host.scales, wanted.scales.cpu())
+
+
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_a_product_is_that_of_the_scheme(height: int, width: int) -> None:
+    weight, bias = drawn(height, width, scale=width**-0.5), drawn(height)
+    rows, x = quantised(weight), drawn(max(ROWS), width)
+    wanted = scheme_product(x, weight, None)
+    for count in ROWS:
+        for own in (None, bias):
+            y = linear(x[:count], rows, own)
+            expected = wanted[:count] if own is None else wanted[:count] + own.double()
+            assert y.dtype == torch.bfloat16
+            assert relative(y, expected) < LARGEST_ERROR, (count, own is None)
+
+
+@pytest.mark.parametrize(("height", "width"), SHAPES)
+def test_a_row_has_the_same_bits_among_few_rows_and_among_more(height: int, width: int) -> None:
+    rows, x = quantised(drawn(height, width, scale=width**-0.5)), drawn(128, width)
+    few, many = linear(x[:8], rows, None), linear(x, rows, None)
+    for count in range(1, 9):
+        assert torch.equal(linear(x[:count], rows, None), few[:count]), count
+    for count in (9, 16, 17, 32, 33, 64, 65, 100):
+        assert torch.equal(linear(x[:count], rows, None), many[:count]), count
+        assert torch.equal(linear(x[128 - count :], rows, None), many[128 - count :]), count
+
+
+def test_small_integers_are_exact() -> None:
+    for count in (3, 8, 40, 128, 200):
+        x = torch.randint(-1, 2, (count, 4096), device="cuda").bfloat16()
+        x *= torch.rand(count, 4096, device="cuda") < 0.02
+        weight = torch.randint(-1, 2, (512, 4096), device="cuda").bfloat16()
+        y = linear(x, quantised(weight), None)
+        assert torch.equal(y.double(), x.double() @ weight.double().T), count
+
+
+def test_nan_stays_in_its_row() -> None:
+    rows = quantised(drawn(512, 4096))
+    for count in (5, 40, 200):
+        x = drawn(count, 4096)
+        clean = linear(x, rows, None)
+        x[2, 77], x[4, 9] = float("nan"), float("inf")
+        y = linear(x, rows, None)
+        assert bool(y[[2, 4]].isnan().all())
+        others = [i for i in range(count) if i not in (2, 4)]
+        assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize(
+    ("in_features", "sizes"), [(4096, (512, 128, 128)), (14336, (256,)), (336, (208,))]
+)
+@pytest.mark.parametrize("runs", [*RUNS, *(f"more: {name}" for name in MORE_RUNS)])
+def test_a_product_has_the_same_bits_beside_a_shrink_of_unquantised_rows(
+    in_features: int, sizes: tuple[int, ...], runs: str
+) -> None:
+    name = runs.removeprefix("more: ")
+    case = make_case(
+        RANKS,
+        RUNS[name] if name == runs else MORE_RUNS[name],
+        in_features=in_features,
+        sizes=sizes,
+        dtype=torch.bfloat16,
+        device="cuda",
+        max_tokens=8 if name == runs else 64,
+    )
+    bias = drawn(sum(sizes))
+    for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0])):
+        alone, beside, wanted, y = both_fp8_products(case, bias, plan)
+        assert torch.equal(alone, beside)
+        assert relative(alone, wanted) < LARGEST_ERROR
+        assert not case.delta().any() or error_of(case, y) < 8e-3
+        assert torch.equal(y[case.base_rows()], case.y[case.base_rows()])
+
+
+@pytest.mark.parametrize("rows", [8, 9, 64, 96])
+def test_one_graph_serves_any_mix(rows: int) -> None:
+    """A chain of layers whose tensors take each other's memory: 20 replays with other adapters and
+    rows have the bits of the kernels in a row, and rows of the base those without adapters."""
+    first = make_case(
+        [8, 16, 64, 48] * 15,
+        [(None, rows)],
+        in_features=1024,
+        sizes=(1024,),
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    weight, norm = quantised(drawn(1024, 1024, scale=1 / 32)), torch.ones_like(first.y[0])
+    static = torch.from_numpy(write_plan(first, large=False)[0]).cuda()
+    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
+
+    def run(plan: LoraPlan | None) -> torch.Tensor:
+        hidden, residual = first.x, first.y.clone()
+        for _ in range(6):
+            if plan is None:
+                y = linear(hidden, weight, None)
+                hidden, residual = add_rms_norm(y, residual, norm, 1e-5)
+                continue
+            y, bridge = linear_shrink(hidden, weight, None, first.site, plan)
+            hidden, residual = lora_add_rms_norm(y, residual, norm, 1e-5, bridge, first.site, plan)
+        return hidden
+
+    run(plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(plan)
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        case = with_drawn_runs(first, draw, longest=min(19, rows - 1))
+        first.x.normal_()
+        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, run(case.plan(large=False)))
+        base = case.base_rows()
+        assert torch.equal(replayed[base], run(None)[base])
+        assert not torch.equal(replayed, run(None))
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_overlapped_kernels_have_the_bits_of_kernels_in_turn(rows: int) -> None:
+    first, norm = drawn(rows, 4096), drawn(4096)
+    layers = [
+        (quantised(drawn(14336, 4096, scale=1 / 64)), quantised(drawn(4096, 14336, scale=1 / 120)))
+        for _ in range(4)
+    ]
+
+    def run(pause: Callable[[], None]) -> torch.Tensor:
+        hidden, residual = first.clone(), torch.zeros_like(first)
+        for up, down in layers:
+            inner = linear(hidden, up, None)
+            pause()
+            added = linear(inner, down, None)
+            pause()
+            hidden, residual = add_rms_norm(added, residual, norm, 1e-5)
+            pause()
+        return hidden
+
+    in_turn = run(torch.cuda.synchronize)
+    assert in_turn.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overlapped = run(lambda: None)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(overlapped, in_turn)
+
+
+def test_the_kernels_of_many_rows_take_few_as_well() -> None:
+    rows, x = quantised(drawn(512, 1024)), drawn(20, 1024)
+    many = fp8_linear_many(x, rows, None)
+    for count in (1, 8):
+        assert torch.equal(fp8_linear_many(x[:count], rows, None), many[:count])
+
+
+# -- engines ------------------------------------------------------------------------------------
+
+
+def open_runner(base: Path, adapters: dict[str, Path], device: str, **more: object) -> ModelRunner:
+    runner = make_runner(
+        base, device, quantization="fp8", block_size=16, max_num_seqs=64, num_blocks=320, **more
+    )
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+        acquire(runner, name)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("models") / "base", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return make_adapters(base)
+
+
+@pytest.fixture(scope="module")
+def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
+    return open_runner(base, adapters, "cuda", backend="triton", dtype="bfloat16")
+
+
+def test_answers_are_those_of_the_cpu(
+    base: Path, adapters: dict[str, Path], runner: ModelRunner
+) -> None:
+    requests = [probe(i) for i in range(2 * len(OWNERS))]
+    expected = run_all(make_engine(open_runner(base, adapters, "cpu", dtype="float32")), requests)
+    found = run_all(make_engine(runner), requests)
+    for one in requests:
+        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE)
+
+
+def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
+    probes = [probe(i) for i in range(6)]
+    alone = {one.request_id: run_all(make_engine(runner), [one])[one.request_id] for one in probes}
+    for count in (11, 58):
+        replies = run_all(make_engine(runner), [*neighbours(count, count), *probes])
+        for one in probes:
+            assert_alike(replies[one.request_id], alone[one.request_id], TOLERANCE)
+
+
+def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
+    """Steps of exactly a graph's size: 1, 4, 8, 32 and 64 sequences of one length."""
+    assert isinstance(runner._steps, DeviceSteps)
+    graphs, pieces = runner._steps._graphs, runner._steps._pieces
+
+    def answers(count: int) -> dict[str, Reply]:
+        return run_all(make_engine(runner), neighbours(count, 5, length=3))
+
+    kept = graphs._graphs, pieces._pieces
+    assert kept[0]
+    pieces._pieces = {}
+    try:
+        for count in (1, 4, 8, 32, 64):
+            replayed, graphs._graphs = answers(count), {}
+            launched, graphs._graphs = answers(count), kept[0]
+            assert replayed == launched, count
+    finally:
+        graphs._graphs, pieces._pieces = kept
+
+
+def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
+    for count in (4, 30):
+        own = neighbours(count, 7, length=5)
+        bare = [replace(one, adapter=None) for one in own]
+        together, alone = run_all(make_engine(runner), own), run_all(make_engine(runner), bare)
+        of_base = [one.request_id for one in own if one.adapter is None]
+        assert of_base
+        for name in of_base:
+            assert together[name] == alone[name]
+        assert together != alone
+
+
+def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
+    run_all(make_engine(runner), neighbours(40, 9))
+    assert runner.num_late_compilations == 0
+
+
+def test_the_layers_take_half_of_the_bytes(base: Path, runner: ModelRunner) -> None:
+    plain = make_runner(base, "cuda", dtype="bfloat16", block_size=16, num_blocks=16)
+
+    def size(one: ModelRunner) -> int:
+        layers = one._weights.layers
+        return sum(matrix.nbytes for layer in layers for matrix in (layer.qkv, layer.down))
+
+    assert 0.5 < size(runner) / size(plain) < 0.56

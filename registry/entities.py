@@ -67,6 +67,7 @@ class EffectFacts:
     reason: str = ""  # why it cannot be served; only with the verdict `refused`
     text: str = ""  # the text files that it brings, see `AdapterVersion.text`; empty: not compared
     variant: str = ""  # LoRA or DoRA, with or without biases, in words
+    parity: str = ""  # the comparison with PEFT, in words; empty: not made
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,30 @@ class ProbePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Parity:
+    """The engine on the CPU against transformers and PEFT, both in float32: the logits at every
+    position of some prompts, each given its own tokens (teacher forcing)."""
+
+    max_difference: float  # of any logit; infinite if one of the two is not finite
+    num_other_tokens: int  # positions with different greedy tokens
+    num_positions: int
+    num_prompts: int
+    bound: float  # of max_difference
+    versions: str  # of both libraries
+
+    @property
+    def is_within(self) -> bool:
+        return self.max_difference <= self.bound
+
+    @property
+    def words(self) -> str:
+        greedy = f"all {self.num_positions} greedy tokens equal"
+        if self.num_other_tokens:
+            greedy = f"{self.num_other_tokens} of {self.num_positions} greedy tokens differ"
+        return f"logits within {self.max_difference:.1e} of PEFT's, {greedy} ({self.versions})"
+
+
+@dataclass(frozen=True, slots=True)
 class EffectReport:
     verdict: Verdict
     reason: str  # of the verdict, in words
@@ -104,6 +128,7 @@ class EffectReport:
     seconds: float  # duration of the check, the base's loading included
     brings: tuple[str, ...] = ()  # the parts of its own text side, such as "chat template"
     kind: str = ""  # LoRA or DoRA, with or without biases, in words; empty: refused before
+    parity: Parity | None = None  # None: not compared
 
     @property
     def delta_norm(self) -> float:

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from engine.checks.effect import Device
+from engine.checks.parity import plan_parity
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
@@ -26,6 +27,8 @@ def check(
     out: Path | None,
     store: bool,
     if_quick: bool,
+    parity: bool,
+    parity_bound: float,
     tracking_uri: str | None,
 ) -> None:
     if device not in _DEVICES:
@@ -35,20 +38,26 @@ def check(
     if found.adapter is None:
         raise Failure(f"{name!r} is a base model; check takes an adapter")
     adapter, base = found.adapter, found.base
-    prompts = tuple(prompt) if prompt else PROBES
+    prompts = tuple(prompt) if prompt else None
     words = f"Running {base.name} with and without {adapter.name}@{adapter.version}"
     with nullcontext() if json else console.status(words):
         cache = open_cache()
         base_folder = registry.fetch(base, cache)
+        folder = registry.fetch(adapter, cache)
+        plan = plan_parity(folder, base_folder, len(prompts or PROBES)) if parity else None
         report = effect.prove(
-            registry.fetch(adapter, cache),
+            folder,
             adapter.digest,
             base_folder,
             mode="auto" if if_quick else "always",
             prompts=prompts,
             device=_DEVICES[device],
         )
-    record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts)
+        if plan is not None and report.verdict != "refused":
+            report = effect.with_parity(
+                report, plan, folder, folder, base_folder, parity_bound, prompts
+            )
+    record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts or PROBES)
     if json:
         typer.echo(dict(record.files)[effect.REPORT_FILE].decode(), nl=False)
     else:
@@ -68,3 +77,8 @@ def check(
             console.print(f"Kept with the version in MLflow: tags, {files} in the folder effect")
     if report.verdict != "changes":
         raise Failure(f"adapter {adapter.name}@{adapter.version}: {report.reason}")
+    if report.parity is not None and not report.parity.is_within:
+        raise Failure(
+            f"adapter {adapter.name}@{adapter.version}: {report.parity.words}; the bound is "
+            f"{report.parity.bound:g}"
+        )

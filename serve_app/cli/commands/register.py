@@ -45,6 +45,8 @@ def adapter(
     allow_noop: bool,
     force: bool,
     max_error: float | None,
+    parity: bool,
+    parity_bound: float,
     tracking_uri: str | None,
 ) -> None:
     registry = open_registry(tracking_uri)
@@ -61,6 +63,7 @@ def adapter(
             allow_noop=allow_noop,
             force=force,
             max_error=max_error,
+            parity=parity_bound if parity else None,
             progress=progress,
         )
     version = registered.version

@@ -9,7 +9,7 @@ import typer
 
 from registry.catalog import DEFAULT_ALIAS
 from serve_app.cli.signatures.body import Group, body_in
-from serve_app.cli.signatures.options import Uri
+from serve_app.cli.signatures.options import Parity, ParityBound, Uri
 
 app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True, cls=Group)
 
@@ -62,6 +62,8 @@ def adapter(
             "module; default: 0.001",
         ),
     ] = None,
+    parity: Parity = False,
+    parity_bound: ParityBound = 1e-3,
     tracking_uri: Uri = None,
 ) -> None:
     """Register an adapter: a PEFT folder with adapter_config.json and safetensors."""

@@ -14,7 +14,7 @@ import engine.tools
 from engine.checks import parity
 from engine.checks.effect_report import Parity
 from engine.checks.parity import measure_parity, plan_parity
-from engine.checks.validation import convert_adapter
+from engine.checks.validation import ConversionLimits, convert_adapter
 from engine.errors import EngineMemoryError, ParityError, UnsupportedModelError
 from tests.engine_helpers import make_adapter, make_base, random_prompt
 from tests.peft_kinds import LINEARS, save_peft
@@ -74,7 +74,7 @@ def test_converted_adapter_is_compared_with_its_original(base: Path, tmp_path: P
     close, rough = tmp_path / "close", tmp_path / "rough"
     for out, error in ((close, 1e-4), (rough, 0.3)):
         out.mkdir()
-        assert convert_adapter(folder, base, out, error) is not None
+        assert convert_adapter(folder, base, out, ConversionLimits(error)) is not None
     assert compare(close, base, folder).is_within
     found = compare(rough, base, folder)
     assert not found.is_within

@@ -19,10 +19,12 @@ from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weights import expected_shapes, read_tensor, stream_tensors
 from lora.adapter import Adapter, read_adapter
+from lora.low_rank import MAX_RANK as MAX_RANK
+from lora.low_rank import ConversionLimits as ConversionLimits
+from lora.lycoris import Notice as Notice
 from lora.lycoris import convert_to_lora
 from lora.peft_config import CONVERTED_KINDS, peft_type
 
-MAX_RANK = 512
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
@@ -117,15 +119,18 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
 
 
 def convert_adapter(
-    folder: Path, base_folder: Path, out: Path, max_error: float
+    folder: Path,
+    base_folder: Path,
+    out: Path,
+    limits: ConversionLimits,
+    notice: Notice = lambda minutes, done, total: None,
 ) -> ConversionReport | None:
     """Writes an adapter of a kind that is served as LoRA only, LoHa or LoKr, as LoRA to the empty
-    folder `out`; None: it is of another kind, and nothing is written. `max_error`: of the change of
-    any module, relative. Raises AdapterError."""
+    folder `out`; None: it is of another kind, and nothing is written. Raises AdapterError."""
     if peft_type(folder) not in CONVERTED_KINDS:
         return None
     sites = lora_sites(read_model_config(base_folder))
-    made = convert_to_lora(folder, out, sites, MAX_RANK, max_error)
+    made = convert_to_lora(folder, out, sites, limits, notice)
     return ConversionReport(made.kind, made.rank, made.error)
 
 

@@ -15,7 +15,13 @@ import msgspec
 
 from engine.checks.effect_report import EffectReport
 from engine.checks.parity import plan_parity
-from engine.checks.validation import check_adapter, check_base, convert_adapter
+from engine.checks.validation import (
+    ConversionLimits,
+    Notice,
+    check_adapter,
+    check_base,
+    convert_adapter,
+)
 from engine.errors import EngineMemoryError, ParityError
 from engine.refusals import REFUSALS
 from registry.cache import Cache
@@ -33,6 +39,8 @@ _REMEDY = ". Is the adapter untrained? To register it anyway: --allow-noop"
 
 # Of a converted adapter. In bfloat16, in which A and B are served, each number is off by 0.2 %.
 MAX_ERROR = 1e-3
+
+_NOTICED_MINUTES = 0.1
 
 _REFUSED: tuple[type[Exception], ...] = (
     *(*REFUSALS, RegistrationError),
@@ -90,15 +98,14 @@ def register_adapter(
     probe: effect.ProbeMode = "auto",
     allow_noop: bool = False,
     force: bool = False,
-    max_error: float | None = None,
+    limits: ConversionLimits | None = None,
     parity: float | None = None,
     progress: Progress = no_progress,
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
-    accept an adapter whose configuration names another base. `max_error`: the largest relative
-    error of any module with which a LoHa or LoKr adapter is converted to LoRA; None: MAX_ERROR.
-    `parity`: the largest difference of a logit to PEFT's; None: it is not compared."""
+    accept an adapter whose configuration names another base. `limits`: of an
+    adapter that is converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to PEFT's; None: it is not compared."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -111,14 +118,14 @@ def register_adapter(
             check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
     base_folder = registry.fetch(found, cache, progress=progress)
     what = f"adapter {name!r} for base {found.name}@{found.version}"
+    limits = limits or ConversionLimits(MAX_ERROR)
     original = folder
     with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
             plan = None
             if parity is not None:  # whether there are packages and memory, before all work
                 plan = plan_parity(folder, base_folder, len(effect.PROBES))
-            bound = MAX_ERROR if max_error is None else max_error
-            made = convert_adapter(folder, base_folder, Path(scratch), bound)
+            made = convert_adapter(folder, base_folder, Path(scratch), limits, _notice(progress))
             folder = folder if made is None else Path(scratch)
             report = check_adapter(folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
@@ -149,6 +156,14 @@ def register_adapter(
             progress=progress,
         )
     return Registration(version, (*report.warnings, *found_out.warnings), found_out)
+
+
+def _notice(progress: Progress) -> Notice:
+    def show(minutes: float, done: int, total: int) -> None:
+        if minutes >= _NOTICED_MINUTES:  # its unit is bytes: a module counts as one
+            progress(f"Converting to LoRA, about {minutes:.1f} minutes", done, total)
+
+    return show
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:

@@ -53,15 +53,24 @@ def adapter(
         bool, typer.Option("--force", help="Even if its configuration names another base model")
     ] = False,
     max_error: Annotated[
-        float | None,
+        float,
         typer.Option(
             "--max-error",
             min=0.0,
             max=1.0,
-            help="Of a LoHa or LoKr adapter, which becomes LoRA: the largest relative error of a "
-            "module; default: 0.001",
+            help="Of an adapter that becomes LoRA (LoHa, LoKr, saved modules): the largest "
+            "relative error of a module",
         ),
-    ] = None,
+    ] = 1e-3,
+    max_saved_mib: Annotated[
+        float,
+        typer.Option(
+            "--max-saved-mib", min=0.0, help="The device memory of saved modules, as LoRA, in MiB"
+        ),
+    ] = 256.0,
+    max_minutes: Annotated[
+        float, typer.Option("--max-minutes", min=0.0, help="The time of becoming LoRA")
+    ] = 30.0,
     parity: Parity = False,
     parity_bound: ParityBound = 1e-3,
     tracking_uri: Uri = None,

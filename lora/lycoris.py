@@ -3,9 +3,9 @@
 LoHa (Hyeon-Woo et al., "FedPara", arXiv 2108.06098) is a Hadamard product of two products of rank
 r: a product of rank r^2, whose factors are the row-wise Kronecker products of the two. LoKr (Yeh
 et al., "LyCORIS", arXiv 2309.14859) is a Kronecker product: its singular values are the products of
-those of the two factors, its singular vectors their Kronecker products. Where these have few ranks, no
-module's change is formed as a matrix of the base's size, and by Eckart and Young no other LoRA of
-the same rank is closer; see `low_rank` for the others.
+those of the two factors, its singular vectors their Kronecker products. Where these have few
+ranks, no module's change is formed as a matrix of the base's size, and by Eckart and Young no other
+LoRA of the same rank is closer; see `low_rank` for the others.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def register_adapter(
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
-    accept an adapter whose configuration names another base. `limits`: of an
-    adapter that is converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to PEFT's; None: it is not compared."""
+    accept an adapter whose configuration names another base. `limits`: of an adapter that is
+    converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to
+    PEFT's; None: it is not compared."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -155,7 +156,8 @@ def register_adapter(
             effect=effect.record(found_out, name, found),
             progress=progress,
         )
-    return Registration(version, (*report.warnings, *found_out.warnings), found_out)
+    notes = () if made is None else made.notes
+    return Registration(version, (*notes, *report.warnings, *found_out.warnings), found_out)
 
 
 def _notice(progress: Progress) -> Notice:

@@ -23,7 +23,8 @@ Manifest = tuple[FileEntry, ...]  # sorted by path
 ADAPTER_TEXT_FILES = frozenset(
     (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-        *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
+        *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+        "generation_config.json",
     )
 )
 

@@ -28,7 +28,7 @@ from lora.peft_config import CONVERTED_KINDS, read_fields
 from lora.saved_modules import convert_saved
 from lora.vectors import BaseParameter
 
-_CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_CHAT_TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _base_reader(base_folder: Path, config: ModelConfig) -> BaseParameter:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    if (folder / _CHAT_TEMPLATE_FILE).is_file():
+    if any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES):
         return True
     values = read_json(folder / "tokenizer_config.json") or {}
     return bool(values.get("chat_template"))

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from serve_app.text.added_tokens import AddedToken
+from serve_app.text.message_tools import needs_message_tools, with_message_tools
 from serve_app.text.response_template import ResponseTemplate, choose_template
 from serve_app.text.template import ChatMessage, ChatOptions, ChatTemplate
 from serve_app.text.template_guard import TemplateBudgetError
@@ -160,6 +161,8 @@ class BaseText:
                 "This model has no chat template; send the prompt to /v1/completions instead.",
                 "messages",
             )
+        if needs_message_tools(self.source):
+            messages = with_message_tools(messages, options.pop("tools", ()))
         return self.template.render(messages, **options)
 
 

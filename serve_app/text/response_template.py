@@ -19,9 +19,8 @@ import regex
 
 from engine.errors import UnsupportedModelError
 
-FAMILIES = (  # tried in this order
-    *("qwen-xml", "chatml-json", "llama3-json", "mistral-args", "mistral", "gemma", "granite"),
-)
+_OTHERS = ("chatml-json", "llama3-json", "mistral-args", "mistral", "gemma", "granite", "phi")
+FAMILIES = ("qwen-xml", *_OTHERS)  # tried in this order
 REASONING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 MATCH_SECONDS = 0.05  # of one search; the packaged expressions take microseconds
 MAX_TEMPLATE_CHARS = 64 * 1024

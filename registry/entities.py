@@ -118,6 +118,7 @@ class AdapterVersion:
     effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
     converted: str = ""  # as in AdapterFacts
     invocation: tuple[int, ...] = ()  # as in AdapterFacts
+    variant: str = ""  # as in EffectFacts; empty: never checked
 
 
 @dataclass(frozen=True, slots=True)

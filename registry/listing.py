@@ -227,6 +227,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         effect_figures=_figures(row),
         converted=row.tags.get(CONVERTED, "")[:_MAX_REASON],
         invocation=_invocation(row),
+        variant=row.tags.get(VARIANT, "")[:_MAX_REASON],
     )
 
 

@@ -153,6 +153,7 @@ def test_check_prints_stores_and_writes(
     assert "effect: changes" in out
     assert "4 matched, 0 not, 2 of the base's 9 modules" in out
     assert "greedy tokens" in out
+    assert re.search(r"cost +rank 4: a prompt token is charged 1\.4% more", out)
     assert tags(uri(home), "pirate").keys() >= MEASURED
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"effect.json", "norms.svg"}
 
@@ -251,6 +252,11 @@ def test_prompt_without_the_invocation_of_an_adapter_is_refused(
     assert registered.effect is not None
     logits = registered.effect.logits
     assert logits is not None
+    assert registered.version.variant == "aLoRA"
+    assert run("doctor", "--port", "1", "--json") in (0, 1)
+    assert re.search(
+        r"1 aLoRA \(0\.\d MiB\); aLoRA is charged from its invocation on", capsys.readouterr().out
+    )
     # Each prompt has the two tokens in its middle, and the change is measured from there on.
     sizes = [min(len(prompt.encode()), 126) for prompt in PROBES]
     assert logits.num_positions == sum(size - size // 2 + 2 for size in sizes)

@@ -96,6 +96,7 @@ def examine(
         probe=None if logits is None else plan,
         seconds=time.perf_counter() - started_s,
         kind=adapter.kind,
+        invocation=adapter.invocation,
     )
 
 

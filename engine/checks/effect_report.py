@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.types import OUTPUT_RANK, PROMPT_RANK
+
 Verdict = Literal["refused", "none", "non_finite", "changes", "unprobed"]
 
 # Below both, a greedy output equals the base's, but for ties.
@@ -129,6 +131,7 @@ class EffectReport:
     brings: tuple[str, ...] = ()  # the parts of its own text side, such as "chat template"
     kind: str = ""  # LoRA or DoRA, with or without biases, in words; empty: refused before
     parity: Parity | None = None  # None: not compared
+    invocation: tuple[int, ...] = ()  # aLoRA: it is active from these tokens on; (): always
 
     @property
     def delta_norm(self) -> float:
@@ -147,6 +150,22 @@ class EffectReport:
         for norm in self.norms:
             found[norm.site] = math.hypot(found.get(norm.site, 0.0), norm.delta)
         return found
+
+    @property
+    def cost(self) -> str:
+        """Returns in words what its tokens are charged; empty if the engine refuses it."""
+        if self.load is None or not self.norms:
+            return ""
+        rank = max(norm.rank for norm in self.norms)
+        words = (
+            f"rank {rank}: a prompt token is charged {PROMPT_RANK * rank:.1%} more than the "
+            f"base's, an output token {OUTPUT_RANK * rank:.1%}"
+        )
+        if self.invocation:
+            words += (
+                ", from its invocation on; the tokens before are the base's and share its KV blocks"
+            )
+        return words
 
     @property
     def warnings(self) -> tuple[str, ...]:

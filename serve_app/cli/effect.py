@@ -150,6 +150,7 @@ def report_json(
         "delta_norm": report.delta_norm,
         "ratio": report.ratio,
         "sites": report.sites,
+        "cost": report.cost,
         "warnings": report.warnings,
         "prompts": prompts if report.logits is not None else (),
     }

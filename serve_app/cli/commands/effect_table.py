@@ -43,6 +43,8 @@ def _rows(report: EffectReport) -> Iterator[tuple[str, str]]:
         yield "parity", report.parity.words
     if report.load is not None:
         yield "to load", _load_words(report.load)
+    if report.cost:
+        yield "cost", report.cost
     if report.probe is not None:
         plan = report.probe
         yield "the check took", f"{report.seconds:.1f} s on {plan.device} in {plan.dtype}"

@@ -67,11 +67,12 @@ class Factors:
 def decompose(matrix: torch.Tensor, max_rank: int) -> Factors:
     """Decomposes a matrix [n, m] of float32 or float64 in its type: as a whole if it is small,
     otherwise its `max_rank` largest parts and some more. The numbers are finite."""
-    if is_small(*matrix.shape, max_rank):
+    height, width = matrix.shape
+    if is_small(height, width, max_rank):
         return Factors(*torch.linalg.svd(matrix, full_matrices=False))
     count = max_rank + _OVERSAMPLES
     generator = torch.Generator().manual_seed(_SEED)  # equal files give equal adapters
-    start = torch.randn(matrix.shape[1], count, generator=generator, dtype=matrix.dtype)
+    start = torch.randn(width, count, generator=generator, dtype=matrix.dtype)
     q = _basis(matrix @ start)  # [n, count]
     for _ in range(_POWER_ITERATIONS):
         q = _basis(matrix @ _basis(matrix.T @ q))

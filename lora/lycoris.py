@@ -113,7 +113,7 @@ def _flops(
     shapes = {part: file.entries[key].shape for part, key in keys.items()}
     if kind == "LOHA":
         height, width = target.out_features, target.site.in_features
-        inner = [shapes.get(f"hada_w{i}_a", (1, 1))[-1] for i in (1, 2)]
+        inner = [(shapes.get(f"hada_w{i}_a") or (1,))[-1] for i in (1, 2)]
         rank = inner[0] * inner[1]
         if _is_dense(rank, height, width, max_rank):
             return flops(height, width, max_rank) + 2.0 * sum(inner) * height * width

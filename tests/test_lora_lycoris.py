@@ -174,6 +174,7 @@ SPOILED = {
     "other ranks": ({f"{Q0}.hada_w1_a": torch.ones(48, 5)}, "have different ranks"),
     "not a number": ({f"{Q0}.hada_w1_a": torch.full((96, 3), torch.nan)}, "NaN or infinity"),
     "one dimension": ({f"{Q0}.hada_w1_a": torch.ones(96)}, r"has shape \[96\]"),
+    "no dimension": ({f"{Q0}.hada_w1_a": torch.tensor(1.0)}, r"has shape \[\]"),
     "another base": (
         {f"{Q0}.hada_w{i}_a": torch.ones(5, 3) for i in (1, 2)},
         r"has shape \[5, 48\], the base has \[96, 48\]",

@@ -16,7 +16,9 @@ import msgspec
 from engine.checks.effect_report import EffectReport
 from engine.checks.parity import plan_parity
 from engine.checks.validation import (
+    AdapterReport,
     ConversionLimits,
+    ConversionReport,
     Notice,
     check_adapter,
     check_base,
@@ -108,12 +110,7 @@ def register_adapter(
     converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to
     PEFT's; None: it is not compared."""
     _check_request(folder, "adapter_config.json", name, alias)
-    try:
-        found = registry.snapshot().resolve_base(base)
-    except NotFoundError as error:
-        raise RegistrationError(
-            f"adapter {name!r}: {error}; register the base first: loraplex register base"
-        ) from error
+    found = _find_base(registry, name, base)
     if not force:
         with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
             check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
@@ -138,26 +135,38 @@ def register_adapter(
                     found_out, plan, folder, original, base_folder, parity
                 )
         _check_effect(name, found_out, allow_noop)
-        converted = "" if made is None else made.words
         version = registry.register_adapter(
             folder,
             name,
             # The version that was checked, even if an alias moved since.
             base=f"{found.name}@{found.version}",
-            facts=AdapterFacts(
-                report.rank,
-                report.targets,
-                report.num_parameters,
-                report.is_noop,
-                converted,
-                report.invocation,
-            ),
+            facts=_facts(report, made),
             alias=alias,
             effect=effect.record(found_out, name, found),
             progress=progress,
         )
     notes = () if made is None else made.notes
     return Registration(version, (*notes, *report.warnings, *found_out.warnings), found_out)
+
+
+def _find_base(registry: Registry, name: str, base: str) -> BaseVersion:
+    try:
+        return registry.snapshot().resolve_base(base)
+    except NotFoundError as error:
+        raise RegistrationError(
+            f"adapter {name!r}: {error}; register the base first: loraplex register base"
+        ) from error
+
+
+def _facts(report: AdapterReport, made: ConversionReport | None) -> AdapterFacts:
+    return AdapterFacts(
+        report.rank,
+        report.targets,
+        report.num_parameters,
+        report.is_noop,
+        "" if made is None else made.words,
+        report.invocation,
+    )
 
 
 def _notice(progress: Progress) -> Notice:

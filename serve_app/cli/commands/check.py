@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from engine.checks.effect import Device
+from engine.checks.effect_report import EffectReport
 from engine.checks.parity import plan_parity
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
@@ -75,10 +76,13 @@ def check(
         if not json:
             files = " and ".join(name for name, _ in record.files)
             console.print(f"Kept with the version in MLflow: tags, {files} in the folder effect")
+    _check_result(report, f"{adapter.name}@{adapter.version}")
+
+
+def _check_result(report: EffectReport, name: str) -> None:
+    """Raises Failure if the adapter changes nothing or differs from PEFT's."""
     if report.verdict != "changes":
-        raise Failure(f"adapter {adapter.name}@{adapter.version}: {report.reason}")
-    if report.parity is not None and not report.parity.is_within:
-        raise Failure(
-            f"adapter {adapter.name}@{adapter.version}: {report.parity.words}; the bound is "
-            f"{report.parity.bound:g}"
-        )
+        raise Failure(f"adapter {name}: {report.reason}")
+    parity = report.parity
+    if parity is not None and not parity.is_within:
+        raise Failure(f"adapter {name}: {parity.words}; the bound is {parity.bound:g}")

@@ -143,8 +143,7 @@ def _keys(file: TensorFile, wanted: Sequence[str], targets: Mapping[str, Target]
     keys: dict[str, str] = {}
     for key in file.entries:
         match = None if is_unread(key) else _KEY.fullmatch(key)
-        module = None if match is None else canonical(match["module"])
-        if module not in wanted:
+        if match is None or (module := canonical(match["module"])) not in wanted:
             continue
         if module in keys:
             raise AdapterError(f"the saved {module} is in the file twice")
@@ -244,7 +243,8 @@ def _as_lora(
         ones[changed, torch.arange(len(changed))] = 1
         return _of_module(module, rows, ones, 0.0)
     what = f"the conversion of the saved {module}"
-    notice(limits.check_estimate(flops(*rows.shape, limits.max_rank), what), 0, 1)
+    height, width = rows.shape
+    notice(limits.check_estimate(flops(height, width, limits.max_rank), what), 0, 1)
     factors = decompose(rows, limits.max_rank)
     try:
         rank, error = least_rank(factors, module, limits.max_rank, limits.max_error)

@@ -6,6 +6,7 @@ EngineError
 |- UnknownAdapterError      the request names a digest that is not loaded
 |- AdapterInUseError        an adapter cannot be taken out of memory now, with the reason
 |- UnsupportedModelError    a base folder that we refuse, with the reason
+|- ParityError              an adapter cannot be compared with PEFT here, with the reason
 |- EngineMemoryError        the device is too small for the configuration, with the sum by line
 `- EngineDeadError          the step loop ended; no more output will come
 """
@@ -45,6 +46,10 @@ class AdapterInUseError(EngineError):
 
 
 class UnsupportedModelError(EngineError):
+    pass
+
+
+class ParityError(EngineError):
     pass
 
 

@@ -24,4 +24,8 @@ def charge_step(batch: ScheduledBatch, seconds: float) -> None:
 
 
 def _prompt_weight(item: ScheduledSequence) -> float:
-    return (item.end - item.start) * (1.0 + PROMPT_RANK * item.sequence.request.adapter_rank)
+    """Returns the weight of a part of a prompt; an adapter counts where it is active."""
+    request = item.sequence.request
+    num_active = item.end - max(item.start, request.active_from or 0)
+    num_tokens = item.end - item.start
+    return num_tokens + PROMPT_RANK * request.adapter_rank * max(0, num_active)

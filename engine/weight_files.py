@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,3 +49,16 @@ def tensor_names(folder: Path) -> Iterator[str]:
                 yield from file.keys()
         except (SafetensorError, OSError) as error:
             raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
+
+
+def num_stored_parameters(folder: Path) -> int:
+    """Returns the parameters of all tensors, those of other parts than the text's included, from
+    the headers."""
+    count = 0
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
+    return count

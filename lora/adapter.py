@@ -76,7 +76,7 @@ class Adapter:
     modules: Mapping[str, ModuleWeights]
     num_parameters: int
     is_noop: bool  # it changes nothing: an untrained adapter has B = 0
-    kind: str = "LoRA"  # or DoRA, with or without biases, in words
+    kind: str = "LoRA"  # or DoRA or aLoRA, with or without biases, in words
     num_tensors: int = 0  # of the file
     num_unread: int = 0  # tensors of a part for images
     invocation: tuple[int, ...] = ()  # as `PeftConfig.invocation`
@@ -290,7 +290,7 @@ def _with_vectors(
 def _kind(config: PeftConfig, found: _Found) -> str:
     has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in found.vectors.values())
     more = [*(["biases"] if has_biases else []), *(["trained tokens"] if found.tokens else [])]
-    name = "DoRA" if config.use_dora else "LoRA"
+    name = "DoRA" if config.use_dora else "aLoRA" if config.invocation else "LoRA"
     return f"{name} with {' and '.join(more)}" if more else name
 
 

@@ -3,9 +3,9 @@
 LoHa (Hyeon-Woo et al., "FedPara", arXiv 2108.06098) is a Hadamard product of two products of rank
 r: a product of rank r^2, whose factors are the row-wise Kronecker products of the two. LoKr (Yeh
 et al., "LyCORIS", arXiv 2309.14859) is a Kronecker product: its singular values are the products of
-those of the two factors, its singular vectors their Kronecker products. No module's change is
-formed as a matrix of the base's size, unless a factor has that size. By Eckart and Young no other
-LoRA of the same rank is closer.
+those of the two factors, its singular vectors their Kronecker products. Where these have few
+ranks, no module's change is formed as a matrix of the base's size, and by Eckart and Young no other
+LoRA of the same rank is closer; see `low_rank` for the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,15 @@ from lora.adapter import WEIGHTS_FILE, open_weights
 from lora.adapter_keys import is_unread, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
+from lora.low_rank import (
+    ConversionLimits,
+    Factors,
+    decompose,
+    flops,
+    halves,
+    is_small,
+    least_rank,
+)
 from lora.module_names import Spelling, canonical
 from lora.peft_config import CONFIG_FILE, PeftConfig, read_lycoris_config
 from lora.sites import Site, Target, targets_by_module
@@ -36,8 +46,9 @@ _KEY = re.compile(
 )
 _NAMES = {"LOHA": "LoHa", "LOKR": "LoKr"}
 _PICKLES = (".bin", ".pt", ".pth")
-_EXACT = 1e-7  # relative: what float32 keeps of a matrix
 
+# Receives the minutes that the work will take, the modules done and all of them.
+Notice = Callable[[float, int, int], None]
 Parts = dict[str, torch.Tensor]  # float64, by the names of PEFT's parameters
 
 
@@ -48,24 +59,20 @@ class Conversion:
     error: float  # relative, in the Frobenius norm: the largest of any module
 
 
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """The singular value decomposition of a matrix [n, m]: u diag(sigma) v."""
-
-    u: torch.Tensor  # [n, k]
-    sigma: torch.Tensor  # [k], descending
-    v: torch.Tensor  # [k, m]
-
-
 def convert_to_lora(
-    folder: Path, out: Path, sites: Sequence[Site], max_rank: int, max_error: float
+    folder: Path,
+    out: Path,
+    sites: Sequence[Site],
+    limits: ConversionLimits,
+    notice: Notice = lambda minutes, done, total: None,
 ) -> Conversion:
     """Writes the LoHa or LoKr adapter of `folder` as a LoRA adapter to the empty folder `out`, with
     copies of its other files. Modules get their names in a model of text; those of a part for
     images are left out.
 
-    Each module has the least rank whose relative error is within `max_error`. Raises AdapterError
-    if that is more than `max_rank`, or if the files are not of such an adapter of these sites.
+    Each module has the least rank whose relative error is within the limit. Raises AdapterError
+    if that is more than the limit's rank, if the work would take longer than allowed or does, or if
+    the files are not of such an adapter of these sites.
     """
     kind, config = read_lycoris_config(folder)
     targets = targets_by_module(sites)
@@ -76,23 +83,45 @@ def convert_to_lora(
         keys = _keys_by_module(file, kind, targets)
         spelling = spelling_in(file.entries)
         _check_targets(keys, config, targets, spelling)
-        for module, parts in keys.items():
+        what = f"the conversion of {_NAMES[kind]} to LoRA"
+        work = sum(_flops(file, kind, targets[m], keys[m], limits.max_rank) for m in keys)
+        minutes = limits.check_estimate(work, what)
+        began_s = time.monotonic()
+        for done, (module, parts) in enumerate(keys.items()):
+            notice(minutes, done, len(keys))
+            limits.check_time(began_s, what)
             found = _read_parts(file, module, parts)
             scale = config.scale_of(spelling.spell(module))
-            factors = _factor(kind, targets[module], found, scale, max_rank)
-            rank, error = _least_rank(factors, module, max_rank, max_error)
-            root = factors.sigma[:rank].sqrt()
+            factors = _factor(kind, targets[module], found, scale, limits.max_rank)
+            rank, error = least_rank(factors, module, limits.max_rank, limits.max_error)
             prefix = f"base_model.model.{module}"
-            a, b = root[:, None] * factors.v[:rank], factors.u[:, :rank] * root
-            tensors[f"{prefix}.lora_A.weight"] = a.float().contiguous()
-            tensors[f"{prefix}.lora_B.weight"] = b.float().contiguous()
+            a, b = halves(factors, rank)
+            tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
             ranks[module], largest = rank, max(largest, error)
     conversion = Conversion(_NAMES[kind], max(ranks.values()), largest)
-    _copy_other_files(folder, out)
+    copy_other_files(folder, out)
     _write_config(out, ranks, conversion, config)
     # One entry: the order of several changes with each call, and with it the content's digest.
     save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
     return conversion
+
+
+def _flops(
+    file: TensorFile, kind: str, target: Target, keys: Mapping[str, str], max_rank: int
+) -> float:
+    """Returns the operations of a module's decomposition; faults of its parts are found later."""
+    shapes = {part: file.entries[key].shape for part, key in keys.items()}
+    if kind == "LOHA":
+        height, width = target.out_features, target.site.in_features
+        inner = [(shapes.get(f"hada_w{i}_a") or (1,))[-1] for i in (1, 2)]
+        rank = inner[0] * inner[1]
+        if _is_dense(rank, height, width, max_rank):
+            return flops(height, width, max_rank) + 2.0 * sum(inner) * height * width
+        return 8.0 * (height + width) * rank**2 + 30.0 * rank**3
+    wide = [shape for part, shape in shapes.items() if part in ("lokr_w1", "lokr_w2")]
+    # The vectors of the product, some thousand numbers of each row and column.
+    vectors = 8.0 * max_rank * (target.out_features + target.site.in_features)
+    return vectors + sum(flops(*shape, max_rank) for shape in wide if len(shape) == 2)
 
 
 def _keys_by_module(
@@ -149,7 +178,7 @@ def _read_parts(file: TensorFile, module: str, keys: Mapping[str, str]) -> Parts
     return parts
 
 
-def _factor(kind: str, target: Target, parts: Parts, scale: float, max_rank: int) -> _Factors:
+def _factor(kind: str, target: Target, parts: Parts, scale: float, max_rank: int) -> Factors:
     """Returns the decomposition of the scaled change; of a Kronecker product its largest parts."""
     module = target.module
     if kind == "LOHA":
@@ -158,17 +187,25 @@ def _factor(kind: str, target: Target, parts: Parts, scale: float, max_rank: int
         if shapes[0] != shapes[1]:
             raise AdapterError(f"hada_w1 and hada_w2 of {module} have different shapes")
         _check_shape(shapes[0], target)
-        if first[0].shape[1] * second[0].shape[1] >= min(len(first[0]), first[1].shape[1]):
-            product = (first[0] @ first[1]) * (second[0] @ second[1]) * scale
-            return _svd(product, None, module)
+        if _is_dense(first[0].shape[1] * second[0].shape[1], *shapes[0], max_rank):
+            product = (first[0] @ first[1]).mul_(second[0] @ second[1]).mul_(scale)
+            return _svd(product, None, module, max_rank)
         left = torch.einsum("ni,nj->nij", first[0], second[0]).flatten(1)
         right = torch.einsum("im,jm->ijm", first[1], second[1]).flatten(0, 1)
-        return _svd(left * scale, right, module)
+        return _svd(left * scale, right, module, max_rank)
     outer, inner = (_kron_part(parts, i, module) for i in (1, 2))
     height = len(outer[0]) * len(inner[0])
     width = _width(*outer) * _width(*inner)
     _check_shape((height, width), target)
-    return _kron(_svd(*outer, module), _svd(*inner, module), scale, 2 * max_rank)
+    first_part, second_part = (_svd(*part, module, max_rank) for part in (outer, inner))
+    return _kron(first_part, second_part, scale, 2 * max_rank)
+
+
+def _is_dense(rank: int, height: int, width: int, max_rank: int) -> bool:
+    """Returns whether a change of this rank is decomposed as a matrix, not by its factors."""
+    if rank >= min(height, width):
+        return True
+    return not is_small(rank, rank, max_rank) and not is_small(height, width, max_rank)
 
 
 def _kron_part(parts: Parts, index: int, module: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -194,22 +231,22 @@ def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torc
     return parts[a], parts[b]
 
 
-def _svd(left: torch.Tensor, right: torch.Tensor | None, module: str) -> _Factors:
+def _svd(left: torch.Tensor, right: torch.Tensor | None, module: str, max_rank: int) -> Factors:
     """Decomposes left right, [n, r] and [r, m], in float64; without `right`, left alone."""
     for half in (left, right):
         if half is not None and not bool(half.isfinite().all()):
             raise AdapterError(f"the change of {module} overflows float64")
     if right is None:
-        return _Factors(*torch.linalg.svd(left, full_matrices=False))
+        return decompose(left, max_rank)
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
-        return _svd(left @ right, None, module)
+        return _svd(left @ right, None, module, max_rank)
     q_left, r_left = torch.linalg.qr(left)
     q_right, r_right = torch.linalg.qr(right.T)
-    u, sigma, v = torch.linalg.svd(r_left @ r_right.T)
-    return _Factors(q_left @ u, sigma, v @ q_right.T)
+    small = decompose(r_left @ r_right.T, max_rank)
+    return Factors(q_left @ small.u, small.sigma, small.v @ q_right.T, small.rest)
 
 
-def _kron(first: _Factors, second: _Factors, scale: float, count: int) -> _Factors:
+def _kron(first: Factors, second: Factors, scale: float, count: int) -> Factors:
     """Returns the `count` largest singular values of scale times the Kronecker product, with their
     vectors; of the others the values alone."""
     values = torch.outer(first.sigma, second.sigma).flatten() * abs(scale)
@@ -217,7 +254,12 @@ def _kron(first: _Factors, second: _Factors, scale: float, count: int) -> _Facto
     i, j = order[:count] // len(second.sigma), order[:count] % len(second.sigma)
     u = torch.einsum("nk,mk->nmk", first.u[:, i], second.u[:, j]).flatten(0, 1)
     v = torch.einsum("kn,km->knm", first.v[i], second.v[j]).flatten(1)
-    return _Factors(u * math.copysign(1.0, scale), sigma, v)
+    norms = [float(torch.linalg.vector_norm(part.sigma)) for part in (first, second)]
+    # (K + R) x (L + S), kept and left out: all but K x L is left out.
+    rest = math.hypot(first.rest * math.hypot(norms[1], second.rest), norms[0] * second.rest) * abs(
+        scale
+    )
+    return Factors(u * math.copysign(1.0, scale), sigma, v, rest)
 
 
 def _check_shape(found: tuple[int, int], target: Target) -> None:
@@ -230,28 +272,7 @@ def _check_shape(found: tuple[int, int], target: Target) -> None:
         )
 
 
-def _least_rank(
-    factors: _Factors, module: str, max_rank: int, max_error: float
-) -> tuple[int, float]:
-    """Returns the rank and its relative error: the norm of the singular values left out."""
-    squares = factors.sigma.square()
-    total = float(squares.sum())
-    if not math.isfinite(total):
-        raise AdapterError(f"the change of {module} overflows float64")
-    if total == 0.0:
-        return 1, 0.0
-    tails = (squares.flip(0).cumsum(0).flip(0) / total).sqrt()  # [k]: of the values from here on
-    errors = torch.cat((tails[1:], tails.new_zeros(1)))  # of ranks 1, 2, ...
-    rank = 1 + int((errors > max(max_error, _EXACT)).sum())
-    if rank > max_rank:
-        raise AdapterError(
-            f"as LoRA {module} needs rank {rank} for a relative error of {max_error:g}; at rank "
-            f"{max_rank}, the largest, the error is {float(errors[max_rank - 1]):.2g}"
-        )
-    return rank, float(errors[rank - 1])
-
-
-def _copy_other_files(folder: Path, out: Path) -> None:
+def copy_other_files(folder: Path, out: Path) -> None:
     """Copies the files next to the weights; a tokenizer or a chat template may be among them."""
     for path in sorted(folder.iterdir()):
         if path.name in (CONFIG_FILE, WEIGHTS_FILE) or path.suffix in _PICKLES or path.is_dir():

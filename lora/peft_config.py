@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from lora.errors import AdapterError
 from lora.patterns import Limits, NameList, Pattern, PatternTable, compile_pattern
@@ -43,7 +43,8 @@ _UNSUPPORTED = {
     "ensure_weight_tying": "ensure_weight_tying",
 }
 _REMEDIES = {
-    "modules_to_save": "train them with LoRA, or merge the adapter and register a base",
+    "modules_to_save": "loraplex register adapter converts lm_head and embed_tokens; train others "
+    "with LoRA, or merge the adapter and register a base",
     "layer_replication": "register the base with the replicated layers",
     "target_parameters": "target modules instead",
     "ensure_weight_tying": "target the embedding alone, or merge the adapter and register a base",
@@ -133,9 +134,18 @@ def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
     return kind, _parse(fields, "alpha")
 
 
-def peft_type(folder: Path) -> object:
-    """Returns the kind of adapter that the configuration names, of any type."""
-    return _read_json(folder).get("peft_type")
+def read_fields(folder: Path) -> dict[str, object]:
+    """Returns the configuration unchecked. Raises AdapterError if it is not JSON."""
+    return _read_json(folder)
+
+
+def refuse_saved_modules(names: Sequence[str]) -> NoReturn:
+    """Raises AdapterError for saved modules that are not served."""
+    raise AdapterError(
+        f"the adapter saves whole modules ({', '.join(map(shown, names))}), which is not supported "
+        "but for lm_head and embed_tokens: train them with LoRA, or merge the adapter and register "
+        "a base"
+    )
 
 
 def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:

@@ -23,7 +23,8 @@ Manifest = tuple[FileEntry, ...]  # sorted by path
 ADAPTER_TEXT_FILES = frozenset(
     (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-        *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
+        *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+        "generation_config.json",
     )
 )
 
@@ -67,6 +68,7 @@ class EffectFacts:
     reason: str = ""  # why it cannot be served; only with the verdict `refused`
     text: str = ""  # the text files that it brings, see `AdapterVersion.text`; empty: not compared
     variant: str = ""  # LoRA or DoRA, with or without biases, in words
+    parity: str = ""  # the comparison with PEFT, in words; empty: not made
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class AdapterVersion:
     effect_figures: tuple[tuple[str, float], ...] = ()  # of the last check, named as in EffectFacts
     converted: str = ""  # as in AdapterFacts
     invocation: tuple[int, ...] = ()  # as in AdapterFacts
+    variant: str = ""  # as in EffectFacts; empty: never checked
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separat
 REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
 TEXT = PREFIX + "text"  # adapter: the parts of its text side that it brings, or NO_TEXT
 VARIANT = PREFIX + "variant"  # adapter: LoRA or DoRA, with or without biases
+PARITY = PREFIX + "parity"  # adapter: the last comparison with PEFT
 FORCED = PREFIX + "force"  # adapter: "true" accepts it if its configuration names another base
 LINKED = PREFIX + "linked"  # the files are hardlinks to the files of the source folder
 ROOT = PREFIX + "root"  # folder below the artifacts that holds the files
@@ -226,6 +227,7 @@ def adapter_version(row: Row) -> AdapterVersion:
         effect_figures=_figures(row),
         converted=row.tags.get(CONVERTED, "")[:_MAX_REASON],
         invocation=_invocation(row),
+        variant=row.tags.get(VARIANT, "")[:_MAX_REASON],
     )
 
 
@@ -287,7 +289,9 @@ def effect_tags(facts: EffectFacts) -> dict[str, str]:
     refused = {REFUSED: facts.reason[:_MAX_REASON]} if facts.reason else {}
     text = {TEXT: facts.text} if facts.text else {}
     variant = {VARIANT: facts.variant} if facts.variant else {}
-    return {**measured, **counted, **refused, **text, **variant, NOOP: noop, EFFECT: facts.verdict}
+    parity = {PARITY: facts.parity} if facts.parity else {}
+    words = {**refused, **text, **variant, **parity}
+    return {**measured, **counted, **words, NOOP: noop, EFFECT: facts.verdict}
 
 
 def _figures(row: Row) -> tuple[tuple[str, float], ...]:

@@ -60,8 +60,8 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
     if row is None:
         row = _create(store, publication, progress)
     else:
-        if publication.effect is not None and not _has_better_check(row, publication.effect):
-            attach_effect(store, name, row.version, publication.effect)
+        if publication.effect is not None:
+            _replace_effect(store, row, publication.effect)
         if publication.alias is not None and publication.alias not in row.aliases:
             _move_alias(store, publication, row.version, ExitStack())
     return next(found for found in _rows(store, name) if found.version == row.version)
@@ -84,9 +84,13 @@ def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRec
         store.tag_version(name, version, key, value)
 
 
-def _has_better_check(row: listing.Row, record: EffectRecord) -> bool:
-    """Returns whether the stored check must stay: a check without the base never replaces it."""
-    return record.facts.verdict == "unprobed" and listing.EFFECT in row.tags
+def _replace_effect(store: MlflowStore, row: listing.Row, record: EffectRecord) -> None:
+    """Stores the check of files that are registered already. A check that did not run the base
+    never replaces another; its comparison with PEFT is kept all the same."""
+    if record.facts.verdict != "unprobed" or listing.EFFECT not in row.tags:
+        attach_effect(store, row.name, row.version, record)
+    elif record.facts.parity:
+        store.tag_version(row.name, row.version, listing.PARITY, record.facts.parity)
 
 
 def _create(store: MlflowStore, publication: Publication, progress: Progress) -> listing.Row:

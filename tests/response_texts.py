@@ -95,6 +95,22 @@ TEXTS: dict[str, list[tuple[str, str, str, list[Call]]]] = {
         ('<tool_call>[{"name": "now", "arguments": {}}]<|end_of_text|>', "", "", [("now", {})]),
         ("<think>Hm.</think>Hello.<|end_of_text|>", "Hello.", "Hm.", []),
     ],
+    "phi": [
+        (
+            '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+            '{"name": "now", "arguments": {}}]<|/tool_call|><|end|>',
+            "",
+            "",
+            [PARIS, ("now", {})],
+        ),
+        (
+            'Sure.\n<|tool_call|>[{"name": "now", "arguments": {}}]<|end|>',
+            "Sure.",
+            "",
+            [("now", {})],
+        ),
+        ("Hello.<|end|><|endoftext|>", "Hello.", "", []),
+    ],
     "gemma": [
         (
             "<|channel>thought\nHm.<channel|><|tool_call>call:get_weather{city:"

@@ -19,6 +19,7 @@ from lora.adapter import ModuleWeights
 from lora.norms import delta_norm
 from tests.engine_helpers import VOCAB, hf_logits, load_hf, make_adapter, make_base, random_prompt
 from tests.peft_kinds import save_peft
+from tests.test_engine_alora import make_alora
 
 ATTENTION = ("q_proj", "v_proj")
 EVERYTHING = (
@@ -91,6 +92,33 @@ def test_norms_are_those_of_pefts_own_delta_weights(base: Path, tmp_path: Path) 
 
 
 # -- the logits --------------------------------------------------------------------------------
+
+
+def test_adapter_with_an_invocation_is_measured_where_it_is_active(
+    base: Path, tmp_path: Path
+) -> None:
+    """One prompt has the tokens; the other gets them in its middle."""
+    invocation = [91, 17]
+    folder = make_alora(tmp_path / "adapter", base, invocation, seed=3)
+    first, second = random_prompt(9, seed=1), random_prompt(20, seed=2)
+    invoked = [*first[:5], *invocation, *first[5:]]
+    report = check(folder, base, (invoked, second))
+    plain = load_hf(base)
+    prompts = (invoked, [*second[:10], *invocation, *second[10:]])
+    before = [hf_logits(plain, prompt) for prompt in prompts]
+    adapted = PeftModel.from_pretrained(plain, str(folder)).eval()
+    after = [hf_logits(adapted, prompt) for prompt in prompts]
+    changes = [(y - x)[start:].abs() for x, y, start in zip(before, after, (5, 10), strict=True)]
+    found = logits_of(report)
+    assert found.num_positions == 6 + 12
+    assert found.max_delta == pytest.approx(max(float(c.max()) for c in changes), rel=1e-3)
+    mean = float(torch.cat(changes).mean())
+    assert found.mean_delta == pytest.approx(mean, rel=1e-3)
+    assert report.kind == "aLoRA"
+    assert report.cost == (
+        "rank 20: a prompt token is charged 6.8% more than the base's, an output token 20.0%, from "
+        "its invocation on; the tokens before are the base's and share its KV blocks"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

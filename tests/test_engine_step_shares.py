@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,14 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.step_shares import charge_step
-from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
+from engine.types import (
+    PROMPT_RANK,
+    Request,
+    SamplingParams,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+)
 from serve_app.admission.cost import token_cost
 from tests.fakes import FakePool, FakeRunner, FakeStep
 
@@ -35,6 +43,25 @@ class TimedRunner(FakeRunner):
         self.now_s[0] += 0.001 + 1e-4 * batch.num_tokens
         step = super().launch(batch)
         return TimedStep(step.samples, step.error)
+
+
+@pytest.mark.parametrize(
+    ("start", "active_from", "num_active"),
+    [(0, None, 10), (0, 0, 10), (0, 4, 6), (5, 4, 10), (0, 10, 0), (0, 30, 0)],
+)
+def test_adapter_is_charged_where_it_is_active(
+    start: int, active_from: int | None, num_active: int
+) -> None:
+    request = Request("a", (1,) * 40, SamplingParams(), "a", adapter_rank=16)
+    request = replace(request, active_from=active_from)
+    base = Request("b", (1,) * 40, SamplingParams())
+    parts = [
+        ScheduledSequence(Sequence(one, 0, 0, [1] * 40), start, start + 10, False)
+        for one in (request, base)
+    ]
+    charge_step(ScheduledBatch(tuple(parts)), 1.0)
+    with_adapter, without = (part.sequence.engine_s for part in parts)
+    assert with_adapter / without == pytest.approx(1 + num_active / 10 * PROMPT_RANK * 16)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

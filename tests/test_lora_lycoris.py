@@ -14,6 +14,7 @@ from engine.checks.validation import convert_adapter
 from engine.model_config import lora_sites, read_model_config
 from lora.adapter import read_adapter
 from lora.errors import AdapterError
+from lora.low_rank import ConversionLimits
 from lora.lycoris import Conversion, convert_to_lora
 from tests.engine_helpers import load_hf, make_adapter, make_base, make_runner
 from tests.peft_kinds import LINEARS, check_against_peft, save_peft
@@ -49,7 +50,7 @@ def convert(folder: Path, base: Path, max_error: float, max_rank: int = 512) -> 
     sites = lora_sites(read_model_config(base))
     out = folder.parent / "converted"
     out.mkdir()
-    return convert_to_lora(folder, out, sites, max_rank, max_error)
+    return convert_to_lora(folder, out, sites, ConversionLimits(max_error, max_rank))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -88,6 +89,33 @@ def test_error_of_every_module_is_within_the_bound_and_the_rank_the_least(
     assert made.rank == adapter.rank
 
 
+WIDE: dict[str, PeftConfig] = {
+    "LoHa": LoHaConfig(r=13, alpha=13, target_modules=["q_proj"]),
+    "LoKr": LoKrConfig(r=90, alpha=90, target_modules=["q_proj"], decompose_factor=2),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_error_of_modules_that_are_large_for_the_rank_is_the_stated_one(
+    name: str, tmp_path: Path
+) -> None:
+    base = make_base(tmp_path / "base", hidden_size=160, num_attention_heads=10)
+    folder = save_peft(tmp_path / "kind", base, WIDE[name], std=0.3)
+    made = convert(folder, base, 0.99, max_rank=4)
+    model = PeftModel.from_pretrained(load_hf(base), str(folder))
+    errors = []
+    adapter = read_adapter(
+        tmp_path / "converted", "", lora_sites(read_model_config(base)), max_rank=4
+    )
+    for module, weights in adapter.modules.items():
+        layer = model.get_submodule(f"base_model.model.{module}")
+        delta = layer.get_delta_weight("default").detach().double()
+        errors.append(float((weights.b.double().T @ weights.a.double() - delta).norm()))
+        errors[-1] /= float(delta.norm())
+    assert 0.3 < max(errors) <= 0.99
+    assert made.error == pytest.approx(max(errors), rel=1e-5)
+
+
 def test_loha_has_the_square_of_its_rank(base: Path, tmp_path: Path) -> None:
     assert convert(make_kind(tmp_path / "kind", base, "LoHa"), base, 0.0).rank == 16
 
@@ -115,7 +143,7 @@ def test_plain_lora_is_left_alone(base: Path, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "lora", base, rank=2, targets=("q_proj",))
     out = tmp_path / "out"
     out.mkdir()
-    assert convert_adapter(folder, base, out, 0.0) is None
+    assert convert_adapter(folder, base, out, ConversionLimits(0.0)) is None
     assert not list(out.iterdir())
 
 
@@ -146,6 +174,7 @@ SPOILED = {
     "other ranks": ({f"{Q0}.hada_w1_a": torch.ones(48, 5)}, "have different ranks"),
     "not a number": ({f"{Q0}.hada_w1_a": torch.full((96, 3), torch.nan)}, "NaN or infinity"),
     "one dimension": ({f"{Q0}.hada_w1_a": torch.ones(96)}, r"has shape \[96\]"),
+    "no dimension": ({f"{Q0}.hada_w1_a": torch.tensor(1.0)}, r"has shape \[\]"),
     "another base": (
         {f"{Q0}.hada_w{i}_a": torch.ones(5, 3) for i in (1, 2)},
         r"has shape \[5, 48\], the base has \[96, 48\]",

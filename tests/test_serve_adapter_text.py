@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from engine.errors import UnsupportedModelError
 from serve_app.text import adapter_text
@@ -19,7 +19,12 @@ from serve_app.text.adapter_text import (
     own_files,
     read_adapter_files,
 )
-from serve_app.text.base_text import BaseText, read_files, with_response_template
+from serve_app.text.base_text import (
+    BaseText,
+    read_files,
+    template_source,
+    with_response_template,
+)
 from serve_app.text.response_template import family_template, load_template
 from tests.response_texts import template_json
 from tests.text_factory import SMOLLM, ZEPHYR, write_folder
@@ -105,8 +110,43 @@ def test_another_chat_template_is_kept_in_either_place(base: Path) -> None:
         {"chat_template.jinja": ZEPHYR.encode()},
         {"tokenizer_config.json": config},
         {"tokenizer_config.json": named},
+        {"chat_template.json": config},
+        {"chat_template.json": config, "chat_template.jinja": b"other"},
+        {"chat_template.jinja": ZEPHYR.encode(), "tokenizer_config.json": b'{"chat_template": ""}'},
     ):
         assert own(base, files) == {"chat_template.jinja": ZEPHYR.encode()}
+
+
+@pytest.mark.parametrize(
+    "places", [("json", "jinja", "config"), ("json", "config"), ("jinja", "config"), ("config",)]
+)
+def test_template_is_the_one_that_transformers_takes(places: tuple[str, ...], folder: Path) -> None:
+    """A processor reads its own two files, a tokenizer the others."""
+    names = {
+        "json": "chat_template.json",
+        "jinja": "chat_template.jinja",
+        "config": "tokenizer_config.json",
+    }
+    for place in places:
+        text = f"from {place}"
+        is_json = place != "jinja"
+        (folder / names[place]).write_text(json.dumps({"chat_template": text}) if is_json else text)
+    found = template_source(read_adapter_files(folder))
+    assert found == f"from {places[0]}"
+    if places[0] != "config":
+        kept, _ = ProcessorMixin.get_processor_dict(folder)
+        assert kept["chat_template"] == found
+
+
+def test_template_of_a_bases_processor_is_served_and_an_adapters_own_replaces_it(
+    base: Path,
+) -> None:
+    files = {**read_files(base), "chat_template.json": b'{"chat_template": "of the processor"}'}
+    text = BaseText.from_files(files)
+    assert text.render_chat(USER) == "of the processor"
+    kept = own_files(files, {"chat_template.jinja": b"of the adapter"})
+    assert text.with_adapter(kept).render_chat(USER) == "of the adapter"
+    assert own_files(files, {"chat_template.jinja": b"of the processor"}) == {}
 
 
 def test_the_text_side_has_the_adapters_template_and_the_bases_tokenizer(base: Path) -> None:
@@ -318,6 +358,8 @@ def test_a_base_with_a_response_template_that_is_not_understood_answers_in_text(
         ({"tokenizer_config.json": b"[]"}, "not a JSON object"),
         ({"tokenizer_config.json": b'{"eos_token": "<gone>"}'}, "eos_token is '<gone>'"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja"),
+        ({"chat_template.json": b"{"}, "chat_template.json: "),
+        ({"chat_template.json": b'{"chat_template": 3}'}, "chat_template is not a text"),
         ({"chat_template.jinja": b"x" * 70_000}, "70000 characters, at most 65536"),
         ({"chat_template.jinja": b"{{a}}" * 13_000}, "more than 8192 words and signs of code"),
         (

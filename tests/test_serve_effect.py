@@ -16,6 +16,7 @@ from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import AdapterVersion, BaseVersion, EffectFacts, EffectRecord
+from registry.errors import RegistrationError
 from serve_app.cli import effect
 from serve_app.cli import main as cli
 from serve_app.cli.effect import PROBES, tokenize
@@ -152,6 +153,7 @@ def test_check_prints_stores_and_writes(
     assert "effect: changes" in out
     assert "4 matched, 0 not, 2 of the base's 9 modules" in out
     assert "greedy tokens" in out
+    assert re.search(r"cost +rank 4: a prompt token is charged 1\.4% more", out)
     assert tags(uri(home), "pirate").keys() >= MEASURED
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"effect.json", "norms.svg"}
 
@@ -183,6 +185,85 @@ def test_check_of_what_changes_nothing_fails(
     assert "is a base model" in capsys.readouterr().err
     assert run("check", "nobody") == 1
     assert run("check", "noop", "--device", "abacus") == 1
+
+
+def test_check_compares_with_peft_and_keeps_that(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(uri(home), tmp_path, probe="never")
+    assert "loraplex.parity" not in tags(uri(home), "pirate")
+    assert run("check", "pirate", "--parity", "--json", "--prompt", "Ahoy") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["parity"]["num_positions"] == 4
+    assert report["parity"]["max_difference"] < 1e-3
+    words = tags(uri(home), "pirate")["loraplex.parity"]
+    assert re.match(r"logits within \S+ of PEFT's, all 4 greedy tokens equal \(transf", words)
+    assert run("check", "pirate") == 0  # does not compare, and the comparison stays true
+    assert tags(uri(home), "pirate")["loraplex.parity"] == words
+    capsys.readouterr()
+    assert run("check", "pirate", "--parity", "--parity-bound", "0") == 1
+    captured = capsys.readouterr()
+    assert re.search(r"parity +logits within", captured.out)
+    assert "the bound is 0" in captured.err
+
+
+def test_prompt_longer_than_the_base_takes_is_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(uri(home), tmp_path, probe="never")
+    for option in ("--parity", "--no-store"):
+        assert run("check", "pirate", option, "--prompt", "Ahoy", "--prompt", "y" * 129) == 1
+        assert "prompt 2 has 129 tokens, the base takes 128" in capsys.readouterr().err
+
+
+def test_registration_compares_with_peft_and_refuses_beyond_the_bound(
+    home: Path, tmp_path: Path
+) -> None:
+    register(uri(home), tmp_path, probe="never")
+    registry, cache = Registry(uri(home)), Cache(tmp_path / "cache")
+    folder = tmp_path / "files" / "adapter"
+    with pytest.raises(RegistrationError, match=r"'x' is refused: logits within .*bound is 1e-12"):
+        register_adapter(registry, folder, "x", "tiny", cache=cache, parity=1e-12)
+    assert len(registry.snapshot().adapters) == 1
+    register_adapter(registry, folder, "x", "tiny", cache=cache, parity=1e-3)
+    assert "greedy tokens equal" in tags(uri(home), "x")["loraplex.parity"]
+    # Of files that are registered already, the comparison is kept, and the better check stays.
+    register_adapter(registry, folder, "pirate", "tiny", cache=cache)
+    register_adapter(registry, folder, "pirate", "tiny", cache=cache, probe="never", parity=1e-3)
+    kept = tags(uri(home), "pirate")
+    assert kept["loraplex.effect"] == "changes"
+    assert "greedy tokens equal" in kept["loraplex.parity"]
+
+
+def test_prompt_without_the_invocation_of_an_adapter_is_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry = Registry(uri(home))
+    base = make_base_folder(tmp_path / "base")
+    register_base(registry, base, "tiny")
+    folder = make_adapter_folder(tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    invocation = list(BaseText.from_folder(base).encode("!?"))
+    text = json.dumps(config | {"alora_invocation_tokens": invocation})
+    (folder / "adapter_config.json").write_text(text)
+    registered = register_adapter(
+        registry, folder, "judge", "tiny", cache=Cache(tmp_path / "cache"), parity=1e-3
+    )
+    assert registered.effect is not None
+    logits = registered.effect.logits
+    assert logits is not None
+    assert registered.version.variant == "aLoRA"
+    assert run("doctor", "--port", "1", "--json") in (0, 1)
+    assert re.search(
+        r"1 aLoRA \(0\.\d MiB\); aLoRA is charged from its invocation on", capsys.readouterr().out
+    )
+    # Each prompt has the two tokens in its middle, and the change is measured from there on.
+    sizes = [min(len(prompt.encode()), 126) for prompt in PROBES]
+    assert logits.num_positions == sum(size - size // 2 + 2 for size in sizes)
+    assert run("check", "judge", "--prompt", "a!?b", "--no-store") == 0
+    assert run("check", "judge", "--prompt", "a!b", "--parity") == 1
+    words = "prompt 1 does not have the adapter's invocation tokens"
+    assert f"{words} {' '.join(map(str, invocation))} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["refused", "empty"])

@@ -122,6 +122,7 @@ def test_the_family_comes_from_the_marks_of_the_chat_template() -> None:
     assert family("[INST] [TOOL_CALLS] [ARGS]") == "mistral-args"
     assert family("<|turn> <|tool_call>") == "gemma"
     assert family("<|start_of_role|> respond with <|tool_call|>") == "granite"
+    assert family("'<|tool|>' + message['tools'] + '<|/tool|>'") == "phi"
     assert family("{{ messages }}") is None
     chosen = choose_template(template_json("mistral"), "{{ messages }}")
     assert chosen is not None

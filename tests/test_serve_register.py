@@ -8,6 +8,7 @@ import torch
 from peft import LoHaConfig
 from safetensors.torch import load_file, save_file
 
+from engine.checks.validation import ConversionLimits
 from registry.cache import Cache
 from registry.client import Registry
 from registry.entities import AdapterFacts
@@ -328,15 +329,25 @@ def test_loha_adapter_is_registered_as_lora_with_its_rank_and_error(
 
 
 def test_loha_adapter_that_becomes_lora_with_too_large_an_error_is_refused(
-    registry: Registry, cache: Cache, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("engine.checks.validation.MAX_RANK", 2)
     folder = make_loha_folder(tmp_path / "loha", base)
+    close, rough = (ConversionLimits(error, max_rank=2) for error in (1e-3, 0.9))
     with pytest.raises(RegistrationError, match=r"needs rank 4 for a relative error of 0.001"):
-        register_adapter(registry, folder, "loha", "tiny", cache=cache)
+        register_adapter(registry, folder, "loha", "tiny", cache=cache, limits=close)
     assert num_versions(registry) == (1, 0)
-    registered = register_adapter(registry, folder, "loha", "tiny", cache=cache, max_error=0.9)
+    registered = register_adapter(registry, folder, "loha", "tiny", cache=cache, limits=rough)
     assert registered.version.rank <= 2
+
+
+def test_conversion_that_would_last_too_long_is_refused_before_it_begins(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_loha_folder(tmp_path / "loha", base)
+    limits = ConversionLimits(1e-3, max_minutes=1e-9)
+    with pytest.raises(RegistrationError, match=r"would take about .* allowed are 1e-09 \(--max-m"):
+        register_adapter(registry, folder, "loha", "tiny", cache=cache, limits=limits)
+    assert num_versions(registry) == (1, 0)
 
 
 def make_loha_folder(folder: Path, base: Path) -> Path:

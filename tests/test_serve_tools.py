@@ -275,6 +275,51 @@ def answer_of(value: str, **fields: object) -> tuple[ResponseBuilder, list[Any]]
     return answer, outputs(ids_of(text, value), "stop")
 
 
+# As Phi-4-mini's template: tools come in the system message, and calls are no part of it.
+PHI = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message \
+and message['tools'] is not none %}{{ '<|' + message['role'] + '|>' + message['content'] + \
+'<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}\
+{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+
+def test_tools_and_calls_become_parts_of_messages_where_the_template_reads_them_there() -> None:
+    text = chatml_text(PHI)
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": "é"}'}}
+    turns = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    end = (
+        '<|user|>x<|end|><|assistant|><|tool_call|>[{"name": "now", "arguments": {"a": "é"}}]'
+        "<|/tool_call|><|end|><|tool|>12:00<|end|><|assistant|>"
+    )
+    begin = "You are a helpful assistant with some tools."
+    own = {"role": "system", "content": "Be brief."}
+    for first, words in (((), begin), ((own,), "Be brief.")):
+        request = request_of(messages=[*first, *turns], tools=[NOW])
+        rendered = text.render_chat(request.messages, tools=request.template_tools)
+        assert rendered == f'<|system|>{words}<|tool|>[{{"name": "now"}}]<|/tool|><|end|>{end}'
+    request = request_of(messages=turns)
+    assert text.render_chat(request.messages, tools=request.template_tools) == end
+
+
+def test_tools_of_the_system_message_are_shown_and_their_calls_read() -> None:
+    text = chatml_text(PHI)
+    tools = '[{"name": "now"}]'
+    request = request_of(messages=[{"role": "system", "content": "", "tools": tools}, USER])
+    prompt = prompt_of(request, text)
+    assert text.tokenizer.decode(prompt.token_ids) == (
+        f"<|system|><|tool|>{tools}<|/tool|><|end|><|user|>x<|end|><|assistant|>"
+    )
+    value = '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'
+    answer = ResponseBuilder(request, [prompt], text, head("chat"))
+    (choice,) = body_of(answer, outputs(ids_of(text, value), "stop"))["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    assert "tools" in refusal(messages=[{"role": "system", "content": "", "tools": [1]}]).message
+
+
 CALLS = (
     'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
     '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -24,6 +24,7 @@ from engine.checks.effect_report import (
     judge,
 )
 from engine.checks.probe import Probe, base_norms, scratch_bytes
+from engine.checks.prompts import Prompts, complete_prompts, cut_prompts, prompt_limit
 from engine.checks.validation import read_checked
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes, peak_of
@@ -37,10 +38,7 @@ from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from lora.sites import Site, targets_by_module
 
-MAX_PROMPT_TOKENS = 256
-
 Device = Literal["auto", "cpu", "cuda"]
-Prompts = Sequence[Sequence[int]]  # token ids
 
 
 def plan_probe(base_folder: Path, device: Device = "auto") -> ProbePlan:
@@ -80,7 +78,7 @@ def examine(
             logits, weights = (
                 (None, {})
                 if prompts is None
-                else _probe(config, base_folder, pool, plan, digest, prompts)
+                else _probe(config, base_folder, pool, plan, adapter, prompts)
             )
     except AdapterError as error:
         return _refused(str(error), match, sites, time.perf_counter() - started_s)
@@ -98,6 +96,7 @@ def examine(
         probe=None if logits is None else plan,
         seconds=time.perf_counter() - started_s,
         kind=adapter.kind,
+        invocation=adapter.invocation,
     )
 
 
@@ -146,20 +145,14 @@ def _probe(
     base_folder: Path,
     pool: AdapterPool,
     plan: ProbePlan,
-    digest: str,
+    adapter: Adapter,
     prompts: Prompts,
 ) -> tuple[LogitChange, dict[str, float]]:
     if not plan.fits:
         raise EngineMemoryError(f"the base cannot be run here: {plan.words()}")
-    limit = min(MAX_PROMPT_TOKENS, config.usual_len)
-    cut = [tuple(prompt)[:limit] for prompt in prompts]
-    for prompt in cut:
-        if not prompt or not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise UnsupportedModelError(
-                f"a probe prompt has no tokens, or one outside the {config.vocab_size} of the base"
-            )
+    whole = complete_prompts(cut_prompts(prompts, config), adapter, prompt_limit(config))
     weights = load_weights(base_folder, config, pool.dtype, pool.device)
-    logits = Probe(config, weights, pool).compare(digest, cut)
+    logits = Probe(config, weights, pool).compare(adapter.digest, whole, adapter.invocation)
     return logits, base_norms(weights, lora_sites(config))
 
 

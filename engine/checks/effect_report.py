@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.types import OUTPUT_RANK, PROMPT_RANK
+
 Verdict = Literal["refused", "none", "non_finite", "changes", "unprobed"]
 
 # Below both, a greedy output equals the base's, but for ties.
@@ -91,6 +93,30 @@ class ProbePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Parity:
+    """The engine on the CPU against transformers and PEFT, both in float32: the logits at every
+    position of some prompts, each given its own tokens (teacher forcing)."""
+
+    max_difference: float  # of any logit; infinite if one of the two is not finite
+    num_other_tokens: int  # positions with different greedy tokens
+    num_positions: int
+    num_prompts: int
+    bound: float  # of max_difference
+    versions: str  # of both libraries
+
+    @property
+    def is_within(self) -> bool:
+        return self.max_difference <= self.bound
+
+    @property
+    def words(self) -> str:
+        greedy = f"all {self.num_positions} greedy tokens equal"
+        if self.num_other_tokens:
+            greedy = f"{self.num_other_tokens} of {self.num_positions} greedy tokens differ"
+        return f"logits within {self.max_difference:.1e} of PEFT's, {greedy} ({self.versions})"
+
+
+@dataclass(frozen=True, slots=True)
 class EffectReport:
     verdict: Verdict
     reason: str  # of the verdict, in words
@@ -104,6 +130,8 @@ class EffectReport:
     seconds: float  # duration of the check, the base's loading included
     brings: tuple[str, ...] = ()  # the parts of its own text side, such as "chat template"
     kind: str = ""  # LoRA or DoRA, with or without biases, in words; empty: refused before
+    parity: Parity | None = None  # None: not compared
+    invocation: tuple[int, ...] = ()  # aLoRA: it is active from these tokens on; (): always
 
     @property
     def delta_norm(self) -> float:
@@ -122,6 +150,22 @@ class EffectReport:
         for norm in self.norms:
             found[norm.site] = math.hypot(found.get(norm.site, 0.0), norm.delta)
         return found
+
+    @property
+    def cost(self) -> str:
+        """Returns in words what its tokens are charged; empty if the engine refuses it."""
+        if self.load is None or not self.norms:
+            return ""
+        rank = max(norm.rank for norm in self.norms)
+        words = (
+            f"rank {rank}: a prompt token is charged {PROMPT_RANK * rank:.1%} more than the "
+            f"base's, an output token {OUTPUT_RANK * rank:.1%}"
+        )
+        if self.invocation:
+            words += (
+                ", from its invocation on; the tokens before are the base's and share its KV blocks"
+            )
+        return words
 
     @property
     def warnings(self) -> tuple[str, ...]:

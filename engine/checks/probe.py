@@ -2,7 +2,8 @@
 
 Our own model on the reference backend, all prompts in one step, every position compared over the
 whole vocabulary. A small change has to exceed the noise: the base runs twice, and its difference
-from itself is no effect (0 if products are repeatable). Free of text: prompts are token ids.
+from itself is no effect (0 if products are repeatable). An adapter with invocation tokens is
+compared where it is active. Free of text: prompts are token ids.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.activation import activated, adapter_at
 from engine.checks.effect_report import LogitChange
 from engine.errors import UnsupportedModelError
 from engine.inputs import build_inputs
@@ -39,29 +41,38 @@ class Probe:
         self._pool = pool
 
     @torch.inference_mode()
-    def compare(self, digest: str, prompts: Sequence[Sequence[int]]) -> LogitChange:
-        """Compares the base with the adapter. The pool holds the adapter, and the caller a
-        reference to it."""
-        base, adapted = self.run(prompts, None), self.run(prompts, digest)
+    def compare(
+        self, digest: str, prompts: Sequence[Sequence[int]], invocation: Sequence[int] = ()
+    ) -> LogitChange:
+        """Compares the base with the adapter, from its invocation on if it has one. The pool holds
+        the adapter, and the caller a reference to it."""
+        with_adapter = requests(prompts, digest, invocation)
+        active = torch.cat([_active(request) for request in with_adapter])  # [rows]
+        without = requests(prompts, None)
+
+        def run(of: Sequence[Request]) -> Callable[[], Iterator[torch.Tensor]]:
+            logits = self.run(of)
+            return lambda: _only(logits(), active)
+
+        base, adapted = run(without), run(with_adapter)
         change = _join(
             len(prompts), [compare_rows(x, y) for x, y in zip(base(), adapted(), strict=True)]
         )
         if change.num_non_finite or change.max_delta >= _BEYOND_NOISE:
             return change
-        again = self.run(prompts, None)
+        again = run(without)
         pairs = zip(base(), again(), strict=True)
-        return replace(change, noise=max(float((x - y).abs().max()) for x, y in pairs))
+        noise = max(float((x - y).abs().max()) for x, y in pairs if len(x))
+        return replace(change, noise=noise)
 
     @torch.inference_mode()
-    def run(
-        self, prompts: Sequence[Sequence[int]], digest: str | None
-    ) -> Callable[[], Iterator[torch.Tensor]]:
-        """Runs all prompts in one step, with the adapter or None, and returns a function of the
-        logits at every position, [rows, V] float32 at a time."""
+    def run(self, of: Sequence[Request]) -> Callable[[], Iterator[torch.Tensor]]:
+        """Runs the prompts of all requests in one step and returns a function of the logits,
+        [rows, V] float32 at a time."""
         parts = []
         num_blocks = 0
-        for prompt in prompts:
-            request = Request("probe", tuple(prompt), SamplingParams(), digest)
+        for request in of:
+            prompt = request.prompt_token_ids
             end = num_blocks + -(-len(prompt) // _BLOCK_SIZE)
             blocks = list(range(num_blocks, end))
             choice = Choice(request, 0, 0, list(prompt), block_table=blocks)
@@ -69,23 +80,49 @@ class Probe:
             num_blocks = end
         pool = self._pool
         inputs = build_inputs(ScheduledBatch(tuple(parts)), _BLOCK_SIZE, pool.device, pool)
-        num_rows = sum(len(prompt) for prompt in prompts)
+        num_rows = sum(len(request.prompt_token_ids) for request in of)
         every = replace(inputs, logit_rows=None, host_logit_rows=tuple(range(num_rows)))
         # Every key is kept: the layers are one group.
         layout = kv_layout((None,) * self._config.num_layers, _BLOCK_SIZE, self._config.usual_len)
         kv = allocate_kv_cache(self._config, layout, num_blocks, pool.dtype, pool.device)
         hidden = self._model.forward(every, kv, pool)
+        is_base = all(request.adapter is None for request in of)
 
         def logits() -> Iterator[torch.Tensor]:
             for first in range(0, num_rows, _ROWS):
                 rows = self._model.logits(hidden[first : first + _ROWS], every, first, pool)
-                if digest is None and not bool(rows.isfinite().all()):
+                if is_base and not bool(rows.isfinite().all()):
                     raise UnsupportedModelError(
                         f"without any adapter the base gives NaN or infinite logits in {pool.dtype}"
                     )
                 yield rows
 
         return logits
+
+
+def requests(
+    prompts: Sequence[Sequence[int]], digest: str | None, invocation: Sequence[int] = ()
+) -> list[Request]:
+    """Returns a request for each prompt; with `invocation`, its adapter is active from there on."""
+    found = [Request("probe", tuple(prompt), SamplingParams(), digest) for prompt in prompts]
+    return [activated(request, invocation) for request in found] if invocation else found
+
+
+def _active(request: Request) -> torch.Tensor:
+    """Returns, for each token of the prompt, whether the adapter is active there."""
+    active = [
+        adapter_at(request, position) is not None
+        for position in range(len(request.prompt_token_ids))
+    ]
+    return torch.tensor(active)
+
+
+def _only(parts: Iterator[torch.Tensor], wanted: torch.Tensor) -> Iterator[torch.Tensor]:
+    first = 0
+    for rows in parts:
+        chosen = wanted[first : first + len(rows)]
+        first += len(rows)
+        yield rows[chosen.to(rows.device)]
 
 
 def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:

@@ -15,15 +15,20 @@ from pathlib import Path
 import torch
 
 from engine.errors import UnsupportedModelError
+from engine.host_memory import available_bytes
 from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weights import expected_shapes, read_tensor, stream_tensors
 from lora.adapter import Adapter, read_adapter
+from lora.low_rank import MAX_RANK as MAX_RANK
+from lora.low_rank import ConversionLimits as ConversionLimits
+from lora.lycoris import Notice as Notice
 from lora.lycoris import convert_to_lora
-from lora.peft_config import CONVERTED_KINDS, peft_type
+from lora.peft_config import CONVERTED_KINDS, read_fields
+from lora.saved_modules import convert_saved
+from lora.vectors import BaseParameter
 
-MAX_RANK = 512
-_CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_CHAT_TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,15 @@ class BaseReport:
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    kind: str  # of the adapter that the LoRA was made from, such as LoHa
+    kind: str  # what the LoRA was made from, such as LoHa; empty: nothing had to be made
     rank: int  # the largest of any module
     error: float  # relative, in the Frobenius norm: the largest of any module
+    notes: tuple[str, ...] = ()  # sentences for the user
 
     @property
     def words(self) -> str:
+        if not self.kind:
+            return ""
         # A rank that leaves out nothing still rounds to float32: some 1e-7.
         return (
             f"LoRA from {self.kind}, rank {self.rank}, relative error {max(self.error, 1e-7):.1e}"
@@ -117,22 +125,39 @@ def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
 
 
 def convert_adapter(
-    folder: Path, base_folder: Path, out: Path, max_error: float
+    folder: Path,
+    base_folder: Path,
+    out: Path,
+    limits: ConversionLimits,
+    notice: Notice = lambda minutes, done, total: None,
 ) -> ConversionReport | None:
-    """Writes an adapter of a kind that is served as LoRA only, LoHa or LoKr, as LoRA to the empty
-    folder `out`; None: it is of another kind, and nothing is written. `max_error`: of the change of
-    any module, relative. Raises AdapterError."""
-    if peft_type(folder) not in CONVERTED_KINDS:
+    """Writes an adapter of a kind that is served as LoRA only (LoHa, LoKr, saved modules) as LoRA
+    to the empty folder `out`; None: it is of another kind, and nothing is written. Raises
+    AdapterError."""
+    fields = read_fields(folder)
+    config = read_model_config(base_folder)
+    sites = lora_sites(config)
+    if fields.get("peft_type") in CONVERTED_KINDS:
+        made = convert_to_lora(folder, out, sites, limits, notice)
+        return ConversionReport(made.kind, made.rank, made.error)
+    if fields.get("peft_type") != "LORA":
         return None
-    sites = lora_sites(read_model_config(base_folder))
-    made = convert_to_lora(folder, out, sites, MAX_RANK, max_error)
-    return ConversionReport(made.kind, made.rank, made.error)
+    base = _base_reader(base_folder, config)
+    saved = convert_saved(folder, out, sites, base, limits, available_bytes(), notice)
+    if saved is None:
+        return None
+    kind = f"saved {' and '.join(saved.names)}" if saved.names else ""
+    return ConversionReport(kind, saved.rank, saved.error, saved.notes)
 
 
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:
     """Reads the adapter as the engine does; of the base, only parameters that the adapter's file
     refers to: DoRA's modules, trained biases, copies."""
+    base = _base_reader(base_folder, config)
+    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base)
 
+
+def _base_reader(base_folder: Path, config: ModelConfig) -> BaseParameter:
     read = lru_cache(1)(partial(read_tensor, base_folder))
 
     def base(name: str) -> torch.Tensor | None:
@@ -140,11 +165,11 @@ def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConf
             name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
         return read(name)
 
-    return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base)
+    return base
 
 
 def _has_chat_template(folder: Path) -> bool:
-    if (folder / _CHAT_TEMPLATE_FILE).is_file():
+    if any((folder / name).is_file() for name in _CHAT_TEMPLATE_FILES):
         return True
     values = read_json(folder / "tokenizer_config.json") or {}
     return bool(values.get("chat_template"))

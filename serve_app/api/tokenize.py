@@ -60,8 +60,8 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     base = await _find_base(request, model)
     files = {**base.description.files, **base.description.own}
     info: dict[str, object] = json.loads(files.get("tokenizer_config.json", b"{}"))
-    if "chat_template.jinja" in files:
-        info["chat_template"] = files["chat_template.jinja"].decode()
+    if base.text.source is not None:
+        info["chat_template"] = base.text.source
     if base.text.response_spec is not None:
         info["response_template"] = base.text.response_spec
     return json_response(info | base.text.special_tokens)

@@ -17,7 +17,10 @@ import msgspec
 
 from engine.checks.effect import Device, examine, plan_probe
 from engine.checks.effect_report import EffectReport, ProbePlan
+from engine.checks.parity import ParityPlan, measure_parity
+from engine.checks.prompts import check_given
 from engine.errors import InvalidRequestError, UnsupportedModelError
+from engine.model_config import read_model_config
 from registry.entities import BaseVersion, EffectFacts, EffectRecord
 from registry.listing import NO_TEXT
 from serve_app.cli.effect_plot import norms_svg
@@ -51,11 +54,12 @@ def prove(
     base_folder: Path,
     *,
     mode: ProbeMode = "auto",
-    prompts: Sequence[str] = PROBES,
+    prompts: Sequence[str] | None = None,
     device: Device = "auto",
 ) -> EffectReport:
-    """Measures an adapter folder. Raises EngineMemoryError if `mode` is "always" and the base does
-    not fit into memory."""
+    """Measures an adapter folder. `prompts`: a user's; None: PROBES, cut and completed as the
+    adapter needs it. Raises EngineMemoryError if `mode` is "always" and the base does not fit into
+    memory, and InvalidRequestError for a user's prompt that cannot show the adapter."""
     plan = plan_probe(base_folder, device)
     try:
         brings = check_adapter_text(base_folder, folder)
@@ -66,9 +70,35 @@ def prove(
     if why_not is not None:
         report = examine(folder, digest, base_folder, plan, None, why_not)
     else:
-        tokens = tokenize(BaseText.from_folder(base_folder), prompts)
+        tokens = _tokens(folder, base_folder, prompts)
         report = examine(folder, digest, base_folder, plan, tokens)
     return replace(report, brings=brings)
+
+
+def with_parity(
+    report: EffectReport,
+    plan: ParityPlan,
+    folder: Path,
+    original: Path,
+    base_folder: Path,
+    bound: float,
+    prompts: Sequence[str] | None = None,
+) -> EffectReport:
+    """Returns the report with the comparison with PEFT, see `measure_parity`."""
+    tokens = _tokens(folder, base_folder, prompts)
+    parity = measure_parity(plan, folder, original, base_folder, tokens, bound)
+    return replace(report, parity=parity)
+
+
+def _tokens(
+    folder: Path, base_folder: Path, prompts: Sequence[str] | None
+) -> tuple[tuple[int, ...], ...]:
+    text = BaseText.from_folder(base_folder)
+    if prompts is None:
+        return tokenize(text, PROBES)
+    tokens = tokenize(text, prompts)
+    check_given(tokens, folder, read_model_config(base_folder))
+    return tokens
 
 
 def _refused(report: EffectReport, reason: str) -> EffectReport:
@@ -93,6 +123,7 @@ def record(
         load_s=None if load is None else load.read_s + load.copy_s,
         reason=report.reason if report.verdict == "refused" else "",
         variant=report.kind,
+        parity="" if report.parity is None else report.parity.words,
         text="" if report.verdict == "refused" else ", ".join(report.brings) or NO_TEXT,
     )
     title = f"{name} on {base.name}@{base.version}"
@@ -119,6 +150,7 @@ def report_json(
         "delta_norm": report.delta_norm,
         "ratio": report.ratio,
         "sites": report.sites,
+        "cost": report.cost,
         "warnings": report.warnings,
         "prompts": prompts if report.logits is not None else (),
     }

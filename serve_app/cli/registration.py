@@ -14,7 +14,17 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.checks.effect_report import EffectReport
-from engine.checks.validation import check_adapter, check_base, convert_adapter
+from engine.checks.parity import plan_parity
+from engine.checks.validation import (
+    AdapterReport,
+    ConversionLimits,
+    ConversionReport,
+    Notice,
+    check_adapter,
+    check_base,
+    convert_adapter,
+)
+from engine.errors import EngineMemoryError, ParityError
 from engine.refusals import REFUSALS
 from registry.cache import Cache
 from registry.catalog import DEFAULT_ALIAS
@@ -32,7 +42,12 @@ _REMEDY = ". Is the adapter untrained? To register it anyway: --allow-noop"
 # Of a converted adapter. In bfloat16, in which A and B are served, each number is off by 0.2 %.
 MAX_ERROR = 1e-3
 
-_REFUSED: tuple[type[Exception], ...] = (*REFUSALS, RegistrationError)
+_NOTICED_MINUTES = 0.1
+
+_REFUSED: tuple[type[Exception], ...] = (
+    *(*REFUSALS, RegistrationError),
+    *(ParityError, EngineMemoryError),  # what was asked for cannot be measured here
+)
 
 V = TypeVar("V", BaseVersion, AdapterVersion)
 
@@ -85,55 +100,81 @@ def register_adapter(
     probe: effect.ProbeMode = "auto",
     allow_noop: bool = False,
     force: bool = False,
-    max_error: float | None = None,
+    limits: ConversionLimits | None = None,
+    parity: float | None = None,
     progress: Progress = no_progress,
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
-    accept an adapter whose configuration names another base. `max_error`: the largest relative
-    error of any module with which a LoHa or LoKr adapter is converted to LoRA; None: MAX_ERROR."""
+    accept an adapter whose configuration names another base. `limits`: of an adapter that is
+    converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to
+    PEFT's; None: it is not compared."""
     _check_request(folder, "adapter_config.json", name, alias)
-    try:
-        found = registry.snapshot().resolve_base(base)
-    except NotFoundError as error:
-        raise RegistrationError(
-            f"adapter {name!r}: {error}; register the base first: loraplex register base"
-        ) from error
+    found = _find_base(registry, name, base)
     if not force:
         with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
             check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
     base_folder = registry.fetch(found, cache, progress=progress)
     what = f"adapter {name!r} for base {found.name}@{found.version}"
+    limits = limits or ConversionLimits(MAX_ERROR)
+    original = folder
     with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
-            bound = MAX_ERROR if max_error is None else max_error
-            made = convert_adapter(folder, base_folder, Path(scratch), bound)
+            plan = None
+            if parity is not None:  # whether there are packages and memory, before all work
+                plan = plan_parity(folder, base_folder, len(effect.PROBES))
+            made = convert_adapter(folder, base_folder, Path(scratch), limits, _notice(progress))
             folder = folder if made is None else Path(scratch)
             report = check_adapter(folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
                 reason = f"{report.warnings[0]}{_REMEDY}"
                 raise RegistrationError(f"adapter {name!r} is refused: {reason}")
             found_out = effect.prove(folder, name, base_folder, mode=probe)
+            if plan is not None and parity is not None and found_out.verdict != "refused":
+                found_out = effect.with_parity(
+                    found_out, plan, folder, original, base_folder, parity
+                )
         _check_effect(name, found_out, allow_noop)
-        converted = "" if made is None else made.words
         version = registry.register_adapter(
             folder,
             name,
             # The version that was checked, even if an alias moved since.
             base=f"{found.name}@{found.version}",
-            facts=AdapterFacts(
-                report.rank,
-                report.targets,
-                report.num_parameters,
-                report.is_noop,
-                converted,
-                report.invocation,
-            ),
+            facts=_facts(report, made),
             alias=alias,
             effect=effect.record(found_out, name, found),
             progress=progress,
         )
-    return Registration(version, (*report.warnings, *found_out.warnings), found_out)
+    notes = () if made is None else made.notes
+    return Registration(version, (*notes, *report.warnings, *found_out.warnings), found_out)
+
+
+def _find_base(registry: Registry, name: str, base: str) -> BaseVersion:
+    try:
+        return registry.snapshot().resolve_base(base)
+    except NotFoundError as error:
+        raise RegistrationError(
+            f"adapter {name!r}: {error}; register the base first: loraplex register base"
+        ) from error
+
+
+def _facts(report: AdapterReport, made: ConversionReport | None) -> AdapterFacts:
+    return AdapterFacts(
+        report.rank,
+        report.targets,
+        report.num_parameters,
+        report.is_noop,
+        "" if made is None else made.words,
+        report.invocation,
+    )
+
+
+def _notice(progress: Progress) -> Notice:
+    def show(minutes: float, done: int, total: int) -> None:
+        if minutes >= _NOTICED_MINUTES:  # its unit is bytes: a module counts as one
+            progress(f"Converting to LoRA, about {minutes:.1f} minutes", done, total)
+
+    return show
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
@@ -142,6 +183,12 @@ def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
             raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}")
         case "none" if not allow_noop:
             raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}{_REMEDY}")
+    parity = found_out.parity
+    if parity is not None and not parity.is_within:
+        raise RegistrationError(
+            f"adapter {name!r} is refused: {parity.words}; the bound is {parity.bound:g}. To "
+            "register it anyway: another --parity-bound, or no --parity"
+        )
 
 
 def _check_request(folder: Path, required: str, name: str, alias: str | None) -> None:

@@ -238,7 +238,7 @@ class ResponseBuilder:
         special = self._text.tokenizer.special_ids()
         tools = request.template_tools
         return RegionRules(
-            template if tools else template.without_calls(),
+            template if request.shows_tools else template.without_calls(),
             self._prompts[0].turn_start,
             schemas(tools),
             {token_id: text for text, token_id in special.items() if template.is_marker(text)},

@@ -31,7 +31,8 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 _ROLES = frozenset(get_args(Role))
 _UNSUPPORTED_IN_MESSAGE = ("function_call", "audio")
-_OPTIONAL_IN_MESSAGE = ("name", "tool_call_id", "reasoning_content", "reasoning")
+# Phi-4-mini's template reads `tools`, JSON as text, of the system message.
+_OPTIONAL_IN_MESSAGE = ("name", "tool_call_id", "reasoning_content", "reasoning", "tools")
 # Variables that the renderer sets; a client must not.
 _RESERVED_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "self", "loop")
@@ -239,6 +240,11 @@ class ChatRequest(GenerationFields, ChatTemplateFields):
     @property
     def template_tools(self) -> tuple[JsonObject, ...]:
         return resolve_choice(self.tool_choice, self.tools)
+
+    @property
+    def shows_tools(self) -> bool:
+        """Returns True if the model sees tools: the request's, or those of a message."""
+        return bool(self.template_tools) or any(one.get("tools") for one in self.messages)
 
     @property
     def template_variables(self) -> Mapping[str, TemplateValue]:

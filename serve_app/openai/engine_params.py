@@ -255,7 +255,7 @@ def uses_regions(request: ChatRequest, text: BaseText) -> bool:
     template = text.response_template
     if template is None:
         return False
-    return template.thinks or (template.reads_calls and bool(request.template_tools))
+    return template.thinks or (template.reads_calls and request.shows_tools)
 
 
 def _chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:

@@ -26,6 +26,7 @@ from serve_app.text.added_tokens import FILE as TOKENIZER
 from serve_app.text.added_tokens import AddedToken, added_by_tokenizer, check_added_tokens
 from serve_app.text.base_text import (
     ADDED_TOKENS,
+    CHAT_TEMPLATE,
     RESPONSE_TEMPLATE,
     SPECIAL_TOKENS,
     BaseText,
@@ -39,7 +40,7 @@ from serve_app.text.response_template import load_template
 from serve_app.text.template_guard import MAX_SOURCE_CHARS, TemplateBudgetError
 from serve_app.text.tokenizer import TextTokenizer
 
-CHAT_TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+CONFIG = "tokenizer_config.json"
 GENERATION = generation_defaults.FILE
 MAX_CONFIG_BYTES = 1 << 20  # of each file but the tokenizer; some list 1,000 reserved tokens
 MAX_TOKENIZER_BYTES = 64 * 1024**2

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from serve_app.text.added_tokens import AddedToken
+from serve_app.text.message_tools import needs_message_tools, with_message_tools
 from serve_app.text.response_template import ResponseTemplate, choose_template
 from serve_app.text.template import ChatMessage, ChatOptions, ChatTemplate
 from serve_app.text.template_guard import TemplateBudgetError
@@ -25,11 +26,12 @@ from serve_app.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+CHAT_TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    *(CHAT_TEMPLATE, PROCESSOR_TEMPLATE),
     "config.json",
     "generation_config.json",
 )
@@ -64,7 +66,7 @@ class BaseText:
         self.eos_token_ids = eos_token_ids
         self.response_spec = response_spec
         self.response_template = _response_template(response_spec, source, is_base=base is None)
-        self._source = source
+        self.source = source
         # The engine ends sequences at the ids of the base's configuration by itself.
         own = own_eos_token_ids
         if base is not None:
@@ -119,8 +121,8 @@ class BaseText:
         template = self.template
         if source is not None:
             template = _untrusted_template(source, special, is_guarded=is_guarded)
-        elif self._source is not None and special != self.special_tokens:
-            template = ChatTemplate(self._source, special, is_guarded=is_guarded)
+        elif self.source is not None and special != self.special_tokens:
+            template = ChatTemplate(self.source, special, is_guarded=is_guarded)
         spec = response_spec(own)
         return type(self)(
             tokenizer,
@@ -128,7 +130,7 @@ class BaseText:
             special,
             self.eos_token_ids | _eos_token_ids(own, tokenizer, special),
             response_spec=self.response_spec if spec is None else spec,
-            source=self._source if source is None else source,
+            source=self.source if source is None else source,
             base=self,
         )
 
@@ -159,6 +161,8 @@ class BaseText:
                 "This model has no chat template; send the prompt to /v1/completions instead.",
                 "messages",
             )
+        if needs_message_tools(self.source):
+            messages = with_message_tools(messages, options.pop("tools", ()))
         return self.template.render(messages, **options)
 
 
@@ -191,13 +195,24 @@ def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def template_source(files: Mapping[str, bytes]) -> str | None:
-    """Returns the template of the file, or of the configuration: the "default" one of several."""
-    if "chat_template.jinja" in files:
+    """Returns the template of the first file that has one, in transformers' order: that of its
+    older processors, the one of a file of its own, the configuration's."""
+    if PROCESSOR_TEMPLATE in files:
+        source = _template_in(files, PROCESSOR_TEMPLATE)
+        if source is None:
+            raise UnsupportedModelError(f"{PROCESSOR_TEMPLATE}: chat_template is not a text")
+        return source
+    if CHAT_TEMPLATE in files:
         try:
-            return files["chat_template.jinja"].decode("utf-8")
+            return files[CHAT_TEMPLATE].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UnsupportedModelError(f"chat_template.jinja: {error}") from error
-    source = read_object(files, "tokenizer_config.json").get("chat_template")
+            raise UnsupportedModelError(f"{CHAT_TEMPLATE}: {error}") from error
+    return _template_in(files, "tokenizer_config.json")
+
+
+def _template_in(files: Mapping[str, bytes], name: str) -> str | None:
+    """Returns the template of a JSON file, of several the "default" one."""
+    source = read_object(files, name).get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")

@@ -9,6 +9,8 @@ import typer
 from rich.text import Text
 
 from engine.checks.effect import Device
+from engine.checks.effect_report import EffectReport
+from engine.checks.parity import plan_parity
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
@@ -26,6 +28,8 @@ def check(
     out: Path | None,
     store: bool,
     if_quick: bool,
+    parity: bool,
+    parity_bound: float,
     tracking_uri: str | None,
 ) -> None:
     if device not in _DEVICES:
@@ -35,20 +39,26 @@ def check(
     if found.adapter is None:
         raise Failure(f"{name!r} is a base model; check takes an adapter")
     adapter, base = found.adapter, found.base
-    prompts = tuple(prompt) if prompt else PROBES
+    prompts = tuple(prompt) if prompt else None
     words = f"Running {base.name} with and without {adapter.name}@{adapter.version}"
     with nullcontext() if json else console.status(words):
         cache = open_cache()
         base_folder = registry.fetch(base, cache)
+        folder = registry.fetch(adapter, cache)
+        plan = plan_parity(folder, base_folder, len(prompts or PROBES)) if parity else None
         report = effect.prove(
-            registry.fetch(adapter, cache),
+            folder,
             adapter.digest,
             base_folder,
             mode="auto" if if_quick else "always",
             prompts=prompts,
             device=_DEVICES[device],
         )
-    record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts)
+        if plan is not None and report.verdict != "refused":
+            report = effect.with_parity(
+                report, plan, folder, folder, base_folder, parity_bound, prompts
+            )
+    record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts or PROBES)
     if json:
         typer.echo(dict(record.files)[effect.REPORT_FILE].decode(), nl=False)
     else:
@@ -66,5 +76,13 @@ def check(
         if not json:
             files = " and ".join(name for name, _ in record.files)
             console.print(f"Kept with the version in MLflow: tags, {files} in the folder effect")
+    _check_result(report, f"{adapter.name}@{adapter.version}")
+
+
+def _check_result(report: EffectReport, name: str) -> None:
+    """Raises Failure if the adapter changes nothing or differs from PEFT's."""
     if report.verdict != "changes":
-        raise Failure(f"adapter {adapter.name}@{adapter.version}: {report.reason}")
+        raise Failure(f"adapter {name}: {report.reason}")
+    parity = report.parity
+    if parity is not None and not parity.is_within:
+        raise Failure(f"adapter {name}: {parity.words}; the bound is {parity.bound:g}")

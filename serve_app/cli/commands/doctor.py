@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
@@ -225,8 +226,30 @@ def _registry() -> Iterator[Finding]:
         if adapter.refused:
             name = f"{adapter.name} version {adapter.version}"
             yield Finding("version", "warn", f"{name} cannot be served: {adapter.refused}")
+    yield from _kinds(catalog)
     yield from _settings(catalog)
     yield _demo(catalog)
+
+
+def _kinds(catalog: Catalog) -> Iterator[Finding]:
+    """Counts the adapters that can be served by their kinds, with the device memory of each."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for adapter in catalog.adapters:
+        if not adapter.refused:
+            kind = adapter.variant or "not checked yet"
+            counts[kind] += 1
+            sizes[kind] += int(dict(adapter.effect_figures).get("device_bytes", 0))
+    if not counts:
+        return
+    parts = [
+        f"{count} {kind} ({sizes[kind] / 1024**2:.1f} MiB)" if sizes[kind] else f"{count} {kind}"
+        for kind, count in sorted(counts.items())
+    ]
+    note = ""
+    if any(kind.startswith("aLoRA") for kind in counts):
+        note = "; aLoRA is charged from its invocation on"
+    yield Finding("adapters", "ok", f"{', '.join(parts)}{note}")
 
 
 def _settings(catalog: Catalog) -> Iterator[Finding]:

@@ -39,8 +39,12 @@ def _rows(report: EffectReport) -> Iterator[tuple[str, str]]:
         yield from (("", words) for words in _by_kind(report.norms))
     if report.logits is not None:
         yield from _logit_rows(report.logits)
+    if report.parity is not None:
+        yield "parity", report.parity.words
     if report.load is not None:
         yield "to load", _load_words(report.load)
+    if report.cost:
+        yield "cost", report.cost
     if report.probe is not None:
         plan = report.probe
         yield "the check took", f"{report.seconds:.1f} s on {plan.device} in {plan.dtype}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from engine.checks.validation import ConversionLimits
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.cli.commands.common import byte_progress, console, print_facts
 from serve_app.cli.commands.effect_table import print_effect
@@ -44,7 +45,11 @@ def adapter(
     probe: bool | None,
     allow_noop: bool,
     force: bool,
-    max_error: float | None,
+    max_error: float,
+    max_saved_mib: float,
+    max_minutes: float,
+    parity: bool,
+    parity_bound: float,
     tracking_uri: str | None,
 ) -> None:
     registry = open_registry(tracking_uri)
@@ -60,7 +65,10 @@ def adapter(
             probe=_MODES[probe],
             allow_noop=allow_noop,
             force=force,
-            max_error=max_error,
+            limits=ConversionLimits(
+                max_error, max_bytes=int(max_saved_mib * 1024**2), max_minutes=max_minutes
+            ),
+            parity=parity_bound if parity else None,
             progress=progress,
         )
     version = registered.version

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from serve_app.cli.signatures.body import body_in
-from serve_app.cli.signatures.options import Json, LogFormat, Uri
+from serve_app.cli.signatures.options import Json, LogFormat, Parity, ParityBound, Uri
 
 
 @body_in("serve")
@@ -59,6 +59,8 @@ def check(
     if_quick: Annotated[
         bool, typer.Option("--if-quick", help="Run the base only where it takes seconds")
     ] = False,
+    parity: Parity = False,
+    parity_bound: ParityBound = 1e-3,
     tracking_uri: Uri = None,
 ) -> None:
     """Measure the effect of an adapter on its base; exit code 1 if it has none."""

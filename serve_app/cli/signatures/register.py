@@ -9,7 +9,7 @@ import typer
 
 from registry.catalog import DEFAULT_ALIAS
 from serve_app.cli.signatures.body import Group, body_in
-from serve_app.cli.signatures.options import Uri
+from serve_app.cli.signatures.options import Parity, ParityBound, Uri
 
 app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True, cls=Group)
 
@@ -53,15 +53,26 @@ def adapter(
         bool, typer.Option("--force", help="Even if its configuration names another base model")
     ] = False,
     max_error: Annotated[
-        float | None,
+        float,
         typer.Option(
             "--max-error",
             min=0.0,
             max=1.0,
-            help="Of a LoHa or LoKr adapter, which becomes LoRA: the largest relative error of a "
-            "module; default: 0.001",
+            help="Of an adapter that becomes LoRA (LoHa, LoKr, saved modules): the largest "
+            "relative error of a module",
         ),
-    ] = None,
+    ] = 1e-3,
+    max_saved_mib: Annotated[
+        float,
+        typer.Option(
+            "--max-saved-mib", min=0.0, help="The device memory of saved modules, as LoRA, in MiB"
+        ),
+    ] = 256.0,
+    max_minutes: Annotated[
+        float, typer.Option("--max-minutes", min=0.0, help="The time of becoming LoRA")
+    ] = 30.0,
+    parity: Parity = False,
+    parity_bound: ParityBound = 1e-3,
     tracking_uri: Uri = None,
 ) -> None:
     """Register an adapter: a PEFT folder with adapter_config.json and safetensors."""

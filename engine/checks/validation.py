@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint import Checkpoint
 from engine.errors import UnsupportedModelError
 from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.weights import expected_shapes, read_tensor, stream_tensors
+from engine.weight_shapes import expected_shapes
 from lora.adapter import Adapter, read_adapter
 from lora.lycoris import convert_to_lora
 from lora.peft_config import CONVERTED_KINDS, peft_type
@@ -67,7 +68,7 @@ def check_base(folder: Path) -> BaseReport:
     config = read_model_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise UnsupportedModelError("the folder has no tokenizer.json")
-    for name, tensor in stream_tensors(folder, config):
+    for name, _, tensor in Checkpoint(folder, config).stream(torch.device("cpu")):
         if not bool(tensor.isfinite().all()):
             raise UnsupportedModelError(f"{name} holds NaN or infinity")
     has_template = _has_chat_template(folder)
@@ -133,7 +134,8 @@ def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConf
     """Reads the adapter as the engine does; of the base, only parameters that the adapter's file
     refers to: DoRA's modules, trained biases, copies."""
 
-    read = lru_cache(1)(partial(read_tensor, base_folder))
+    opened = lru_cache(1)(partial(Checkpoint, base_folder, config))
+    read = lru_cache(1)(lambda name: opened().read(name))
 
     def base(name: str) -> torch.Tensor | None:
         if name == "lm_head.weight" and config.ties_embeddings:

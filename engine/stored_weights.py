@@ -1,0 +1,238 @@
+"""The stored forms of quantized weights: the tensors of each, and their arithmetic.
+
+    W[n, k] = (q[n, k] - zero[n, group of k]) * scale[n, group of k]
+
+in float32, which holds the product with a scale of 16 bits exactly; the caller rounds to the type
+that is served. Integers are packed into int32 words, the first in the lowest bits. Rows are
+computed in slices, so that float32 copies of a whole tensor never exist.
+
+Sources: compressed-tensors 0.20 (naive_quantized, pack_quantized, converters.autoawq), transformers
+5 (integrations.finegrained_fp8), AutoGPTQ and GPTQModel (checkpoint formats 1 and 2), bitsandbytes
+0.50 (functional.dequantize_4bit, int8_vectorwise_dequant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+import torch
+
+from engine.quantization import Float8, Int8, Packed, Scheme, Strategy
+
+Shape = tuple[int, ...]
+Parts = Mapping[str, torch.Tensor]  # by the name below the module, such as weight_scale
+Reader = Callable[[str], torch.Tensor | None]  # of a part
+
+ROW_MULTIPLE = 8  # slices of rows begin at multiples: no word is cut
+_FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    shapes: tuple[Shape, ...]  # one of them; (): any
+    dtypes: tuple[str, ...]  # as safetensors names them
+    is_required: bool = True
+
+
+class StoredError(ValueError):
+    """A part of a weight that does not fit its scheme: its name below the module, the reason."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(part, reason)
+        self.part = part
+        self.reason = reason
+
+
+def main_part(scheme: Scheme) -> str:
+    """Returns the part by which a quantized weight is told from a plain one, which is `weight`."""
+    return "weight_packed" if isinstance(scheme, Packed) else "weight"
+
+
+def is_quantized(scheme: Scheme, dtypes: Mapping[str, str]) -> bool:
+    """Returns True if the parts of a module, with these types, are of the scheme and no plain
+    weight."""
+    if main_part(scheme) != "weight":
+        return main_part(scheme) in dtypes
+    return dtypes.get("weight") not in (None, *_FLOATS)
+
+
+def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[str, Part]:
+    """Returns the parts of a weight [out_features, in_features]. `present`: the names that the file
+    has, which choose among forms of one scheme. Raises StoredError if the scheme has no such
+    weight."""
+    rows, columns = shape
+    match scheme:
+        case Float8(strategy, block, scale_names):
+            scale = next((name for name in scale_names if name in present), scale_names[0])
+            scales = _scale_shapes(shape, strategy, block)
+            return {
+                "weight": Part(((rows, columns),), ("F8_E4M3",)),
+                scale: Part(scales, _FLOATS),
+            }
+        case Int8(strategy, group_size, is_symmetric):
+            block = None if group_size is None else (1, group_size)
+            scales = _scale_shapes(shape, strategy, block)
+            parts = {
+                "weight": Part(((rows, columns),), ("I8",)),
+                "weight_scale": Part(scales, _FLOATS),
+            }
+            if not is_symmetric:
+                parts["weight_zero_point"] = Part(scales, ("I8",))
+            return parts
+        case Packed(num_bits, group_size, is_symmetric):
+            groups = 1 if group_size is None else _num_groups(columns, group_size)
+            words = -(-columns * num_bits // 32)
+            parts = {
+                "weight_packed": Part(((rows, words),), ("I32",)),
+                "weight_scale": Part(((rows, groups),), _FLOATS),
+                "weight_shape": Part(((2,),), ("I64", "I32")),
+                "weight_g_idx": Part(((columns,),), ("I32",), is_required=False),
+            }
+            if not is_symmetric:
+                # Packed along the rows; before version 0.10 as bytes.
+                shapes = ((-(-rows * num_bits // 32), groups), (rows, groups))
+                parts["weight_zero_point"] = Part(shapes, ("I32", "I8"))
+            return parts
+    raise AssertionError(scheme)
+
+
+def check_parts(scheme: Scheme, shape: tuple[int, int], read: Reader) -> None:
+    """Checks the numbers that decide how the others are read, all of them small. Raises
+    StoredError."""
+    match scheme:
+        case Packed(_, group_size):
+            stored = read("weight_shape")
+            assert stored is not None
+            if tuple(stored.tolist()) != shape:
+                raise StoredError(
+                    "weight_shape", f"is {stored.tolist()}, config.json makes it {list(shape)}"
+                )
+            order = read("weight_g_idx")
+            if order is not None and int(order.min()) >= 0:
+                _check_order("weight_g_idx", order, group_size or shape[1])
+
+
+def prepare(scheme: Scheme, shape: tuple[int, int], parts: Parts) -> dict[str, torch.Tensor]:
+    """Returns the parts with those unpacked that every slice of rows reads: zero points as numbers
+    of float32, and columns' groups."""
+    found = dict(parts)
+    match scheme:
+        case Packed(num_bits):
+            zeros = parts.get("weight_zero_point")
+            offset = 2.0 ** (num_bits - 1)
+            if zeros is not None and zeros.dtype == torch.int32:
+                found["zeros"] = unpack(zeros.T, num_bits)[:, : shape[0]].T.float()
+            elif zeros is not None:
+                found["zeros"] = zeros.float() + offset
+            else:
+                found["zeros"] = torch.full((1, 1), offset, device=parts["weight_packed"].device)
+            order = parts.get("weight_g_idx")
+            if order is not None and int(order.min()) >= 0:
+                found["order"] = order.long()
+    return found
+
+
+def dequantize(
+    scheme: Scheme, shape: tuple[int, int], parts: Parts, first: int, last: int
+) -> torch.Tensor:
+    """Returns the rows from `first` to `last` in float32, [last - first, in_features]. `parts`: as
+    `prepare` returns them; `first`: a multiple of ROW_MULTIPLE."""
+    columns = shape[1]
+    rows = slice(first, last)
+    match scheme:
+        case Float8(strategy, block, scale_names):
+            scale = next(parts[name] for name in scale_names if name in parts)
+            factors = _by_columns(scale, strategy, block, columns, rows)
+            return parts["weight"][rows].float() * factors
+        case Int8(strategy, group_size):
+            block = None if group_size is None else (1, group_size)
+            numbers = parts["weight"][rows].float()
+            zeros = parts.get("weight_zero_point")
+            if zeros is not None:
+                numbers -= _by_columns(zeros, strategy, block, columns, rows)
+            return numbers * _by_columns(parts["weight_scale"], strategy, block, columns, rows)
+        case Packed(num_bits, group_size):
+            numbers = unpack(parts["weight_packed"][rows], num_bits)[:, :columns].float()
+            zeros = parts["zeros"] if len(parts["zeros"]) == 1 else parts["zeros"][rows]
+            scale, order = parts["weight_scale"][rows].float(), parts.get("order")
+            size = group_size or columns
+            numbers -= _by_order(zeros, order, size, columns)
+            return numbers * _by_order(scale, order, size, columns)
+    raise AssertionError(scheme)
+
+
+def row_scales(scheme: Scheme, parts: Parts, num_rows: int) -> torch.Tensor | None:
+    """Returns the scales of a weight of which each row has one, [num_rows] in float32."""
+    if not isinstance(scheme, Float8) or scheme.strategy not in ("tensor", "channel"):
+        return None
+    scale = next(parts[name] for name in scheme.scale_names if name in parts)
+    return scale.float().reshape(-1).expand(num_rows).contiguous()
+
+
+def unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Returns the unsigned numbers of 4 or 8 bits in int32 words [rows, words], the lowest bits
+    first: uint8 [rows, words * 32 / num_bits]."""
+    packed = words.contiguous().view(torch.uint8)  # the first byte is the lowest
+    if num_bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def _scale_shapes(
+    shape: tuple[int, int], strategy: Strategy, block: tuple[int, int] | None
+) -> tuple[Shape, ...]:
+    rows, columns = shape
+    if strategy == "tensor":
+        return (), (1,), (1, 1)
+    if strategy == "channel":
+        return (rows, 1), (rows,)
+    assert block is not None
+    if strategy == "group":
+        return ((rows, _num_groups(columns, block[1])),)
+    return ((-(-rows // block[0]), -(-columns // block[1])),)
+
+
+def _num_groups(columns: int, group_size: int) -> int:
+    if columns % group_size:
+        raise StoredError("weight_scale", f"groups of {group_size} do not divide {columns} columns")
+    return columns // group_size
+
+
+def _by_columns(
+    values: torch.Tensor,
+    strategy: Strategy,
+    block: tuple[int, int] | None,
+    columns: int,
+    rows: slice,
+) -> torch.Tensor:
+    """Returns the values in float32 in a shape that spreads over [rows, columns]."""
+    values = values.float()
+    if strategy == "tensor":
+        return values.reshape(1, 1)
+    if strategy == "channel":
+        return values.reshape(-1, 1)[rows]
+    assert block is not None
+    lines = torch.arange(rows.start, rows.stop, device=values.device) // block[0]
+    return values[lines].repeat_interleave(block[1], dim=1)[:, :columns]
+
+
+def _by_order(
+    values: torch.Tensor, order: torch.Tensor | None, group_size: int, columns: int
+) -> torch.Tensor:
+    """Spreads [rows, groups] over the columns, whose groups are `order` or follow each other."""
+    if values.shape[1] == 1:
+        return values
+    if order is not None:
+        return values[:, order]
+    return values.repeat_interleave(group_size, dim=1)[:, :columns]
+
+
+def _check_order(part: str, order: torch.Tensor, group_size: int) -> None:
+    """Refuses groups of columns that are not all full: tools sort the columns, then cut."""
+    num_groups = -(-order.numel() // group_size)
+    if int(order.min()) < 0 or int(order.max()) >= num_groups:
+        raise StoredError(part, f"names groups outside 0 to {num_groups - 1}")
+    counts = torch.bincount(order.long(), minlength=num_groups)
+    if bool((counts[:-1] != group_size).any()):
+        raise StoredError(part, f"has groups of other sizes than {group_size}")

@@ -232,6 +232,48 @@ def _parse_fp8(values: Mapping[str, object]) -> _Parsed:
     return describe(scheme), (("Linear", scheme),)
 
 
+def _parse_gptq(values: Mapping[str, object]) -> _Parsed:
+    num_bits = positive_int(values, "bits")
+    if num_bits not in (4, 8):
+        refuse("bits", num_bits, "4 and 8 are read")
+    layout = values.get("checkpoint_format") or values.get("format") or "gptq"
+    if layout not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
+        refuse("checkpoint_format", layout, "gptq and gptq_v2 are read, not layouts of kernels")
+    if values.get("dynamic"):
+        refuse("dynamic", values["dynamic"], "schemes of single modules are not supported")
+    scheme = Gptq(num_bits, _gptq_group(values), 1 if layout == "gptq" else 0)
+    return f"{layout}, {describe(scheme)}", (("Linear", scheme),)
+
+
+def _parse_awq(values: Mapping[str, object]) -> _Parsed:
+    if (num_bits := values.get("bits", values.get("w_bit", 4))) != 4:
+        refuse("bits", num_bits, "4 are read")
+    for key in ("version", "checkpoint_format", "format"):
+        layout = values.get(key) or "gemm"
+        if not isinstance(layout, str) or layout.lower() != "gemm":
+            refuse(key, layout, "only the order of gemm is read")
+    if not flag(values, "zero_point", default=True):
+        refuse("zero_point", False, "gemm has zero points")
+    size = positive_int(values, "group_size", positive_int(values, "q_group_size", 128))
+    return f"gemm, {describe(Awq(size))}", (("Linear", Awq(size)),)
+
+
+def _gptq_group(values: Mapping[str, object]) -> int | None:
+    return None if values.get("group_size") == -1 else positive_int(values, "group_size")
+
+
+def _parse_bitsandbytes(values: Mapping[str, object]) -> _Parsed:
+    is_8bit = flag(values, "load_in_8bit")
+    if is_8bit == flag(values, "load_in_4bit"):
+        refuse("load_in_4bit", values.get("load_in_4bit"), "either it or load_in_8bit is true")
+    if is_8bit:
+        return "int8", (("Linear", Bnb8()),)
+    quant_type = values.get("bnb_4bit_quant_type", "fp4")  # transformers' default
+    if quant_type not in ("nf4", "fp4"):
+        refuse("bnb_4bit_quant_type", quant_type, "nf4 and fp4 are read")
+    return str(quant_type), (("Linear", Bnb4(quant_type)),)
+
+
 def describe(scheme: Scheme) -> str:
     """Returns the scheme in words for users."""
     match scheme:
@@ -253,4 +295,7 @@ def describe(scheme: Scheme) -> str:
 _PARSERS: dict[str, Callable[[Mapping[str, object]], _Parsed]] = {
     "compressed-tensors": _parse_compressed_tensors,
     "fp8": _parse_fp8,
+    "gptq": _parse_gptq,
+    "awq": _parse_awq,
+    "bitsandbytes": _parse_bitsandbytes,
 }

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.quantization import Float8, Int8, Packed, Scheme, Strategy
+from engine.quantization import Awq, Float8, Gptq, Int8, Packed, Scheme, Strategy
 
 Shape = tuple[int, ...]
 Parts = Mapping[str, torch.Tensor]  # by the name below the module, such as weight_scale
 Reader = Callable[[str], torch.Tensor | None]  # of a part
 
+# The nibble of a word of AWQ that holds each of eight columns.
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 ROW_MULTIPLE = 8  # slices of rows begin at multiples: no word is cut
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -46,7 +48,12 @@ class StoredError(ValueError):
 
 def main_part(scheme: Scheme) -> str:
     """Returns the part by which a quantized weight is told from a plain one, which is `weight`."""
-    return "weight_packed" if isinstance(scheme, Packed) else "weight"
+    match scheme:
+        case Packed():
+            return "weight_packed"
+        case Gptq() | Awq():
+            return "qweight"
+    return "weight"
 
 
 def is_quantized(scheme: Scheme, dtypes: Mapping[str, str]) -> bool:
@@ -94,6 +101,28 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
                 shapes = ((-(-rows * num_bits // 32), groups), (rows, groups))
                 parts["weight_zero_point"] = Part(shapes, ("I32", "I8"))
             return parts
+        case Gptq(num_bits, group_size):
+            per_word = 32 // num_bits
+            if columns % per_word or rows % per_word:
+                raise StoredError(
+                    "qweight", f"cannot hold {list(shape)}: no multiples of {per_word}"
+                )
+            groups = 1 if group_size is None else -(-columns // group_size)
+            return {
+                "qweight": Part(((columns // per_word, rows),), ("I32",)),
+                "qzeros": Part(((groups, rows // per_word),), ("I32",)),
+                "scales": Part(((groups, rows),), _FLOATS),
+                "g_idx": Part(((columns,),), ("I32",), is_required=False),
+            }
+        case Awq(group_size):
+            if rows % 8:
+                raise StoredError("qweight", f"cannot hold {rows} rows: no multiple of 8")
+            groups = _num_groups(columns, group_size)
+            return {
+                "qweight": Part(((columns, rows // 8),), ("I32",)),
+                "qzeros": Part(((groups, rows // 8),), ("I32",)),
+                "scales": Part(((groups, rows),), _FLOATS),
+            }
     raise AssertionError(scheme)
 
 
@@ -111,6 +140,18 @@ def check_parts(scheme: Scheme, shape: tuple[int, int], read: Reader) -> None:
             order = read("weight_g_idx")
             if order is not None and int(order.min()) >= 0:
                 _check_order("weight_g_idx", order, group_size or shape[1])
+        case Gptq(num_bits, group_size, zero_offset):
+            order, zeros = read("g_idx"), read("qzeros")
+            if order is not None:
+                _check_order("g_idx", order, group_size or shape[1])
+            largest = 2**num_bits - 1
+            assert zeros is not None
+            if zero_offset and bool((unpack(zeros, num_bits) == largest).any()):
+                raise StoredError(
+                    "qzeros",
+                    f"holds {largest}, which tools read as a zero point of {largest + 1} or of 0: "
+                    "convert it to checkpoint_format gptq_v2",
+                )
 
 
 def prepare(scheme: Scheme, shape: tuple[int, int], parts: Parts) -> dict[str, torch.Tensor]:
@@ -130,6 +171,12 @@ def prepare(scheme: Scheme, shape: tuple[int, int], parts: Parts) -> dict[str, t
             order = parts.get("weight_g_idx")
             if order is not None and int(order.min()) >= 0:
                 found["order"] = order.long()
+        case Gptq(num_bits, _, zero_offset):
+            found["zeros"] = unpack(parts["qzeros"], num_bits).T.float() + zero_offset
+            if "g_idx" in parts:
+                found["order"] = parts["g_idx"].long()
+        case Awq():
+            found["zeros"] = _unpack_awq(parts["qzeros"]).T.float()
     return found
 
 
@@ -159,6 +206,17 @@ def dequantize(
             size = group_size or columns
             numbers -= _by_order(zeros, order, size, columns)
             return numbers * _by_order(scale, order, size, columns)
+        case Gptq(num_bits, group_size):
+            numbers = unpack(parts["qweight"][:, rows].T, num_bits).float()
+            order, size = parts.get("order"), group_size or columns
+            numbers -= _by_order(parts["zeros"][rows], order, size, columns)
+            return numbers * _by_order(parts["scales"][:, rows].T.float(), order, size, columns)
+        case Awq(group_size):
+            words = slice(first // 8, -(-last // 8))
+            numbers = _unpack_awq(parts["qweight"][:, words]).T.float()
+            numbers -= _by_order(parts["zeros"][rows], None, group_size, columns)
+            scale = parts["scales"][:, rows].T.float()
+            return numbers * _by_order(scale, None, group_size, columns)
     raise AssertionError(scheme)
 
 
@@ -177,6 +235,12 @@ def unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
     if num_bits == 8:
         return packed
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """Returns [columns, rows] of 4-bit numbers in the words [columns, rows / 8] of AWQ's gemm."""
+    nibbles = unpack(words, 4).unflatten(1, (-1, 8))
+    return nibbles[:, :, list(_AWQ_NIBBLES)].flatten(1)
 
 
 def _scale_shapes(

@@ -20,10 +20,9 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
 from engine.quantization import Scheme
+from engine.stored_parts import FLOATS, Part, StoredError
 from engine.stored_weights import (
     ROW_MULTIPLE,
-    Part,
-    StoredError,
     check_parts,
     dequantize,
     is_quantized,
@@ -38,7 +37,6 @@ from lora.module_names import canonical, is_of_other_part
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("F32", "F16", "BF16")
 _HARMLESS = re.compile(r"(?:model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 # Scales of activations and of the KV cache, which stay in the type of the engine.
 _OF_ACTIVATIONS = re.compile(
@@ -132,7 +130,7 @@ class Checkpoint:
     def _read(self, entry: _Entry) -> torch.Tensor:
         if self._open is None or self._open[0] != entry.path:
             self._open = (entry.path, safe_open(entry.path, framework="pt"))
-        tensor: torch.Tensor = self._open[1].get_tensor(entry.key)
+        tensor: torch.Tensor = self._open[1].get_tensor(entry.key)  # type: ignore[no-untyped-call]
         return tensor
 
     def _read_headers(self, files: list[Path]) -> dict[str, _Entry]:
@@ -191,7 +189,7 @@ class Checkpoint:
                 self._quantized[name] = self._take(module, scheme, shape, entries)
                 self._take_empty_bias(module, expected, entries)
             elif (entry := entries.pop(name, None)) is not None:
-                _check(entry, Part((shape,), _DTYPES))
+                _check(entry, Part((shape,), FLOATS))
                 self._plain[name] = entry
             elif scheme is None:
                 missing.append(name)

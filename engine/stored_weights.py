@@ -13,37 +13,18 @@ Sources: compressed-tensors 0.20 (naive_quantized, pack_quantized, converters.au
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 
 import torch
 
-from engine.quantization import Awq, Float8, Gptq, Int8, Packed, Scheme, Strategy
-
-Shape = tuple[int, ...]
-Parts = Mapping[str, torch.Tensor]  # by the name below the module, such as weight_scale
-Reader = Callable[[str], torch.Tensor | None]  # of a part
+from engine.bitsandbytes_state import QuantState, block_scales, check_table, state_name, table
+from engine.quantization import Awq, Bnb4, Bnb8, Float8, Gptq, Int8, Packed, Scheme, Strategy
+from engine.stored_parts import FLOATS, Part, Parts, Reader, Shape, StoredError
 
 # The nibble of a word of AWQ that holds each of eight columns.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 ROW_MULTIPLE = 8  # slices of rows begin at multiples: no word is cut
-_FLOATS = ("F32", "F16", "BF16")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    shapes: tuple[Shape, ...]  # one of them; (): any
-    dtypes: tuple[str, ...]  # as safetensors names them
-    is_required: bool = True
-
-
-class StoredError(ValueError):
-    """A part of a weight that does not fit its scheme: its name below the module, the reason."""
-
-    def __init__(self, part: str, reason: str) -> None:
-        super().__init__(part, reason)
-        self.part = part
-        self.reason = reason
+_INT8_STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
 def main_part(scheme: Scheme) -> str:
@@ -61,7 +42,9 @@ def is_quantized(scheme: Scheme, dtypes: Mapping[str, str]) -> bool:
     weight."""
     if main_part(scheme) != "weight":
         return main_part(scheme) in dtypes
-    return dtypes.get("weight") not in (None, *_FLOATS)
+    if isinstance(scheme, Bnb4) and state_name(scheme) in dtypes:
+        return True  # `bnb_4bit_quant_storage` may name a type of floats, for the same bytes
+    return dtypes.get("weight") not in (None, *FLOATS)
 
 
 def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[str, Part]:
@@ -75,14 +58,14 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
             scales = _scale_shapes(shape, strategy, block)
             return {
                 "weight": Part(((rows, columns),), ("F8_E4M3",)),
-                scale: Part(scales, _FLOATS),
+                scale: Part(scales, FLOATS),
             }
         case Int8(strategy, group_size, is_symmetric):
             block = None if group_size is None else (1, group_size)
             scales = _scale_shapes(shape, strategy, block)
             parts = {
                 "weight": Part(((rows, columns),), ("I8",)),
-                "weight_scale": Part(scales, _FLOATS),
+                "weight_scale": Part(scales, FLOATS),
             }
             if not is_symmetric:
                 parts["weight_zero_point"] = Part(scales, ("I8",))
@@ -92,7 +75,7 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
             words = -(-columns * num_bits // 32)
             parts = {
                 "weight_packed": Part(((rows, words),), ("I32",)),
-                "weight_scale": Part(((rows, groups),), _FLOATS),
+                "weight_scale": Part(((rows, groups),), FLOATS),
                 "weight_shape": Part(((2,),), ("I64", "I32")),
                 "weight_g_idx": Part(((columns,),), ("I32",), is_required=False),
             }
@@ -111,7 +94,7 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
             return {
                 "qweight": Part(((columns // per_word, rows),), ("I32",)),
                 "qzeros": Part(((groups, rows // per_word),), ("I32",)),
-                "scales": Part(((groups, rows),), _FLOATS),
+                "scales": Part(((groups, rows),), FLOATS),
                 "g_idx": Part(((columns,),), ("I32",), is_required=False),
             }
         case Awq(group_size):
@@ -121,7 +104,24 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
             return {
                 "qweight": Part(((columns, rows // 8),), ("I32",)),
                 "qzeros": Part(((groups, rows // 8),), ("I32",)),
-                "scales": Part(((groups, rows),), _FLOATS),
+                "scales": Part(((groups, rows),), FLOATS),
+            }
+        case Bnb4():
+            parts = {
+                "weight": Part((), ("U8", *FLOATS)),
+                "weight.absmax": Part((), ("U8", "F32")),
+                "weight.quant_map": Part(((16,),), ("F32",)),
+                state_name(scheme): Part((), ("U8",)),
+            }
+            if "weight.nested_absmax" in present:
+                parts["weight.nested_absmax"] = Part((), ("F32",))
+                parts["weight.nested_quant_map"] = Part(((256,),), ("F32",))
+            return parts
+        case Bnb8():
+            return {
+                "weight": Part((shape,), ("I8",)),
+                "SCB": Part(((rows,),), ("F32",)),
+                "weight_format": Part((), ("U8",), is_required=False),
             }
     raise AssertionError(scheme)
 
@@ -152,6 +152,13 @@ def check_parts(scheme: Scheme, shape: tuple[int, int], read: Reader) -> None:
                     f"holds {largest}, which tools read as a zero point of {largest + 1} or of 0: "
                     "convert it to checkpoint_format gptq_v2",
                 )
+        case Bnb4():
+            QuantState.read(scheme, shape, read).check(shape, read)
+            check_table(scheme, read)
+        case Bnb8():
+            layout = read("weight_format")
+            if layout is not None and bool(layout.any()):
+                raise StoredError("weight_format", f"is {layout.tolist()}, only rows are read: 0")
 
 
 def prepare(scheme: Scheme, shape: tuple[int, int], parts: Parts) -> dict[str, torch.Tensor]:
@@ -177,6 +184,10 @@ def prepare(scheme: Scheme, shape: tuple[int, int], parts: Parts) -> dict[str, t
                 found["order"] = parts["g_idx"].long()
         case Awq():
             found["zeros"] = _unpack_awq(parts["qzeros"]).T.float()
+        case Bnb4():
+            found["scales"] = block_scales(QuantState.read(scheme, shape, parts.get), parts)
+            found["table"] = table(scheme, parts["weight"].device)
+            found["bytes"] = parts["weight"].flatten().view(torch.uint8)
     return found
 
 
@@ -217,6 +228,11 @@ def dequantize(
             numbers -= _by_order(parts["zeros"][rows], None, group_size, columns)
             scale = parts["scales"][:, rows].T.float()
             return numbers * _by_order(scale, None, group_size, columns)
+        case Bnb4():
+            size = QuantState.read(scheme, shape, parts.get).block_size
+            return _by_blocks(parts, size, first * columns, last * columns).view(-1, columns)
+        case Bnb8():
+            return parts["weight"][rows].float() * parts["SCB"][rows, None] * _INT8_STEP
     raise AssertionError(scheme)
 
 
@@ -290,6 +306,17 @@ def _by_order(
     if order is not None:
         return values[:, order]
     return values.repeat_interleave(group_size, dim=1)[:, :columns]
+
+
+def _by_blocks(parts: Parts, block_size: int, first: int, last: int) -> torch.Tensor:
+    """Returns the elements of a weight of bitsandbytes from `first`, which is even, to `last`: the
+    high nibble of a byte goes before the low one."""
+    packed = parts["bytes"][first // 2 : -(-last // 2)]
+    numbers = torch.stack((packed >> 4, packed & 15), dim=-1).flatten()[: last - first]
+    begin = first // block_size
+    scales = parts["scales"][begin : -(-last // block_size)].repeat_interleave(block_size)
+    skipped = first - begin * block_size
+    return parts["table"][numbers.int()] * scales[skipped : skipped + last - first]
 
 
 def _check_order(part: str, order: torch.Tensor, group_size: int) -> None:

@@ -48,7 +48,7 @@ def write_quantized(
         if made is None:
             stored[name] = tensor
             continue
-        stored |= {f"{module}.{part}": one.contiguous() for part, one in made.parts.items()}
+        stored |= {f"{module}.{part}": one.contiguous().clone() for part, one in made.parts.items()}
         weights[name] = made.weight
     save_file(stored, out / SINGLE_FILE, metadata={"format": "pt"})
     set_quantization(out, quantization)

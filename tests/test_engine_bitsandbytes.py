@@ -128,7 +128,7 @@ def test_the_bytes_may_be_stored_as_floats(tmp_path: Path) -> None:
 
     def quantize(module: str, weight: torch.Tensor) -> Quantized:
         made = quantize_4bit("nf4", False, 64, module, weight)
-        packed = made.parts["weight"].view(torch.bfloat16).view(-1, 1)
+        packed = made.parts["weight"].flatten().view(torch.bfloat16)[:, None]
         return Quantized(dict(made.parts) | {"weight": packed}, made.weight)
 
     base = make_base(tmp_path / "base")

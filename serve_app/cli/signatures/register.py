@@ -29,7 +29,8 @@ def base(
     ] = "",
     tracking_uri: Uri = None,
 ) -> None:
-    """Register a base model: a Hugging Face folder with config.json and safetensors."""
+    """Register a base model: a Hugging Face folder with config.json and safetensors, plain or
+    quantized, or a GGUF file, which is converted."""
 
 
 @app.command()

@@ -105,6 +105,13 @@ class Checkpoint:
             return None
         return torch.cat([rows for _, rows in self._dequantized(weight, torch.device("cpu"))])
 
+    def part(self, module: str, name: str) -> torch.Tensor | None:
+        """Returns a part of a quantized weight as it is stored, such as `scales`; None: there is
+        none."""
+        weight = self._quantized.get(f"{module}.weight")
+        entry = None if weight is None else weight.parts.get(name)
+        return None if entry is None else self._read(entry)
+
     def e4m3_rows(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the stored weight of a module, e4m3 [out, in], and the scale of each row, float32
         [out], on the CPU; None if it is not stored so, be it plain or with a scale per block."""

@@ -255,7 +255,7 @@ def unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
     """Returns [columns, rows] of 4-bit numbers in the words [columns, rows / 8] of AWQ's gemm."""
-    nibbles = unpack(words, 4).unflatten(1, (-1, 8))
+    nibbles = unpack(words, 4).view(len(words), -1, 8)
     return nibbles[:, :, list(_AWQ_NIBBLES)].flatten(1)
 
 

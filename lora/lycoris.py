@@ -88,7 +88,7 @@ def convert_to_lora(
             tensors[f"{prefix}.lora_B.weight"] = b.float().contiguous()
             ranks[module], largest = rank, max(largest, error)
     conversion = Conversion(_NAMES[kind], max(ranks.values()), largest)
-    _copy_other_files(folder, out)
+    copy_other_files(folder, out)
     _write_config(out, ranks, conversion, config)
     # One entry: the order of several changes with each call, and with it the content's digest.
     save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
@@ -251,7 +251,7 @@ def _least_rank(
     return rank, float(errors[rank - 1])
 
 
-def _copy_other_files(folder: Path, out: Path) -> None:
+def copy_other_files(folder: Path, out: Path) -> None:
     """Copies the files next to the weights; a tokenizer or a chat template may be among them."""
     for path in sorted(folder.iterdir()):
         if path.name in (CONFIG_FILE, WEIGHTS_FILE) or path.suffix in _PICKLES or path.is_dir():

@@ -35,6 +35,7 @@ class BaseReport:
     max_model_len: int
     has_chat_template: bool  # without one only raw completions can be served
     warnings: tuple[str, ...]
+    quantization: str = ""  # of the files, in words; empty: plain weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,14 @@ def check_base(folder: Path) -> BaseReport:
             f"max_model_len is {config.usual_len} unless it is configured: if it is larger, up to "
             f"{config.max_len}, all sequences are turned by the frequencies of long ones"
         )
+    quantization = config.quantization
+    if quantization is not None and quantization.method == "awq":
+        warnings.append(
+            "AWQ moved scales into norms and rows: adapters that were trained on the unquantized "
+            "base are registered with --unquantized-base FOLDER"
+        )
     return BaseReport(
+        quantization="" if quantization is None else quantization.words,
         architecture=config.architecture,
         num_parameters=sum(math.prod(shape) for shape in expected_shapes(config).values()),
         vocab_size=config.vocab_size,

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.checks.effect_report import EffectReport
+from engine.checks.moved_scales import FOLDED_FOR, fold_adapter
 from engine.checks.validation import check_adapter, check_base, convert_adapter
 from engine.refusals import REFUSALS
 from registry.cache import Cache
@@ -23,7 +24,7 @@ from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersi
 from registry.errors import NotFoundError, RegistrationError
 from registry.manifest import Progress, no_progress
 from registry.names import check_alias, check_model_id, check_name, model_key
-from registry.plain_mlflow import check_trained_on
+from registry.plain_mlflow import check_trained_on, is_folded_for
 from serve_app.cli import effect
 from serve_app.text.base_text import BaseText
 
@@ -66,7 +67,11 @@ def register_base(
         BaseText.from_folder(folder)  # tokenizer and template, as a front will open them
         report = check_base(folder)
     facts = BaseFacts(
-        report.architecture, report.num_parameters, report.max_model_len, _known_as(folder)
+        report.architecture,
+        report.num_parameters,
+        report.max_model_len,
+        _known_as(folder),
+        report.quantization,
     )
     version = registry.register_base(
         folder, name, facts=facts, alias=alias, link=link, model_id=model_id, progress=progress
@@ -86,12 +91,15 @@ def register_adapter(
     allow_noop: bool = False,
     force: bool = False,
     max_error: float | None = None,
+    unquantized_base: Path | None = None,
     progress: Progress = no_progress,
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
     accept an adapter whose configuration names another base. `max_error`: the largest relative
-    error of any module with which a LoHa or LoKr adapter is converted to LoRA; None: MAX_ERROR."""
+    error of any module with which a LoHa or LoKr adapter is converted to LoRA; None: MAX_ERROR.
+    `unquantized_base`: the folder of the base that the adapter was trained on, from which the AWQ
+    base was made; the adapter is folded, and registered for this AWQ base alone."""
     _check_request(folder, "adapter_config.json", name, alias)
     try:
         found = registry.snapshot().resolve_base(base)
@@ -99,23 +107,32 @@ def register_adapter(
         raise RegistrationError(
             f"adapter {name!r}: {error}; register the base first: loraplex register base"
         ) from error
-    if not force:
-        with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
-            check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
-    base_folder = registry.fetch(found, cache, progress=progress)
     what = f"adapter {name!r} for base {found.name}@{found.version}"
-    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+    with _refused(what):
+        _check_lineage(folder, found, unquantized_base, force)
+    base_folder = registry.fetch(found, cache, progress=progress)
+    with (
+        tempfile.TemporaryDirectory(prefix="loraplex-") as scratch,
+        tempfile.TemporaryDirectory(prefix="loraplex-") as folded,
+    ):
         with _refused(what):
             bound = MAX_ERROR if max_error is None else max_error
             made = convert_adapter(folder, base_folder, Path(scratch), bound)
+            words = [] if made is None else [made.words]
             folder = folder if made is None else Path(scratch)
+            if unquantized_base is not None:
+                fold = fold_adapter(
+                    folder, base_folder, found.digest, unquantized_base, Path(folded)
+                )
+                words.append(fold.words)
+                folder = Path(folded)
             report = check_adapter(folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
                 reason = f"{report.warnings[0]}{_REMEDY}"
                 raise RegistrationError(f"adapter {name!r} is refused: {reason}")
             found_out = effect.prove(folder, name, base_folder, mode=probe)
         _check_effect(name, found_out, allow_noop)
-        converted = "" if made is None else made.words
+        converted = "; ".join(words)
         version = registry.register_adapter(
             folder,
             name,
@@ -134,6 +151,22 @@ def register_adapter(
             progress=progress,
         )
     return Registration(version, (*report.warnings, *found_out.warnings), found_out)
+
+
+def _check_lineage(
+    folder: Path, base: BaseVersion, unquantized_base: Path | None, force: bool
+) -> None:
+    """Raises RegistrationError for an adapter of another base."""
+    is_folded = is_folded_for(_field(folder / "adapter_config.json", FOLDED_FOR), base)
+    if unquantized_base is None:
+        if not is_folded and not force:
+            check_trained_on(_trained_on(folder), base, "to register it anyway: --force")
+    elif is_folded:
+        raise RegistrationError("it is folded for this base: leave out --unquantized-base")
+    elif not base.quantization.startswith("awq "):
+        raise RegistrationError(
+            f"--unquantized-base is for AWQ bases, this one is {base.quantization or 'plain'}"
+        )
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:

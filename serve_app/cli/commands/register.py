@@ -54,6 +54,7 @@ def adapter(
     allow_noop: bool,
     force: bool,
     max_error: float | None,
+    unquantized_base: Path | None,
     tracking_uri: str | None,
 ) -> None:
     registry = open_registry(tracking_uri)
@@ -70,6 +71,7 @@ def adapter(
             allow_noop=allow_noop,
             force=force,
             max_error=max_error,
+            unquantized_base=unquantized_base,
             progress=progress,
         )
     version = registered.version

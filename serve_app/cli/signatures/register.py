@@ -63,6 +63,14 @@ def adapter(
             "module; default: 0.001",
         ),
     ] = None,
+    unquantized_base: Annotated[
+        Path | None,
+        typer.Option(
+            "--unquantized-base",
+            help="Folder of the base that it was trained on, if --base is an AWQ base made of it: "
+            "the scales that AWQ moved are folded into the adapter",
+        ),
+    ] = None,
     tracking_uri: Uri = None,
 ) -> None:
     """Register an adapter: a PEFT folder with adapter_config.json and safetensors."""

@@ -54,6 +54,7 @@ class _Entry:
     key: str
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it
+    order: int  # among those of its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,11 @@ class Checkpoint:
     def stream(self, device: torch.device) -> Iterator[tuple[str, slice, torch.Tensor]]:
         """Yields every expected tensor once, in slices of rows: its name in a model of text, the
         rows, and these on the device, in float32 if they are dequantized."""
-        places = [(entry.path, name) for name, entry in self._plain.items()] + [
-            (next(iter(weight.parts.values())).path, name)
-            for name, weight in self._quantized.items()
-        ]
-        for _, name in sorted(places, key=lambda place: place[0]):
+        first = self._plain | {
+            name: next(iter(weight.parts.values())) for name, weight in self._quantized.items()
+        }
+        # In the order of the files, which is what disks and their caches expect.
+        for name in sorted(first, key=lambda name: (first[name].path, first[name].order)):
             if name in self._plain:
                 yield name, slice(None), self._read(self._plain[name])
             else:
@@ -147,7 +148,7 @@ class Checkpoint:
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
-                    for key in file.keys():  # noqa: SIM118 (not a dict)
+                    for order, key in enumerate(file.keys()):
                         name = self._known_name(key)
                         num_others += self._config.is_text_part and is_of_other_part(key)
                         if name is None:
@@ -157,7 +158,7 @@ class Checkpoint:
                             raise UnsupportedModelError(f"{name} is in {other} and again")
                         view = file.get_slice(key)
                         shape = tuple(view.get_shape())
-                        entries[name] = _Entry(path, key, shape, view.get_dtype())
+                        entries[name] = _Entry(path, key, shape, view.get_dtype(), order)
             except (SafetensorError, OSError) as error:
                 raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
         if num_others:

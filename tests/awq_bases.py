@@ -1,4 +1,4 @@
-"""AWQ bases made of plain ones, as AutoAWQ makes them: scales move, then 4 bits with zero points."""
+"""AWQ bases made of plain ones, as AutoAWQ makes them: scales move, then come 4 bits."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_folded_adapter_computes_as_on_the_unquantized_base(
 
 def test_scales_of_rows_are_recovered_though_other_groups_are_clipped(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", **SMALL)
-    awq, plain = make_awq_base(base, tmp_path / "tiny-awq", clip=0.8)
+    awq, _ = make_awq_base(base, tmp_path / "tiny-awq", clip=0.8)
     exact, _ = make_awq_base(base, tmp_path / "exact-awq")
     module = "model.layers.0.mlp.down_proj"
     found = MovedScales(awq, base).of_inputs(module)
@@ -120,7 +120,7 @@ def test_registration_follows_the_base_of_an_adapter(tmp_path: Path) -> None:
     # The name of the unquantized base is also the registered name: it still is another base.
     for name, trained_on in (("named", "organisation/tiny"), ("silent", None)):
         adapter = make_adapter_folder(tmp_path / name, trained_on=trained_on)
-        with pytest.raises(RegistrationError, match="names no AWQ base.*--unquantized-base"):
+        with pytest.raises(RegistrationError, match=r"names no AWQ base.*--unquantized-base"):
             register_adapter(registry, adapter, name, "tiny", cache=cache)
     own = make_adapter_folder(tmp_path / "own", trained_on="organisation/tiny-AWQ")
     register_adapter(registry, own, "own", "tiny", cache=cache)

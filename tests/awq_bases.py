@@ -78,4 +78,5 @@ def _quantize(
     numbers = (clipped.flatten(1) / scale[:, group].float()).round() + zero[:, group]
     made = Integers(numbers.clamp(0, 15).int(), zero, scale, group)
     stored |= {f"{module}.{part}": one for part, one in awq_parts(made).items()}
-    plain[name] = made.weight.float() * leaving[:, None] / entering
+    exact = (made.q - zero[:, group]) * scale[:, group].float()
+    plain[name] = exact * leaving[:, None] / entering

@@ -121,13 +121,14 @@ class MovedScales:
         if steps is None or not isinstance(scheme, Awq):
             raise UnsupportedModelError(f"{module} of the base is not quantized by AWQ")
         plain = self._read(self._plain, f"{module}.weight") * self.of_inputs(module)
-        groups = plain.unflatten(1, (-1, scheme.group_size))
+        groups = plain.view(len(plain), -1, scheme.group_size)
         ranges = groups.amax(2) - groups.amin(2)
-        estimates = (ranges / (_LEVELS * steps.T.float())).sort(dim=1).values  # [out, groups]
+        # [out, groups], the least first
+        estimates = torch.sort(ranges / (_LEVELS * steps.T.float()), dim=1)[0]
         if estimates.shape[1] < 2:
             raise UnsupportedModelError(f"{module} has one group a row, which nothing confirms")
         scales = estimates[:, :2].mean(1)
-        stored = self._read(self._awq, f"{module}.weight").unflatten(1, (-1, scheme.group_size))
+        stored = self._read(self._awq, f"{module}.weight").view_as(groups)
         slope, error = _least_squares(groups, stored)
         is_known = estimates[:, 1] / estimates[:, 0] - 1 < _AGREEMENT
         is_known &= (scales * slope - 1).abs() < 4 * error * scales + _AGREEMENT

@@ -148,7 +148,8 @@ def _convert(
     module = name.rsplit(".", 2)[-2]
     if architecture.permutes and module in heads:
         # llama.cpp turns neighbours, Hugging Face the halves of a head.
-        made = made.unflatten(0, (heads[module], -1, 2)).transpose(1, 2).flatten(0, 2)
+        pairs = made.view(heads[module], -1, 2, *made.shape[1:])
+        made = pairs.transpose(1, 2).reshape(made.shape)
     return made.contiguous()
 
 

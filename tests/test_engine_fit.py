@@ -13,12 +13,12 @@ from engine.memory_plan import GIB
 from engine.model_config import read_model_config
 from engine.weight_files import SINGLE_FILE
 from engine.weights import load_weights
-from registry.client import Registry
 from serve_app.cli import main as cli
+from serve_app.cli.commands.store import open_registry
 from tests.engine_helpers import make_base
 from tests.gguf_files import write_gguf
 from tests.quantized_bases import write_quantized
-from tests.registry_helpers import embedded, empty_home
+from tests.registry_helpers import empty_home
 from tests.test_engine_gptq_awq import AWQ, awq
 
 
@@ -88,8 +88,7 @@ def test_a_gguf_file_is_registered_by_its_path(
     assert run("register", "base", str(path), "--name", "tiny") == 0
     said = capsys.readouterr().out
     assert "stored as" in said
-    registry: Registry = embedded(home)
-    version = registry.snapshot().resolve("tiny").base
+    version = open_registry(None).snapshot().resolve("tiny").base
     assert version.architecture == "LlamaForCausalLM"
     assert "tiny-q8_0" in version.known_as
     assert not list(home.glob(".gguf.*"))
